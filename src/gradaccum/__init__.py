@@ -1,0 +1,11 @@
+"""Train with the batch size you want on the memory you have, and get the same update.
+
+The centre is plain Python and imports no framework. The ways in are `gradaccum.torch` and `gradaccum.keras`.
+"""
+
+from gradaccum.errors import NotEquivalentError, WindowError
+from gradaccum.schedule import Schedule, steps_for
+
+__all__ = ["NotEquivalentError", "Schedule", "WindowError", "__version__", "steps_for"]
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""gradaccum inside other training frameworks."""

@@ -1,0 +1,1 @@
+"""gradaccum for Keras 3."""

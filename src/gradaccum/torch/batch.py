@@ -1,0 +1,167 @@
+"""Batches as users have them: tensors nested in tuples, lists, dicts, named tuples and dataclasses.
+
+A *leaf* is whatever is none of these containers. Leaves that are tensors (or arrays) of at least one dimension carry
+rows; all others are shared by every micro-batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["BatchDims", "leaves", "map_leaves", "number_of_rows", "per_row_leaves", "take"]
+
+BatchDims = Any
+"""Like `torch.vmap`'s `in_dims`: an int (the dimension that holds the rows), None (shared), or a container of these
+that is a prefix of the batch's structure."""
+
+
+def children(node: Any) -> list[tuple[str, Any, Any]] | None:
+    """`(path suffix, key, child)` of a container, in order; None for a leaf."""
+    if isinstance(node, Mapping):
+        return [(f"[{key!r}]", key, node[key]) for key in node]
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return [(f".{name}", index, node[index]) for index, name in enumerate(node._fields)]
+    if isinstance(node, (tuple, list)) and not isinstance(node, torch.Size):
+        return [(f"[{index}]", index, child) for index, child in enumerate(node)]
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [(f".{field.name}", field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
+    return None
+
+
+def rebuild(node: Any, values: list[Any]) -> Any:
+    """A container like `node`, of the same type, that holds `values` in the order of `children`."""
+    if isinstance(node, Mapping):
+        pairs = dict(zip(node, values, strict=True))
+        if isinstance(node, dict) and dataclasses.is_dataclass(node):  # transformers' ModelOutput is both
+            return type(node)(**pairs)
+        new = copy.copy(node)
+        try:
+            for key, value in pairs.items():
+                new[key] = value  # type: ignore[index]
+        except TypeError:  # an immutable mapping
+            return type(node)(pairs)  # type: ignore[call-arg]
+        return new
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*values)
+    if isinstance(node, (tuple, list)):
+        return type(node)(values)
+    new = copy.copy(node)
+    for field, value in zip(dataclasses.fields(node), values, strict=True):
+        object.__setattr__(new, field.name, value)  # frozen ones too
+    return new
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf with its path, such as `[0]['pixels']`, in order."""
+    inside = children(tree)
+    if inside is None:
+        yield path, tree
+    else:
+        for suffix, _, child in inside:
+            yield from leaves(child, path + suffix)
+
+
+def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """A tree of the same structure with `function(leaf, *leaves of the others)` in place of each leaf."""
+    inside = children(tree)
+    if inside is None:
+        return function(tree, *others)
+    beside = [children(other) for other in others]
+    if any(other is None or len(other) != len(inside) for other in beside):
+        raise ValueError(f"Structures differ: {type(tree).__name__} against {[type(o).__name__ for o in others]}.")
+    values = [
+        map_leaves(function, child, *(other[index][2] for other in beside if other is not None))
+        for index, (_, _, child) in enumerate(inside)
+    ]
+    return rebuild(tree, values)
+
+
+def has_rows(leaf: Any) -> bool:
+    """Whether this leaf can carry rows: a tensor or an array of at least one dimension."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and len(leaf.shape) > 0
+
+
+def with_dims(tree: Any, batch_dims: BatchDims = 0, path: str = "") -> Iterator[tuple[str, Any, int | None]]:
+    """Every leaf with its path and the dimension that holds its rows; None where every micro-batch shares it.
+
+    Raises:
+        ValueError: `batch_dims` is no prefix of the batch's structure, or names a dimension that a tensor lacks.
+    """
+    inside = children(tree)
+    if batch_dims is None or (isinstance(batch_dims, int) and not isinstance(batch_dims, bool)):
+        for where, leaf in leaves(tree, path):
+            if batch_dims is None or not has_rows(leaf):
+                yield where, leaf, None
+            elif not -len(leaf.shape) <= batch_dims < len(leaf.shape):
+                raise ValueError(
+                    f"`batch_dims` says dimension {batch_dims} for {where or 'the batch'}, whose shape is "
+                    f"{tuple(leaf.shape)}."
+                )
+            else:
+                yield where, leaf, batch_dims % len(leaf.shape)
+        return
+    dims = children(batch_dims)
+    if dims is None or inside is None or [key for _, key, _ in dims] != [key for _, key, _ in inside]:
+        raise ValueError(
+            f"`batch_dims` must be an int, None, or a prefix of the batch's structure. Received: {batch_dims!r} "
+            f"for {path or 'a batch'} of type {type(tree).__name__}"
+            + (f" with {[key for _, key, _ in inside]}." if inside is not None else ".")
+        )
+    for (suffix, _, child), (_, _, dim) in zip(inside, dims, strict=True):
+        yield from with_dims(child, dim, path + suffix)
+
+
+def per_row_leaves(batch: Any, batch_dims: BatchDims = 0) -> list[tuple[str, Any, int]]:
+    """The leaves that carry rows: `(path, tensor, dimension)`."""
+    return [(path, leaf, dim) for path, leaf, dim in with_dims(batch, batch_dims) if dim is not None]
+
+
+def number_of_rows(batch: Any, batch_dims: BatchDims = 0) -> int:
+    """The rows of a batch.
+
+    Raises:
+        ValueError: No leaf carries rows, or they disagree; the message lists every path and shape.
+
+    Example:
+        >>> number_of_rows((torch.zeros(16, 3), {"label": torch.zeros(16), "name": "train"}))
+        16
+    """
+    found = per_row_leaves(batch, batch_dims)
+    if not found:
+        raise ValueError(f"No tensor with rows in this batch of type {type(batch).__name__}.")
+    rows = {int(leaf.shape[dim]) for _, leaf, dim in found}
+    if len(rows) > 1:
+        listing = "".join(
+            f"\n  batch{path}  shape {tuple(leaf.shape)}, {leaf.shape[dim]} rows in dimension {dim}"
+            for path, leaf, dim in found
+        )
+        raise ValueError(
+            f"The tensors of a batch must have the same number of rows.{listing}\n"
+            "Mark what every micro-batch shares with None in `batch_dims`, as in torch.vmap's `in_dims`."
+        )
+    return rows.pop()
+
+
+def take(batch: Any, rows: slice | torch.Tensor, batch_dims: BatchDims = 0) -> Any:
+    """The micro-batch that holds these rows: a view for a slice, a copy for a tensor of indices.
+
+    Example:
+        >>> take((torch.arange(6), "shared"), slice(2, 4))
+        (tensor([2, 3]), 'shared')
+    """
+    dims = iter(list(with_dims(batch, batch_dims)))
+
+    def pick(leaf: Any) -> Any:
+        _, _, dim = next(dims)
+        if dim is None:
+            return leaf
+        if isinstance(rows, slice):
+            return leaf[(slice(None),) * dim + (rows,)]
+        return leaf.index_select(dim, rows.to(leaf.device))
+
+    return map_leaves(pick, batch)

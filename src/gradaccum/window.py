@@ -1,0 +1,202 @@
+"""The window: which micro-batches make an update, and what each of them weighs. Plain numbers, no tensors.
+
+A window's gradient is `sum_i w_i g_i / sum_i w_i`. Summing `w_i g_i` as it stands would overflow half precision when
+the weights are token counts, and would cost a multiplication per micro-batch even where all weights are the same. So
+the sum is kept in multiples of a `unit`, the weight of the window's first micro-batch:
+
+    sum_i (w_i / unit) g_i      and, at the end,      divided by  sum_i w_i / unit
+
+With equal weights every factor is exactly 1, and the divisor is the number of micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, Literal, get_args
+
+from gradaccum.errors import WindowError
+
+__all__ = ["Reduction", "Window", "checked_reduction", "checked_weight"]
+
+Reduction = Literal["mean", "sum"]
+"""What the user's losses are: means over their micro-batch, or sums over it."""
+
+
+class Window:
+    """What has been seen since the last update.
+
+    A micro-batch is first weighed (`weigh`, once or several times), then added (`add`), which tells whether the window
+    closes; `close` empties it for the next one.
+
+    Args:
+        steps: Micro-batches until the window closes, >= 1.
+        reduction: `"mean"` or `"sum"`: what the losses are.
+
+    Example:
+        >>> window = Window(steps=2)
+        >>> window.weigh(30), window.add()       # the first micro-batch: its gradient counts 1 time
+        (1.0, False)
+        >>> window.weigh(15), window.add()       # half the weight: half the factor; the window closes
+        (0.5, True)
+        >>> window.divisor
+        1.5
+    """
+
+    def __init__(self, steps: int = 1, reduction: Reduction = "mean") -> None:
+        self.steps = steps
+        self.reduction = reduction
+        self.last = False
+        """Whether the micro-batch in progress is the epoch's last, so that it closes the window however short it is."""
+        self.close()
+
+    def close(self) -> None:
+        """Empty the window; the next micro-batch is the first of a new one."""
+        self.micro_batches = 0
+        self.weight = 0.0
+        self.unit: float | None = None
+        self.weights_given = False
+        self.last = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what was said about the micro-batch in progress."""
+        self.pending: float | None = None
+        self.pending_given = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a micro-batch is in."""
+        return self.micro_batches > 0
+
+    @property
+    def closes_next(self) -> bool:
+        """Whether the micro-batch in progress, or the next one, closes the window."""
+        return self.last or self.micro_batches + 1 >= self.steps
+
+    @property
+    def divisor(self) -> float:
+        """What the sum of gradients is to be divided by: `sum_i w_i / unit`, or 1 for sums without weights."""
+        if self.reduction == "sum":
+            return self.weight if self.weights_given else 1.0
+        return self.weight / self.unit if self.unit else 0.0
+
+    def resize(self, steps: int) -> None:
+        """Set the length of this window, which must be empty.
+
+        Raises:
+            WindowError: The window is open.
+        """
+        if self.is_open and steps != self.steps:
+            raise WindowError(
+                f"`steps` changes only between windows: this one holds {self.micro_batches} of its {self.steps} "
+                f"micro-batches. Received: steps={steps}. Close it first with flush(), or wait until `updated`."
+            )
+        self.steps = steps
+
+    def weigh(self, weight: float | None = None, default: float = 1.0) -> float:
+        """Say what the micro-batch in progress weighs, and get the factor with which its gradient joins the sum.
+
+        Args:
+            weight: Rows, tokens ...; finite and >= 0. None: what was said before, else `default`.
+            default: The weight of a micro-batch of which nothing is said.
+
+        Returns:
+            `weight / unit`; for `reduction="sum"`, 1.
+
+        Raises:
+            TypeError, ValueError: `weight` is no finite number >= 0, or another than was said for this micro-batch.
+        """
+        given = weight is not None
+        if given:
+            weight = checked_weight(weight)
+        elif self.pending is not None:
+            weight = self.pending
+        else:
+            weight = default
+        # For sums, a loss without a weight adds to the sum only; the loss that has one says the weight.
+        comparable = self.pending is not None and (self.reduction == "mean" or self.pending_given)
+        if comparable and given and weight != self.pending:
+            raise ValueError(
+                f"The losses of one micro-batch must have one weight. Received: weight={weight:g} after "
+                f'{self.pending:g}. For losses that divide by different counts pass their sums, with reduction="sum", '
+                "and give the weight once."
+            )
+        self.pending, self.pending_given = weight, self.pending_given or given
+        if self.reduction == "sum":
+            return 1.0
+        if not self.unit and weight > 0:
+            self.unit = weight
+        return weight / self.unit if self.unit else 0.0
+
+    def add(self, default: float = 1.0) -> bool:
+        """The micro-batch in progress is in. Returns whether the window closes with it."""
+        closes = self.closes_next
+        if self.pending is None:
+            self.weigh(default=default)
+        assert self.pending is not None
+        self.weight += self.pending
+        self.weights_given = self.weights_given or self.pending_given
+        self.micro_batches += 1
+        self.forget()
+        return closes
+
+    def rescale(self, unit: float) -> float:
+        """Keep the sum in multiples of another unit from now on. Returns the factor to multiply the sum with."""
+        factor = self.unit / unit if self.unit else 1.0
+        self.unit = unit
+        return factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """The open window as plain numbers."""
+        return {
+            "steps": self.steps,
+            "micro_batches": self.micro_batches,
+            "weight": self.weight,
+            "unit": self.unit,
+            "weights_given": self.weights_given,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` wrote."""
+        self.close()
+        for name in ("steps", "micro_batches", "weight", "unit", "weights_given"):
+            setattr(self, name, state[name])
+
+    def __repr__(self) -> str:
+        return f"Window({self.micro_batches} of {self.steps} micro-batches, weight={self.weight:g})"
+
+
+def checked_weight(weight: Any) -> float:
+    """`weight` as a float: a finite number >= 0, or a tensor or array of one element that holds such a number.
+
+    Raises:
+        TypeError: Not a number.
+        ValueError: Negative, infinite or NaN.
+
+    Example:
+        >>> checked_weight(731)
+        731.0
+    """
+    received = f"Received: weight={weight!r} of type {type(weight).__name__}."
+    is_number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
+    try:
+        number = float(weight) if is_number or hasattr(weight, "item") else None
+    except (TypeError, ValueError, RuntimeError):  # an array of several elements, or of none
+        number = None
+    if number is None:
+        raise TypeError(f"A weight must be a finite number >= 0. {received}")
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"A weight must be a finite number >= 0. {received}")
+    return number
+
+
+def checked_reduction(reduction: Any) -> Reduction:
+    """`reduction`, if it is one.
+
+    Raises:
+        ValueError: Neither "mean" nor "sum".
+    """
+    if reduction not in get_args(Reduction):
+        raise ValueError(f'`reduction` must be "mean" or "sum". Received: reduction={reduction!r}.')
+    return reduction
