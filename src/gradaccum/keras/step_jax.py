@@ -5,6 +5,7 @@ An unrolled loop would hold more memory than the whole batch: XLA runs its micro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +158,7 @@ class JaxStep(MicroBatchedStep):
         model = self.model
         if model.train_function is not None and not force:
             return
+        model.train_step = functools.partial(self)  # a new one: `jax.jit` would find what was compiled for the old loss
         type(model).make_train_function(model, force=force)
         step: Callable[[_State, Any], Any] = model.train_function
 
