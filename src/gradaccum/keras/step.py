@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +15,23 @@ from gradaccum.keras import batch_norm as batch_norms
 from gradaccum.keras.additive import check_additive
 from gradaccum.keras.denominators import Measured
 
-__all__ = ["MicroBatchedStep", "Plan", "has_rows", "rows_of", "unpack"]
+__all__ = ["MicroBatchedStep", "Plan", "Spec", "has_rows", "rows_of", "unpack"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor of a micro-batch: its dtype, the shape of a row (None: not known), and whether it has a mask."""
+
+    dtype: str
+    row: tuple[int | None, ...] | None
+    masked: bool
+
+    @classmethod
+    def of(cls, tensor: Any) -> Spec:
+        """That of a tensor; of a scalar, `row` is None."""
+        shape = tuple(tensor.shape)
+        masked = backend.get_keras_mask(tensor) is not None
+        return cls(backend.standardize_dtype(tensor.dtype), shape[1:] if shape else None, masked)
 
 
 @dataclass(frozen=True)
@@ -23,8 +40,8 @@ class Plan:
 
     Attributes:
         counted: The losses whose denominators have to be counted, by index.
-        scalar_loss: False with `reduction=None` on TensorFlow, where Keras' loss keeps its rows.
-        masked: Of each output, whether it has a mask.
+        loss: What the loss is: a scalar, except with `reduction=None` on TensorFlow, where it keeps its rows.
+        outputs: The model's outputs, in their structure.
         metrics: `"whole"`: metrics see the whole batch's outputs, once per update, as in plain `fit`; `"streamed"`:
             they see those of each micro-batch, where the metrics are sums over rows and keeping all outputs would cost
             more than the batch itself; `"none"`: there are none.
@@ -32,8 +49,8 @@ class Plan:
     """
 
     counted: tuple[int, ...]
-    scalar_loss: bool
-    masked: tuple[bool, ...]
+    loss: Spec
+    outputs: Any
     metrics: Literal["whole", "streamed", "none"]
     terms: bool
 
@@ -59,6 +76,10 @@ class MicroBatchedStep:
 
     def __call__(self, *args: Any) -> Any:
         raise NotImplementedError
+
+    def eagerly(self) -> contextlib.AbstractContextManager[Any]:
+        """While this is open, operations run at once, even in a function that is being traced."""
+        return contextlib.nullcontext()
 
     def size_for(self, rows: int) -> int:
         """Rows of a micro-batch at most, for a batch of so many."""
@@ -86,7 +107,8 @@ class MicroBatchedStep:
         Raises:
             NotEquivalentError: There is such a loss.
         """
-        check_additive(self.model, measured)
+        with self.eagerly():
+            check_additive(self.model, measured)
         model, outputs = self.model, tree.flatten(y_pred)
         metrics: Literal["whole", "streamed", "none"]
         if _overrides(model, "compute_metrics"):
@@ -102,8 +124,8 @@ class MicroBatchedStep:
             metrics = "streamed" if additive and (kept is None or held is None or kept > held) else "whole"
         return Plan(
             counted=tuple(sorted(measured.counts)),
-            scalar_loss=len(loss.shape) == 0,
-            masked=tuple(backend.get_keras_mask(output) is not None for output in outputs),
+            loss=Spec.of(loss),
+            outputs=tree.map_structure(Spec.of, y_pred),
             metrics=metrics,
             terms=len(measured.calls) != 1 or _overrides(model, "compute_loss"),
         )

@@ -113,14 +113,17 @@ class JaxStep(MicroBatchedStep):
         return scaled * share, (loss * share, y_pred, non_trainable, metrics, seen.valid)
 
     def _plan(self, state: Any, micro_batch: Any) -> Plan:
-        plans: list[Plan] = []
+        seen: list[Any] = []
 
         def probe(state: Any, micro_batch: Any) -> None:
-            _, measured, y_pred, loss = denominators_of(self.model, state, *unpack(micro_batch))
-            plans.append(self.plan(measured, y_pred, loss, micro_batch))
+            seen.extend(denominators_of(self.model, state, *unpack(micro_batch))[1:])
 
         jax.eval_shape(probe, state, micro_batch)
-        return plans[0]
+        return self.plan(*seen, micro_batch)
+
+    def eagerly(self) -> Any:
+        """While this is open, operations run at once, even in a function that is being traced."""
+        return jax.ensure_compile_time_eval()
 
     def _counted(self, state: Any, segments: Any, plan: Plan) -> dict[int, Any]:
         trainable, non_trainable, metrics = state
