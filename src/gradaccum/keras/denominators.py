@@ -29,9 +29,9 @@ from typing import Any
 
 from keras import ops
 from keras.src import backend
-from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
+from keras.src.losses.loss import squeeze_or_expand_to_same_rank
 
-__all__ = ["Measured", "denominators_of", "weighed", "weighed_losses"]
+__all__ = ["Measured", "denominators_of", "tell_trackers", "weighed", "weighed_losses"]
 
 
 @dataclass
@@ -41,10 +41,13 @@ class Measured:
     Attributes:
         counts: Of each loss that divides by neither rows nor nothing, by its index: `D_ij`, a scalar tensor.
         calls: Of each loss, by its index: the loss object and the arguments it was called with.
+        values: Of each loss that has a tracker (with several losses, `fit` logs each): what the tracker would have
+            been told, which is the micro-batch's part of the large batch's value, over `share`.
     """
 
     counts: dict[int, Any] = field(default_factory=dict)
     calls: dict[int, tuple[Any, Any, Any, Any]] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -64,14 +67,35 @@ def weighed_losses(model: Any, share: Any = 1.0, totals: dict[int, Any] | None =
     if compiled is None:
         yield measured
         return
-    flat = compiled._flat_losses
+    flat, trackers = compiled._flat_losses, compiled._metrics
     compiled._flat_losses = [
         entry._replace(loss=_Weighed(index, entry.loss, measured, share, totals)) for index, entry in enumerate(flat)
     ]
+    compiled._metrics = [_Untold(index, tracker, measured) for index, tracker in enumerate(trackers)]
     try:
         yield measured
     finally:
-        compiled._flat_losses = flat
+        compiled._flat_losses, compiled._metrics = flat, trackers
+
+
+def tell_trackers(model: Any, values: list[Any], rows: int | None) -> None:
+    """Tell the trackers of the single losses their values over the whole batch, as plain `fit` does once per update."""
+    if model._compile_loss is not None:
+        for tracker, value in zip(model._compile_loss.metrics, values):
+            tracker.update_state(value, sample_weight=rows)
+
+
+class _Untold:
+    """Stands in for the tracker of one loss, and keeps what it is told to itself."""
+
+    def __init__(self, index: int, tracker: Any, measured: Measured) -> None:
+        self.index, self.tracker, self.measured = index, tracker, measured
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tracker, name)
+
+    def update_state(self, value: Any, sample_weight: Any = None) -> None:
+        self.measured.values[self.index] = value
 
 
 class _Weighed:
@@ -148,13 +172,13 @@ def _count(reduction: str, values: Any, in_mask: Any, sample_weight: Any) -> Any
         mask = in_mask if in_mask is not None else out_mask
     dtype = backend.standardize_dtype(values.dtype)
     if reduction == "mean_with_sample_weight":
-        if sample_weight is not None:
-            sample_weight = ops.convert_to_tensor(sample_weight, dtype=dtype)
-        weights = apply_mask(sample_weight, mask, dtype=dtype, reduction=reduction)
-        if weights is None:
-            return None
-        _, weights = squeeze_or_expand_to_same_rank(values, weights)
-        return ops.sum(weights)
+        if sample_weight is None:
+            return None if mask is None else ops.sum(ops.cast(mask, dtype))
+        sample_weight = ops.cast(sample_weight, dtype)
+        if mask is not None:
+            mask, sample_weight = squeeze_or_expand_to_same_rank(ops.cast(mask, dtype), sample_weight)
+            sample_weight = sample_weight * mask
+        return ops.sum(sample_weight)
     return None if mask is None else ops.sum(ops.cast(mask, dtype))
 
 

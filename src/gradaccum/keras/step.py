@@ -45,6 +45,7 @@ class Plan:
         metrics: `"whole"`: metrics see the whole batch's outputs, once per update, as in plain `fit`; `"streamed"`:
             they see those of each micro-batch, where the metrics are sums over rows and keeping all outputs would cost
             more than the batch itself; `"none"`: there are none.
+        tracked: How many losses are logged by themselves.
         terms: Whether the loss can have other terms than one compiled loss.
     """
 
@@ -52,6 +53,7 @@ class Plan:
     loss: Spec
     outputs: Any
     metrics: Literal["whole", "streamed", "none"]
+    tracked: int
     terms: bool
 
 
@@ -127,6 +129,7 @@ class MicroBatchedStep:
             loss=Spec.of(loss),
             outputs=tree.map_structure(Spec.of, y_pred),
             metrics=metrics,
+            tracked=len(measured.values),
             terms=len(measured.calls) != 1 or _overrides(model, "compute_loss"),
         )
 

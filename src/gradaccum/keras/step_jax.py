@@ -15,7 +15,7 @@ from keras import tree
 from keras.src import backend
 
 from gradaccum.keras.batch_norm import Pool, during_micro_batch
-from gradaccum.keras.denominators import denominators_of, weighed_losses
+from gradaccum.keras.denominators import denominators_of, tell_trackers, weighed_losses
 from gradaccum.keras.step import MicroBatchedStep, Plan, has_rows, rows_of, unpack
 from gradaccum.sizes import even_sizes
 
@@ -52,23 +52,23 @@ class JaxStep(MicroBatchedStep):
         gradient = jax.value_and_grad(self._loss, has_aux=True)
 
         def micro(carry: Any, micro_batch: Any, size: int) -> tuple[Any, Any]:
-            sums, loss_sum, non_trainable, metrics, pooled = carry
+            sums, values, non_trainable, metrics, pooled = carry
             x, y, sample_weight = unpack(micro_batch)
             (_, aux), gradients = gradient(
                 trainable, non_trainable, metrics, x, y, sample_weight, optimizer_variables, size / rows, totals
             )
-            loss, y_pred, new_non_trainable, new_metrics, valid = aux
+            parts, y_pred, new_non_trainable, new_metrics, valid = aux
             if pool is not None:
                 pooled = pool.add(pooled, [new_non_trainable[index] for index in moving], valid, size)
             if plan.metrics == "streamed":
                 new_metrics = self._stream(new_metrics, y, y_pred, sample_weight)
             sums = [total + gradient for total, gradient in zip(sums, gradients)]
-            new = (sums, loss_sum + loss, _like(new_non_trainable, non_trainable), _like(new_metrics, metrics), pooled)
-            return _like(new, carry), y_pred if plan.metrics == "whole" else None
+            values = [value + part for value, part in zip(values, parts)]
+            return _like((sums, values, new_non_trainable, new_metrics, pooled), carry), y_pred if plan.metrics == "whole" else None
 
         carry = (
             [jnp.zeros(value.shape, jnp.promote_types(value.dtype, jnp.float32)) for value in trainable],
-            jnp.zeros((), backend.floatx()),
+            [jnp.zeros((), backend.floatx())] * (1 + plan.tracked),
             non_trainable,
             metrics,
             [] if pool is None else pool.zeros(),
@@ -77,17 +77,21 @@ class JaxStep(MicroBatchedStep):
         for size, micro_batches in segments:
             carry, stacked = _loop(lambda c, m, size=size: micro(c, m, size), carry, micro_batches)
             outputs.append(tree.map_structure(lambda a: a.reshape(-1, *a.shape[2:]), stacked))
-        sums, loss, non_trainable, metrics, pooled = carry
+        sums, values, non_trainable, metrics, pooled = carry
         if pool is not None:
             for index, value in zip(moving, pool.moved(pooled, before)):
                 non_trainable[index] = value
         trainable, optimizer_variables = model.optimizer.stateless_apply(optimizer_variables, sums, trainable)
         x, y, sample_weight = unpack(data)
-        if plan.metrics == "whole":
-            y_pred = tree.map_structure(lambda *parts: jnp.concatenate(parts), *outputs)
-            logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
-        else:
-            logs, metrics = self._logs(metrics, loss, rows)
+        with backend.StatelessScope(state_mapping=list(zip(model.metrics_variables, metrics))) as scope:
+            model._loss_tracker.update_state(values[0], sample_weight=rows)
+            tell_trackers(model, values[1:], rows)
+            if plan.metrics == "whole":
+                y_pred = tree.map_structure(lambda *parts: jnp.concatenate(parts), *outputs)
+                logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+            else:
+                logs = model.get_metrics_result()
+        metrics = [scope.get_current_value(variable) for variable in model.metrics_variables]
         return logs, (trainable, non_trainable, optimizer_variables, metrics)
 
     def _loss(
@@ -102,15 +106,16 @@ class JaxStep(MicroBatchedStep):
         share: float,
         totals: dict[int, Any] | None,
     ) -> tuple[Any, Any]:
-        """A micro-batch's part of the large batch's loss: scaled for `jax.grad`; the rest is auxiliary."""
+        """A micro-batch's part of the large batch's loss, scaled for `jax.grad`. The rest is auxiliary."""
         with (
             during_micro_batch(self.batch_norms, self.batch_norm) as seen,
-            weighed_losses(self.model, share, totals),
+            weighed_losses(self.model, share, totals) as measured,
         ):
             scaled, (loss, y_pred, non_trainable, metrics) = self.model.compute_loss_and_updates(
                 trainable, non_trainable, metrics, x, y, sample_weight, True, optimizer_variables
             )
-        return scaled * share, (loss * share, y_pred, non_trainable, metrics, seen.valid)
+        values = [loss, *(measured.values[index] for index in range(len(measured.values)))]
+        return scaled * share, ([value * share for value in values], y_pred, non_trainable, metrics, seen.valid)
 
     def _plan(self, state: Any, micro_batch: Any) -> Plan:
         seen: list[Any] = []
@@ -145,13 +150,6 @@ class JaxStep(MicroBatchedStep):
         with backend.StatelessScope(state_mapping=list(zip(variables, metrics))) as scope:
             self.model._compile_metrics.update_state(y, y_pred, sample_weight)
         return [scope.get_current_value(variable) for variable in variables]
-
-    def _logs(self, metrics: Any, loss: Any, rows: int) -> tuple[Any, Any]:
-        variables = self.model.metrics_variables
-        with backend.StatelessScope(state_mapping=list(zip(variables, metrics))) as scope:
-            self.model._loss_tracker.update_state(loss, sample_weight=rows)
-            logs = self.model.get_metrics_result()
-        return logs, [scope.get_current_value(variable) for variable in variables]
 
     def _make_train_function(self, force: bool = False) -> None:
         """Keras' own, with one thing more: an error while a step is traced leaves the model's variables as they were.

@@ -15,7 +15,7 @@ from keras.src import backend
 from keras.src.losses.loss import unscale_loss_for_distribution
 
 from gradaccum.keras.batch_norm import Pool, during_micro_batch
-from gradaccum.keras.denominators import denominators_of, weighed_losses
+from gradaccum.keras.denominators import denominators_of, tell_trackers, weighed_losses
 from gradaccum.keras.step import MicroBatchedStep, Plan, Spec, has_rows, rows_of, unpack
 
 __all__ = ["TensorFlowStep"]
@@ -36,11 +36,12 @@ class TensorFlowStep(MicroBatchedStep):
         sparse = _embeddings(model.trainable_weights, model)
         while True:
             try:
-                gradients, loss, pooled, y_pred = self._accumulated(cut, plan, totals, pool, sparse)
+                gradients, loss, tracked, pooled, y_pred = self._accumulated(cut, plan, totals, pool, sparse)
                 break
             except _SparseGradientsError as found:  # shows while the loop is traced: trace it once more
                 sparse = found.indices
         model._loss_tracker.update_state(unscale_loss_for_distribution(loss), sample_weight=cut.rows)
+        tell_trackers(model, tracked, rows)  # no weight where the rows are not known: as Keras does it
         if pool is not None:
             for variable, value in zip(pool.variables, pool.moved(pooled, before)):
                 variable.assign(value)
@@ -84,8 +85,8 @@ class TensorFlowStep(MicroBatchedStep):
 
     def _accumulated(
         self, cut: _Cut, plan: Plan, totals: dict[int, Any] | None, pool: Pool | None, sparse: frozenset[int]
-    ) -> tuple[list[Any], Any, Any, Any]:
-        """Run all micro-batches: the sums of gradients, the loss, the pooled statistics, and the outputs.
+    ) -> tuple[list[Any], Any, list[Any], Any, Any]:
+        """Run all micro-batches: the sums of gradients, the loss, the single losses, the pooled statistics, and the outputs.
 
         Sparse gradients aren't summed but put one behind the other, as they would be for the whole batch: Keras'
         optimizers don't treat them like the dense gradient they stand for, where a row occurs twice.
@@ -101,13 +102,13 @@ class TensorFlowStep(MicroBatchedStep):
             kept.append(plan.loss)
 
         def micro(start: Any, size: Any, carry: Any) -> tuple[Any, list[Any]]:
-            dense, loss_sum, pooled = carry
+            dense, loss_sum, tracked, pooled = carry
             x, y, sample_weight = unpack(cut.take(start, size))
             share = tf.cast(size, backend.floatx()) / tf.cast(cut.rows, backend.floatx())
             with tf.GradientTape() as tape:
                 with during_micro_batch(layers, self.batch_norm) as seen:
                     y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
-                with weighed_losses(model, share, totals):
+                with weighed_losses(model, share, totals) as measured:
                     loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
                 part = loss * tf.cast(share, loss.dtype)
                 scaled = part if model.optimizer is None else model.optimizer.scale_loss(part)
@@ -120,6 +121,7 @@ class TensorFlowStep(MicroBatchedStep):
                 total if gradient is None or i in sparse else total + tf.cast(gradient, total.dtype)
                 for i, (total, gradient) in enumerate(zip(dense, gradients))
             ]
+            tracked = [total + measured.values[j] * tf.cast(share, total.dtype) for j, total in enumerate(tracked)]
             if pool is not None:
                 statistics = [tf.convert_to_tensor(variable.value) for variable in pool.variables]
                 pooled = pool.add(pooled, statistics, seen.valid, size)
@@ -133,21 +135,22 @@ class TensorFlowStep(MicroBatchedStep):
                 loss_sum += tf.cast(part, loss_sum.dtype)
             else:
                 rows.append(part)
-            return (dense, loss_sum, pooled), rows
+            return (dense, loss_sum, tracked, pooled), rows
 
         zeros = [
             tf.zeros(() if i in sparse else weight.shape, _wide(weight.dtype)) for i, weight in enumerate(weights)
         ]
-        carry = (zeros, tf.zeros((), plan.loss.dtype), [] if pool is None else pool.zeros())
-        (gradients, loss, pooled), rows = cut.loop(micro, carry, kept)
+        tracked = [tf.zeros((), backend.floatx())] * plan.tracked
+        carry = (zeros, tf.zeros((), plan.loss.dtype), tracked, [] if pool is None else pool.zeros())
+        (gradients, loss, tracked, pooled), rows = cut.loop(micro, carry, kept)
         gradients = [None if i in missing else gradient for i, gradient in enumerate(gradients)]
         queue = iter(rows)
         for i in sorted(sparse):
-            gradients[i] = tf.IndexedSlices(next(queue), next(queue), tf.constant(weights[i].shape, tf.int64))
+            gradients[i] = tf.IndexedSlices(next(queue), next(queue), tf.constant(tuple(weights[i].shape), tf.int64))
         y_pred = None
         if keeps_outputs:
             y_pred = tree.map_structure(lambda spec: _with_mask(next(queue), next(queue) if spec.masked else None), plan.outputs)
-        return gradients, loss if plan.loss.row is None else next(queue), pooled, y_pred
+        return gradients, loss if plan.loss.row is None else next(queue), tracked, pooled, y_pred
 
 
 class _SparseGradientsError(Exception):

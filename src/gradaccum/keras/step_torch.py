@@ -10,7 +10,7 @@ from keras import ops, tree
 from keras.src import backend
 
 from gradaccum.keras.batch_norm import Pool, during_micro_batch
-from gradaccum.keras.denominators import denominators_of, weighed_losses
+from gradaccum.keras.denominators import denominators_of, tell_trackers, weighed_losses
 from gradaccum.keras.step import MicroBatchedStep, Plan, has_rows, rows_of, unpack
 from gradaccum.sizes import even_sizes
 
@@ -38,19 +38,22 @@ class TorchStep(MicroBatchedStep):
         if pool is not None:
             before, pooled = [variable.value.detach().clone() for variable in pool.variables], pool.zeros()
         losses, counts, outputs = [], [], []
+        tracked = [0.0] * plan.tracked
         model.zero_grad()
         for micro_batch, size in zip(micro_batches, sizes):
             x, y, sample_weight = unpack(micro_batch)
+            # On PyTorch, Keras' losses multiply sample weights with masks in place: they get copies.
             with during_micro_batch(layers, self.batch_norm) as seen:
                 y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
             with weighed_losses(model, size / rows, totals) as measured:
-                loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+                loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=_copied(sample_weight), training=True)
             if at_the_end:
                 counts.append(measured.counts[plan.counted[0]].detach())
                 if totals is None:
                     totals = {plan.counted[0]: torch.where(counts[0] > 0, counts[0], 1) * (rows / size)}
             part = loss * (size / rows)
             losses.append(part.detach())
+            tracked = [total + measured.values[j].detach() * (size / rows) for j, total in enumerate(tracked)]
             if pool is not None:
                 with torch.no_grad():
                     pooled = pool.add(pooled, [v.value.detach() for v in pool.variables], seen.valid, size)
@@ -70,6 +73,7 @@ class TorchStep(MicroBatchedStep):
             scale = ops.divide_no_nan(next(iter(totals.values())), total)
             loss = loss * scale
         model._loss_tracker.update_state(loss, sample_weight=rows)
+        tell_trackers(model, tracked, rows)
         with torch.no_grad():
             if pool is not None:
                 for variable, value in zip(pool.variables, pool.moved(pooled, before)):
@@ -88,7 +92,7 @@ class TorchStep(MicroBatchedStep):
         if key not in self.plans:
             buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
             with torch.no_grad(), torch.random.fork_rng():
-                _, measured, y_pred, loss = denominators_of(self.model, self._state(), *unpack(micro_batch))
+                _, measured, y_pred, loss = denominators_of(self.model, self._state(), *_unpacked(micro_batch))
                 self.plans[key] = self.plan(measured, y_pred, loss, micro_batch)
                 for buffer, value in buffers:
                     buffer.copy_(value)
@@ -99,7 +103,7 @@ class TorchStep(MicroBatchedStep):
         totals: dict[int, Any] = {}
         with torch.no_grad():
             for micro_batch in micro_batches:
-                state[1], measured, _, _ = denominators_of(self.model, state, *unpack(micro_batch))
+                state[1], measured, _, _ = denominators_of(self.model, state, *_unpacked(micro_batch))
                 for index, count in measured.counts.items():
                     totals[index] = totals[index] + count if index in totals else count
         return totals
@@ -144,6 +148,15 @@ def _split(data: Any, sizes: list[int]) -> list[Any]:
         tree.map_structure(lambda leaf, start=start, size=size: leaf[start : start + size] if has_rows(leaf) else leaf, data)
         for start, size in zip(starts, sizes)
     ]
+
+
+def _copied(sample_weight: Any) -> Any:
+    return tree.map_structure(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, sample_weight)
+
+
+def _unpacked(micro_batch: Any) -> tuple[Any, Any, Any]:
+    x, y, sample_weight = unpack(micro_batch)
+    return x, y, _copied(sample_weight)
 
 
 def _detached(output: Any) -> Any:

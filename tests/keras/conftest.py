@@ -1,0 +1,31 @@
+"""What the tests of the Keras shell share. The backend is KERAS_BACKEND."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+
+from tests.reference import FLOAT32, FLOAT64
+
+BACKEND = keras.backend.backend()
+
+
+def pytest_configure(config):
+    # Keras' Variable.__array__ predates NumPy 2: every get_weights() would warn.
+    config.addinivalue_line("filterwarnings", "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    keras.utils.set_random_seed(0)
+
+
+@pytest.fixture
+def float64():
+    """Everything in float64, and the tolerance of the update. On PyTorch, parts of Keras stay in float32 even so."""
+    if BACKEND == "jax":
+        yield FLOAT32
+        return
+    keras.config.set_floatx("float64")
+    yield FLOAT64 if BACKEND == "tensorflow" else FLOAT32
+    keras.config.set_floatx("float32")
