@@ -7,14 +7,14 @@ and the causes where they differ.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
-from typing import TYPE_CHECKING, Any, Literal
+import pathlib
+from typing import Any, Literal
 
 from gradaccum.errors import NotEquivalentError
-
-if TYPE_CHECKING:
-    from gradaccum.report import Document
+from gradaccum.report import Bars, Block, Report, Table, Text
 
 __all__ = ["Cause", "Difference", "Equivalence"]
 
@@ -136,7 +136,7 @@ class Equivalence:
         return max((difference.error for difference in self.differences), default=math.inf if self.causes else 0.0)
 
     def groups(self) -> list[tuple[str, int, int, float]]:
-        """The gradients, one line per module in the model's order: `(path, tensors, numbers in them, largest error)`."""
+        """The gradients, a line per module in the model's order: `(path, tensors, numbers in them, largest error)`."""
         found: dict[str, tuple[int, int, float]] = {}
         for difference in self.differences:
             if difference.part == "gradient":
@@ -169,46 +169,49 @@ class Equivalence:
             difference["error"] = _for_json(difference["error"])
         return {"ok": self.ok, "max_error": _for_json(self.max_error)} | record
 
-    def report(self) -> Document:
-        """This result as a document, which the renderer turns into text, PNG or HTML."""
-        from gradaccum.report import equivalence_report
+    def report(self) -> Report:
+        """This result as a document: the verdict, a line per module, the causes and what to do, what was left out."""
+        lines: list[tuple[str, str, int, int, float]]
+        blocks: list[Block] = []
+        if self.causes:
+            blocks.append(Table(["cause", "where"], [[cause.kind, cause.where] for cause in self.causes], "Causes"))
+            blocks += [Text(str(cause)) for cause in self.causes]
+        lines = [(d.part, d.name, 1, d.entries, d.error) for d in self.differences if d.part != "gradient"]
+        lines += [("gradient", group or "(the model)", *line) for group, *line in self.groups()]
+        if lines:
+            caption = f"Largest relative error of each ({self.tolerance:.2g} allowed)"
+            blocks.append(Table(["of", "module", "tensors", "numbers", "error"], lines, caption))
+            drawn = {line[1]: line[-1] for line in sorted(lines, key=lambda line: -line[-1])[:20]}
+            blocks.append(Bars("Largest relative errors", drawn, log=True, limits={"allowed": self.tolerance}))
+        if self.partitions:
+            sizes = "; ".join(" + ".join(map(str, sizes)) for sizes in self.partitions)
+            blocks.append(
+                Text(f"{self.rows} rows at once against {sizes} rows, computed in {self.precision} on {self.device}.")
+            )
+        blocks += [Text(f"Note: {note}") for note in self.notes]
+        verdict = "the large batch's" if self.ok else "NOT the large batch's"
+        summary = (
+            f"The accumulated gradient is {verdict}: largest relative error {self.max_error:.3g} "
+            f"({self.tolerance:.2g} allowed)."
+        )
+        return Report("Micro-batches against the large batch", blocks, ok=self.ok, summary=summary)
 
-        return equivalence_report(self)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a report: `.html` (one file, works offline), `.png`, `.txt` or `.json`.
+    def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
+        """Write it as a report: `.html` (one file, works offline), `.png`, `.txt`, or as the numbers in it: `.json`.
 
         Raises:
+            ModuleNotFoundError: What draws it is not installed (`gradaccum[cli]`).
             ValueError: Another ending.
         """
-        from gradaccum.report import save
-
-        save(self, path)
+        path = pathlib.Path(path)
+        if path.suffix.lower() != ".json":
+            return self.report().save(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        return path
 
     def __str__(self) -> str:
-        sizes = "; ".join(" + ".join(map(str, sizes)) for sizes in self.partitions)
-        verdict = (
-            f"The accumulated gradient is the large batch's: largest relative error {self.max_error:.2g}"
-            if self.ok
-            else f"The accumulated gradient is NOT the large batch's: largest relative error {self.max_error:.3g}"
-        )
-        lines = [f"{verdict} ({self.tolerance:.2g} allowed)."]
-        if self.rows:
-            lines.append(f"{self.rows} rows in one batch against {sizes}, in {self.precision} on {self.device}.")
-        if not self.ok:
-            worst = sorted(self.groups(), key=lambda line: -line[3])[:10]
-            width = max((len(group) for group, *_ in worst), default=0)
-            lines += ["", *(f"  {group or '(model)':<{max(width, 7)}}  {error:8.2g}" for group, _, _, error in worst)]
-            lines += [
-                f"  {difference.name} ({difference.part})  {difference.error:.2g}"
-                for difference in self.differences
-                if difference.part != "gradient" and not difference.error <= self.tolerance
-            ]
-        if self.causes:
-            lines += ["", *(f"{number}. {cause}" for number, cause in enumerate(self.causes, start=1))]
-        if self.notes:
-            lines += ["", *(f"Note: {note}" for note in self.notes)]
-        return "\n".join(lines)
+        return str(self.report())
 
 
 def _for_json(number: float) -> float | str:
