@@ -177,7 +177,7 @@ class Equivalence:
             blocks.append(Table(["cause", "where"], [[cause.kind, cause.where] for cause in self.causes], "Causes"))
             blocks += [Text(str(cause)) for cause in self.causes]
         lines = [(d.part, d.name, 1, d.entries, d.error) for d in self.differences if d.part != "gradient"]
-        lines += [("gradient", group or "(the model)", *line) for group, *line in self.groups()]
+        lines += [("gradient", name or "(the model)", n, entries, error) for name, n, entries, error in self.groups()]
         if lines:
             caption = f"Largest relative error of each ({self.tolerance:.2g} allowed)"
             blocks.append(Table(["of", "module", "tensors", "numbers", "error"], lines, caption))
