@@ -154,7 +154,8 @@ class Equivalence:
             return self
         wrong = sorted((d for d in self.differences if not d.error <= self.tolerance), key=lambda d: -d.error)
         width = max((len(difference.name) for difference in wrong[:5]), default=0)
-        lines = ["accumulated gradients differ from the large batch's."]
+        only_buffers = wrong and all(difference.part == "buffer" for difference in wrong)
+        lines = [f"{'buffers' if only_buffers else 'accumulated gradients'} differ from the large batch's."]
         lines += [
             f"  {d.name:<{width}}   relative error {d.error:.3g}   ({self.tolerance:.3g} allowed)" for d in wrong[:5]
         ]
@@ -189,11 +190,14 @@ class Equivalence:
                 Text(f"{self.rows} rows at once against {sizes} rows, computed in {self.precision} on {self.device}.")
             )
         blocks += [Text(f"Note: {note}") for note in self.notes]
-        verdict = "the large batch's" if self.ok else "NOT the large batch's"
-        summary = (
-            f"The accumulated gradient is {verdict}: largest relative error {self.max_error:.3g} "
-            f"({self.tolerance:.2g} allowed)."
-        )
+        gradients = max((d.error for d in self.differences if d.part != "buffer"), default=self.max_error)
+        if self.ok:
+            verdict = "The accumulated gradient is the large batch's"
+        elif gradients <= self.tolerance < self.max_error:
+            verdict = "The accumulated gradient is the large batch's, but the buffers it leaves are NOT"
+        else:
+            verdict = "The accumulated gradient is NOT the large batch's"
+        summary = f"{verdict}: largest relative error {self.max_error:.3g} ({self.tolerance:.2g} allowed)."
         return Report("Micro-batches against the large batch", blocks, ok=self.ok, summary=summary)
 
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
