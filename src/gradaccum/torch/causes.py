@@ -39,19 +39,25 @@ def find_causes(
         shared = _shared_input(trial, partitions, tolerance)
         if shared is not None:
             return [shared]
-    outputs = trial.outputs()
-    usable = bool(outputs.calls)
-    if usable or not culprits:
-        try:
-            cause = loss_cause(trial, _splits(trial), outputs if usable else None)
-        except Exception:  # the loss fails on these parts: what failed is named where it failed
-            cause = None
-        if cause is not None:
-            causes.append(cause)
+    cause = _loss_cause(trial, bool(culprits))
+    if cause is not None:
+        causes.append(cause)
     causes += _buffer_causes(large, differences, culprits, tolerance)
     if not causes:
         causes += _suspects(trial, large)
     return causes or [_unknown(trial, differences, tolerance)]
+
+
+def _loss_cause(trial: Trial, model_differs: bool) -> Cause | None:
+    """What is wrong with the loss, judged on the large batch's outputs; on the whole, where the model is innocent."""
+    try:
+        outputs = trial.outputs()
+        cause = loss_cause(trial, _splits(trial), outputs) if outputs.calls else None
+        if (not outputs.calls or not outputs.complete) and not model_differs:
+            cause = loss_cause(trial, _splits(trial), None)
+    except Exception:  # the loss fails on these parts: what fails is named where it fails
+        return None
+    return cause
 
 
 def nondeterminism_cause(trial: Trial, error: float) -> Cause:
@@ -62,8 +68,8 @@ def nondeterminism_cause(trial: Trial, error: float) -> Cause:
         "nondeterminism",
         where,
         f"The same batch gives another gradient each time, by a relative error of {error:.2g}, with the same random "
-        f"state: look at '{where}' for state of its own, or randomness that torch, Python's random and NumPy don't seed, "
-        "or try torch.use_deterministic_algorithms(True).",
+        f"state: look at '{where}' for state of its own, or randomness that torch, Python and NumPy don't seed, or try "
+        "torch.use_deterministic_algorithms(True).",
     )
 
 
@@ -239,17 +245,16 @@ def _buffer_causes(
         if path in culprits:
             continue
         module = large.kinds.get(path)
-        advice = (
-            'Use batch_norm="exact" or "pooled", which move them once per update.'
-            if isinstance(module, _NORMS)
-            else "Move it once per update, after the optimizer's step, where that matters."
-        )
+        if isinstance(module, _NORMS):  # behind a module that mixes rows itself, so that its inputs differ already
+            causes.append(_mixes(path, module))
+            continue
         causes.append(
             Cause(
                 "buffer",
                 _where(path),
                 f"'{_where(path)}'{_of_type(module)} moves its buffers ({', '.join(names)}) in every forward pass: "
-                f"once per micro-batch, not once per update. {advice}",
+                "once per micro-batch, not once per update. Move them once per update, after the optimizer's step, where "
+                "that matters.",
             )
         )
     return causes

@@ -141,7 +141,9 @@ class _Check:
         differences, failing = self._compare()
         if self.trial.replay.unreplayed:
             what = ", ".join(sorted(self.trial.replay.unreplayed))
-            self.notes.append(f"Random numbers without rows ({what}) were replaced by their mean, dropout by nothing.")
+            self.notes.append(
+                f"Random numbers that belong to no row ({what}) were replaced by their mean, dropout by nothing."
+            )
             self.trial, self.large = self._trial(neutral=True)
             differences, failing = self._compare()
         self._allow_for_rounding(differences)
@@ -216,8 +218,8 @@ class _Check:
         if self.rows < 4:
             limits.append(f"{self.rows} rows allow few partitions: a batch of 8 or more says more.")
         limits.append(
-            "This is evidence from one batch, not a proof: what happens only with other data, other sizes or at another "
-            "time in training can't be excluded."
+            "This is evidence from one batch, not a proof: what happens only with other data, other sizes or at "
+            "another time in training can't be excluded."
         )
         return limits
 
@@ -245,7 +247,7 @@ def _ragged(rows: int, parts: int, generator: torch.Generator) -> list[int]:
         # Skewed towards the first parts, so that weights of all sizes occur.
         pick = int(torch.multinomial(1.0 / torch.arange(1, parts + 1), 1, generator=generator))
         sizes[pick] += 1
-    if parts > 1 and len(set(sizes)) == 1 and rows > 2 * least:
+    if parts > 1 and len(set(sizes)) == 1 and sizes[-1] > least:
         sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
     return sizes
 

@@ -139,8 +139,8 @@ def _wrong_weight(trial: Trial, splits: list[_Split], shares: list[float]) -> Ca
         return Cause(
             "weight",
             "loss",
-            f"The loss is a mean, but not over {_was(trial)}: micro-batches of {sizes[0]} and {sizes[1]} rows would "
-            f"have to weigh {shares[0]:.4g} to {1 - shares[0]:.4g}. Tried rows, targets that are not ignored, masks "
+            f"The loss is a mean, but not over {_was(trial, splits[0])}: micro-batches of {sizes[0]} and {sizes[1]} "
+            f"rows would have to weigh {shares[0]:.4g} to {1 - shares[0]:.4g}. Tried rows, targets that are not ignored, masks "
             "and class weights; none of them is it. Return (loss, weight) from `compute_loss`, with what the loss "
             "divides by.",
         )
@@ -154,12 +154,14 @@ def _wrong_weight(trial: Trial, splits: list[_Split], shares: list[float]) -> Ca
     return Cause(
         "weight",
         "loss",
-        f"The loss is a mean over {candidate.name}, but its micro-batches were weighed by {_was(trial)}. "
+        f"The loss is a mean over {candidate.name}, but its micro-batches were weighed by {_was(trial, splits[0])}. "
         f"{advice}: that makes them exact.",
     )
 
 
-def _was(trial: Trial) -> str:
+def _was(trial: Trial, split: _Split) -> str:
+    if split.told[0] is not None:
+        return "what `compute_loss` returns with the loss"
     if trial.original.weight is not None:
         return "what `weight` returns"
     return "nothing, being taken for sums" if trial.original.reduction == "sum" else "rows"

@@ -92,7 +92,7 @@ class Replay(TorchDispatchMode):
             return torch.full(shape, 0.5, dtype=torch.float64, device=device)
         source = torch.Generator(device).manual_seed(seed)
         if full is None or fitting is None:
-            self.unreplayed.add("random numbers of shape " + str(tuple(shape)))
+            self.unreplayed.add("of a shape that doesn't follow the rows")
             return torch.rand(shape, dtype=torch.float64, device=device, generator=source)
         values = torch.rand(full, dtype=torch.float64, device=device, generator=source)
         if fitting < 0:
@@ -141,13 +141,14 @@ def _template(given: dict[str, Any]) -> Tensor:
     """An empty tensor like the result; for operations in place, the tensor itself."""
     own = given.get("self", given.get("input"))
     if isinstance(own, Tensor):
-        return own if given.get("dtype") is None else torch.empty_like(own, dtype=given["dtype"])
+        return torch.empty_like(own, dtype=given["dtype"]) if isinstance(given.get("dtype"), torch.dtype) else own
     for name in ("mean", "std"):
         if isinstance(given.get(name), Tensor):
             return given[name]
     shape = given["size"] if given.get("size") is not None else [given["n"]]
     integral = torch.int64 if "high" in given or "n" in given else None
-    return torch.empty(shape, dtype=given.get("dtype") or integral, device=given.get("device"))
+    dtype = given.get("dtype")  # its default in the schema is a number
+    return torch.empty(shape, dtype=dtype if isinstance(dtype, torch.dtype) else integral, device=given.get("device"))
 
 
 def _bernoulli(template: Tensor, given: dict[str, Any], noise: _Noise) -> Tensor:

@@ -158,7 +158,9 @@ def mixing(
         # An input of no rows (a mask, a number) that can't be compared is no reason to suspect the module.
         if any(told) or all(verdict is None for verdict in told):
             continue
-        if any(differ(a, b) for a, b in zip(outputs, their_outputs)) and path not in found:
+        # An output without rows is a reduction over the batch, a loss say: whether that adds up is not asked here.
+        pairs = [(a, b) for a, b in zip(outputs, their_outputs) if taken is None or a.shape != b.shape]
+        if any(differ(a, b) for a, b in pairs) and path not in found:
             found.append(path)
     return [path for path in found if not any(_is_inside(inner, path) for inner in found)]
 
@@ -231,7 +233,7 @@ class Outputs:
         leaf = whole.clone()
         if leaf.is_floating_point():
             self._leaves.append(leaf.requires_grad_())
-        if rows is None or new.shape == leaf.shape:
+        if rows is None:
             return leaf.clone()
         different = [dim for dim, (a, b) in enumerate(zip(leaf.shape, new.shape)) if a != b]
         if leaf.dim() == new.dim() and len(different) == 1:
