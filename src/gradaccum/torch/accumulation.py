@@ -145,7 +145,8 @@ class Accumulation:
             scaled: Under a GradScaler, its live scale (None after `unscale_`) and whether it found an overflow.
         """
         window = self.window
-        self.sums.take_back()
+        if self.sums.take_back():
+            self.guard.accept()
         if window.pending is None:
             self._weigh_plain()
         assert window.pending is not None
@@ -165,7 +166,8 @@ class Accumulation:
         """The micro-batch that was expected is over, counted or not: if not, it must not have left a gradient."""
         if self.window.is_open or not self._counted:
             self.check_untouched()
-        self.sums.take_back()
+        if self.sums.take_back():
+            self.guard.accept()
 
     def _weigh_plain(self) -> None:
         """This micro-batch came through `loss.backward()`, or had no backward pass."""
@@ -181,6 +183,12 @@ class Accumulation:
         if scale is not None:
             self.loss.unscale(self.window.micro_batches, scale)
         if not isinstance(self.sums, ScreenedGradientSum):
+            if scale is None and not self.window.closes_next:
+                raise WindowError(
+                    "scaler.unscale_() was called inside an open window: the next gradient would come scaled again. "
+                    "Call it when `optimizer.closes_next`, or not at all: the wrapper unscales, and clips with "
+                    "clip_grad_norm=. discard() drops the window."
+                )
             self.loss_scale.add(scale, found_inf)
             self.guard.accept()
         elif scale is not None:
