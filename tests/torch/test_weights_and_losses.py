@@ -136,7 +136,10 @@ def test_sums_are_divided_by_the_weights_of_batches():
         nn.functional.cross_entropy(accumulated(x), y, reduction="sum").backward()
         optimizer.step()
     torch_updates(
-        expected, sgd(expected.parameters()), [join(micro_batches)], lambda m, x, y: nn.functional.cross_entropy(m(x), y)
+        expected,
+        sgd(expected.parameters()),
+        [join(micro_batches)],
+        lambda m, x, y: nn.functional.cross_entropy(m(x), y),
     )
     assert relative_error(accumulated.parameters(), expected.parameters()) <= FLOAT64
 
