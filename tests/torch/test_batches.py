@@ -112,9 +112,12 @@ def test_closes_next_and_micro_batches_tell_where_the_window_stands():
         mse(model, x, y).backward()
         optimizer.step()
         seen[-1] += (optimizer.updated, optimizer.updates)
-    assert seen == [(0, False, False, 0), (1, True, True, 1)] + [(0, False, False, 1), (1, True, True, 2)] + [
-        (0, True, True, 3)
-    ]
+    first, second, short = (
+        [(0, False, False, 0), (1, True, True, 1)],
+        [(0, False, False, 1), (1, True, True, 2)],
+        [(0, True, True, 3)],
+    )
+    assert seen == [*first, *second, *short]
 
 
 def test_a_skipped_micro_batch_leaves_the_others_exact():

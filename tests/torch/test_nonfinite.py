@@ -1,5 +1,7 @@
 """NaN in the first, middle and last micro-batch, under each policy; overflows under GradScaler."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -151,7 +153,7 @@ class TestGradScaler:
     def test_an_overflow_while_the_scale_grows(self, bad):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
         model, optimizer, micro_batches, scales = self.run(scaler, overflow=bad)
-        assert sum(after < before for before, after in zip(scales, scales[1:])) == 1
+        assert sum(after < before for before, after in itertools.pairwise(scales)) == 1
         assert optimizer.updates == 1
         expected = expected_after([micro_batches[4:]])
         assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64

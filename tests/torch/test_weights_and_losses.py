@@ -224,7 +224,7 @@ def test_a_loss_that_is_no_scalar_is_refused():
 
 
 def test_half_precision_sums_survive_large_token_counts():
-    """30000 tokens times a gradient of 4 would overflow float16; relative to the first micro-batch's they are about 1."""
+    """30000 tokens times a gradient of 4 would overflow float16; as multiples of the first micro-batch they are few."""
     parameter = nn.Parameter(torch.ones(1, dtype=torch.float16))
     optimizer = gradaccum.torch.optim.SGD([parameter], lr=1.0, steps=2)
     for tokens in (30000, 15000):

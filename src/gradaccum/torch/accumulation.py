@@ -109,7 +109,7 @@ class Accumulation:
         if weight == 0:
             self.sums.put_aside()
             self.guard.restart()
-        elif window.reduction == "mean":
+        elif window.reduction == "mean" and weight != window.unit:
             # A gradient that comes through loss.backward() joins the sum as it is, so the sum takes its unit.
             factor = window.rescale(weight)
             if window.is_open and factor != 1.0:
