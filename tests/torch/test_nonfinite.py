@@ -1,6 +1,8 @@
 """NaN in the first, middle and last micro-batch, under each policy; overflows under GradScaler."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -242,6 +244,28 @@ class TestGradScaler:
         train(*resumed, micro_batches[2:])
         assert resumed[1].updates == 1
         assert relative_error(resumed[0].parameters(), straight[0].parameters()) == 0
+
+    def test_a_resumed_window_can_be_flushed_at_once(self):
+        micro_batches = split(regression(4), [2, 2])
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        model = network()
+        optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
+        for x, y in micro_batches:
+            scaler.scale(mse(model, x, y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        other = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
+        other.load_state_dict(optimizer.state_dict())
+        assert other.flush()
+        assert relative_error(model.parameters(), expected_after([micro_batches]).parameters()) <= FLOAT64
+
+    def test_the_scaler_does_not_keep_the_wrapper_alive(self):
+        model, optimizer, _, _ = self.run(torch.amp.GradScaler("cpu", init_scale=8.0))
+        gone = weakref.ref(optimizer)
+        del optimizer
+        gc.collect()
+        assert gone() is None
+        mse(model, *regression(2)).backward()
 
     def test_an_overflow_survives_a_resume(self):
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

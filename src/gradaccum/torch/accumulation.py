@@ -206,6 +206,7 @@ class Accumulation:
         return finished
 
     def _finish(self) -> bool:
+        self.loss_scale.join_restored()
         if self.loss_scale.in_use:
             assert self.loss_scale.overflow is not None
             if self.loss_scale.overflow.item():
@@ -214,7 +215,7 @@ class Accumulation:
             self.loss_scale.unscale_()
         divisor = self._divisor()
         if divisor == 0:
-            logger.info("No update: this window of %d micro-batches weighs nothing", self.window.micro_batches)
+            logger.warning("No update: this window of %d micro-batches weighs nothing", self.window.micro_batches)
             return False
         self.sums.finish(divisor)
         if self.nonfinite == "skip_window" and not all_finite(self.sums.gradients()).item():
