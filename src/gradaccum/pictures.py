@@ -39,7 +39,7 @@ _THEMES = {
 
 def picture(figures: Sequence[Curves | Bars], *, title: str = "", theme: str = "light", format: str = "png") -> bytes:
     """The figures side by side, at most three in a row, as PNG or SVG."""
-    columns = min(len(figures), 3)
+    columns = 2 if len(figures) == 4 else min(len(figures), 3)
     rows = -(-len(figures) // columns)
     colours = _THEMES[theme]
     settings: dict[str, Any] = {
