@@ -150,7 +150,7 @@ def plans(setup: Setup) -> list[Plan]:
     small = setup.batch_size // setup.steps
     return [
         Plan("a", f"(a) batch {setup.batch_size}", setup.batch_size, 1),
-        Plan("b", f"(b) batch {small}, accumulated {setup.steps} times", small, setup.steps),
+        Plan("b", f"(b) {setup.steps} x batch {small}", small, setup.steps),
         Plan("c", f"(c) batch {small}", small, 1),
     ]
 
