@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import gradaccum.torch
-import torch
 from gradaccum.demo.data import Data
 from gradaccum.demo.experiment import Epoch, Notify, Plan, Run, Setup
-from torch import Tensor, nn
 
 __all__ = ["train"]
 
