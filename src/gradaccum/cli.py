@@ -1,30 +1,58 @@
-"""The command `gradaccum`. Exit code 0: done; 1: checked and found different; 2: bad input, said in one line."""
+"""The command `gradaccum`.
+
+Exit code 0: done; 1: checked and found different; 2: bad input, said in one line; 3: broke down on the way.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
 
 import click
 
 import gradaccum
 
-__all__ = ["BadInput", "commands"]
+__all__ = ["BadInput", "Failed", "commands"]
 
 DIFFERENT = 1
-BAD_INPUT = 2
 
 
 class BadInput(click.ClickException):
-    """What the user gave cannot be used: one line, exit code 2."""
+    """What the user gave cannot be used. The message is one line."""
 
-    exit_code = BAD_INPUT
-
-    def show(self, file: object = None) -> None:
-        click.echo(f"Error: {self.format_message()}", err=True)
+    exit_code = 2
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Failed(click.ClickException):
+    """It broke down on the way."""
+
+    exit_code = 3
+
+
+class Commands(click.Group):
+    """A group that says what is wrong with its input in one line, where click would print the usage as well."""
+
+    def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:
+        if not extra.pop("standalone_mode", True):
+            return super().main(args, standalone_mode=False, **extra)
+        try:
+            code = super().main(args, standalone_mode=False, **extra)
+        except click.Abort:
+            click.echo("Aborted.", err=True)
+            code = 130  # as a shell has it for Ctrl-C
+        except click.ClickException as error:
+            if type(error).__name__ == "NoArgsIsHelpError":  # the help itself, since click 8.2
+                error.show()
+            else:
+                click.echo(f"Error: {error.format_message()}", err=True)
+            code = error.exit_code
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(gradaccum.__version__, prog_name="gradaccum")
 def commands() -> None:
     """Train with the batch size you want on the memory you have, and get the same update."""
@@ -96,7 +124,7 @@ def demo(
         try:
             outcome = perform(setup, data, progress)
         except RunError as error:
-            raise click.ClickException(str(error)) from None
+            raise Failed(str(error)) from None
     report = findings(outcome)
     click.echo()
     report.show()
