@@ -35,7 +35,9 @@ class Failed(click.ClickException):
 class Commands(click.Group):
     """A group that says what is wrong with its input in one line, where click would print the usage as well."""
 
-    def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:
+    def main(  # type: ignore[override]  # its overloads, in one
+        self, args: Sequence[str] | None = None, **extra: Any
+    ) -> Any:
         if not extra.pop("standalone_mode", True):
             return super().main(args, standalone_mode=False, **extra)
         try:
