@@ -39,7 +39,7 @@ _THEMES = {
 
 def picture(figures: Sequence[Curves | Bars], *, title: str = "", theme: str = "light", format: str = "png") -> bytes:
     """The figures side by side, at most three in a row, as PNG or SVG."""
-    columns = min(len(figures), 3)
+    columns = 2 if len(figures) == 4 else min(len(figures), 3)
     rows = -(-len(figures) // columns)
     colours = _THEMES[theme]
     settings: dict[str, Any] = {
@@ -54,7 +54,9 @@ def picture(figures: Sequence[Curves | Bars], *, title: str = "", theme: str = "
         "axes.spines.right": False,
         "figure.facecolor": colours["ground"],
         "grid.color": colours["grid"],
-        "legend.frameon": False,
+        "legend.edgecolor": "none",
+        "legend.facecolor": colours["ground"],
+        "legend.framealpha": 0.8,
         "text.color": colours["ink"],
         "xtick.color": colours["ink"],
         "ytick.color": colours["ink"],
@@ -91,7 +93,7 @@ def data_uri(figure: Curves | Bars, theme: str) -> str:
 
 def _height(figure: Curves | Bars) -> float:
     """Inches: many bars take more than the usual."""
-    return max(_HEIGHT, 1.0 + 0.25 * len(figure.values)) if isinstance(figure, Bars) else _HEIGHT
+    return max(_HEIGHT, 1.0 + 0.42 * len(figure.values)) if isinstance(figure, Bars) else _HEIGHT
 
 
 def _draw_curves(axes: Any, content: Curves, colours: dict[str, Any]) -> None:
@@ -129,14 +131,16 @@ def _draw_bars(axes: Any, content: Bars, colours: dict[str, Any]) -> None:
     # A handful of bars have the colours of the curves of the same order; many have one.
     fill = palette[: len(values)] if len(values) <= len(palette) else palette[0]
     positions = range(len(values))
-    bars = axes.barh(positions, values, height=0.6, color=fill, log=content.log)
+    bars = axes.barh(positions, values, height=0.45, color=fill, log=content.log)
     axes.bar_label(bars, [f" {format_value(value)} {content.unit}".rstrip() for value in values], padding=3)
-    axes.set_yticks(positions, names)
-    axes.invert_yaxis()
+    # A name stands above its bar, where long ones (a parameter's path) have room.
+    for position, name in zip(positions, names, strict=True):
+        axes.annotate(name, (0, position - 0.27), xycoords=("axes fraction", "data"), va="bottom", fontsize=10)
+    axes.set_yticks([])
+    axes.set_ylim(len(values) - 0.5, -0.75)
     axes.margins(x=0.22)
     axes.set_xlabel(content.unit)
     axes.grid(True, axis="x", linewidth=0.8)
-    axes.tick_params(axis="y", length=0)
     for name, value in content.limits.items():
         axes.axvline(value, color=colours["ink"], linewidth=1.2, linestyle=":", label=name)
     if content.limits:
