@@ -1,1 +1,5 @@
 """gradaccum for PyTorch."""
+
+from gradaccum.torch import optim
+
+__all__ = ["optim"]
