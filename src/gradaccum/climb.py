@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 
+from gradaccum.sizes import even_size
+
 __all__ = ["Climb", "MemoryLine"]
 
 MARGIN = 0.9
@@ -120,7 +122,7 @@ class Climb:
                 fitting = [size for size in self._again if size <= rows]
                 if fitting:
                     return min(fitting, key=lambda size: (len(self._seconds[size]), -size))
-        return min(self.size, rows)
+        return even_size(rows, self.size)
 
     def record(self, size: int, seconds: float, base: float | None = None, peak: float | None = None) -> None:
         """A micro-batch of `size` rows took so long, and so many bytes at its peak over `base` before it."""
