@@ -137,7 +137,7 @@ def _perturbed(trial: Trial) -> Iterator[tuple[Any, ...]]:
     objective = trial.original
     for other in (1, trial.rows - 1):
         yield objective.take(trial.batch, torch.where(rows == 0, other, rows))
-    dims = iter(list(with_dims(trial.batch, objective._dims(trial.batch))))
+    dims = iter(list(with_dims(trial.batch, objective.dims(trial.batch))))
 
     def tainted(leaf: Any) -> Any:
         _, _, dim = next(dims)
@@ -199,7 +199,7 @@ def _dims_with(batch: Any, batch_dims: Any, path: str, dim: int | None, here: st
 def _shared_input(trial: Trial, partitions: Sequence[Sequence[Tensor]], tolerance: float) -> Cause | None:
     """A tensor of the batch that makes the difference: whole for every micro-batch, or split elsewhere, it is exact."""
     objective, batch = trial.original, trial.batch
-    dims = objective._dims(batch)
+    dims = objective.dims(batch)
     large = trial.large()
     for path, leaf, dim in [entry for entry in with_dims(batch, dims) if entry[2] is not None][:8]:
         options = [None, *(other for other, size in enumerate(leaf.shape) if other != dim and size == trial.rows)]
@@ -225,7 +225,7 @@ def _shared_input(trial: Trial, partitions: Sequence[Sequence[Tensor]], toleranc
 def _others_matter(trial: Trial, path: str, large: Outcome, tolerance: float) -> bool:
     """Whether the gradient depends on the rows of the other tensors: if not, leaving this one whole splits nothing."""
     objective = trial.original
-    rest = _dims_with(trial.batch, objective._dims(trial.batch), path, None)
+    rest = _dims_with(trial.batch, objective.dims(trial.batch), path, None)
     rolled = take(trial.batch, torch.arange(trial.rows).roll(1), rest)
     return max(difference.error for difference in trial.large(rolled).differences(large)) > tolerance
 

@@ -92,9 +92,9 @@ def check_equivalence(
         batch_dims=batch_dims,
     )
     arguments = objective.arguments(batch)
-    found = per_row_leaves(arguments, objective._dims(arguments))
+    found = per_row_leaves(arguments, objective.dims(arguments))
     if len({int(leaf.shape[dim]) for _, leaf, dim in found}) > 1:
-        cause = input_cause(arguments, objective._dims(arguments), found)
+        cause = input_cause(arguments, objective.dims(arguments), found)
         return Equivalence((), tolerance, (cause,), device=str(device))
     rows = objective.rows(arguments)
     if rows < 2:

@@ -109,11 +109,11 @@ class Objective:
 
     def rows(self, batch: tuple[Any, ...]) -> int:
         """The rows of a batch; a ValueError that lists every path and shape where they disagree."""
-        return number_of_rows(batch, self._dims(batch))
+        return number_of_rows(batch, self.dims(batch))
 
     def take(self, batch: tuple[Any, ...], rows: slice | Tensor) -> tuple[Any, ...]:
         """The micro-batch that holds these rows."""
-        return take(batch, rows, self._dims(batch))
+        return take(batch, rows, self.dims(batch))
 
     def whole(self, batch: tuple[Any, ...]) -> Tensor:
         """The large batch's loss in one forward pass, as the user's own loop has it."""
@@ -203,7 +203,8 @@ class Objective:
         parameters = getattr(self.model, "parameters", lambda: iter(()))()
         return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
-    def _dims(self, batch: tuple[Any, ...]) -> BatchDims:
+    def dims(self, batch: tuple[Any, ...]) -> BatchDims:
+        """`batch_dims` for this tuple of arguments."""
         # `batch_dims` may describe the one argument rather than the tuple of arguments around it.
         return (self.batch_dims,) if isinstance(self.batch_dims, dict) and len(batch) == 1 else self.batch_dims
 

@@ -2,8 +2,8 @@
 
 Most losses of `torch.nn` are means over rows (or over the elements of rows of one size, which is the same). Cross
 entropy and negative log-likelihood are not: with class indices as targets they divide by the sum of the class weights
-of the targets that are not ignored. Their micro-batches are exact as sums over micro-batches, divided by that number for
-the whole batch; so a micro-batch with nothing but ignored targets is a plain zero, where its mean would be 0 / 0.
+of the targets that are not ignored. Their micro-batches are exact as sums, divided by that number for the whole batch;
+so a micro-batch with nothing but ignored targets is a plain zero, where its mean would be 0 / 0.
 """
 
 from __future__ import annotations
