@@ -253,8 +253,8 @@ def _buffer_causes(
                 "buffer",
                 _where(path),
                 f"'{_where(path)}'{_of_type(module)} moves its buffers ({', '.join(names)}) in every forward pass: "
-                "once per micro-batch, not once per update. Move them once per update, after the optimizer's step, where "
-                "that matters.",
+                "once per micro-batch, not once per update. Where that matters, move them once per update, after the "
+                "optimizer's step.",
             )
         )
     return causes

@@ -17,10 +17,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from gradaccum.noise import NoiseScale
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.torch.batch import BatchDims, per_row_leaves
 from gradaccum.torch.loss import Objective, Tally
 from gradaccum.torch.memory import Gauge, is_out_of_memory, parse_bytes
+from gradaccum.torch.noise import NoiseMeter
 from gradaccum.torch.pieces import Piece
 from gradaccum.torch.shapes import Sizer, Sizers
 from gradaccum.torch.transaction import PutAside, Transaction
@@ -58,6 +60,7 @@ class TrainStep:
         autocast: A dtype for the forward pass, such as `torch.bfloat16`.
         accumulate_dtype: What gradients of narrower parameters are summed in, such as `torch.float32`.
         memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
+        noise_scale: Measure the gradient noise scale while training, for `noise_scale`.
         verify: Check at the first update, on a few rows, that the loss is additive over rows with these weights.
 
     Raises:
@@ -114,6 +117,7 @@ class TrainStep:
             clip_grad_norm=checked_norm(clip_grad_norm),
             scaler=scaler,
             accumulate_dtype=checked_dtype(accumulate_dtype),
+            noise=NoiseMeter() if noise_scale else None,
         )
         self.gauge = Gauge(self.objective.device, parse_bytes(memory_limit))
         self.sizers = Sizers(micro_batch_size, self.gauge)
@@ -131,6 +135,17 @@ class TrainStep:
     def grad_norm(self) -> Tensor | None:
         """The 2-norm of the last finished gradient before clipping, a tensor; None without `clip_grad_norm`."""
         return self.update.grad_norm
+
+    @property
+    def noise_scale(self) -> NoiseScale:
+        """How many rows an update can use, measured over the last 500 updates; reading it waits for the device.
+
+        Raises:
+            ValueError: It is not measured.
+        """
+        if self.update.noise is None:
+            raise ValueError("The noise scale is not measured. Pass noise_scale=True to TrainStep.")
+        return self.update.noise.estimate()
 
     def __call__(self, *batch: Any) -> Tensor:
         """Make one update with this batch. Returns the large batch's loss, a detached scalar on the device.
@@ -168,7 +183,7 @@ class TrainStep:
                     self._run(Piece(slice(done, done + size)), batch, tally, sizer)
                     done += size
             if not tally.empty:
-                self.update.finish(tally.divisor)
+                self.update.finish(tally.divisor, rows, mean=tally.is_mean)
         except BaseException:
             self.update.clear()
             self._transaction.restore(start)
@@ -224,6 +239,8 @@ class TrainStep:
         if part.loss is not None:
             self.update.scale(part.loss).backward()
         tally.add(part)
+        if part.loss is not None:
+            self.update.measure(tally.multiple(part, piece.size), piece.size)
         self._transaction.commit()
         if measuring:
             self.gauge.synchronize()
