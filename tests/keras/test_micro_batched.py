@@ -139,7 +139,7 @@ def test_a_masking_layer_matches_plain_fit(float64):
         )
 
     x = random.normal(size=(ROWS, 6, 2)) * (TOKENS > 0)[..., None]
-    assert_same(make, crossentropy, x, TAGS, float64)
+    assert_same(make, crossentropy, x, TAGS, float64, epochs=1)
 
 
 def test_ignored_classes_match_plain_fit(float64):
@@ -152,7 +152,7 @@ def two_outputs():
     inputs = {"tokens": layers.Input((6,), dtype="int32", name="tokens"), "numbers": layers.Input((5,), name="numbers")}
     sequence = layers.Dense(4)(layers.Embedding(7, 3, mask_zero=True)(inputs["tokens"]))
     tags = layers.Dense(3, activation="softmax", name="tags")(sequence)
-    joined = layers.Concatenate()([layers.Dense(4)(inputs["numbers"]), layers.Flatten()(sequence)])
+    joined = layers.Concatenate()([layers.Dense(4)(inputs["numbers"]), layers.GlobalAveragePooling1D()(sequence)])
     return keras.Model(inputs, {"tags": tags, "value": layers.Dense(2, name="value")(joined)})
 
 

@@ -25,12 +25,14 @@ def check_additive(model: Any, measured: Measured) -> None:
     """
     for index, (loss, *arguments) in measured.calls.items():
         if looks_across_rows(loss, *arguments):
-            entry = model._compile_loss._flat_losses[index]
+            output = model._compile_loss._flat_losses[index].name
+            advice = "Let it return one value per row"
+            if hasattr(loss, "_fn_kwargs") and "axis" in loss._fn_kwargs:
+                advice += f", with an `axis` that leaves out the batch's dimension (axis={loss._fn_kwargs['axis']} now)"
             raise NotEquivalentError(
-                f"The loss {entry.name!r} ({type(loss).__name__}) looks across the rows of its batch: the losses of "
-                "micro-batches don't add up to that of the whole batch. It must return one value per row, or "
-                "(for `Dice` and `Tversky`: give `axis` without the batch's dimension); a function that returns a scalar must return the mean "
-                "over rows. For sums over rows use a `keras.losses.Loss` with reduction=\"sum\"."
+                f"The loss {loss.name!r} of {output!r} looks across the rows of its batch: its values for micro-batches "
+                f"don't add up to that of the whole batch. {advice}. A function that returns a scalar must return the "
+                'mean over rows; a sum over rows is a `keras.losses.Loss` with reduction="sum".'
             )
 
 
@@ -40,14 +42,14 @@ def looks_across_rows(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = 
     Args:
         loss: A `keras.losses.Loss`.
         y_true, y_pred, sample_weight: Anything with the shapes and dtypes that the loss is called with; the numbers are
-            made up: labels from {0, 1}, predictions that are probabilities. A loss that can't be evaluated with these
+            made up: labels from {0, 1}, predictions between 0 and 1. A loss that can't be evaluated with these
             is taken to be what it says.
     """
     random = np.random.default_rng(0)
     try:
         whole = [
             tree.map_structure(lambda leaf: random.integers(0, 2, _shape(leaf)).astype("float32"), y_true),
-            tree.map_structure(lambda leaf: _probabilities(random.uniform(0.05, 1, _shape(leaf))), y_pred),
+            tree.map_structure(lambda leaf: random.uniform(0.05, 0.95, _shape(leaf)), y_pred),
             tree.map_structure(lambda leaf: None if leaf is None else random.uniform(0.5, 2, _shape(leaf)), sample_weight),
         ]
         parts = [tree.map_structure(lambda a, rows=rows: None if a is None else a[rows], whole) for rows in _PARTS]
@@ -65,10 +67,6 @@ _PARTS = (slice(0, _FIRST), slice(_FIRST, None))
 
 def _shape(leaf: Any) -> tuple[int, ...]:
     return (_ROWS, *(4 if size is None else int(size) for size in leaf.shape[1:]))
-
-
-def _probabilities(numbers: np.ndarray) -> np.ndarray:
-    return numbers / numbers.sum(-1, keepdims=True) if numbers.ndim > 1 and numbers.shape[-1] > 1 else numbers
 
 
 def _number(result: tuple[Any, Any]) -> tuple[float, float | None]:

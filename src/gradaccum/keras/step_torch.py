@@ -101,7 +101,7 @@ class TorchStep(MicroBatchedStep):
     def _counted(self, micro_batches: list[Any]) -> dict[int, Any]:
         state = self._state()
         totals: dict[int, Any] = {}
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng():  # random masks will be drawn once more, the same
             for micro_batch in micro_batches:
                 state[1], measured, _, _ = denominators_of(self.model, state, *_unpacked(micro_batch))
                 for index, count in measured.counts.items():
