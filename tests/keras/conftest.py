@@ -24,8 +24,11 @@ def _seeded():
 def float64():
     """Everything in float64, and the tolerance of the update. On PyTorch, parts of Keras stay in float32 even so."""
     if BACKEND == "jax":
-        yield FLOAT32
-        return
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
     keras.config.set_floatx("float64")
-    yield FLOAT64 if BACKEND == "tensorflow" else FLOAT32
+    yield FLOAT32 if BACKEND == "torch" else FLOAT64
     keras.config.set_floatx("float32")
+    if BACKEND == "jax":
+        jax.config.update("jax_enable_x64", False)
