@@ -28,7 +28,9 @@ def float64():
 
         jax.config.update("jax_enable_x64", True)
     keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
     yield FLOAT32 if BACKEND == "torch" else FLOAT64
     keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
     if BACKEND == "jax":
         jax.config.update("jax_enable_x64", False)

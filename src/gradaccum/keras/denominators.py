@@ -139,7 +139,9 @@ def weighed(
     count = ops.cast(ops.stop_gradient(count), value.dtype)
     if total is None:
         return value, count
-    return value * ops.divide_no_nan(count, ops.cast(total, value.dtype) * ops.cast(share, value.dtype)), count
+    divisor = ops.cast(total, value.dtype) * ops.cast(share, value.dtype)
+    # A total of 0 has counts of 0. `ops.divide_no_nan` would fall back to float32 on PyTorch.
+    return value * (count / ops.where(divisor != 0, divisor, ops.ones_like(divisor))), count
 
 
 @contextlib.contextmanager

@@ -172,9 +172,8 @@ class _Cut:
     """
 
     def __init__(self, data: Any, rows: int | None, micro_batch_size: int, static: bool) -> None:
-        first = next(leaf for leaf in tree.flatten(data) if has_rows(leaf))
         self.data = data
-        self.rows = tf.shape(first)[0] if rows is None else rows
+        self.rows = _checked_rows(data) if rows is None else rows
         self.count = (self.rows + micro_batch_size - 1) // micro_batch_size
         self.size, self.larger = self.rows // self.count, self.rows % self.count
         self.static = static
@@ -229,6 +228,16 @@ class _Cut:
             )
             rows.append([array.concat() for array in arrays])
         return carry, [tf.concat(parts, 0) if len(parts) > 1 else parts[0] for parts in zip(*rows)]
+
+
+def _checked_rows(data: Any) -> Any:
+    """The rows, as a tensor that is an error where the arrays of the batch disagree. XLA finds that by itself."""
+    rows = [tf.shape(leaf)[0] for leaf in tree.flatten(data) if has_rows(leaf)]
+    message = "A batch is cut into micro-batches along the first dimension: its arrays must have the same number of rows."
+    checks = [tf.debugging.assert_equal(rows[0], other, message) for other in rows[1:]]
+    checks.append(tf.debugging.assert_positive(rows[0], "A batch must have at least one row."))
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.identity(rows[0])
 
 
 def _slice(leaf: Any, start: Any, size: Any) -> Any:
