@@ -65,7 +65,8 @@ def test_pooled_statistics_heed_masks(float64):
 
     ours, _ = run(make, crossentropy, TOKENS, TAGS, 4, batch_norm="pooled", epochs=1)
     plain, _ = run(make, crossentropy, TOKENS, TAGS, epochs=1)
-    assert relative_error(moving(ours), moving(plain)) <= float64
+    # Keras divides by the number of values that the mask lets through plus 1e-7: once per micro-batch here.
+    assert relative_error(moving(ours), moving(plain)) <= max(float64, 1e-8)
 
 
 def test_frozen_normalises_by_the_moving_statistics_and_leaves_them(float64):

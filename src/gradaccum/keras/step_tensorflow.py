@@ -192,7 +192,8 @@ class _Cut:
             return index * size + tf.minimum(index, larger), size + tf.cast(index < larger, tf.int32)
 
         def longer(index: Any) -> tuple[Any, Any]:
-            return index * (size + 1), size + 1
+            # XLA compiles this loop even where no micro-batch is longer: its slices must exist.
+            return index * (size + 1), tf.minimum(size + 1, self.rows)
 
         def shorter(index: Any) -> tuple[Any, Any]:
             return index * size + larger, size
