@@ -20,12 +20,13 @@ __all__ = ["Accumulation", "Nonfinite", "WindowLoss"]
 
 logger = logging.getLogger("gradaccum")
 
+Nonfinite = Literal["propagate", "skip_window", "skip_micro_batch"]
+
+
 _MIXED = (
     "Some losses of this window came through backward(loss, weight=...), others through loss.backward(), which cannot "
     "say what it weighs. Use one of the two for all of them. discard() drops the window."
 )
-
-Nonfinite = Literal["propagate", "skip_window", "skip_micro_batch"]
 
 
 class WindowLoss:
@@ -96,6 +97,7 @@ class Accumulation:
         self.weights: list[float] = []
         self.grad_norm: Tensor | None = None
         self._broken: BaseException | None = None
+        self._factor, self._weighed_arrivals = 1.0, 0
         self.expect_nothing()
 
     # One micro-batch.
