@@ -109,15 +109,15 @@ def demo(
     if batch_size % steps:
         raise BadInput(f"--batch-size must be a multiple of --steps. Received: {batch_size} and {steps}.")
     _require_framework(framework)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"--out {out}: {error.strerror}.") from None
     with Progress() as progress:
         try:
             data = load(dataset, folder, progress=progress)  # type: ignore[arg-type]  # click checked the choice
         except (DataError, ModuleNotFoundError) as error:
             raise BadInput(str(error)) from None
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(f"--out {out}: {error.strerror}.") from None
         progress.say(
             f"{data.name} from {data.source}: {len(data.train_x):,} rows to train, {len(data.test_x):,} to test"
         )
