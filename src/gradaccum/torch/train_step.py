@@ -8,7 +8,6 @@ for x, y in loader:          # 256 rows
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from gradaccum.torch.additivity import verify_additivity
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.torch.batch import BatchDims, per_row_leaves
 from gradaccum.torch.loss import Objective, Tally
@@ -50,6 +50,8 @@ class TrainStep:
         compute_loss: In its place: `compute_loss(model, *batch) -> loss` or `(loss, weight)`.
         micro_batch_size: Rows, or `"auto"`: the fastest size that fits, found during the first updates, each of which
             is exact.
+        max_tokens: Padded tokens of a micro-batch: rows with an attention mask are sorted by length, trimmed and
+            packed.
         weight: `weight(*micro_batch) -> number`: what the loss is a mean over, where that isn't rows. Additive.
         reduction: `"mean"`, or `"sum"` for losses that are sums; those are divided by the weight, if one is given.
         batch_dims: Where the rows are, like `in_dims` of `torch.vmap`; None marks what every micro-batch shares.
@@ -57,7 +59,10 @@ class TrainStep:
         scaler: A `torch.amp.GradScaler`.
         autocast: A dtype for the forward pass, such as `torch.bfloat16`.
         accumulate_dtype: What gradients of narrower parameters are summed in, such as `torch.float32`.
+        batch_norm: What is done about BatchNorm: `"warn"`, `"micro"` (as is, silent), `"pooled"` (statistics once per
+            update, pooled over the window), `"frozen"`, or `"exact"`.
         memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
+        noise_scale: Measure the gradient noise scale.
         verify: Check at the first update, on a few rows, that the loss is additive over rows with these weights.
 
     Raises:
@@ -144,6 +149,9 @@ class TrainStep:
         rows = self.objective.rows(batch)
         if rows == 0:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
+        if self._verify:
+            verify_additivity(self.objective, batch)
+            self._verify = False
         tally = self._window(batch, rows)
         if tally.empty:
             logger.info("Nothing in this batch of %d rows weighs anything: no update.", rows)
@@ -194,7 +202,6 @@ class TrainStep:
                     "autocast=torch.bfloat16), or the rows shorter."
                 ) from error
         # Only here, out of reach of the error's frames, is its memory free.
-        gc.collect()
         self.gauge.release()
         arrived = self._transaction.arrived()
         self._transaction.restore()
@@ -207,8 +214,11 @@ class TrainStep:
         )
         aside = PutAside(arrived)
         try:
-            for smaller in piece.split(size):
-                self._run(smaller, batch, tally, sizer)
+            for half in piece.split(size):
+                # A smaller size may have failed meanwhile.
+                ceiling = sizer.ceiling or half.size
+                for smaller in half.split(ceiling if half.size <= ceiling else min(sizer.size, ceiling)):
+                    self._run(smaller, batch, tally, sizer)
         finally:
             aside.take_back()
 
