@@ -114,6 +114,12 @@ class Climb:
         self._windows = 0
         self._window_rows = 0
 
+    @property
+    def summary(self) -> str:
+        """What was measured, in a line."""
+        costs = ", ".join(f"{size}: {1e3 * self._cost(size):.3g}" for size in sorted(self._seconds))
+        return f"Milliseconds per row by size: {costs}." if costs else ""
+
     def next_size(self, rows: int) -> int:
         """The size of the next micro-batch, where `rows` are left in the window."""
         size = self._wanted(rows)

@@ -21,8 +21,9 @@ from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_mod
 from gradaccum.torch.batch import BatchDims, per_row_leaves
 from gradaccum.torch.loss import Objective, Tally
 from gradaccum.torch.memory import Gauge, is_out_of_memory, parse_bytes
-from gradaccum.torch.pieces import Piece
-from gradaccum.torch.shapes import Sizer, Sizers
+from gradaccum.torch.pieces import Piece, Rows, TokenBudget, Tokens
+from gradaccum.torch.shapes import Sizers
+from gradaccum.torch.tokens import extents, trimmed
 from gradaccum.torch.transaction import PutAside, Transaction
 from gradaccum.torch.update import Update
 
@@ -121,7 +122,10 @@ class TrainStep:
             accumulate_dtype=checked_dtype(accumulate_dtype),
         )
         self.gauge = Gauge(self.objective.device, parse_bytes(memory_limit))
-        self.sizers = Sizers(micro_batch_size, self.gauge)
+        one_is_enough = not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+        self.sizers = Sizers(micro_batch_size, self.gauge, 1 if one_is_enough else 2)
+        self.budget = None if max_tokens is None else TokenBudget(max_tokens, self.sizers.size)
+        self.left = "cut"
         self.updates = 0
         """Updates made so far."""
         self._verify = verify
@@ -167,30 +171,25 @@ class TrainStep:
         self.update.clear()
         start = self._transaction.begin()
         tally = self.objective.tally(batch)
-        sizer = self.sizers.of(per_row_leaves(batch, self.objective.dims(batch)))
+        plan = self._plan(batch, rows)
         try:
             with self._during_window():
-                done = 0
-                while done < rows:
-                    size = sizer.next_size(rows - done)
-                    self._run(Piece(slice(done, done + size)), batch, tally, sizer)
-                    done += size
+                for piece in plan:
+                    self._run(piece, batch, tally, plan)
             if not tally.empty:
                 self.update.finish(tally.divisor)
         except BaseException:
             self.update.clear()
             self._transaction.restore(start)
             raise
-        was_settled, before = sizer.settled, sizer.size
-        sizer.close()
-        if sizer.settled and (not was_settled or sizer.size != before):
-            logger.info("micro_batch_size='auto': settled on %d of %d rows.", sizer.size, rows)
+        if isinstance(plan, Rows):
+            self.sizers.close(plan.sizer, rows)
         return tally
 
-    def _run(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, sizer: Sizer) -> None:
+    def _run(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, plan: Rows | Tokens) -> None:
         """One micro-batch; where it does not fit, the same rows in smaller ones."""
         try:
-            self._micro_batch(piece, batch, tally, sizer)
+            self._micro_batch(piece, batch, tally, plan)
             return
         except Exception as error:
             if not is_out_of_memory(error):
@@ -205,25 +204,22 @@ class TrainStep:
         self.gauge.release()
         arrived = self._transaction.arrived()
         self._transaction.restore()
-        sizer.failed(piece.size)
-        size = min(sizer.size, piece.size - 1)
+        pieces = plan.failed(piece)
         logger.warning(
             "Out of memory with a micro-batch of %d rows: going on with %d. Nothing else of the batch is lost.",
             piece.size,
-            size,
+            pieces[0].size,
         )
         aside = PutAside(arrived)
         try:
-            for half in piece.split(size):
-                # A smaller size may have failed meanwhile.
-                ceiling = sizer.ceiling or half.size
-                for smaller in half.split(ceiling if half.size <= ceiling else min(sizer.size, ceiling)):
-                    self._run(smaller, batch, tally, sizer)
+            for smaller in pieces:
+                for fitting in plan.fitting(smaller):
+                    self._run(fitting, batch, tally, plan)
         finally:
             aside.take_back()
 
-    def _micro_batch(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, sizer: Sizer) -> None:
-        measuring = not sizer.settled
+    def _micro_batch(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, plan: Rows | Tokens) -> None:
+        measuring = plan.measuring
         if measuring:
             self.gauge.synchronize()
             base, mark, began = self.gauge.live(), self.gauge.mark(), time.perf_counter()
@@ -239,9 +235,18 @@ class TrainStep:
             self.gauge.synchronize()
             seconds, highest = time.perf_counter() - began, self.gauge.mark()
             # The mark tells this micro-batch's peak where it has risen; else what was alive before backward has to do.
-            sizer.record(piece.size, seconds, base, highest if highest > mark else live)
+            plan.record(piece, seconds, base, highest if highest > mark else live)
+
+    def _plan(self, batch: tuple[Any, ...], rows: int) -> Rows | Tokens:
+        if self.budget is not None:
+            return Tokens(self.budget, extents(batch))
+        return Rows(self.sizers.of(per_row_leaves(batch, self.objective.dims(batch))), rows)
 
     def _take(self, batch: tuple[Any, ...], piece: Piece) -> tuple[Any, ...]:
+        if piece.columns is not None:
+            start, stop = piece.columns
+            start = start if self.left != "keep" else 0
+            batch = trimmed(batch, start, stop, positions=self.left == "number" and start > 0)
         rows = piece.rows if isinstance(piece.rows, slice) else torch.tensor(piece.rows)
         return self.objective.take(batch, rows)
 
