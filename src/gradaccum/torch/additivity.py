@@ -20,7 +20,7 @@ from gradaccum.torch.batch import per_row_leaves
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.memory import is_out_of_memory
 
-__all__ = ["verify_additivity"]
+__all__ = ["same_gradient", "undisturbed", "verify_additivity"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -49,7 +49,7 @@ def verify_additivity(objective: Objective, batch: tuple[Any, ...]) -> None:
     half = len(order) // 2
     # The extremes apart show wrong weights best; a loss that needs all kinds of rows in every part gets them mixed.
     splits = [(order[:half], order[half:]), (order[::2], order[1::2])]
-    with _as_found(objective):
+    with undisturbed(objective):
         for parts in splits:
             try:
                 whole, added, weights = _compare(objective, batch, torch.cat(parts), parts)
@@ -88,9 +88,34 @@ def _compare(
     return whole, tally.loss, None
 
 
+def same_gradient(objective: Objective, batch: tuple[Any, ...], other: tuple[Any, ...]) -> bool | None:
+    """Whether two batches have the same gradient, up to rounding; None where there is nothing to compare."""
+    loss, expected = _gradient(objective, batch)
+    _, again = _gradient(objective, batch)
+    if not loss.isfinite() or _far(objective, expected, again, loss):  # random
+        return None
+    return not _far(objective, expected, _gradient(objective, other)[1], loss)
+
+
+def _gradient(objective: Objective, batch: tuple[Any, ...]) -> tuple[Tensor, list[Tensor | None]]:
+    loss = objective.whole(batch)
+    parameters = [p for p in objective.model.parameters() if p.requires_grad]
+    return loss.detach(), list(torch.autograd.grad(loss, parameters, allow_unused=True))
+
+
+def _far(objective: Objective, expected: list[Tensor | None], actual: list[Tensor | None], loss: Tensor) -> bool:
+    zero = loss.new_zeros(())
+    pairs = [(zero if a is None else a, zero if b is None else b) for a, b in zip(expected, actual, strict=True)]
+    largest = max(float(a.abs().max()) for a, _ in pairs)
+    return max(float((a - b).abs().max()) for a, b in pairs) > _tolerance(objective, loss) * largest
+
+
+def _relative_error(loss: Tensor, other: Tensor) -> float:
+    return float((other - loss).abs() / loss.abs().clamp_min(1e-3))
+
+
 def _judge(objective: Objective, whole: Tensor, added: Tensor, sizes: list[int]) -> None:
-    tolerance = _tolerance(objective, whole)
-    error = float((added - whole).abs() / whole.abs().clamp_min(1e-3))
+    error, tolerance = _relative_error(whole, added), _tolerance(objective, whole)
     if error <= tolerance:
         return
     raise NotEquivalentError(
@@ -140,7 +165,7 @@ def _order(objective: Objective, batch: tuple[Any, ...]) -> Tensor:
 
 
 @contextlib.contextmanager
-def _as_found(objective: Objective) -> Iterator[None]:
+def undisturbed(objective: Objective) -> Iterator[None]:
     """Evaluation mode, eager, without the wrapper that exchanges gradients; everything as before afterwards."""
     model = objective.model
     modules = [m for root in (model, objective.loss_fn) if isinstance(root, nn.Module) for m in root.modules()]

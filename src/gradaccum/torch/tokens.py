@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from gradaccum.errors import NotEquivalentError
+from gradaccum.torch.additivity import same_gradient, undisturbed
 from gradaccum.torch.batch import has_rows, leaves, map_leaves
+from gradaccum.torch.loss import Objective
+from gradaccum.torch.pieces import Piece
 
-__all__ = ["extents", "trimmed"]
+__all__ = ["Left", "extents", "trimmed", "verified_left"]
+
+logger = logging.getLogger("gradaccum")
+
+Left = Literal["cut", "number", "keep"]
+"""What happens to padding on the left: cut off, cut off with the columns' numbers told to the model, or kept."""
+
+ROWS = 4
+"""Rows that are looked at to find out."""
 
 IGNORED = -100
 """What `torch.nn.CrossEntropyLoss` and `transformers` ignore in labels."""
@@ -97,6 +110,44 @@ def trimmed(batch: Any, start: int, stop: int, positions: bool = False) -> Any:
 
     new = map_leaves(cut, batch)
     return _with_positions(new, torch.arange(start, stop), rows) if positions else new
+
+
+def verified_left(objective: Objective, batch: tuple[Any, ...], piece: Piece) -> Left:
+    """How padding on the left can be cut off, found out on a few rows in evaluation mode.
+
+    A model that numbers its columns from 0 sees other positions once some on the left are gone: it is told them in
+    `position_ids`, if it takes them; else the left side stays.
+
+    Raises:
+        NotEquivalentError: Cutting off the right side changes the loss: something counts there.
+    """
+    assert isinstance(piece.rows, list)
+    assert piece.columns is not None
+    start, stop = piece.columns
+    rows = torch.tensor(piece.rows[:ROWS])
+    few = objective.take(batch, rows)
+    ways: list[Left] = ["cut", "number", "keep"] if start > 0 else ["keep"]
+    with undisturbed(objective):
+        try:
+            for way in ways:
+                if way == "number" and not can_take_positions(few, objective.model):
+                    continue
+                cut = trimmed(batch, 0 if way == "keep" else start, stop, positions=way == "number")
+                same = same_gradient(objective, few, objective.take(cut, rows))
+                if same is None:
+                    return "cut"
+                if same:
+                    if way == "keep" and start > 0:
+                        logger.info("max_tokens: padding on the left is not cut off, for it changes this loss.")
+                    return way if start > 0 else "cut"
+        except Exception as error:
+            logger.debug("The loss could not be evaluated on trimmed rows: %s", error)
+            return "keep"
+    raise NotEquivalentError(
+        f"Cutting off columns of nothing but padding changes the loss (columns {stop} and more of {_mask(few).shape[1]}"
+        "). Either padded positions count in it: mark them with -100 in the labels, or leave them out by the attention "
+        "mask. Or the model looks at them in spite of the mask. Leave out `max_tokens`, or fix that."
+    )
 
 
 def can_take_positions(batch: Any, model: Any) -> bool:

@@ -23,7 +23,7 @@ from gradaccum.torch.loss import Objective, Tally
 from gradaccum.torch.memory import Gauge, is_out_of_memory, parse_bytes
 from gradaccum.torch.pieces import Piece, Rows, TokenBudget, Tokens
 from gradaccum.torch.shapes import Sizers
-from gradaccum.torch.tokens import extents, trimmed
+from gradaccum.torch.tokens import Left, extents, trimmed, verified_left
 from gradaccum.torch.transaction import PutAside, Transaction
 from gradaccum.torch.update import Update
 
@@ -125,7 +125,7 @@ class TrainStep:
         one_is_enough = not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
         self.sizers = Sizers(micro_batch_size, self.gauge, 1 if one_is_enough else 2)
         self.budget = None if max_tokens is None else TokenBudget(max_tokens, self.sizers.size)
-        self.left = "cut"
+        self.left: Left = "cut"
         self.updates = 0
         """Updates made so far."""
         self._verify = verify
@@ -155,6 +155,8 @@ class TrainStep:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
         if self._verify:
             verify_additivity(self.objective, batch)
+            if self.budget is not None:
+                self.left = verified_left(self.objective, batch, Tokens(self.budget, extents(batch)).pieces[-1])
             self._verify = False
         tally = self._window(batch, rows)
         if tally.empty:
