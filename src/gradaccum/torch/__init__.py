@@ -1,1 +1,5 @@
 """gradaccum for PyTorch."""
+
+from gradaccum.torch.chunked import chunked
+
+__all__ = ["chunked"]

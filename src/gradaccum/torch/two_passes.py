@@ -1,0 +1,290 @@
+"""One call of a module on a large batch, in micro-batches that can be run again when backward asks for them.
+
+The module's parameters are inputs of one autograd function, which returns each parameter's gradient once, summed over
+micro-batches. So hooks on parameters, DistributedDataParallel's among them, `torch.autograd.grad` and modules that are
+called several times see what they would see of the large batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gradaccum.torch.batch import BatchDims, concatenate, leaves, map_leaves, take, with_dims
+from gradaccum.torch.batch_norm import BatchNormPolicy
+from gradaccum.torch.replay import Surroundings, accelerators, stand_ins, swapped
+
+__all__ = ["Call", "Inputs"]
+
+
+class Inputs(NamedTuple):
+    """What a module is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+_TAKEN_OUT = torch.empty(0)
+"""In place of a tensor in a tree that autograd shall not find tensors in: it keeps and watches them itself."""
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _without_tensors(tree: Any) -> Any:
+    return map_leaves(lambda leaf: _TAKEN_OUT if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    remaining = iter(tensors)
+    return map_leaves(lambda leaf: next(remaining) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+class Call:
+    """One call of a chunked module: all it takes to run any of its micro-batches, once or twice.
+
+    Args:
+        module: What is called.
+        policy: What to do about its BatchNorm layers.
+        inputs: What it is called with.
+        batch_dims: Where the inputs' rows are.
+        out_dims: Where the outputs' rows are.
+        sizes: Rows of each micro-batch.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: BatchNormPolicy,
+        inputs: Inputs,
+        batch_dims: BatchDims,
+        out_dims: BatchDims,
+        sizes: list[int],
+    ) -> None:
+        self.module, self.policy = module, policy
+        self.batch_dims, self.out_dims = batch_dims, out_dims
+        described = [entry for entry in with_dims(inputs, batch_dims) if isinstance(entry[1], Tensor)]
+        self.paths = [path for path, _, _ in described]
+        self.dims = [dim for _, _, dim in described]
+        self.skeleton = _without_tensors(inputs)
+        ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+        self.slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        self.devices = accelerators([*(leaf for _, leaf, _ in described), *module.parameters()])
+        self.surroundings: dict[int, Surroundings] = {}
+        self.buffers: dict[int, Tensor] = {}
+        self.parameter_ids: list[int] = []
+        self.output_skeleton: Any = None
+
+    def in_two_passes(self, indices: Sequence[int], parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
+        """The outputs of these micro-batches, whose activations backward computes anew."""
+        self.parameter_ids = [id(parameter) for parameter in parameters]
+        flat = TwoPasses.apply(self, tuple(indices), *parameters, *tensors)
+        return _with_tensors(self.output_skeleton, flat)
+
+    def first_pass(self, tensors: Sequence[Tensor], index: int) -> Any:
+        """The outputs of one micro-batch; graph and activations are kept as the grad mode says."""
+        inputs = self.rows(tensors, index)
+        versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+        self.surroundings[index] = Surroundings(self.devices)
+        copies = {key: self.buffers[key].clone() for key in self.buffers if key not in self.policys_own}
+        with self.policy.micro_batch(), swapped(self.module, copies) as left:
+            before = {key: copy._version for key, copy in copies.items() if not copy.is_inference()}
+            outputs = self.module(*inputs.args, **inputs.kwargs)
+        for path, tensor, version in zip(self.paths, tensors, versions, strict=True):
+            if version is not None and tensor._version != version:
+                raise ValueError(
+                    f"{type(self.module).__name__} edits its input {_named(path)} in place, so it can't be run again "
+                    "on the same input. Its first operation may have inplace=True; or give it a clone."
+                )
+        self._note_moves(left, copies, before, index)
+        self._check_rows(outputs, index)
+        return outputs
+
+    def second_pass(self, inputs: Inputs, index: int) -> Any:
+        """The outputs of one micro-batch again, everything but its inputs as in the first pass; nothing is moved."""
+        copies = {key: buffer.clone() for key, buffer in self.buffers.items()}
+        with self.surroundings[index].replayed(), self.policy.recomputation(), swapped(self.module, copies):
+            return self.module(*inputs.args, **inputs.kwargs)
+
+    def rows(self, tensors: Sequence[Tensor], index: int) -> Inputs:
+        """The inputs of one micro-batch, from the tensors of all."""
+        return take(_with_tensors(self.skeleton, tensors), self.slices[index], self.batch_dims)
+
+    @contextlib.contextmanager
+    def buffers_moved_once(self) -> Iterator[None]:
+        """Every micro-batch starts from the buffers as they are now; afterwards they are where these took them.
+
+        That is the mean over micro-batches, weighted by rows: exact for what does not depend on the rows (counters,
+        power iterations) and for moving averages of means over rows.
+        """
+        names = {id(buffer): name for name, buffer in self.module.named_buffers()}
+        originals = {id(buffer): buffer for buffer in self.module.buffers()}
+        self.running = {key for key, name in names.items() if name.rpartition(".")[2].startswith("running_")}
+        self.policys_own = {
+            id(buffer)
+            for layer in self.module.modules()
+            if isinstance(layer, _BatchNorm) and layer.training
+            for buffer in layer._buffers.values()
+        }
+        with torch.no_grad():
+            self.buffers = {key: buffer.detach().clone() for key, buffer in originals.items()}
+        self.moved: dict[int, Tensor] = {}
+        self.rows_moved = 0
+        yield
+        with torch.no_grad():
+            for key, value in self.moved.items():
+                # PyTorch's normalisation kernels don't count their moves as in-place edits of what a graph has saved.
+                target = originals[key].data if key in self.running else originals[key]
+                target.copy_(value)
+
+    @torch.no_grad()
+    def _note_moves(
+        self, left: dict[int, Tensor], copies: dict[int, Tensor], before: dict[int, int], index: int
+    ) -> None:
+        rows = self.slices[index].stop - self.slices[index].start
+        self.rows_moved += rows
+        for key, value in left.items():
+            moved = value is not copies[key] or value._version != before[key] or key in self.running
+            if not moved and key not in self.moved:
+                continue
+            mean = self.moved.get(key, self.buffers[key])
+            if rows == self.rows_moved or not value.is_floating_point():
+                self.moved[key] = value.detach().clone()
+            else:  # where nothing differs nothing changes, so that infinities and constants stay what they are
+                step = (value - mean) * (rows / self.rows_moved)
+                self.moved[key] = torch.where(value == mean, mean, mean + step)
+
+    def _check_rows(self, outputs: Any, index: int) -> None:
+        rows = self.slices[index].stop - self.slices[index].start
+        for path, leaf, dim in with_dims(outputs, self.out_dims):
+            if isinstance(leaf, Tensor) and (dim is None or leaf.shape[dim] != rows):
+                where = "no dimension" if dim is None else f"dimension {dim}"
+                raise ValueError(
+                    f"Outputs must have a row for every row of the inputs. Received: output{path} of shape "
+                    f"{tuple(leaf.shape)} for {rows} rows, looked for in {where}. Return one value per row and reduce "
+                    "over them outside, or name the dimension in `out_dims`."
+                )
+
+
+def _named(path: str) -> str:
+    """`.args[0]['x']` as `args[0]['x']`."""
+    return path.removeprefix(".")
+
+
+class TwoPasses(torch.autograd.Function):
+    """The first pass forward, the second one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, indices: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.indices = call, indices
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        inputs = tensors[len(call.parameter_ids) :]
+        # Autocast keeps half-precision copies of parameters for reuse. Made here, they would know no gradient.
+        outputs = concatenate([call.first_pass(inputs, index) for index in indices], call.out_dims)
+        if torch.is_autocast_cache_enabled():
+            torch.clear_autocast_cache()
+        call.output_skeleton = _without_tensors(outputs)
+        flat = tuple(_tensors(outputs))
+        ctx.mark_non_differentiable(*(t for t in flat if not (t.is_floating_point() or t.is_complex())))
+        return flat
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        call: Call = ctx.call
+        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        if all(grad is None for grad in grads):
+            return (None,) * (2 + len(tensors))
+        gradients = _differentiable if torch.is_grad_enabled() else _summed
+        return (None, None, *gradients(call, ctx.indices, tensors, needed, grads))
+
+
+def _with_gradients(
+    call: Call, outputs: Any, grads: Sequence[Tensor | None], rows: slice
+) -> tuple[list[Any], list[Any]]:
+    """The outputs that have a gradient and pass it on, and their gradients' rows."""
+    reached, given = [], []
+    found = [(leaf, dim) for _, leaf, dim in with_dims(outputs, call.out_dims) if isinstance(leaf, Tensor)]
+    for (leaf, dim), grad in zip(found, grads, strict=True):
+        if grad is not None and leaf.requires_grad:
+            assert dim is not None
+            reached.append(leaf)
+            given.append(grad.narrow(dim, rows.start, rows.stop - rows.start))
+    return reached, given
+
+
+def _summed(
+    call: Call,
+    indices: Sequence[int],
+    tensors: Sequence[Tensor],
+    needed: Sequence[bool],
+    grads: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """Gradients of parameters and inputs: each micro-batch's graph is built and used up before the next one's."""
+    count = len(call.parameter_ids)
+    parameters, inputs = tensors[:count], tensors[count:]
+    made = stand_ins(parameters)
+    leaf_of = dict(zip(call.parameter_ids, made.values(), strict=True))
+    for leaf, wanted in zip(leaf_of.values(), needed, strict=False):
+        leaf.requires_grad_(wanted)
+    wanted_inputs = list(zip(inputs, call.dims, needed[count:], strict=True))
+    shared = {
+        place: tensor.detach().requires_grad_()
+        for place, (tensor, dim, wanted) in enumerate(wanted_inputs)
+        if wanted and dim is None
+    }
+    whole: dict[int, Tensor] = {}
+    with swapped(call.module, leaf_of):
+        for index in indices:
+            rows = call.slices[index]
+            given_inputs = call.rows(inputs, index)
+            values = [
+                shared[place] if place in shared else value.detach().requires_grad_(wanted_inputs[place][2])
+                for place, value in enumerate(_tensors(given_inputs))
+            ]
+            with torch.enable_grad():
+                outputs = call.second_pass(_with_tensors(given_inputs, values), index)
+                reached, given = _with_gradients(call, outputs, grads, rows)
+            if reached:
+                torch.autograd.backward(reached, given)
+            for place, (tensor, dim, wanted) in enumerate(wanted_inputs):
+                gradient = values[place].grad
+                if wanted and dim is not None and gradient is not None:
+                    if place not in whole:
+                        whole[place] = torch.zeros_like(tensor)
+                    whole[place].narrow(dim, rows.start, rows.stop - rows.start).copy_(gradient)
+            del outputs, reached, given, values
+    return [
+        *(None if leaf.grad is None else leaf.grad.to(leaf.dtype) for leaf in leaf_of.values()),
+        *(shared[place].grad if place in shared else whole.get(place) for place in range(len(inputs))),
+    ]
+
+
+def _differentiable(
+    call: Call,
+    indices: Sequence[int],
+    tensors: Sequence[Tensor],
+    needed: Sequence[bool],
+    grads: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """The same under `create_graph=True`: gradients that can be differentiated again, so all graphs stay."""
+    inputs = tensors[len(call.parameter_ids) :]
+    wanted = [tensor for tensor, is_needed in zip(tensors, needed, strict=True) if is_needed]
+    total: list[Tensor | None] = [None] * len(wanted)
+    for index in indices:
+        rows = call.slices[index]
+        outputs = call.second_pass(call.rows(inputs, index), index)
+        reached, given = _with_gradients(call, outputs, grads, rows)
+        if reached:
+            parts = torch.autograd.grad(reached, wanted, given, create_graph=True, allow_unused=True)
+            total = [
+                new if old is None else old if new is None else old + new for old, new in zip(total, parts, strict=True)
+            ]
+    summed = iter(total)
+    return [next(summed) if is_needed else None for is_needed in needed]
