@@ -73,3 +73,16 @@ def torch_updates(
         if after_update is not None:
             after_update()
     return losses
+
+
+WINDOWS = {
+    # name: (rows of each micro-batch of an epoch, steps)
+    "4+4+2 rows": ([4, 4, 2], 3),
+    "12 rows in micro-batches of 2, 4 steps": ([2] * 6, 4),
+    "ragged everywhere": ([3, 1, 4, 1, 5, 9, 2], 3),
+    "a window longer than the epoch": ([2, 3, 1], 10),
+    "windows that divide the epoch": ([2] * 8, 4),
+    "one row at a time": ([1] * 7, 3),
+    "the plain loop": ([4, 4, 3], 1),
+}
+"""The contract: on each of these an epoch's updates are those of the large batches. One table for every shell."""

@@ -1,0 +1,283 @@
+"""A window of micro-batches and the gradients in it: from the first backward pass to the finished mean."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gradaccum.errors import WindowError
+from gradaccum.torch.gradients import GradientSum, ScreenedGradientSum, all_finite, clip_norm_, scale_
+from gradaccum.torch.guard import Guard
+from gradaccum.torch.loss_scale import LossScale
+from gradaccum.window import Reduction, Window
+
+__all__ = ["Accumulation", "Nonfinite", "WindowLoss"]
+
+logger = logging.getLogger("gradaccum")
+
+Nonfinite = Literal["propagate", "skip_window", "skip_micro_batch"]
+
+
+class WindowLoss:
+    """The losses of a window's micro-batches, and their mean: nothing is computed until somebody asks."""
+
+    def __init__(self, reduction: Reduction) -> None:
+        self.reduction = reduction
+        self.restart()
+
+    def restart(self) -> None:
+        """A new window begins."""
+        self.entries: list[tuple[int, Tensor, float]] = []
+        self.weighed = False
+        self.dropped: set[int] = set()
+
+    def add(self, micro_batch: int, loss: Tensor, weight: float, given: bool) -> None:
+        """One loss of a micro-batch, which may have several."""
+        self.entries.append((micro_batch, loss.detach(), weight))
+        self.weighed = self.weighed or given
+
+    def unscale(self, micro_batch: int, scale: Tensor) -> None:
+        """Losses of this micro-batch came multiplied by a GradScaler's scale."""
+        self.entries = [(i, loss / scale if i == micro_batch else loss, w) for i, loss, w in self.entries]
+
+    def mean(self) -> Tensor | None:
+        """The window's loss, of no dimensions; None without entries."""
+        kept = [entry for entry in self.entries if entry[0] not in self.dropped]
+        if not kept:
+            return None
+        losses = torch.stack([loss.reshape(()) for _, loss, _ in kept])
+        total = math.fsum({index: weight for index, _, weight in kept}.values())
+        if self.reduction == "sum":
+            return losses.sum() / total if self.weighed else losses.sum()
+        return losses @ torch.tensor([w / total for _, _, w in kept], dtype=losses.dtype, device=losses.device)
+
+
+class Accumulation:
+    """The open window of one optimizer, with its gradients.
+
+    For each micro-batch: `expect` (optional) says what it weighs, gradients arrive through `backward` or by themselves,
+    `add` counts it. When the window closes, `finish` leaves the mean gradient in `p.grad`, and `close` empties it.
+
+    Args:
+        parameters: Called whenever the parameters are needed, in the order of the optimizer's groups.
+        reduction: What the losses are, `"mean"` or `"sum"`.
+        clip_grad_norm: Largest 2-norm of the finished gradient, or None.
+        accumulate_dtype: What narrower parameters' gradients are summed in, or None.
+        nonfinite: What to do about NaN and infinity.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], list[Tensor]],
+        *,
+        reduction: Reduction = "mean",
+        clip_grad_norm: float | None = None,
+        accumulate_dtype: torch.dtype | None = None,
+        nonfinite: Nonfinite = "propagate",
+    ) -> None:
+        self.window = Window(reduction=reduction)
+        self.clip_grad_norm = clip_grad_norm
+        self.nonfinite = nonfinite
+        screened = nonfinite == "skip_micro_batch"
+        self.sums = (ScreenedGradientSum if screened else GradientSum)(parameters, accumulate_dtype)
+        self.guard = Guard(parameters())
+        self.loss_scale = LossScale(self.sums, self.guard.accept)
+        self.loss = WindowLoss(reduction)
+        self.weights: list[float] = []
+        self.grad_norm: Tensor | None = None
+        self._broken: BaseException | None = None
+        self.expect_nothing()
+
+    # One micro-batch.
+
+    def expect_nothing(self) -> None:
+        """The micro-batches that come weigh the same, unless `backward` says otherwise."""
+        self._default, self._default_given, self._expecting = 1.0, False, False
+        self._counted = True
+        self.window.last = False
+
+    def expect(self, weight: float, given: bool, last: bool) -> None:
+        """The next micro-batch weighs this much; `given` by the user, or its rows; `last` of its epoch."""
+        window = self.window
+        self._default, self._default_given, self._expecting, window.last = weight, given, True, last
+        self._counted = False
+        if weight == 0:
+            self.sums.put_aside()
+            self.guard.restart()
+        elif window.reduction == "mean":
+            # A gradient that comes through loss.backward() joins the sum as it is, so the sum takes its unit.
+            factor = window.rescale(weight)
+            if window.is_open and factor != 1.0:
+                self.sums.scale_(factor)
+                self.guard.accept()
+
+    def backward(self, loss: Tensor, weight: Any, **how: Any) -> None:
+        """Weigh the micro-batch, and run the backward pass with its factor."""
+        self.check_broken()
+        if loss.numel() != 1:
+            raise ValueError(f"`loss` must be a scalar. Received: loss of shape {tuple(loss.shape)}.")
+        window = self.window
+        if not window.is_open and window.pending is None:
+            self.loss.restart()
+        if weight is None and window.pending is None and self._default_given:
+            weight = self._default
+        factor = window.weigh(weight, default=self._default)
+        assert window.pending is not None
+        if window.pending == 0:
+            self.loss_scale.rescale_()  # no backward pass will do it
+            return
+        self.loss.add(window.micro_batches, loss, window.pending, window.pending_given)
+        try:
+            loss.backward(None if factor == 1.0 else torch.full_like(loss, factor), **how)
+        except BaseException as error:
+            self._broken = error
+            raise
+
+    def add(self, scaled: tuple[Tensor | None, Tensor] | None = None) -> bool:
+        """Count the micro-batch. Returns whether the window closes with it.
+
+        Args:
+            scaled: Under a GradScaler, its live scale (None after `unscale_`) and whether it found an overflow.
+        """
+        window = self.window
+        self.sums.take_back()
+        if window.pending is None:
+            self._weigh_plain()
+        assert window.pending is not None
+        if isinstance(self.sums, ScreenedGradientSum):
+            self.weights.append(window.pending)
+        if scaled is not None:
+            self._unscale(*scaled)
+        closes = window.add()
+        self._counted = True
+        self.sums.add()
+        self.guard.next_micro_batch()
+        if not closes and self.loss_scale.in_use:
+            self.loss_scale.expect_backward()
+        return closes
+
+    def skip(self) -> None:
+        """The micro-batch that was expected is over, counted or not: if not, it must not have left a gradient."""
+        if self.window.is_open or not self._counted:
+            self.check_untouched()
+        self.sums.take_back()
+
+    def _weigh_plain(self) -> None:
+        """This micro-batch came through `loss.backward()`, or had no backward pass."""
+        window = self.window
+        if not self._expecting and window.weights_given and self.guard.arrivals and window.reduction == "mean":
+            raise WindowError(
+                "Earlier micro-batches of this window came through backward(loss, weight=...), this one through "
+                "loss.backward(), which cannot say what it weighs. Use one of the two for all of them."
+            )
+        window.weigh(self._default if self._default_given else None, default=self._default)
+
+    def _unscale(self, scale: Tensor | None, found_inf: Tensor) -> None:
+        if scale is not None:
+            self.loss.unscale(self.window.micro_batches, scale)
+        if not isinstance(self.sums, ScreenedGradientSum):
+            self.loss_scale.add(scale, found_inf)
+            self.guard.accept()
+        elif scale is not None:
+            scale_(self.sums.gradients(), scale.reciprocal())
+
+    # The window's end.
+
+    def finish(self) -> bool:
+        """Turn the sum into the mean gradient, clipped, in `p.grad`. Returns whether there is one to update with."""
+        finished = self._finish()
+        if finished:
+            self.sums.cast()
+        else:
+            self.sums.clear()
+        return finished
+
+    def _finish(self) -> bool:
+        if self.loss_scale.in_use:
+            assert self.loss_scale.overflow is not None
+            if self.loss_scale.overflow.item():
+                logger.info("No update: a gradient of this window overflowed the loss scale")
+                return False
+            self.loss_scale.unscale_()
+        divisor = self._divisor()
+        if divisor == 0:
+            logger.info("No update: this window of %d micro-batches weighs nothing", self.window.micro_batches)
+            return False
+        self.sums.finish(divisor)
+        if self.nonfinite == "skip_window" and not all_finite(self.sums.gradients()).item():
+            logger.warning("No update: the gradient of this window is not finite")
+            return False
+        if self.clip_grad_norm is not None:
+            self.grad_norm = clip_norm_(self.sums.gradients(), self.clip_grad_norm)
+        return True
+
+    def _divisor(self) -> float:
+        window = self.window
+        if isinstance(self.sums, ScreenedGradientSum):
+            counted = self.sums.counted()
+            dropped = {index for index, counts in enumerate(counted) if not counts}
+            if dropped:
+                logger.warning("Left out %d of %d micro-batches: gradient not finite", len(dropped), len(counted))
+            self.loss.dropped = dropped
+            window.weight = math.fsum(w for w, counts in zip(self.weights, counted, strict=True) if counts)
+        return window.divisor if window.weight > 0 else 0.0
+
+    def close(self) -> None:
+        """The update is made, or given up: the next micro-batch is the first of a new window."""
+        self.window.close()
+        self.sums.close()
+        self.loss_scale.close()
+        self.guard.restart()
+        self.weights = []
+
+    def empty(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, too."""
+        self.window.forget()
+        self.loss_scale.close()
+        self.guard.restart()
+        self.weights, self._broken = [], None
+        self.sums.clear(set_to_none)
+
+    # Misuse.
+
+    def check_broken(self) -> None:
+        """Raise if a backward pass has failed in this window."""
+        if self._broken is not None:
+            raise WindowError(
+                f"A backward pass of this window failed ({type(self._broken).__name__}), and may have left part of its "
+                "gradient in the sum. Call discard() to drop the window; parameters and optimizer state are as they "
+                "were."
+            ) from self._broken
+
+    def check_sum(self, alone: bool) -> None:
+        """Raise if somebody else changed the sum.
+
+        Args:
+            alone: The window is this one micro-batch: the plain loop, in which editing gradients is fine.
+        """
+        trouble = self.guard.trouble()
+        if trouble is None or (alone and (self.window.reduction == "mean" or not self.window.pending_given)):
+            return
+        advice = {
+            "cleared": "cleared or replaced inside an open window, by model.zero_grad() perhaps. Use "
+            "optimizer.zero_grad(), which waits for the window's end.",
+            "edited": "edited inside an open window, by clipping perhaps. Until step() closes the window p.grad holds "
+            "an undivided sum. Pass clip_grad_norm= to the wrapper, or edit the finished gradient in a hook: "
+            "register_step_pre_hook.",
+        }[trouble]
+        raise WindowError(f"The gradients were {advice} discard() drops the window.")
+
+    def check_untouched(self) -> None:
+        """Raise if a gradient has arrived since the last micro-batch was counted."""
+        if self.guard.arrivals or self.window.pending is not None:
+            raise WindowError(
+                "A gradient has arrived since the last step(), and belongs to no micro-batch. Call step() after the "
+                "backward pass of every micro-batch: it counts them. If another loss reaches these parameters, as a "
+                "GAN's generator loss reaches its discriminator, switch requires_grad_(False) on them meanwhile. To "
+                "skip a micro-batch, use backward(loss, weight=0). discard() empties the window."
+            )

@@ -1,0 +1,44 @@
+"""Checks of arguments that several ways in share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["checked_choice", "checked_dtype", "checked_model", "checked_norm"]
+
+
+def checked_model(model: Any) -> nn.Module:
+    """`model`, if it is one."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a torch.nn.Module. Received: model of type {type(model).__name__}.")
+    return model
+
+
+def checked_norm(norm: Any) -> float | None:
+    """`clip_grad_norm`, if it is a number > 0 or None."""
+    if norm is None:
+        return None
+    if isinstance(norm, bool) or not isinstance(norm, (int, float)):
+        raise TypeError(f"`clip_grad_norm` must be a number > 0. Received: clip_grad_norm={norm!r}.")
+    if not norm > 0:
+        raise ValueError(f"`clip_grad_norm` must be a number > 0. Received: clip_grad_norm={norm!r}.")
+    return float(norm)
+
+
+def checked_dtype(dtype: Any) -> torch.dtype | None:
+    """`accumulate_dtype`, if it is a floating dtype or None."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(
+            f"`accumulate_dtype` must be a floating torch.dtype such as torch.float32. Received: {dtype!r}."
+        )
+    return dtype
+
+
+def checked_choice(name: str, value: Any, choices: tuple[str, ...]) -> Any:
+    """`value`, if it is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}. Received: {name}={value!r}.")
+    return value

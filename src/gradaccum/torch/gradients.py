@@ -1,0 +1,227 @@
+"""The sum of a window's gradients: where it lives, and how it becomes the mean that the update sees."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["GradientSum", "ScreenedGradientSum", "all_finite", "clip_norm_", "scale_"]
+
+
+class GradientSum:
+    """The sum that autograd adds up in `p.grad`: no second copy of the gradients, no operation per micro-batch.
+
+    Args:
+        parameters: Called whenever they are needed, since parameters may be added.
+        dtype: What half-precision gradients are summed in, such as `torch.float32`. None: the parameter's own dtype.
+    """
+
+    def __init__(self, parameters: Callable[[], list[Tensor]], dtype: torch.dtype | None = None) -> None:
+        self.parameters = parameters
+        self.dtype = dtype
+        self._aside: list[Tensor | None] | None = None
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Have autograd add up in the wider dtype from now on."""
+        for parameter in self._narrow():
+            if parameter.grad is None or parameter.grad.dtype == self.dtype:
+                parameter.grad_dtype = self.dtype
+            else:
+                gradient, parameter.grad = parameter.grad, None
+                parameter.grad_dtype = self.dtype
+                parameter.grad = gradient.to(self.dtype)
+
+    def _narrow(self) -> list[Tensor]:
+        if self.dtype is None:
+            return []
+        wide = torch.finfo(self.dtype).bits
+        return [p for p in self.parameters() if p.is_floating_point() and torch.finfo(p.dtype).bits < wide]
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients that are there."""
+        return [p.grad for p in self.parameters() if p.grad is not None]
+
+    def held(self) -> list[Tensor | None]:
+        """The sum of each parameter, None where nothing has arrived."""
+        return [p.grad for p in self.parameters()]
+
+    def hold(self, sums: Iterable[Tensor | None]) -> None:
+        """Go on from these sums, in the order of the parameters."""
+        for parameter, gradient in zip(self.parameters(), sums, strict=True):
+            parameter.grad = gradient
+
+    def add(self) -> None:
+        """A micro-batch is done. Autograd has added its gradient already."""
+
+    def scale_(self, factor: float | Tensor) -> None:
+        """Multiply the sum."""
+        scale_(self.gradients(), factor)
+
+    def put_aside(self) -> None:
+        """Keep the sum out of reach of the next backward pass, whose gradient shall not count. Moves no data."""
+        if self._aside is None:
+            held = self.held()
+            self.clear()
+            self._aside = held
+
+    def take_back(self) -> bool:
+        """Put the sum back in place, and drop what has arrived meanwhile. Returns whether it had been put aside."""
+        if self._aside is None:
+            return False
+        aside, self._aside = self._aside, None
+        for parameter, gradient in zip(self.parameters(), aside, strict=True):
+            parameter.grad = gradient
+        return True
+
+    def finish(self, divisor: float) -> None:
+        """Divide: from here on `p.grad` is the window's mean gradient, in the dtype it was summed in."""
+        if divisor != 1.0:
+            for dense in _alike(self.gradients()):
+                torch._foreach_div_(dense, divisor)
+
+    def cast(self) -> None:
+        """Give the finished gradients their parameter's own dtype, which is all that optimizers accept."""
+        for parameter in self._narrow():
+            if parameter.grad is not None:
+                gradient, parameter.grad = parameter.grad, None
+                parameter.grad_dtype = parameter.dtype
+                parameter.grad = gradient.to(parameter.dtype)
+
+    def clear(self, set_to_none: bool = True) -> None:
+        """Empty the sum, by assignment: nothing that was in it survives."""
+        for parameter in self.parameters():
+            if parameter.grad is None:
+                continue
+            if set_to_none or self.dtype is not None:
+                parameter.grad = None
+            else:
+                parameter.grad = parameter.grad.detach()
+                parameter.grad.zero_()
+        for parameter in self._narrow():
+            parameter.grad_dtype = self.dtype
+        if self._aside is not None:
+            self._aside = [None for _ in self.parameters()]
+
+    def close(self) -> None:
+        """The window is over; `p.grad` stays as it is for whoever wants to read it."""
+        self._aside = None
+
+
+class ScreenedGradientSum(GradientSum):
+    """The sum of those micro-batches whose gradient is finite, beside `p.grad`: costs one more gradient copy.
+
+    Whether a micro-batch counts is decided on the device; the host learns it once per window, from `counted`.
+    """
+
+    def __init__(self, parameters: Callable[[], list[Tensor]], dtype: torch.dtype | None = None) -> None:
+        self._sums: dict[Tensor, Tensor] = {}
+        self._finite: list[Tensor] = []
+        super().__init__(parameters, dtype)
+
+    def held(self) -> list[Tensor | None]:
+        return [self._sums.get(p) for p in self.parameters()]
+
+    def hold(self, sums: Iterable[Tensor | None]) -> None:
+        self._sums = {p: s for p, s in zip(self.parameters(), sums, strict=True) if s is not None}
+
+    def scale_(self, factor: float | Tensor) -> None:
+        scale_(self._sums.values(), factor)
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Move this micro-batch's gradient from `p.grad` into the sum, or nothing at all where it is not finite."""
+        finite = all_finite(self.gradients())
+        self._finite.append(finite)
+        for parameter in self.parameters():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            parameter.grad = None
+            gradient = (gradient.to_dense() if gradient.is_sparse else gradient).detach()
+            gradient.masked_fill_(~finite.to(gradient.device), 0)
+            if parameter in self._sums:
+                self._sums[parameter] += gradient
+            else:
+                self._sums[parameter] = gradient
+
+    def counted(self) -> list[bool]:
+        """For each micro-batch that was added, whether it counts. The window's one host synchronisation."""
+        return torch.stack([f.cpu() for f in self._finite]).tolist() if self._finite else []
+
+    def restore(self, sums: Iterable[Tensor | None], counted: list[bool]) -> None:
+        """Go on from a checkpoint."""
+        self.hold(sums)
+        self._finite = [torch.tensor(counts) for counts in counted]
+
+    def finish(self, divisor: float) -> None:
+        for parameter in self.parameters():
+            parameter.grad = self._sums.get(parameter)
+        super().finish(divisor)
+
+    def clear(self, set_to_none: bool = True) -> None:
+        self.close()
+        super().clear(set_to_none)
+
+    def close(self) -> None:
+        self._sums, self._finite, self._aside = {}, [], None
+
+    def put_aside(self) -> None:
+        self._aside = []  # the sum is beside p.grad already
+
+    def take_back(self) -> bool:
+        if self._aside is None:
+            return False
+        self._aside = None
+        for parameter in self.parameters():
+            parameter.grad = None
+        return True
+
+
+def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Lists of tensors of one device, dtype and layout, which `torch._foreach_*` handles in one kernel."""
+    groups: dict[Any, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.device, tensor.dtype, tensor.layout].append(tensor)
+    return groups.values()
+
+
+@torch.no_grad()
+def scale_(tensors: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply each tensor in place; a tensor factor stays on its device."""
+    for alike in _alike(tensors):
+        if isinstance(factor, Tensor):
+            factor_here = factor.to(alike[0].device, alike[0].dtype)
+            torch._foreach_mul_(alike, factor_here)
+        else:
+            torch._foreach_mul_(alike, factor)
+
+
+@torch.no_grad()
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Whether every entry is finite: a bool tensor of no dimensions, without a host synchronisation."""
+    largest = []
+    for alike in _alike(t.coalesce().values() if t.is_sparse else t for t in tensors):
+        filled = [t for t in alike if t.numel()]
+        largest += [norm.float() for norm in torch._foreach_norm(filled, float("inf"))] if filled else []
+    if not largest:
+        return torch.tensor(True)
+    device = largest[0].device
+    return torch.stack([norm.to(device) for norm in largest]).isfinite().all()
+
+
+@torch.no_grad()
+def clip_norm_(tensors: list[Tensor], max_norm: float | None) -> Tensor:
+    """Scale tensors so that their joint 2-norm is at most `max_norm` (None: leave them). Returns the norm before.
+
+    Source: `torch.nn.utils.clip_grad_norm_`, whose formula this is: factor min(1, max_norm / (norm + 1e-6)).
+    """
+    dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
+    norm = torch.nn.utils.get_total_norm(dense) if dense else torch.tensor(0.0)
+    if max_norm is not None and tensors:
+        scale_(tensors, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm

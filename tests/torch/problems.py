@@ -1,0 +1,44 @@
+"""Small problems that the torch tests share: a model, rows, and micro-batches of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.reference import ragged
+
+
+def network(seed: int = 0, dtype: torch.dtype | None = None) -> nn.Sequential:
+    """5 -> 7 -> 3; tanh, so that every gradient is of ordinary size."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype or torch.get_default_dtype())
+
+
+def regression(rows: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 5, generator=generator), torch.randn(rows, 3, generator=generator)
+
+
+def classes(rows: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 5, generator=generator), torch.randint(3, (rows,), generator=generator)
+
+
+def split(data: tuple[torch.Tensor, ...], sizes: list[int]) -> list[tuple[torch.Tensor, ...]]:
+    return [tuple(t[rows] for t in data) for rows in ragged(len(data[0]), sizes)]
+
+
+def join(window: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.cat(parts) for parts in zip(*window))
+
+
+def mse(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
