@@ -7,6 +7,7 @@ second pass     backward recomputes micro-batch by micro-batch, given the gradie
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 
 from gradaccum.schedule import checked_count
 from gradaccum.sizes import even_sizes
-from gradaccum.torch.batch import BatchDims, concatenate, leaves, number_of_rows
-from gradaccum.torch.batch_norm import BatchNormPolicy
+from gradaccum.torch.batch import BatchDims, concatenate, leaves, number_of_rows, take
+from gradaccum.torch.batch_norm import BatchNormPolicy, frozen
+from gradaccum.torch.per_row import verify_per_row
 from gradaccum.torch.two_passes import Call, Inputs
 
 __all__ = ["Chunked", "chunked"]
@@ -100,7 +102,11 @@ class Chunked(nn.Module):
             self.__dict__[shared] = module.__dict__[shared]
         self.training = training
         self.micro_batch_size = checked_count(micro_batch_size, "micro_batch_size")
-        self.keep = 0 if keep == 0 and not isinstance(keep, bool) else checked_count(keep, "keep")
+        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
+            raise (ValueError if isinstance(keep, int) and not isinstance(keep, bool) else TypeError)(
+                f"`keep` must be an int >= 0. Received: keep={keep!r} of type {type(keep).__name__}."
+            )
+        self.keep = keep
         self.batch_dims = batch_dims
         self.out_dims = out_dims if out_dims is not None else batch_dims if isinstance(batch_dims, int) else 0
         self.policy = BatchNormPolicy(
@@ -137,6 +143,22 @@ class Chunked(nn.Module):
                 parts += [call.first_pass(tensors, index) for index in recomputed]
             parts += [call.first_pass(tensors, index) for index in range(len(recomputed), len(sizes))]
             return parts[0] if len(parts) == 1 else concatenate(parts, self.out_dims)
+
+    def verify(self, *args: Any, **kwargs: Any) -> None:
+        """Check on these inputs' first rows that the module is per row, by comparing two chunkings of them.
+
+        Raises:
+            NotEquivalentError: It isn't; the message names the first layer whose outputs depend on other rows.
+
+        Example:
+            >>> chunked(nn.Linear(4, 2), 32).verify(torch.randn(256, 4))
+        """
+        inputs = Inputs(args, kwargs)
+        dims = self._dims_of(inputs)
+        rows = min(number_of_rows(inputs, dims), max(self.micro_batch_size, 2))
+        per_row = frozen(self.module) if self.policy.choice in ("exact", "frozen") else contextlib.nullcontext()
+        with per_row:
+            verify_per_row(self.module, lambda part: take(inputs, part, dims), rows, self.out_dims)
 
     def _dims_of(self, inputs: Inputs) -> BatchDims:
         """`batch_dims` as a prefix of `Inputs`."""

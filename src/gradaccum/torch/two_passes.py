@@ -8,6 +8,7 @@ called several times see what they would see of the large batch.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -186,8 +187,11 @@ class TwoPasses(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         inputs = tensors[len(call.parameter_ids) :]
+        with warnings.catch_warnings():
+            # Reentrant checkpoints inside would say so of this pass, which is without gradients on purpose.
+            warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+            outputs = concatenate([call.first_pass(inputs, index) for index in indices], call.out_dims)
         # Autocast keeps half-precision copies of parameters for reuse. Made here, they would know no gradient.
-        outputs = concatenate([call.first_pass(inputs, index) for index in indices], call.out_dims)
         if torch.is_autocast_cache_enabled():
             torch.clear_autocast_cache()
         call.output_skeleton = _without_tensors(outputs)
