@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Surroundings", "accelerators", "stand_ins", "swapped"]
+__all__ = ["Buffers", "Surroundings", "accelerators", "stand_ins", "swapped"]
 
 
 def accelerators(tensors: Iterable[Any]) -> list[torch.device]:
@@ -134,3 +134,71 @@ def stand_ins(parameters: Iterable[Tensor]) -> dict[int, Tensor]:
             leaf.grad_dtype = torch.float32
         made[id(parameter)] = leaf
     return made
+
+
+class Buffers:
+    """A module's buffers: lent to one pass after the other as they were at first, and moved once.
+
+    They move to where the passes took them on average over rows. That is exact for what doesn't depend on the rows
+    (counters, power iterations) and for moving averages of means over rows.
+
+    Args:
+        module: Whose buffers are meant.
+        owned: Those, by id, that passes with rows move themselves.
+
+    Example:
+        >>> layer = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
+        >>> buffers = Buffers(layer)
+        >>> for rows in torch.randn(6, 2).split(3):
+        ...     with buffers.lent(rows=3):
+        ...         y = layer(rows)
+        >>> buffers.move()            # one power iteration, not two
+    """
+
+    @torch.no_grad()
+    def __init__(self, module: nn.Module, owned: Collection[int] = ()) -> None:
+        self.module = module
+        self.originals = {id(buffer): buffer for buffer in module.buffers()}
+        self.before = {key: buffer.detach().clone() for key, buffer in self.originals.items()}
+        self.owned = owned
+        # PyTorch's normalisation kernels don't count their moves as in-place edits, so these are told by their names.
+        self.uncounted = {
+            id(buffer) for name, buffer in module.named_buffers() if name.rpartition(".")[2].startswith("running_")
+        }
+        self.moved: dict[int, Tensor] = {}
+        self.rows = 0
+
+    @contextlib.contextmanager
+    def lent(self, rows: int | None = None) -> Iterator[None]:
+        """For one pass: a first pass over so many rows, or, without rows, a repetition that moves nothing."""
+        copies = {key: buffer.clone() for key, buffer in self.before.items() if rows is None or key not in self.owned}
+        versions = {key: copy._version for key, copy in copies.items() if not copy.is_inference()}
+        with swapped(self.module, copies) as left:
+            yield
+        if rows is not None:
+            self._note(
+                rows, left, {key for key, value in left.items() if self._edited(value, copies[key], versions, key)}
+            )
+
+    def _edited(self, value: Tensor, copy: Tensor, versions: dict[int, int], key: int) -> bool:
+        return value is not copy or key in self.uncounted or key not in versions or value._version != versions[key]
+
+    @torch.no_grad()
+    def _note(self, rows: int, left: dict[int, Tensor], edited: Collection[int]) -> None:
+        self.rows += rows
+        for key, value in left.items():
+            if key not in edited and key not in self.moved:
+                continue
+            mean = self.moved.get(key, self.before[key])
+            if rows == self.rows or not value.is_floating_point():
+                self.moved[key] = value.detach().clone()
+            else:  # where nothing differs nothing changes, so that infinities and constants stay what they are
+                step = (value - mean) * (rows / self.rows)
+                self.moved[key] = torch.where(value == mean, mean, mean + step)
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """After all first passes."""
+        for key, value in self.moved.items():
+            original = self.originals[key]
+            (original.data if key in self.uncounted else original).copy_(value)

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.torch.batch import BatchDims, concatenate, leaves, map_leaves, take, with_dims
 from gradaccum.torch.batch_norm import BatchNormPolicy
-from gradaccum.torch.replay import Surroundings, accelerators, stand_ins, swapped
+from gradaccum.torch.replay import Buffers, Surroundings, accelerators, stand_ins, swapped
 
 __all__ = ["Call", "Inputs"]
 
@@ -78,7 +78,6 @@ class Call:
         self.slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self.devices = accelerators([*(leaf for _, leaf, _ in described), *module.parameters()])
         self.surroundings: dict[int, Surroundings] = {}
-        self.buffers: dict[int, Tensor] = {}
         self.parameter_ids: list[int] = []
         self.output_skeleton: Any = None
 
@@ -93,9 +92,7 @@ class Call:
         inputs = self.rows(tensors, index)
         versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
         self.surroundings[index] = Surroundings(self.devices)
-        copies = {key: self.buffers[key].clone() for key in self.buffers if key not in self.policys_own}
-        with self.policy.micro_batch(), swapped(self.module, copies) as left:
-            before = {key: copy._version for key, copy in copies.items() if not copy.is_inference()}
+        with self.policy.micro_batch(), self.buffers.lent(self.slices[index].stop - self.slices[index].start):
             outputs = self.module(*inputs.args, **inputs.kwargs)
         for path, tensor, version in zip(self.paths, tensors, versions, strict=True):
             if version is not None and tensor._version != version:
@@ -103,14 +100,12 @@ class Call:
                     f"{type(self.module).__name__} edits its input {_named(path)} in place, so it can't be run again "
                     "on the same input. Its first operation may have inplace=True; or give it a clone."
                 )
-        self._note_moves(left, copies, before, index)
         self._check_rows(outputs, index)
         return outputs
 
     def second_pass(self, inputs: Inputs, index: int) -> Any:
         """The outputs of one micro-batch again, everything but its inputs as in the first pass; nothing is moved."""
-        copies = {key: buffer.clone() for key, buffer in self.buffers.items()}
-        with self.surroundings[index].replayed(), self.policy.recomputation(), swapped(self.module, copies):
+        with self.surroundings[index].replayed(), self.policy.recomputation(), self.buffers.lent():
             return self.module(*inputs.args, **inputs.kwargs)
 
     def rows(self, tensors: Sequence[Tensor], index: int) -> Inputs:
@@ -119,47 +114,16 @@ class Call:
 
     @contextlib.contextmanager
     def buffers_moved_once(self) -> Iterator[None]:
-        """Every micro-batch starts from the buffers as they are now; afterwards they are where these took them.
-
-        That is the mean over micro-batches, weighted by rows: exact for what does not depend on the rows (counters,
-        power iterations) and for moving averages of means over rows.
-        """
-        names = {id(buffer): name for name, buffer in self.module.named_buffers()}
-        originals = {id(buffer): buffer for buffer in self.module.buffers()}
-        self.running = {key for key, name in names.items() if name.rpartition(".")[2].startswith("running_")}
-        self.policys_own = {
+        """Around all first passes: every micro-batch starts from the buffers as they are now, and they move once."""
+        owned = {  # which the BatchNorm policy takes care of
             id(buffer)
             for layer in self.module.modules()
             if isinstance(layer, _BatchNorm) and layer.training
-            for buffer in layer._buffers.values()
+            for buffer in layer.buffers(recurse=False)
         }
-        with torch.no_grad():
-            self.buffers = {key: buffer.detach().clone() for key, buffer in originals.items()}
-        self.moved: dict[int, Tensor] = {}
-        self.rows_moved = 0
+        self.buffers = Buffers(self.module, owned)
         yield
-        with torch.no_grad():
-            for key, value in self.moved.items():
-                # PyTorch's normalisation kernels don't count their moves as in-place edits of what a graph has saved.
-                target = originals[key].data if key in self.running else originals[key]
-                target.copy_(value)
-
-    @torch.no_grad()
-    def _note_moves(
-        self, left: dict[int, Tensor], copies: dict[int, Tensor], before: dict[int, int], index: int
-    ) -> None:
-        rows = self.slices[index].stop - self.slices[index].start
-        self.rows_moved += rows
-        for key, value in left.items():
-            moved = value is not copies[key] or value._version != before[key] or key in self.running
-            if not moved and key not in self.moved:
-                continue
-            mean = self.moved.get(key, self.buffers[key])
-            if rows == self.rows_moved or not value.is_floating_point():
-                self.moved[key] = value.detach().clone()
-            else:  # where nothing differs nothing changes, so that infinities and constants stay what they are
-                step = (value - mean) * (rows / self.rows_moved)
-                self.moved[key] = torch.where(value == mean, mean, mean + step)
+        self.buffers.move()
 
     def _check_rows(self, outputs: Any, index: int) -> None:
         rows = self.slices[index].stop - self.slices[index].start
