@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
@@ -119,12 +120,35 @@ class Pool:
     mean: Tensor
     deviations: Tensor
 
-    def add(self, count: float, mean: Tensor, deviations: Tensor) -> None:
-        total = self.count + count
-        difference = mean - self.mean
-        self.mean = self.mean + difference * (count / total)
-        self.deviations = self.deviations + deviations + difference.square() * (self.count * count / total)
-        self.count = total
+    @classmethod
+    @torch.no_grad()
+    def of(cls, x: Tensor) -> Pool:
+        """Of a batch, channels in dimension 1."""
+        x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        variance, mean = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
+        count = x.numel() // x.shape[1]
+        return cls(count, mean, variance * count)
+
+    def merged(self, other: Pool) -> Pool:
+        """Of the rows of both."""
+        total = self.count + other.count
+        difference = other.mean - self.mean
+        return Pool(
+            total,
+            self.mean + difference * (other.count / total),
+            self.deviations + other.deviations + difference.square() * (self.count * other.count / total),
+        )
+
+    def over_ranks(self, layer: nn.Module | None) -> Pool:
+        """Of the rows of all ranks that a SyncBatchNorm spans; other layers are each rank's own."""
+        if not isinstance(layer, nn.SyncBatchNorm) or _ranks(layer) == 1:
+            return self
+        own = torch.cat([self.mean.new_tensor([self.count]), self.mean, self.deviations])
+        parts = [torch.empty_like(own) for _ in range(_ranks(layer))]
+        torch.distributed.all_gather(parts, own, group=layer.process_group)
+        channels = len(self.mean)
+        pools = [Pool(part[0].item(), part[1 : 1 + channels], part[1 + channels :]) for part in parts]
+        return functools.reduce(Pool.merged, pools)
 
     @property
     def unbiased_variance(self) -> Tensor:
@@ -206,7 +230,7 @@ class PooledStatistics:
                 known = self.pools.setdefault(layer, [])
                 for index, pool in enumerate(pools):
                     if index < len(known):
-                        known[index].add(pool.count, pool.mean, pool.deviations)
+                        known[index] = known[index].merged(pool)
                     else:
                         known.append(pool)
         finally:
@@ -244,6 +268,15 @@ class PooledStatistics:
 def _ranks(layer: nn.SyncBatchNorm) -> int:
     group = torch.distributed
     return group.get_world_size(layer.process_group) if group.is_available() and group.is_initialized() else 1
+
+
+def summed_over_ranks(layer: nn.Module | None, *tensors: Tensor) -> list[Tensor]:
+    """Sums over the ranks that a SyncBatchNorm spans; for other layers the tensors themselves."""
+    if not isinstance(layer, nn.SyncBatchNorm) or _ranks(layer) == 1:
+        return list(tensors)
+    joined = torch.cat(tensors)
+    torch.distributed.all_reduce(joined, group=layer.process_group)
+    return list(joined.split([len(tensor) for tensor in tensors]))
 
 
 class BatchNormPolicy:

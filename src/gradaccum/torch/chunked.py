@@ -8,6 +8,7 @@ second pass     backward recomputes micro-batch by micro-batch, given the gradie
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 
 from gradaccum.schedule import checked_count
 from gradaccum.sizes import even_sizes
-from gradaccum.torch.batch import BatchDims, concatenate, leaves, number_of_rows, take
-from gradaccum.torch.batch_norm import BatchNormPolicy, frozen
+from gradaccum.torch.batch import BatchDims, leaves, number_of_rows, take
+from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms, frozen
+from gradaccum.torch.exact_batch_norm import ExactCall
 from gradaccum.torch.per_row import verify_per_row
 from gradaccum.torch.two_passes import Call, Inputs
 
@@ -32,7 +34,8 @@ def chunked(
     keep: int = 0,
     batch_dims: BatchDims = 0,
     out_dims: BatchDims | None = None,
-    batch_norm: str = "warn",
+    batch_norm: BatchNormChoice = "warn",
+    offload: bool = False,
 ) -> Chunked:
     """A module with the same outputs and gradients that keeps the activations of one micro-batch at a time.
 
@@ -52,6 +55,7 @@ def chunked(
         batch_norm: What to do about BatchNorm: `"warn"` and `"pooled"` move the running statistics once per forward
             pass, `"micro"` once per micro-batch, `"frozen"` never; `"exact"` normalises with the large batch's
             statistics.
+        offload: With `batch_norm="exact"`: keep what crosses the BatchNorm layers in host memory.
 
     Returns:
         A module whose parameters, attributes and `state_dict` keys are those of `module`.
@@ -67,7 +71,15 @@ def chunked(
         >>> list(small.state_dict())
         ['0.weight', '0.bias', '2.weight', '2.bias']
     """
-    return Chunked(module, micro_batch_size, keep=keep, batch_dims=batch_dims, out_dims=out_dims, batch_norm=batch_norm)
+    return Chunked(
+        module,
+        micro_batch_size,
+        keep=keep,
+        batch_dims=batch_dims,
+        out_dims=out_dims,
+        batch_norm=batch_norm,
+        offload=offload,
+    )
 
 
 class Chunked(nn.Module):
@@ -83,7 +95,8 @@ class Chunked(nn.Module):
         keep: int = 0,
         batch_dims: BatchDims = 0,
         out_dims: BatchDims | None = None,
-        batch_norm: str = "warn",
+        batch_norm: BatchNormChoice = "warn",
+        offload: bool = False,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(
@@ -94,6 +107,10 @@ class Chunked(nn.Module):
             raise ValueError(
                 "`module` is a DistributedDataParallel, which expects one forward pass per backward pass. Chunk what "
                 "it wraps: DistributedDataParallel(chunked(encoder, ...))."
+            )
+        if batch_norm == "exact" and keep:
+            raise ValueError(
+                f'batch_norm="exact" recomputes every micro-batch. Received: keep={keep!r} with it; leave it at 0.'
             )
         training = module.training
         super().__init__()
@@ -106,7 +123,7 @@ class Chunked(nn.Module):
             raise (ValueError if isinstance(keep, int) and not isinstance(keep, bool) else TypeError)(
                 f"`keep` must be an int >= 0. Received: keep={keep!r} of type {type(keep).__name__}."
             )
-        self.keep = keep
+        self.keep, self.offload = keep, offload
         self.batch_dims = batch_dims
         self.out_dims = out_dims if out_dims is not None else batch_dims if isinstance(batch_dims, int) else 0
         self.policy = BatchNormPolicy(
@@ -128,21 +145,17 @@ class Chunked(nn.Module):
         if len(sizes) <= 1:
             with self.policy.recomputation():
                 return self.module(*args, **kwargs)
-        call = Call(self.module, self.policy, inputs, dims, self.out_dims, sizes)
+        is_exact = self.policy.choice == "exact" and bool(batch_norms(self.module))
+        kind = functools.partial(ExactCall, offload=self.offload) if is_exact else Call
+        call = kind(self.module, self.policy, inputs, dims, self.out_dims, sizes)
         tensors = [leaf for _, leaf in leaves(inputs) if isinstance(leaf, Tensor)]
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
             raise ValueError("`module` has lazy parameters without a shape yet: call it on a few rows first.")
         differentiated = torch.is_grad_enabled() and bool(parameters or any(tensor.requires_grad for tensor in tensors))
         kept = min(self.keep, len(sizes)) if differentiated else 0
-        recomputed, parts = list(range(len(sizes) - kept)), []
-        with self.policy.window(), call.buffers_moved_once():
-            if recomputed and differentiated:
-                parts.append(call.in_two_passes(recomputed, parameters, tensors))
-            elif recomputed:
-                parts += [call.first_pass(tensors, index) for index in recomputed]
-            parts += [call.first_pass(tensors, index) for index in range(len(recomputed), len(sizes))]
-            return parts[0] if len(parts) == 1 else concatenate(parts, self.out_dims)
+        with self.policy.window():
+            return call.run(len(sizes) - kept, parameters if differentiated else None, tensors)
 
     def verify(self, *args: Any, **kwargs: Any) -> None:
         """Check on these inputs' first rows that the module is per row, by comparing two chunkings of them.

@@ -20,7 +20,16 @@ from gradaccum.torch.batch import BatchDims, concatenate, leaves, map_leaves, ta
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.replay import Buffers, Surroundings, accelerators, stand_ins, swapped
 
-__all__ = ["Call", "Inputs"]
+__all__ = [
+    "Call",
+    "Inputs",
+    "input_gradients",
+    "input_leaves",
+    "tensors_of",
+    "with_gradients",
+    "with_tensors",
+    "without_tensors",
+]
 
 
 class Inputs(NamedTuple):
@@ -34,15 +43,15 @@ _TAKEN_OUT = torch.empty(0)
 """In place of a tensor in a tree that autograd shall not find tensors in: it keeps and watches them itself."""
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _without_tensors(tree: Any) -> Any:
+def without_tensors(tree: Any) -> Any:
     return map_leaves(lambda leaf: _TAKEN_OUT if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def _with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
+def with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
     remaining = iter(tensors)
     return map_leaves(lambda leaf: next(remaining) if isinstance(leaf, Tensor) else leaf, tree)
 
@@ -73,19 +82,36 @@ class Call:
         described = [entry for entry in with_dims(inputs, batch_dims) if isinstance(entry[1], Tensor)]
         self.paths = [path for path, _, _ in described]
         self.dims = [dim for _, _, dim in described]
-        self.skeleton = _without_tensors(inputs)
+        self.skeleton = without_tensors(inputs)
         ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
         self.slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self.devices = accelerators([*(leaf for _, leaf, _ in described), *module.parameters()])
-        self.surroundings: dict[int, Surroundings] = {}
+        self.surroundings: dict[Any, Surroundings] = {}
         self.parameter_ids: list[int] = []
         self.output_skeleton: Any = None
+
+    def run(self, recomputed: int, parameters: Sequence[Tensor] | None, tensors: Sequence[Tensor]) -> Any:
+        """The outputs of all micro-batches.
+
+        Args:
+            recomputed: How many of them backward recomputes; the others keep their activations.
+            parameters: Those that may get gradients; None if there is nothing to differentiate.
+            tensors: The tensors in the inputs.
+        """
+        parts, others = [], range(recomputed, len(self.slices))
+        with self.buffers_moved_once():
+            if parameters is None:
+                others = range(len(self.slices))
+            elif recomputed:
+                parts.append(self.in_two_passes(range(recomputed), parameters, tensors))
+            parts += [self.first_pass(tensors, index) for index in others]
+            return parts[0] if len(parts) == 1 else concatenate(parts, self.out_dims)
 
     def in_two_passes(self, indices: Sequence[int], parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
         """The outputs of these micro-batches, whose activations backward computes anew."""
         self.parameter_ids = [id(parameter) for parameter in parameters]
         flat = TwoPasses.apply(self, tuple(indices), *parameters, *tensors)
-        return _with_tensors(self.output_skeleton, flat)
+        return with_tensors(self.output_skeleton, flat)
 
     def first_pass(self, tensors: Sequence[Tensor], index: int) -> Any:
         """The outputs of one micro-batch; graph and activations are kept as the grad mode says."""
@@ -110,7 +136,7 @@ class Call:
 
     def rows(self, tensors: Sequence[Tensor], index: int) -> Inputs:
         """The inputs of one micro-batch, from the tensors of all."""
-        return take(_with_tensors(self.skeleton, tensors), self.slices[index], self.batch_dims)
+        return take(with_tensors(self.skeleton, tensors), self.slices[index], self.batch_dims)
 
     @contextlib.contextmanager
     def buffers_moved_once(self) -> Iterator[None]:
@@ -158,8 +184,8 @@ class TwoPasses(torch.autograd.Function):
         # Autocast keeps half-precision copies of parameters for reuse. Made here, they would know no gradient.
         if torch.is_autocast_cache_enabled():
             torch.clear_autocast_cache()
-        call.output_skeleton = _without_tensors(outputs)
-        flat = tuple(_tensors(outputs))
+        call.output_skeleton = without_tensors(outputs)
+        flat = tuple(tensors_of(outputs))
         ctx.mark_non_differentiable(*(t for t in flat if not (t.is_floating_point() or t.is_complex())))
         return flat
 
@@ -173,7 +199,7 @@ class TwoPasses(torch.autograd.Function):
         return (None, None, *gradients(call, ctx.indices, tensors, needed, grads))
 
 
-def _with_gradients(
+def with_gradients(
     call: Call, outputs: Any, grads: Sequence[Tensor | None], rows: slice
 ) -> tuple[list[Any], list[Any]]:
     """The outputs that have a gradient and pass it on, and their gradients' rows."""
@@ -199,39 +225,52 @@ def _summed(
     parameters, inputs = tensors[:count], tensors[count:]
     made = stand_ins(parameters)
     leaf_of = dict(zip(call.parameter_ids, made.values(), strict=True))
-    for leaf, wanted in zip(leaf_of.values(), needed, strict=False):
-        leaf.requires_grad_(wanted)
-    wanted_inputs = list(zip(inputs, call.dims, needed[count:], strict=True))
-    shared = {
-        place: tensor.detach().requires_grad_()
-        for place, (tensor, dim, wanted) in enumerate(wanted_inputs)
-        if wanted and dim is None
-    }
-    whole: dict[int, Tensor] = {}
+    for leaf, is_needed in zip(leaf_of.values(), needed[:count], strict=True):
+        leaf.requires_grad_(is_needed)
+    wanted = needed[count:]
+    shared, whole = input_leaves(inputs, call.dims, wanted), dict[int, Tensor]()
     with swapped(call.module, leaf_of):
         for index in indices:
-            rows = call.slices[index]
-            given_inputs = call.rows(inputs, index)
+            rows = call.rows(inputs, index)
             values = [
-                shared[place] if place in shared else value.detach().requires_grad_(wanted_inputs[place][2])
-                for place, value in enumerate(_tensors(given_inputs))
+                shared[place] if place in shared else value.detach().requires_grad_(wanted[place])
+                for place, value in enumerate(tensors_of(rows))
             ]
             with torch.enable_grad():
-                outputs = call.second_pass(_with_tensors(given_inputs, values), index)
-                reached, given = _with_gradients(call, outputs, grads, rows)
+                outputs = call.second_pass(with_tensors(rows, values), index)
+                reached, given = with_gradients(call, outputs, grads, call.slices[index])
             if reached:
                 torch.autograd.backward(reached, given)
-            for place, (tensor, dim, wanted) in enumerate(wanted_inputs):
-                gradient = values[place].grad
-                if wanted and dim is not None and gradient is not None:
-                    if place not in whole:
-                        whole[place] = torch.zeros_like(tensor)
-                    whole[place].narrow(dim, rows.start, rows.stop - rows.start).copy_(gradient)
+            input_gradients(whole, inputs, call.dims, values, call.slices[index])
             del outputs, reached, given, values
     return [
         *(None if leaf.grad is None else leaf.grad.to(leaf.dtype) for leaf in leaf_of.values()),
         *(shared[place].grad if place in shared else whole.get(place) for place in range(len(inputs))),
     ]
+
+
+def input_leaves(inputs: Sequence[Tensor], dims: Sequence[int | None], wanted: Sequence[bool]) -> dict[int, Tensor]:
+    """Of each input that all micro-batches share and whose gradient is wanted: a leaf to sum it in."""
+    return {
+        place: tensor.detach().requires_grad_()
+        for place, (tensor, dim, is_wanted) in enumerate(zip(inputs, dims, wanted, strict=True))
+        if is_wanted and dim is None
+    }
+
+
+def input_gradients(
+    whole: dict[int, Tensor],
+    inputs: Sequence[Tensor],
+    dims: Sequence[int | None],
+    values: Sequence[Tensor],
+    rows: slice,
+) -> None:
+    """Add the gradients of a micro-batch's rows, where there are any, to those of all rows."""
+    for place, (tensor, dim, value) in enumerate(zip(inputs, dims, values, strict=True)):
+        if dim is not None and value.grad is not None:
+            if place not in whole:
+                whole[place] = torch.zeros_like(tensor)
+            whole[place].narrow(dim, rows.start, rows.stop - rows.start).add_(value.grad)
 
 
 def _differentiable(
@@ -248,7 +287,7 @@ def _differentiable(
     for index in indices:
         rows = call.slices[index]
         outputs = call.second_pass(call.rows(inputs, index), index)
-        reached, given = _with_gradients(call, outputs, grads, rows)
+        reached, given = with_gradients(call, outputs, grads, rows)
         if reached:
             parts = torch.autograd.grad(reached, wanted, given, create_graph=True, allow_unused=True)
             total = [
