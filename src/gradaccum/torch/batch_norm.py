@@ -162,7 +162,7 @@ def move_running_statistics(layer: _BatchNorm, mean: Tensor, unbiased_variance: 
         return
     factor: float | Tensor = 0.0 if layer.momentum is None else layer.momentum
     if layer.num_batches_tracked is not None:
-        layer.num_batches_tracked.data.add_(1)
+        layer.num_batches_tracked.add_(1)
         if layer.momentum is None:  # the cumulative mean; as a tensor, which waits for no device
             factor = 1.0 / layer.num_batches_tracked.to(mean.dtype)
     # `.data`, because PyTorch's own kernels don't count these moves as in-place edits of what a graph has saved either.
@@ -188,6 +188,7 @@ class PooledStatistics:
         ...     for rows in x.split(4):
         ...         with pooled.micro_batch():
         ...             y = layer(rows)
+        ...         pooled.commit()
         >>> torch.allclose(layer.running_var, 0.9 + 0.1 * x.var(dim=0)), layer.num_batches_tracked.item()
         (True, 1)
     """
@@ -195,7 +196,8 @@ class PooledStatistics:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.pools: dict[_BatchNorm, list[Pool]] = {}
-        self.micro: dict[_BatchNorm, list[Pool]] | None = None
+        self.micro: dict[_BatchNorm, list[Pool]] = {}
+        self.collecting = False
         self.borrowed: dict[_BatchNorm, tuple[Any, ...]] = {}
 
     @contextlib.contextmanager
@@ -206,7 +208,7 @@ class PooledStatistics:
         """
         layers = [layer for _, layer in batch_norms(self.module) if layer.running_mean is not None]
         handles: list[Any] = []
-        self.pools = {}
+        self.pools, self.micro = {}, {}
         try:
             for layer in layers:
                 handles.append(layer.register_forward_pre_hook(self._lend))
@@ -222,19 +224,23 @@ class PooledStatistics:
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Around a micro-batch's forward pass; if it raises, the micro-batch doesn't count."""
-        self.micro = {}
+        """Around a micro-batch's forward pass, which counts once `commit` says so."""
+        self.micro, self.collecting = {}, True
         try:
             yield
-            for layer, pools in self.micro.items():
-                known = self.pools.setdefault(layer, [])
-                for index, pool in enumerate(pools):
-                    if index < len(known):
-                        known[index] = known[index].merged(pool)
-                    else:
-                        known.append(pool)
         finally:
-            self.micro = None
+            self.collecting = False
+
+    def commit(self) -> None:
+        """The last micro-batch is in: it won't be repeated in smaller ones for want of memory."""
+        for layer, pools in self.micro.items():
+            known = self.pools.setdefault(layer, [])
+            for index, pool in enumerate(pools):
+                if index < len(known):
+                    known[index] = known[index].merged(pool)
+                else:
+                    known.append(pool)
+        self.micro = {}
 
     def _lend(self, layer: _BatchNorm, args: tuple[Any, ...]) -> None:
         """Before a forward pass: buffers to write into that, with momentum 1, end up as the batch's statistics."""
@@ -256,7 +262,7 @@ class PooledStatistics:
         *buffers, layer.momentum = self.borrowed.pop(layer)
         for name, buffer in zip(("running_mean", "running_var", "num_batches_tracked"), buffers, strict=True):
             layer._buffers[name] = buffer
-        if self.micro is not None and output is not None and args:
+        if self.collecting and output is not None and args:
             assert mean is not None
             assert variance is not None
             count = args[0].numel() // args[0].shape[1]
@@ -322,11 +328,13 @@ class BatchNormPolicy:
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
         """Around the forward pass of each micro-batch of a window."""
-        if self.statistics is None:
+        with contextlib.nullcontext() if self.statistics is None else self.statistics.micro_batch():
             yield
-        else:
-            with self.statistics.micro_batch():
-                yield
+
+    def commit(self) -> None:
+        """The last micro-batch is in."""
+        if self.statistics is not None:
+            self.statistics.commit()
 
     @contextlib.contextmanager
     def recomputation(self) -> Iterator[None]:

@@ -119,11 +119,7 @@ class Chunked(nn.Module):
             self.__dict__[shared] = module.__dict__[shared]
         self.training = training
         self.micro_batch_size = checked_count(micro_batch_size, "micro_batch_size")
-        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
-            raise (ValueError if isinstance(keep, int) and not isinstance(keep, bool) else TypeError)(
-                f"`keep` must be an int >= 0. Received: keep={keep!r} of type {type(keep).__name__}."
-            )
-        self.keep, self.offload = keep, offload
+        self.keep, self.offload = checked_count(keep, "keep", least=0), offload
         self.batch_dims = batch_dims
         self.out_dims = out_dims if out_dims is not None else batch_dims if isinstance(batch_dims, int) else 0
         self.policy = BatchNormPolicy(

@@ -19,18 +19,19 @@ from torch import Tensor, nn
 
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.torch.batch import BatchDims, per_row_leaves
+from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
 from gradaccum.torch.loss import Objective, Tally
 from gradaccum.torch.memory import Gauge, is_out_of_memory, parse_bytes
 from gradaccum.torch.pieces import Piece
 from gradaccum.torch.shapes import Sizer, Sizers
 from gradaccum.torch.transaction import PutAside, Transaction
 from gradaccum.torch.update import Update
+from gradaccum.torch.whole_batch import EXACT_MICRO_BATCH_SIZE, WholeBatch
 
 __all__ = ["TrainStep"]
 
 logger = logging.getLogger("gradaccum")
 
-BatchNorm = Literal["warn", "micro", "pooled", "frozen", "exact"]
 Sync = Literal["window", "micro_batch"]
 
 
@@ -57,6 +58,8 @@ class TrainStep:
         scaler: A `torch.amp.GradScaler`.
         autocast: A dtype for the forward pass, such as `torch.bfloat16`.
         accumulate_dtype: What gradients of narrower parameters are summed in, such as `torch.float32`.
+        batch_norm: What to do about BatchNorm: `"warn"`, `"micro"`, `"pooled"`, `"frozen"` or `"exact"`, as
+            `gradaccum.torch.batch_norm` has it.
         memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
         verify: Check at the first update, on a few rows, that the loss is additive over rows with these weights.
 
@@ -91,17 +94,22 @@ class TrainStep:
         scaler: Any = None,
         autocast: torch.dtype | None = None,
         accumulate_dtype: torch.dtype | None = None,
-        batch_norm: BatchNorm = "warn",
+        batch_norm: BatchNormChoice = "warn",
         memory_limit: int | str | None = None,
         noise_scale: bool = False,
         verify: bool = True,
         sync: Sync = "window",
     ) -> None:
         self.model = checked_model(model)
-        self.batch_norm = checked_choice("batch_norm", batch_norm, get_args(BatchNorm))
-        self.sync = checked_choice("sync", sync, get_args(Sync))
-        self.objective = Objective(
+        self.batch_norm = BatchNormPolicy(
+            batch_norm,
             model,
+            remedy='Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.',
+        )
+        self.sync = checked_choice("sync", sync, get_args(Sync))
+        self._whole = WholeBatch(model, batch_dims, loss_fn is not None) if self.batch_norm.choice == "exact" else None
+        self.objective = Objective(
+            model if self._whole is None else self._whole.model,
             loss_fn=loss_fn,
             compute_loss=compute_loss,
             weight=weight,
@@ -116,6 +124,8 @@ class TrainStep:
             accumulate_dtype=checked_dtype(accumulate_dtype),
         )
         self.gauge = Gauge(self.objective.device, parse_bytes(memory_limit))
+        if self._whole is not None and micro_batch_size == "auto":
+            micro_batch_size = EXACT_MICRO_BATCH_SIZE
         self.sizers = Sizers(micro_batch_size, self.gauge)
         self.updates = 0
         """Updates made so far."""
@@ -163,6 +173,9 @@ class TrainStep:
         try:
             with self._during_window():
                 done = 0
+                if self._whole is not None and self._whole.needed:
+                    self._run_whole(self._whole, Piece(slice(0, rows)), batch, tally, sizer)
+                    done = rows
                 while done < rows:
                     size = sizer.next_size(rows - done)
                     self._run(Piece(slice(done, done + size)), batch, tally, sizer)
@@ -212,19 +225,39 @@ class TrainStep:
         finally:
             aside.take_back()
 
+    def _run_whole(self, whole: WholeBatch, piece: Piece, batch: tuple[Any, ...], tally: Tally, sizer: Sizer) -> None:
+        """All rows at once, through a model that takes them in micro-batches: smaller ones, where these don't fit."""
+        while True:
+            size = sizer.next_size(piece.size)
+            try:
+                with whole.in_micro_batches(size):
+                    self._micro_batch(piece, batch, tally, sizer)
+                return
+            except Exception as error:
+                if not is_out_of_memory(error) or size == 1:
+                    raise
+            gc.collect()
+            self.update.clear()
+            self.gauge.release()
+            self._transaction.restore()
+            sizer.failed(size)
+            logger.warning("Out of memory with micro-batches of %d rows: all over again with %d.", size, sizer.size)
+
     def _micro_batch(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, sizer: Sizer) -> None:
         measuring = not sizer.settled
         if measuring:
             self.gauge.synchronize()
             base, mark, began = self.gauge.live(), self.gauge.mark(), time.perf_counter()
         self._transaction.begin()
-        part = tally.part(self._take(batch, piece))
+        with self.batch_norm.micro_batch():
+            part = tally.part(self._take(batch, piece))
         if measuring:
             live = self.gauge.live()
         if part.loss is not None:
             self.update.scale(part.loss).backward()
         tally.add(part)
         self._transaction.commit()
+        self.batch_norm.commit()
         if measuring:
             self.gauge.synchronize()
             seconds, highest = time.perf_counter() - began, self.gauge.mark()
@@ -238,7 +271,8 @@ class TrainStep:
     @contextlib.contextmanager
     def _during_window(self) -> Iterator[None]:
         """Around all micro-batches of a window: what is done about BatchNorm, and when devices exchange gradients."""
-        yield
+        with self.batch_norm.window():
+            yield
 
     def _modules(self) -> list[nn.Module]:
         loss_fn = self.objective.loss_fn

@@ -120,6 +120,7 @@ class Call:
         self.surroundings[index] = Surroundings(self.devices)
         with self.policy.micro_batch(), self.buffers.lent(self.slices[index].stop - self.slices[index].start):
             outputs = self.module(*inputs.args, **inputs.kwargs)
+        self.policy.commit()
         for path, tensor, version in zip(self.paths, tensors, versions, strict=True):
             if version is not None and tensor._version != version:
                 raise ValueError(
