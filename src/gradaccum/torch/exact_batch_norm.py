@@ -13,7 +13,7 @@ needs sums over all micro-batches, which have all reached it by then.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,17 +75,22 @@ class Normalisation:
     def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return nn.functional.batch_norm(x, self.mean, self.variance, weight, bias, False, 0.0, self.boundary.eps)
 
-    def add_what_statistics_pass_on(self, gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """To `w / sigma dy`, add the rest of the formula above, through the mean and the variance."""
-        assert weight.grad is not None
-        assert bias.grad is not None
-        shape = [1, -1] + [1] * (x.dim() - 2)
-        to_weight, to_bias = summed_over_ranks(self.boundary.layer, weight.grad, bias.grad)
+    def through_statistics(self, weight: Tensor, to_weight: Tensor, to_bias: Tensor) -> Callable[[Tensor], Tensor]:
+        """What a row's gradient gets through the mean and the variance, as a function of the row.
+
+        It is what the formula above subtracts. `to_weight` and `to_bias` are this rank's sums of dy xhat and dy.
+        """
+        to_weight, to_bias = summed_over_ranks(self.boundary.layer, to_weight, to_bias)
         deviation = (self.variance + self.boundary.eps).rsqrt()
-        scale = weight.detach() * deviation / self.count
-        constant, slope = (scale * to_bias).view(shape), (scale * deviation * to_weight).view(shape)
-        rest = torch.addcmul(constant, x.to(slope.dtype) - self.mean.view(shape), slope)
-        return gradient.sub_(rest.to(gradient.dtype))
+        scale = weight * deviation / self.count
+        constant, slope = scale * to_bias, scale * deviation * to_weight
+
+        def rest(x: Tensor) -> Tensor:
+            shape = [1, -1] + [1] * (x.dim() - 2)
+            centred = x.to(slope.dtype) - self.mean.view(shape)
+            return torch.addcmul(constant.view(shape), centred, slope.view(shape)).to(x.dtype)
+
+        return rest
 
 
 class ExactCall(Call):
@@ -344,11 +349,10 @@ class Backward:
         weight, bias = self.affine[boundary.node]
         if weight.grad is None or bias.grad is None:
             return
-        normalised = self.call.normalisations[boundary.node]
+        rest = self.call.normalisations[boundary.node].through_statistics(weight.detach(), weight.grad, bias.grad)
         for kept, gradients in zip(self.kept[boundary.source], self.gradients[boundary.source], strict=True):
-            (x,) = kept.fetched()
-            so_far = torch.zeros_like(x) if gradients[0] is None else gradients[0]
-            gradients[0] = normalised.add_what_statistics_pass_on(so_far, x, weight, bias)
+            (subtracted,) = (rest(x) for x in kept.fetched())
+            gradients[0] = -subtracted if gradients[0] is None else gradients[0].sub_(subtracted)
         for parameter, leaf in ((boundary.weight, weight), (boundary.bias, bias)):
             own = None if parameter is None else self.parameters.get(id(parameter))
             if own is not None and own.requires_grad:
