@@ -170,6 +170,10 @@ class Equivalence:
             difference["error"] = _for_json(difference["error"])
         return {"ok": self.ok, "max_error": _for_json(self.max_error)} | record
 
+    def to_json(self) -> str:
+        """`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
     def report(self) -> Report:
         """This result as a document: the verdict, a line per module, the causes and what to do, what was left out."""
         lines: list[tuple[str, str, int, int, float]]
@@ -211,7 +215,7 @@ class Equivalence:
         if path.suffix.lower() != ".json":
             return self.report().save(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        path.write_text(self.to_json() + "\n", encoding="utf-8")
         return path
 
     def __str__(self) -> str:
