@@ -101,8 +101,12 @@ def check_equivalence(
         raise ValueError(f"The batch must have at least 2 rows, to be split. Received: {rows}.")
     checked_count(1 if micro_batch_size in (None, "auto") else micro_batch_size, "micro_batch_size")
     size = micro_batch_size if isinstance(micro_batch_size, int) else None
-    with random_state_kept(), _gradients_kept(model, loss_fn, compute_loss):
-        return _Check(objective, arguments, torch.device(device), tolerance, size).run()
+    with torch.inference_mode(False), random_state_kept(), _gradients_kept(model, loss_fn, compute_loss):
+        check = _Check(objective, arguments, torch.device(device), tolerance, size)
+        try:
+            return check.run()
+        finally:
+            check.trial.replay.rewind()
 
 
 class _Check:
@@ -144,6 +148,7 @@ class _Check:
             self.notes.append(
                 f"Random numbers that belong to no row ({what}) were replaced by their mean, dropout by nothing."
             )
+            self.trial.replay.rewind()
             self.trial, self.large = self._trial(neutral=True)
             differences, failing = self._compare()
         self._allow_for_rounding(differences)

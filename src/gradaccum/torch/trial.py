@@ -103,7 +103,7 @@ class Trial:
             parameter.grad = None
         things = _copy_all(self._things, dict(self._shared), lambda thing: thing)
         objective = _rebuilt(self.original, things, batch_dims)
-        with torch.inference_mode(False), torch.enable_grad(), self.replay:
+        with torch.enable_grad(), self.replay:
             yield objective
 
     def _whole(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
