@@ -186,7 +186,8 @@ class Equivalence:
         if lines:
             caption = f"Largest relative error of each ({self.tolerance:.2g} allowed)"
             blocks.append(Table(["of", "module", "tensors", "numbers", "error"], lines, caption))
-            drawn = {line[1]: line[-1] for line in sorted(lines, key=lambda line: -line[-1])[:20]}
+            finite = [line for line in lines if math.isfinite(line[-1])]
+            drawn = {line[1]: line[-1] for line in sorted(finite, key=lambda line: -line[-1])[:20]}
             blocks.append(Bars("Largest relative errors", drawn, log=True, limits={"allowed": self.tolerance}))
         if self.partitions:
             sizes = "; ".join(" + ".join(map(str, sizes)) for sizes in self.partitions)
