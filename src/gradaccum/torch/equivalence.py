@@ -14,7 +14,7 @@ from gradaccum.sizes import even_sizes
 from gradaccum.torch.batch import BatchDims, per_row_leaves
 from gradaccum.torch.causes import find_causes, input_cause, nondeterminism_cause
 from gradaccum.torch.loss import Objective
-from gradaccum.torch.replay import random_state_kept
+from gradaccum.torch.row_noise import random_state_kept
 from gradaccum.torch.trial import Outcome, Trial
 
 __all__ = ["check_equivalence"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gradaccum.equivalence import Difference
 from gradaccum.torch.batch import BatchDims, map_leaves
 from gradaccum.torch.loss import Objective
-from gradaccum.torch.replay import Replay
+from gradaccum.torch.row_noise import Replay
 from gradaccum.torch.rows import Outputs, Trace
 
 __all__ = ["Outcome", "Trial"]
