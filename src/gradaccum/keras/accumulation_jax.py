@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import keras
+import numpy as np
 from jax import numpy as jnp
 
 from gradaccum.keras.counts import Counts
@@ -16,14 +17,16 @@ __all__ = ["accumulate", "beside", "close", "host", "replica"]
 
 def accumulate(optimizer: Any, gradients: list[Any], rows: Any) -> None:
     """Add a micro-batch's gradients to the window, and close it if it is full."""
+    counts = Counts(*optimizer._counts.value)
+    weight = optimizer._weigh(counts, rows)
     variables = optimizer._trainable_variables
     sums = [
-        total.value if gradient is None else optimizer._add(total.value, gradient, variable, rows)
+        total.value if gradient is None else optimizer._sum(total.value, gradient, variable, weight)
         for total, gradient, variable in zip(optimizer._sums, gradients, variables)
     ]
     present = jnp.asarray([gradient is not None for gradient in gradients], optimizer._touched.dtype)
     touched = jnp.maximum(optimizer._touched.value, present)
-    counts, closes = optimizer._count(Counts(*optimizer._counts.value), rows)
+    counts, closes = optimizer._add(counts, weight)
     if isinstance(closes, jax.core.Tracer):
         _traced(optimizer, sums, counts, touched, closes, [g is None for g in gradients])
         return
@@ -67,7 +70,7 @@ def _traced(optimizer: Any, sums: Any, counts: Counts, touched: Any, closes: Any
 
         if any(absent):
             # Whether an earlier micro-batch of the window had a gradient for one of them is known only at run time.
-            weights, state = jax.lax.cond(jnp.any(touched[jnp.asarray(absent)] > 0), all_of_them, without_absent)
+            weights, state = jax.lax.cond(jnp.any(touched[np.flatnonzero(absent)] > 0), all_of_them, without_absent)
         else:
             weights, state = all_of_them()
         return list(weights), list(state), [jnp.zeros_like(total) for total in sums]

@@ -45,16 +45,19 @@ def close(optimizer: Any) -> None:
 def _accumulate(optimizer: Any, gradients: Any, rows: Any, strategy: Any) -> None:
     """`gradients` and `rows` are one replica's for `strategy=None`, else those of every replica."""
     replicas = strategy.num_replicas_in_sync if strategy else 1
-    all_rows = rows if rows is None or not strategy else strategy.reduce("SUM", rows, axis=None)
+    counts = _read(optimizer)
+    all_rows = strategy.reduce("SUM", rows, axis=None) if strategy and rows is not None else rows
+    weight = optimizer._weigh(counts, all_rows)
 
     def add(total: Any, gradient: Any, rows: Any, variable: Any) -> None:
-        if optimizer._overwrite_variable_with_gradient(variable):
-            total.assign(tf.maximum(total, tf.cast(gradient, total.dtype)))
-            return
         gradient = tf.cast(gradient, total.dtype)
-        if rows is not None:
-            # Keras divides each replica's loss by their number; here they shall count by their rows.
-            gradient = _times(gradient, tf.cast(rows * replicas, total.dtype))
+        if optimizer._overwrite_variable_with_gradient(variable):
+            total.assign(tf.maximum(total, gradient))
+            return
+        # Keras divides each replica's loss by their number; where rows are known it shall count by its rows.
+        own_weight = weight if rows is None else rows * replicas
+        if own_weight is not None:
+            gradient = _times(gradient, tf.cast(own_weight, total.dtype))
         if isinstance(gradient, tf.IndexedSlices):
             total.scatter_add(gradient)
         else:
@@ -70,7 +73,7 @@ def _accumulate(optimizer: Any, gradients: Any, rows: Any, strategy: Any) -> Non
     absent = [gradient is None for gradient in gradients]
     present = tf.constant([not none for none in absent], optimizer._touched.value.dtype)
     optimizer._touched.value.assign(tf.maximum(optimizer._touched.value, present))
-    counts, closes = optimizer._count(_read(optimizer), all_rows)
+    counts, closes = optimizer._add(counts, weight)
     tf.cond(
         closes,
         lambda: _close(optimizer, counts, absent if tf.inside_function() else _eagerly(optimizer), strategy),

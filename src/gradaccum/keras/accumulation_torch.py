@@ -16,6 +16,8 @@ __all__ = ["accumulate", "beside", "close", "host", "replica"]
 @torch.no_grad()
 def accumulate(optimizer: Any, gradients: list[Any], rows: Any) -> None:
     """Add a micro-batch's gradients to the window, and close it if it is full."""
+    counts = _read(optimizer)
+    weight = optimizer._weigh(counts, rows)
     plain: tuple[list[Any], list[Any]] = ([], [])
     for index, (total, gradient) in enumerate(zip(optimizer._sums, gradients)):
         if gradient is None:
@@ -23,13 +25,13 @@ def accumulate(optimizer: Any, gradients: list[Any], rows: Any) -> None:
         optimizer._touched.value[index] = 1
         variable = optimizer._trainable_variables[index]
         if optimizer._overwrite_variable_with_gradient(variable):
-            total.assign(optimizer._add(total.value, gradient, variable, None))
+            total.assign(optimizer._sum(total.value, gradient, variable, None))
         else:
             plain[0].append(total.value)
             plain[1].append(gradient)
     if plain[0]:
-        torch._foreach_add_(*plain, alpha=1 if rows is None else rows)
-    counts, closes = optimizer._count(_read(optimizer), rows)
+        torch._foreach_add_(*plain, alpha=1 if weight is None else weight)
+    counts, closes = optimizer._add(counts, weight)
     _write(optimizer, counts)
     if closes:
         close(optimizer)

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 from keras import ops
+from keras.optimizers import Optimizer as KerasOptimizer
 
 from gradaccum.keras import optimizer_state
 from gradaccum.keras.backends import accumulation
@@ -20,8 +21,6 @@ from gradaccum.schedule import Schedule, Steps
 __all__ = ["LossScaledOptimizer", "Optimizer", "wrapped_optimizer"]
 
 logger = logging.getLogger("gradaccum")
-
-_KerasOptimizer = keras.optimizers.Optimizer
 
 
 def _of_inner(name: str) -> Any:
@@ -39,7 +38,7 @@ def _of_inner(name: str) -> Any:
 
 
 @keras.saving.register_keras_serializable(package="gradaccum")
-class Optimizer(_KerasOptimizer):
+class Optimizer(KerasOptimizer):
     """An optimizer that makes one update per window of micro-batches: the update of the large batch.
 
     Every gradient that it is given, by `fit`, `apply`, `apply_gradients` or `stateless_apply`, is one micro-batch's.
@@ -75,18 +74,21 @@ class Optimizer(_KerasOptimizer):
     """
 
     inner_optimizer: Any
+    built: bool
+    _steps_are_fixed = False
+    _rows_of_epoch = 0
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         inner = args[0] if args else kwargs.get("optimizer")
         if cls is Optimizer and isinstance(inner, keras.optimizers.LossScaleOptimizer):
             cls = LossScaledOptimizer
-        return _KerasOptimizer.__new__(cls)
+        return KerasOptimizer.__new__(cls)
 
     def __init__(self, optimizer: Any, steps: Steps, *, name: str | None = None) -> None:
         schedule = Schedule(steps)
         _check_inner(optimizer)
         # Not super(): next in line may be LossScaleOptimizer. A callable learning rate makes no variable of our own.
-        _KerasOptimizer.__init__(self, learning_rate=lambda: optimizer.learning_rate, name=name)
+        KerasOptimizer.__init__(self, learning_rate=lambda: optimizer.learning_rate, name=name)
         self._untrack_variable(self._iterations)  # the inner optimizer's count
         self.inner_optimizer = optimizer
         self._schedule = schedule
@@ -188,16 +190,20 @@ class Optimizer(_KerasOptimizer):
             self._first_steps = steps
 
     def _read_counts(self) -> Counts:
-        return Counts(*ops.convert_to_numpy(self._counts).tolist())
+        return Counts(*ops.convert_to_numpy(self._counts.value).tolist())
 
     def _write_counts(self, counts: Counts) -> None:
         self._counts.assign(np.asarray(counts))
 
     # The rules of a window, in arithmetic that numbers and traced scalars understand.
 
-    def _count(self, counts: Counts, rows: Any) -> tuple[Counts, Any]:
-        """The counts with one more micro-batch of so many rows (None: unknown), and whether it closes the window."""
-        counts = counts.added(1 if rows is None else rows)
+    def _weigh(self, counts: Counts, rows: Any) -> Any:
+        """What a micro-batch of so many rows weighs; None for both: not known, and all the same."""
+        return rows
+
+    def _add(self, counts: Counts, weight: Any) -> tuple[Counts, Any]:
+        """The counts with one more micro-batch of this weight, and whether it closes the window."""
+        counts = counts.added(1 if weight is None else weight)
         return counts, counts.micro_batches >= counts.steps
 
     def _settings(self) -> list[list[int]]:
@@ -223,19 +229,18 @@ class Optimizer(_KerasOptimizer):
         elif [inner._var_key(v) for v in variables] != [inner._var_key(v) for v in inner._trainable_variables]:
             raise ValueError(
                 f"The inner optimizer {inner.name!r} was built for other variables than this model's trainable ones. "
-                f"Received: {len(variables)} variables, it holds {len(inner._trainable_variables)}. Use a new optimizer "
-                "for a new model."
+                f"Received: {len(variables)} variables, it holds {len(inner._trainable_variables)}. Use a new "
+                "optimizer for a new model."
             )
         self.__dict__["_trainable_variables"] = list(variables)
         for index, variable in enumerate(variables):
             self._trainable_variables_indices[self._var_key(variable)] = index
         self._add_window()
         self.built = True
-        self._begin_epoch()
 
     def _add_window(self) -> None:
         """Make the variables of the window: its sums, and what it has seen."""
-        counts = Counts.opened(self.__dict__.pop("_first_steps", self._schedule()), 0)
+        counts = Counts.opened(self.__dict__.pop("_first_steps", self._schedule()), self._rows_of_epoch)
         with accumulation.host():
             self._counts = self.add_variable(
                 (len(counts),), keras.initializers.Constant(np.asarray(counts)), "int", name="window_counts"
@@ -302,22 +307,27 @@ class Optimizer(_KerasOptimizer):
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         # LossScaleOptimizer hands over our Variables, whose values only its own scope knows.
         values = [v.value if isinstance(v, keras.Variable) else v for v in optimizer_variables]
-        return _KerasOptimizer.stateless_apply(self, values, grads, trainable_variables)
+        return KerasOptimizer.stateless_apply(self, values, grads, trainable_variables)
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """The end of `fit`: close the window that is left open, then what the inner optimizer does there."""
-        if sys.exc_info()[0] is None:  # JAX gets here after an error too, perhaps with no values in the variables
-            self._check_driven()
-            held, steps = self.micro_batches, self.steps
-            if self.flush() and not self._driven and not self._told_of_leftovers:
-                self._told_of_leftovers = True
-                logger.warning(
-                    "The end of fit() closed a window of %d of %d micro-batches. With "
-                    "callbacks=[gradaccum.keras.callbacks.GradientAccumulation()] every epoch closes its last window, "
-                    "and micro-batches weigh as many as their rows.",
-                    held,
-                    steps,
-                )
+        if sys.exc_info()[0] is not None:
+            # JAX gets here after an error too, perhaps with no values in the variables. What that brings up must not
+            # hide the error; and a window that was interrupted stays open.
+            with contextlib.suppress(Exception):
+                self.inner_optimizer.finalize_variable_values(var_list)
+            return
+        self._check_driven()
+        held, steps = self.micro_batches, self.steps
+        if self.flush() and not self._driven and not self._told_of_leftovers:
+            self._told_of_leftovers = True
+            logger.warning(
+                "The end of fit() closed a window of %d of %d micro-batches. With "
+                "callbacks=[gradaccum.keras.callbacks.GradientAccumulation()] every epoch closes its last window, "
+                "and micro-batches weigh as many as their rows.",
+                held,
+                steps,
+            )
         if self.built:
             self.inner_optimizer.finalize_variable_values(var_list)
 
@@ -386,7 +396,7 @@ class Optimizer(_KerasOptimizer):
             means.append(ops.cast(total, variable.dtype))
         return means
 
-    def _add(self, total: Any, gradient: Any, variable: Any, weight: Any) -> Any:
+    def _sum(self, total: Any, gradient: Any, variable: Any, weight: Any) -> Any:
         """A sum with one more gradient in it, `weight` times (None: once)."""
         gradient = ops.cast(gradient, total.dtype)
         if self._overwrite_variable_with_gradient(variable):
@@ -411,7 +421,7 @@ def wrapped_optimizer(optimizer: Any) -> Optimizer | None:
 
 
 def _check_inner(optimizer: Any) -> None:
-    if not isinstance(optimizer, _KerasOptimizer):
+    if not isinstance(optimizer, KerasOptimizer):
         where = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
         hint = " For a PyTorch optimizer use gradaccum.torch.optim." if where.startswith("torch.") else ""
         raise TypeError(
@@ -439,6 +449,6 @@ def _steps_config(schedule: Schedule) -> Any:
 
 
 def _steps_from_config(steps: Any, custom_objects: dict[str, Any] | None) -> Any:
-    if isinstance(steps, (list, tuple)):
+    if isinstance(steps, list):
         return Schedule.from_pairs(steps)
     return keras.saving.deserialize_keras_object(steps, custom_objects=custom_objects)

@@ -1,4 +1,4 @@
-"""The files of an `Optimizer`: the inner optimizer's entries as it writes them alone, and the open window beside them."""
+"""The files of an `Optimizer`: the inner optimizer's entries, as it writes them alone, beside the open window's."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def save(optimizer: Any, store: Any) -> None:
     if not optimizer.built:
         return
     store[SETTINGS] = _settings(optimizer)
-    store[COUNTS] = ops.convert_to_numpy(optimizer._counts)
-    store[TOUCHED] = ops.convert_to_numpy(optimizer._touched)
+    store[COUNTS] = ops.convert_to_numpy(optimizer._counts.value)
+    store[TOUCHED] = ops.convert_to_numpy(optimizer._touched.value)
     for index, total in enumerate(optimizer._sums):
-        store[f"{SUM}{index}"] = sum(ops.convert_to_numpy(part) for part in _parts(total))
+        store[f"{SUM}{index}"] = sum(ops.convert_to_numpy(getattr(part, "value", part)) for part in _parts(total))
 
 
 def load(optimizer: Any, store: Any) -> None:
@@ -67,7 +67,8 @@ def _check(optimizer: Any, counts: Counts, store: Any) -> None:
             f"with {_words(saved)}. This one has {_words(own)}. Load it with the same ones, or save between windows: "
             "after flush(), or where `updated` is True."
         )
-    shapes = [tuple(store[f"{SUM}{i}"].shape) for i in range(len(store.keys())) if f"{SUM}{i}" in store.keys()]
+    number = sum(key.startswith(SUM) for key in store.keys())  # noqa: SIM118  # an HDF5 group of Keras' has no `in`
+    shapes = [tuple(store[f"{SUM}{index}"].shape) for index in range(number)]
     if shapes != [tuple(total.shape) for total in optimizer._sums]:
         raise ValueError(
             f"The file's open window is of other variables than this model's. Received: shapes {shapes}, expected "
