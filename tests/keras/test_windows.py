@@ -1,5 +1,6 @@
 """Windows and epochs in `fit`: what the GradientAccumulation callback adds."""
 
+import itertools
 import logging
 
 import keras
@@ -92,7 +93,7 @@ def test_a_callable_schedule_is_asked_when_a_window_opens(fit_bound):
     expected.compile(optimizer=sgd(), loss="mse")
     ends = [0, 1, 3, 6, 7], [0, 2, 5, 6, 7]  # 1, 2, 3 and the one left; then 2, 3, 1, and the one left
     for bounds in ends:
-        keras_updates(expected, [join(micro_batches[a:b]) for a, b in zip(bounds, bounds[1:])])
+        keras_updates(expected, [join(micro_batches[a:b]) for a, b in itertools.pairwise(bounds)])
     assert error(model, expected) <= fit_bound
 
 
@@ -110,7 +111,7 @@ def test_a_generator_of_unknown_length(fit_bound):
     model.compile(optimizer=Optimizer(sgd(), 3), loss="mse")
     callbacks = [GradientAccumulation(), Looks()]
     with pytest.warns(UserWarning, match="ran out of data"):  # Keras: the length is not known before
-        model.fit(rows(), verbose=0, callbacks=callbacks)
+        model.fit(rows(), shuffle=False, verbose=0, callbacks=callbacks)
     assert seen == [0]
     assert error(model, plain(network(), sgd(), micro_batches, 3, 1)) <= fit_bound
 
@@ -124,7 +125,7 @@ def test_steps_per_epoch(fit_bound):
             yield from micro_batches
 
     model.compile(optimizer=Optimizer(sgd(), 2), loss="mse")
-    model.fit(forever(), steps_per_epoch=3, epochs=2, verbose=0, callbacks=[GradientAccumulation()])
+    model.fit(forever(), steps_per_epoch=3, epochs=2, shuffle=False, verbose=0, callbacks=[GradientAccumulation()])
     expected = network()
     expected.compile(optimizer=sgd(), loss="mse")
     order = [[0, 1], [2], [3, 4], [0]]
@@ -251,7 +252,7 @@ def test_a_custom_train_step_is_weighed_by_its_rows_too(fit_bound):
 def test_the_callback_needs_a_wrapped_optimizer():
     model, (x, y) = network(), regression(8)
     model.compile(optimizer=sgd(), loss="mse")
-    with pytest.raises(ValueError, match="whose optimizer is wrapped. Received: SGD"):
+    with pytest.raises(ValueError, match=r"whose optimizer is wrapped\. Received: SGD"):
         model.fit(x, y, verbose=0, callbacks=[GradientAccumulation(2)])
 
 
@@ -260,7 +261,7 @@ def test_a_callable_schedule_needs_single_executions():
         pytest.skip("Keras on PyTorch has no steps_per_execution")
     model, (x, y) = network(), regression(8)
     model.compile(optimizer=Optimizer(sgd(), 2), loss="mse", steps_per_execution=2)
-    with pytest.raises(ValueError, match="steps_per_execution=1. Received: steps_per_execution=2"):
+    with pytest.raises(ValueError, match=r"steps_per_execution=1\. Received: steps_per_execution=2"):
         model.fit(x, y, verbose=0, callbacks=[GradientAccumulation(lambda epoch, update: 2)])
 
 
