@@ -128,17 +128,18 @@ def steps_for(desired_batch_size: int, maximum_batch_size: int, *, ranks: int = 
     return -(-desired_batch_size // (maximum_batch_size * ranks))
 
 
-def checked_count(value: Any, name: str) -> int:
-    """`value` as an int >= 1, for any argument that counts something.
+def checked_count(value: Any, name: str, least: int = 1) -> int:
+    """`value` as an int >= `least`, for any argument that counts something.
 
     Raises:
         TypeError: Not an int.
-        ValueError: Below 1.
+        ValueError: Below `least`.
     """
+    must = f"`{name}` must be an int >= {least}. Received: {name}={value!r}"
     if not _is_int(value):
-        raise TypeError(f"`{name}` must be an int >= 1. Received: {name}={value!r} of type {type(value).__name__}.")
-    if value < 1:
-        raise ValueError(f"`{name}` must be an int >= 1. Received: {name}={value!r}.")
+        raise TypeError(f"{must} of type {type(value).__name__}.")
+    if value < least:
+        raise ValueError(f"{must}.")
     return operator.index(value)
 
 

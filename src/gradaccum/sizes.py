@@ -18,12 +18,13 @@ def even_sizes(rows: int, micro_batch_size: int) -> list[int]:
 
     Raises:
         TypeError: An argument is not an int.
-        ValueError: `micro_batch_size` is below 1.
+        ValueError: `rows` is below 0, or `micro_batch_size` below 1.
 
     Example:
         >>> even_sizes(100, 48), even_sizes(64, 16), even_sizes(3, 16)
         ([34, 33, 33], [16, 16, 16, 16], [3])
     """
+    checked_count(rows, "rows", least=0)
     checked_count(micro_batch_size, "micro_batch_size")
     if rows == 0:
         return []

@@ -109,7 +109,7 @@ class Accumulation:
         if weight == 0:
             self.sums.put_aside()
             self.guard.restart()
-        elif window.reduction == "mean":
+        elif window.reduction == "mean" and weight != window.unit:
             # A gradient that comes through loss.backward() joins the sum as it is, so the sum takes its unit.
             factor = window.rescale(weight)
             if window.is_open and factor != 1.0:
@@ -145,7 +145,8 @@ class Accumulation:
             scaled: Under a GradScaler, its live scale (None after `unscale_`) and whether it found an overflow.
         """
         window = self.window
-        self.sums.take_back()
+        if self.sums.take_back():
+            self.guard.accept()
         if window.pending is None:
             self._weigh_plain()
         assert window.pending is not None
@@ -165,7 +166,8 @@ class Accumulation:
         """The micro-batch that was expected is over, counted or not: if not, it must not have left a gradient."""
         if self.window.is_open or not self._counted:
             self.check_untouched()
-        self.sums.take_back()
+        if self.sums.take_back():
+            self.guard.accept()
 
     def _weigh_plain(self) -> None:
         """This micro-batch came through `loss.backward()`, or had no backward pass."""
@@ -181,6 +183,12 @@ class Accumulation:
         if scale is not None:
             self.loss.unscale(self.window.micro_batches, scale)
         if not isinstance(self.sums, ScreenedGradientSum):
+            if scale is None and not self.window.closes_next:
+                raise WindowError(
+                    "scaler.unscale_() was called inside an open window: the next gradient would come scaled again. "
+                    "Call it when `optimizer.closes_next`, or not at all: the wrapper unscales, and clips with "
+                    "clip_grad_norm=. discard() drops the window."
+                )
             self.loss_scale.add(scale, found_inf)
             self.guard.accept()
         elif scale is not None:
@@ -198,6 +206,7 @@ class Accumulation:
         return finished
 
     def _finish(self) -> bool:
+        self.loss_scale.join_restored()
         if self.loss_scale.in_use:
             assert self.loss_scale.overflow is not None
             if self.loss_scale.overflow.item():
@@ -206,7 +215,7 @@ class Accumulation:
             self.loss_scale.unscale_()
         divisor = self._divisor()
         if divisor == 0:
-            logger.info("No update: this window of %d micro-batches weighs nothing", self.window.micro_batches)
+            logger.warning("No update: this window of %d micro-batches weighs nothing", self.window.micro_batches)
             return False
         self.sums.finish(divisor)
         if self.nonfinite == "skip_window" and not all_finite(self.sums.gradients()).item():

@@ -48,6 +48,7 @@ class Guard:
     def next_micro_batch(self) -> None:
         """What arrives from now on belongs to the next micro-batch."""
         self.arrivals = 0
+        self.accept()
 
     def accept(self) -> None:
         """The sum was changed on purpose, by the wrapper itself."""

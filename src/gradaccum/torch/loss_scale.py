@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +75,7 @@ class LossScale:
             self._scale = live.detach().clone()  # `live` itself is about to change in place
         else:
             self._scale = torch.ones_like(found_inf)
-        self._join_restored()
+        self.join_restored()
 
     def unscale_(self) -> None:
         """Divide the finished sum by its scale."""
@@ -94,8 +95,15 @@ class LossScale:
         """The window stays open: bring the sum to the next backward pass's scale as soon as that one starts."""
         self._due = True
         if self._handle is None:
+            this = weakref.ref(self)  # the parameters shall not keep the optimizer alive
+
+            def backward_starts(gradient: Tensor) -> None:
+                scale = this()
+                if scale is not None:
+                    scale.rescale_()
+
             leaves = [p for p in self._sums.parameters() if p.requires_grad]
-            self._handle = torch.autograd.graph.register_multi_grad_hook(leaves, lambda _: self.rescale_(), mode="any")
+            self._handle = torch.autograd.graph.register_multi_grad_hook(leaves, backward_starts, mode="any")
 
     def rescale_(self) -> None:
         """Bring the sum to the scale of the backward pass that starts now."""
@@ -109,8 +117,8 @@ class LossScale:
                 gradient.masked_fill_(overflow.to(gradient.device), 0)
         self._on_rescale()
 
-    def _join_restored(self) -> None:
-        """Add a checkpoint's sums, now that the scale of what has arrived since is known."""
+    def join_restored(self) -> None:
+        """Add a checkpoint's sums, now that the scale of what has arrived since is known (none: it was not scaled)."""
         if self.restored is None:
             return
         restored, self.restored = self.restored, None

@@ -320,7 +320,7 @@ class Optimizer(torch.optim.Optimizer):
         """Drop the open window without an update, with a line in the log."""
         window = self._accumulation.window
         if window.is_open:
-            logger.info("Discarding an open window of %d of %d micro-batches", window.micro_batches, window.steps)
+            logger.warning("Discarding an open window of %d of %d micro-batches", window.micro_batches, window.steps)
         window.close()
         self._accumulation.empty()
 

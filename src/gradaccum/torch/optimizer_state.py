@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
+from gradaccum.torch.batch import map_leaves
 from gradaccum.torch.gradients import ScreenedGradientSum
 
 if TYPE_CHECKING:
@@ -50,7 +51,9 @@ def load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     _check_inner(optimizer.inner, state_dict)
     if own is not None:
         _check_window(optimizer, own)
-    optimizer.inner.load_state_dict(state_dict)
+    # torch would share tensors with the dict it is given, and the next update change them there.
+    cloned = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, state_dict["state"])
+    optimizer.inner.load_state_dict({**state_dict, "state": cloned})
     if own is not None:
         load_window(optimizer, own)
     else:
@@ -78,7 +81,6 @@ def load_window(optimizer: Optimizer, state: dict[str, Any]) -> None:
     parameters = optimizer._parameters()
     sums: list[Tensor | None] = [None] * len(parameters)
     for index, gradient in state["gradients"].items():
-        # torch's load_state_dict shares tensors with the dict it is given; the sum must be ours alone.
         sums[index] = gradient.detach().to(parameters[index].device, copy=True)
     if isinstance(accumulation.sums, ScreenedGradientSum):
         counted = state.get("counted", [True] * accumulation.window.micro_batches)

@@ -1,0 +1,96 @@
+"""What every benchmark shares: contenders timed in turn, in one run, and tables that write themselves into the docs.
+
+Machines are shared and noisy, so nothing here prints a bare time as a result: each contender runs once per round, in
+an order that changes, and what counts is the median over rounds of its ratio to the rival in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+DOCS = Path(__file__).parent.parent / "docs" / "benchmarks"
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    """The options of every benchmark: `--quick` for a short try, `--write` to put the table into docs/benchmarks."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="few rounds: does it run?")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/benchmarks/")
+    return parser.parse_args()
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """Wall-clock seconds of one call."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def ratios(contenders: Mapping[str, Callable[[], object]], rival: str, rounds: int) -> dict[str, float]:
+    """Median over rounds of each contender's time over the rival's, all of them timed in every round.
+
+    Args:
+        contenders: Functions that do the same work; each is called once before the first round.
+        rival: The one that the others are divided by.
+        rounds: How often each is timed.
+    """
+    for function in contenders.values():
+        function()
+    shuffle = random.Random(0)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name in shuffle.sample(list(contenders), len(contenders)):
+            times[name].append(seconds(contenders[name]))
+    return {
+        name: statistics.median(mine / theirs for mine, theirs in zip(taken, times[rival], strict=True))
+        for name, taken in times.items()
+    }
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A markdown table; floats with two decimals."""
+
+    def cell(value: object) -> str:
+        return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+    lines = [head, ["---"] * len(head), *([cell(value) for value in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def machine() -> str:
+    """This machine, in a line."""
+    cpu = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        cpu = models[0] if models else cpu
+    return f"{cpu}, {os.cpu_count()} cores, Python {platform.python_version()}"
+
+
+def in_fresh_process(code: str, *args: str) -> str:
+    """What this Python code prints, run by itself: for peak memory and import times."""
+    run = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True)
+    return run.stdout.strip()
+
+
+def publish(name: str, title: str, body: str, versions: Sequence[str], write: bool) -> None:
+    """Print the result and, with `--write`, keep it as docs/benchmarks/<name>.md."""
+    from importlib.metadata import version
+
+    packages = ", ".join(f"{package} {version(package)}" for package in versions)
+    page = (
+        f"# {title}\n\n{body}\n\nMeasured on {machine()}; {packages}. Made by `python -m benchmarks.{name} --write`.\n"
+    )
+    print(page)
+    if write:
+        DOCS.mkdir(parents=True, exist_ok=True)
+        (DOCS / f"{name}.md").write_text(page)

@@ -1,0 +1,141 @@
+"""The command `gradaccum`.
+
+Exit code 0: done; 1: checked and found different; 2: bad input, said in one line; 3: broke down on the way.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+import gradaccum
+
+__all__ = ["BadInput", "Failed", "commands"]
+
+DIFFERENT = 1
+
+
+class BadInput(click.ClickException):
+    """What the user gave cannot be used. The message is one line."""
+
+    exit_code = 2
+
+
+class Failed(click.ClickException):
+    """It broke down on the way."""
+
+    exit_code = 3
+
+
+class Commands(click.Group):
+    """A group that says what is wrong with its input in one line, where click would print the usage as well."""
+
+    def main(  # type: ignore[override]  # its overloads, in one
+        self, args: Sequence[str] | None = None, **extra: Any
+    ) -> Any:
+        if not extra.pop("standalone_mode", True):
+            return super().main(args, standalone_mode=False, **extra)
+        try:
+            code = super().main(args, standalone_mode=False, **extra)
+        except click.Abort:
+            click.echo("Aborted.", err=True)
+            code = 130  # as a shell has it for Ctrl-C
+        except click.ClickException as error:
+            if type(error).__name__ == "NoArgsIsHelpError":  # the help itself, since click 8.2
+                error.show()
+            else:
+                click.echo(f"Error: {error.format_message()}", err=True)
+            code = error.exit_code
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(gradaccum.__version__, prog_name="gradaccum")
+def commands() -> None:
+    """Train with the batch size you want on the memory you have, and get the same update."""
+
+
+@commands.command()
+@click.option("--framework", type=click.Choice(["torch", "keras"]), default="torch", show_default=True)
+@click.option(
+    "--dataset",
+    type=click.Choice(["auto", "fashion-mnist", "digits"]),
+    default="auto",
+    show_default=True,
+    help="auto: FashionMNIST, or scikit-learn's digits where it is neither on disk nor to be downloaded.",
+)
+@click.option("--data", "folder", type=click.Path(path_type=pathlib.Path), help="A folder with FashionMNIST's files.")
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="Rows of the large batch, (a)."
+)
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Micro-batches per update in (b)."
+)
+@click.option("--epochs", type=click.IntRange(min=1), help="Default: 6 of FashionMNIST, 100 of the digits.")
+@click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=pathlib.Path),
+    default=pathlib.Path("gradaccum-demo"),
+    show_default=True,
+    help="Folder for the picture and the report.",
+)
+@click.pass_context
+def demo(
+    context: click.Context,
+    framework: str,
+    dataset: str,
+    folder: pathlib.Path | None,
+    batch_size: int,
+    steps: int,
+    epochs: int | None,
+    dtype: str,
+    out: pathlib.Path,
+) -> None:
+    """Train with a large batch, with accumulated small ones, and with small ones alone; compare.
+
+    Exit code 1 says that the accumulated run differs from the large batch's by more than rounding.
+    """
+    from gradaccum.demo.data import DataError, load
+    from gradaccum.demo.experiment import RunError, Setup, perform
+    from gradaccum.demo.findings import findings
+    from gradaccum.demo.progress import Progress
+
+    if batch_size % steps:
+        raise BadInput(f"--batch-size must be a multiple of --steps. Received: {batch_size} and {steps}.")
+    _require_framework(framework)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--out {out}: {error.strerror}.") from None
+    with Progress() as progress:
+        try:
+            data = load(dataset, folder, progress=progress)  # type: ignore[arg-type]  # click checked the choice
+        except (DataError, ModuleNotFoundError) as error:
+            raise BadInput(str(error)) from None
+        progress.say(
+            f"{data.name} from {data.source}: {len(data.train_x):,} rows to train, {len(data.test_x):,} to test"
+        )
+        epochs = epochs or {"digits": 100}.get(data.name, Setup.epochs)
+        setup = Setup(framework, batch_size, steps, epochs, dtype)  # type: ignore[arg-type]  # click checked the choices
+        try:
+            outcome = perform(setup, data, progress)
+        except RunError as error:
+            raise Failed(str(error)) from None
+    report = findings(outcome)
+    click.echo()
+    report.show()
+    click.echo()
+    for name in ("report.png", "report.html"):
+        click.echo(report.save(out / name).resolve())
+    context.exit(0 if outcome.ok else DIFFERENT)
+
+
+def _require_framework(name: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        raise BadInput(f'{name} is not installed. Install it with: pip install "gradaccum[{name}]"')

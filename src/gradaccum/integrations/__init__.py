@@ -1,1 +1,0 @@
-"""gradaccum inside other training frameworks."""

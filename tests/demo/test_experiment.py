@@ -1,0 +1,222 @@
+"""The three runs: that they are what they say, and that a difference would be seen."""
+
+import dataclasses
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from gradaccum.demo import experiment
+from gradaccum.demo.data import Data, load
+from gradaccum.demo.experiment import Epoch, Outcome, Run, RunError, Setup, initial_parameters, perform, plans
+from gradaccum.demo.findings import findings
+from gradaccum.demo.progress import Progress
+from gradaccum.demo.torch_experiment import train
+from gradaccum.report import Bars, Curves, Table
+from tests.demo import fashion_mnist
+from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
+
+TOLERANCE = {"float32": FLOAT32, "float64": FLOAT64}
+
+
+@pytest.fixture(scope="module")
+def data():
+    train_x, train_y = fashion_mnist.pictures(90, 0)
+    test_x, test_y = fashion_mnist.pictures(40, 1)
+    x = [images.reshape(len(images), -1) for images in (train_x, test_x)]
+    return Data("FashionMNIST", "here", x[0], train_y.astype(np.int64), x[1], test_y.astype(np.int64), scale=255.0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread_as_before():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(setup, data, key):
+    plan = next(plan for plan in plans(setup) if plan.key == key)
+    return train(setup, data, plan, initial_parameters(data.features, setup.seed), lambda epoch: None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("key", "rows"), [("a", 32), ("b", 32), ("c", 8)])
+def test_each_run_makes_the_oracles_updates(data, dtype, key, rows):
+    """90 rows: two windows of 32, and a last one of 26 = 8 + 8 + 8 + 2."""
+    setup = Setup(batch_size=32, steps=4, epochs=2, dtype=dtype, learning_rate=0.05)
+    actual = run(setup, data, key)
+
+    kind = getattr(torch, dtype)
+    initial = [torch.tensor(p, dtype=kind) for p in initial_parameters(784, setup.seed)]
+    weights = [torch.nn.Parameter(p.clone()) for p in initial]
+
+    class Model:
+        @staticmethod
+        def parameters():
+            return weights
+
+        @staticmethod
+        def outputs(x):
+            for weight, bias in zip(weights[0:4:2], weights[1:4:2], strict=True):
+                x = torch.relu(x @ weight + bias)
+            return x @ weights[4] + weights[5]
+
+    x, y = torch.tensor(data.train_x, dtype=kind) / 255, torch.tensor(data.train_y)
+    large = [(x[start : start + rows], y[start : start + rows]) for start in range(0, 90, rows)] * 2
+    torch_updates(
+        Model,
+        torch.optim.SGD(weights, lr=0.05),
+        large,
+        lambda model, x, y: torch.nn.functional.cross_entropy(model.outputs(x), y),
+    )
+    assert actual.updates == len(large)
+    moved = [new - old.double().numpy() for new, old in zip(actual.parameters, initial, strict=True)]
+    expected = [new.detach().double() - old.double() for new, old in zip(weights, initial, strict=True)]
+    # float32 subtracts parameters that are a hundred times larger than their movement.
+    assert relative_error(moved, expected) <= TOLERANCE[dtype] * (100 if dtype == "float32" else 1)
+
+
+def test_the_losses_are_means_over_all_rows(data):
+    setup = Setup(batch_size=32, steps=4, epochs=1, dtype="float64", learning_rate=0.0)
+    runs = [run(setup, data, key) for key in "abc"]
+    first = [run.first_gradients for run in runs]
+    assert relative_error(first[1], first[0]) <= FLOAT64
+    assert relative_error(first[2], first[0]) > 0.1
+    losses = {round(run.epochs[0].train_loss, 12) for run in runs}
+    assert len(losses) == 1, "with learning rate 0 every run sees the same rows with the same parameters"
+
+
+def test_training_learns(data):
+    setup = Setup(batch_size=32, steps=4, epochs=20, learning_rate=0.1)
+    for key in "abc":
+        epochs = run(setup, data, key).epochs
+        assert epochs[-1].train_loss < 0.7 * epochs[0].train_loss
+        assert epochs[-1].accuracy > 0.5
+
+
+def test_activations_grow_with_the_rows_and_the_peak_holds_parameters_and_gradients(data):
+    setup = Setup(batch_size=32, steps=4, epochs=1)
+    large, accumulated, small = (run(setup, data, key) for key in "abc")
+    # A row, two hidden layers' outputs, ten log-probabilities, in float32; a label in int64; and the loss.
+    row = 4 * (784 + 512 + 512 + 10) + 8
+    assert large.activation_bytes == pytest.approx(32 * row, abs=64)
+    assert accumulated.activation_bytes == small.activation_bytes == pytest.approx(8 * row, abs=64)
+    parameters = 4 * sum(p.size for p in large.parameters)
+    for each in (large, accumulated, small):
+        assert each.peak_bytes > 2 * parameters
+    assert accumulated.peak_bytes < 3 * parameters, "a second copy of the gradients"
+
+
+def test_initial_parameters_are_those_of_the_seed():
+    first, again, other = (initial_parameters(784, seed) for seed in (0, 0, 1))
+    assert [p.shape for p in first] == [(784, 512), (512,), (512, 512), (512,), (512, 10), (10,)]
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not np.array_equal(first[0], other[0])
+    assert np.abs(first[0]).max() <= 784**-0.5
+
+
+def test_the_plans_have_the_same_effective_batch_size():
+    a, b, c = plans(Setup(batch_size=64, steps=4))
+    assert (a.micro_batch_size, a.steps) == (64, 1)
+    assert (b.micro_batch_size, b.steps) == (16, 4)
+    assert (c.micro_batch_size, c.steps) == (16, 1)
+
+
+def test_a_batch_that_the_steps_do_not_divide_is_refused():
+    with pytest.raises(ValueError, match=r"must be a multiple of the steps. Received: 64 and 3"):
+        Setup(batch_size=64, steps=3)
+
+
+def test_a_failing_run_is_told_with_its_traceback(data):
+    setup = Setup(framework="nonesuch", epochs=1)  # type: ignore[arg-type]
+    with Progress() as progress, pytest.raises(RunError, match=r"Run \(a\) batch 64 failed:\n(?s:.*)nonesuch"):
+        perform(setup, data, progress)
+
+
+def _die(pipe, *arguments):
+    os._exit(7)
+
+
+def test_a_run_whose_process_dies_is_told(data, monkeypatch):
+    monkeypatch.setattr(experiment, "_child", _die)
+    with Progress() as progress, pytest.raises(RunError, match="ended early, with exit code 7"):
+        perform(Setup(epochs=1), data, progress)
+
+
+# What they show.
+
+
+def outcome(difference=0.0, dtype="float64", **changes):
+    """As if (b) had ended this far from (a)."""
+    setup = Setup(epochs=2, dtype=dtype)
+    parameters = [np.array([[1.0, -2.0]]), np.array([0.5])]
+    runs = []
+    for plan in plans(setup):
+        own = [p + difference * 2.0 if plan.key == "b" and p.ndim == 2 else p for p in parameters]
+        epochs = [Epoch(2.0, 1.9, 0.25), Epoch(1.5, 1.4, 0.5)]
+        runs.append(dataclasses.replace(Run(plan, epochs, 1.0, 100, own, None, 1000, 9000), **changes))
+    return Outcome(setup, "FashionMNIST", "here", 60000, runs)
+
+
+def test_the_difference_is_the_largest_over_all_parameters():
+    assert outcome(0.25).difference == 0.25
+
+
+@pytest.mark.parametrize(
+    ("difference", "dtype", "ok"),
+    [
+        (0.0, "float64", True),
+        (1e-13, "float64", True),
+        (1e-11, "float64", False),
+        (9e-5, "float32", True),
+        (2e-4, "float32", False),
+        (float("nan"), "float32", False),
+    ],
+)
+def test_the_verdict_depends_on_the_dtype(difference, dtype, ok):
+    result = outcome(difference, dtype)
+    assert result.ok is ok
+    report = findings(result)
+    assert report.ok is ok
+    assert ("DIFFER" in report.summary) is not ok
+
+
+def test_the_report_has_one_table_the_curves_and_the_memory():
+    report = findings(outcome(1e-13))
+    (table,) = [block for block in report.blocks if isinstance(block, Table)]
+    assert list(table.columns) == [
+        "run", "accuracy", "loss", "updates", "seconds", "activations", "peak memory", "differs from (a)",
+    ]  # fmt: skip
+    assert [row[0] for row in table.rows] == ["(a) batch 64", "(b) 4 x batch 16", "(c) batch 16"]
+    assert table.rows[1][-1] == "1.0e-13"
+    curves = [block for block in report.blocks if isinstance(block, Curves)]
+    assert [figure.title for figure in curves] == ["Test loss", "Test accuracy"]
+    assert all(len(figure.curves) == 3 for figure in curves)
+    bars = [block for block in report.blocks if isinstance(block, Bars)]
+    assert [len(figure.values) for figure in bars] == [3, 3]
+
+
+def test_a_first_update_that_differs_is_seen_though_the_end_does_not():
+    gradients = [np.array([1.0])], [np.array([1.0 + 2e-6])]
+    result = outcome(0.0, "float32")
+    runs = [dataclasses.replace(run, first_gradients=own) for run, own in zip(result.runs, gradients, strict=False)]
+    result = dataclasses.replace(result, runs=[*runs, result.runs[2]])
+    assert result.gradient_difference == pytest.approx(2e-6)
+    assert result.difference == 0.0
+    assert not result.ok
+    assert "in the first update their gradients differ by at most 2.0e-06 (1e-06 allowed" in findings(result).summary
+
+
+def test_a_framework_that_cannot_count_memory_leaves_it_out():
+    report = findings(outcome(activation_bytes=None, peak_bytes=None))
+    assert not [block for block in report.blocks if isinstance(block, Bars)]
+    (table,) = [block for block in report.blocks if isinstance(block, Table)]
+    assert table.rows[0][5:7] == [None, None]
+
+
+def test_the_digits_are_trained_from_the_same_rows():
+    with Progress() as progress:
+        digits = load("digits", progress=progress)
+    large, accumulated = (run(Setup(epochs=1, dtype="float64"), digits, key) for key in "ab")
+    assert relative_error(accumulated.parameters, large.parameters) <= FLOAT64

@@ -1,0 +1,160 @@
+"""How long the next window is."""
+
+import copy
+import json
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradaccum import Schedule, steps_for
+
+TABLES = st.dictionaries(st.integers(1, 50), st.integers(1, 100), max_size=6).flatmap(
+    lambda table: st.integers(1, 100).map(lambda first: {0: first, **table})
+)
+
+
+@pytest.mark.parametrize("steps", [1, 4, 10**6, np.int64(4), np.uint8(4)])
+def test_an_int_is_the_length_of_every_window(steps):
+    schedule = Schedule(steps)
+    assert [schedule(epoch, update) for epoch in (0, 7) for update in (0, 99)] == [int(steps)] * 4
+    assert type(schedule()) is int
+    assert schedule.constant == schedule.largest == steps
+
+
+def test_an_entry_holds_from_its_epoch_on():
+    schedule = Schedule({4: 2, 0: 8})
+    assert [schedule(epoch) for epoch in range(7)] == [8, 8, 8, 8, 2, 2, 2]
+    assert schedule.constant is None
+    assert schedule.largest == 8
+
+
+@given(TABLES, st.integers(0, 60))
+def test_a_table_gives_the_entry_of_the_latest_epoch_that_has_begun(table, epoch):
+    latest = 0
+    for start in range(epoch + 1):
+        latest = start if start in table else latest
+    assert Schedule(table)(epoch) == table[latest]
+
+
+def test_a_callable_is_asked_with_epoch_and_update():
+    asked = []
+    schedule = Schedule(lambda epoch, update: asked.append((epoch, update)) or 1 + epoch + update)
+    assert [schedule(0, 0), schedule(2, 5)] == [1, 8]
+    assert asked == [(0, 0), (2, 5)]
+    assert schedule.constant is None
+    assert schedule.largest is None
+
+
+def test_a_schedule_of_a_schedule_is_the_same_schedule():
+    for steps in (3, {0: 8, 4: 2}, max):
+        assert Schedule(Schedule(steps)) == Schedule(steps)
+
+
+def test_a_table_that_never_changes_is_constant():
+    assert Schedule({0: 4, 3: 4}).constant == 4
+
+
+@pytest.mark.parametrize(
+    ("steps", "error"),
+    [
+        (0, ValueError),
+        (-1, ValueError),
+        ({}, ValueError),
+        ({2: 4}, ValueError),
+        ({0: 0}, ValueError),
+        ({0: 4, 3: -2}, ValueError),
+        ({0: 4, -1: 2}, ValueError),
+        (2.5, TypeError),
+        (4.0, TypeError),
+        (True, TypeError),
+        (False, TypeError),
+        ("4", TypeError),
+        (None, TypeError),
+        ([4], TypeError),
+        ({0: "4"}, TypeError),
+        ({0: 2.0}, TypeError),
+        ({"0": 4}, TypeError),
+        ({True: 4}, TypeError),
+        ({0: True}, TypeError),
+    ],
+)
+def test_wrong_steps_are_refused_and_shown(steps, error):
+    with pytest.raises(error, match="`steps` must be an int >= 1, or map epochs") as raised:
+        Schedule(steps)
+    assert f"steps={steps!r}" in str(raised.value)
+
+
+def test_a_table_without_epoch_0_is_told_what_to_add():
+    with pytest.raises(ValueError, match=r"Add the first epoch: \{0: 1, 2: 4\}"):
+        Schedule({2: 4})
+
+
+@pytest.mark.parametrize(("steps", "error"), [(0, ValueError), (2.5, TypeError), (None, TypeError), (True, TypeError)])
+def test_what_a_callable_returns_is_checked_when_it_is_asked(steps, error):
+    schedule = Schedule(lambda epoch, update: steps)
+    with pytest.raises(error, match="from the callable at epoch=3, update=70"):
+        schedule(3, 70)
+
+
+def test_an_error_in_the_callable_is_the_users():
+    def broken(epoch, update):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        Schedule(broken)(0, 0)
+
+
+@given(TABLES)
+def test_a_schedule_survives_json(table):
+    schedule = Schedule(table)
+    assert Schedule.from_pairs(json.loads(json.dumps(schedule.to_pairs()))) == schedule
+
+
+def test_a_callable_cannot_be_written_to_a_file():
+    with pytest.raises(TypeError, match="Use an int or"):
+        Schedule(max).to_pairs()
+
+
+@pytest.mark.parametrize("steps", [4, {0: 8, 4: 2}, max])
+def test_a_schedule_is_copied_pickled_and_hashed_as_a_value(steps):
+    schedule = Schedule(steps)
+    assert pickle.loads(pickle.dumps(schedule)) == copy.deepcopy(schedule) == schedule
+    assert hash(copy.deepcopy(schedule)) == hash(schedule)
+    assert schedule != Schedule(5)
+    assert schedule != steps
+
+
+def test_the_users_table_is_copied():
+    table = {0: 8}
+    schedule = Schedule(table)
+    table[0] = 1
+    assert schedule() == 8
+
+
+def test_a_schedule_is_shown_as_it_was_given():
+    def warm_up(epoch, update):
+        return 1
+
+    assert [str(Schedule(steps)) for steps in (4, {4: 2, 0: 8}, warm_up)] == ["4", "{0: 8, 4: 2}", "warm_up"]
+    assert repr(Schedule(4)) == "Schedule(4)"
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**4), st.integers(1, 64))
+def test_steps_for_gives_the_fewest_steps_that_reach_the_desired_rows(desired, maximum, ranks):
+    steps = steps_for(desired, maximum, ranks=ranks)
+    assert steps >= 1
+    assert steps * maximum * ranks >= desired
+    assert (steps - 1) * maximum * ranks < desired
+
+
+@pytest.mark.parametrize("name", ["desired_batch_size", "maximum_batch_size", "ranks"])
+@pytest.mark.parametrize(
+    ("value", "error"), [(0, ValueError), (-4, ValueError), (2.0, TypeError), (True, TypeError), ("64", TypeError)]
+)
+def test_steps_for_refuses_what_does_not_count_anything(name, value, error):
+    arguments = {"desired_batch_size": 256, "maximum_batch_size": 64, "ranks": 1, name: value}
+    with pytest.raises(error, match=rf"`{name}` must be an int >= 1. Received: {name}={value!r}"):
+        steps_for(arguments["desired_batch_size"], arguments["maximum_batch_size"], ranks=arguments["ranks"])

@@ -1,0 +1,324 @@
+"""What a window has seen, what it weighs, and when it closes."""
+
+import copy
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradaccum import WindowError
+from gradaccum.window import Window, checked_reduction, checked_weight
+
+WEIGHTS = st.integers(0, 10**6).map(float)
+
+
+def fill(window, weights):
+    """Weigh and add these micro-batches. Returns the factors with which their gradients join the sum."""
+    factors = []
+    for weight in weights:
+        factors.append(window.weigh(weight))
+        window.add()
+    return factors
+
+
+# The mean of a window.
+
+
+@given(st.lists(st.tuples(WEIGHTS, st.integers(-1000, 1000)), min_size=1, max_size=12))
+def test_factors_and_divisor_give_the_weighted_mean_of_any_window(micro_batches):
+    window = Window(steps=len(micro_batches))
+    factors = fill(window, [weight for weight, _ in micro_batches])
+    total = sum(Fraction(weight) for weight, _ in micro_batches)
+    if total == 0:
+        assert window.weight == window.divisor == 0
+        return
+    expected = sum(Fraction(weight) * gradient for weight, gradient in micro_batches) / total
+    actual = math.fsum(f * gradient for f, (_, gradient) in zip(factors, micro_batches, strict=True)) / window.divisor
+    assert actual == pytest.approx(float(expected), rel=1e-12, abs=1e-9)
+
+
+@given(st.integers(1, 300), st.floats(1e-3, 1e6))
+def test_equal_weights_cost_no_multiplication(steps, weight):
+    window = Window(steps=steps)
+    assert fill(window, [weight] * steps) == [1.0] * steps
+    assert window.divisor == pytest.approx(steps, rel=1e-12)
+
+
+def test_whole_numbers_of_rows_give_the_number_of_micro_batches_exactly():
+    for rows in (1, 3, 7, 16, 731, 8192):
+        window = Window(steps=256)
+        fill(window, [rows] * 256)
+        assert window.divisor == 256.0
+
+
+def test_without_a_word_micro_batches_weigh_the_same():
+    window = Window(steps=3)
+    for _ in range(3):
+        window.add()
+    assert (window.divisor, window.weight) == (3.0, 3.0)
+
+
+def test_a_default_weighs_what_nobody_weighed():
+    window = Window(steps=2)
+    window.add(default=16)
+    window.add(default=8)
+    assert window.divisor == 1.5
+
+
+def test_a_first_micro_batch_of_weight_zero_leaves_the_unit_to_the_next():
+    window = Window(steps=3)
+    assert fill(window, [0, 10, 5]) == [0.0, 1.0, 0.5]
+    assert window.divisor == 1.5
+
+
+def test_factors_stay_near_one_where_weights_are_large_token_counts():
+    window = Window(steps=3)
+    assert max(fill(window, [130_000, 131_072, 65_000])) < 1.01
+
+
+def test_a_window_of_weight_zero_divides_by_zero_visibly():
+    window = Window(steps=2)
+    assert fill(window, [0, 0]) == [0.0, 0.0]
+    assert window.divisor == 0.0
+    assert window.micro_batches == 2
+
+
+# Sums.
+
+
+def test_sums_without_weights_are_divided_by_nothing():
+    window = Window(steps=2, reduction="sum")
+    assert [window.weigh(), window.add(), window.weigh(), window.add()] == [1.0, False, 1.0, True]
+    assert window.divisor == 1.0
+
+
+def test_sums_with_weights_are_divided_by_their_total():
+    window = Window(steps=2, reduction="sum")
+    assert fill(window, [30, 15]) == [1.0, 1.0]
+    assert window.divisor == 45.0
+
+
+def test_of_several_sums_in_a_micro_batch_one_says_the_weight():
+    for weights in ([None, 30, None], [30, None, None], [None, None, 30]):
+        window = Window(steps=1, reduction="sum")
+        for weight in weights:
+            assert window.weigh(weight) == 1.0
+        assert window.add()
+        assert window.divisor == 30.0
+
+
+def test_two_different_weights_of_one_micro_batch_of_sums_are_refused():
+    window = Window(steps=1, reduction="sum")
+    window.weigh(30)
+    with pytest.raises(ValueError, match="must have one weight"):
+        window.weigh(20)
+
+
+# Several losses over the same rows.
+
+
+def test_several_losses_in_a_micro_batch_count_it_once():
+    window = Window(steps=2)
+    assert [window.weigh(8), window.weigh(8), window.weigh()] == [1.0, 1.0, 1.0]
+    window.add()
+    assert (window.micro_batches, window.weight) == (1, 8.0)
+
+
+def test_different_weights_in_one_micro_batch_point_to_sums():
+    window = Window(steps=2)
+    window.weigh(8)
+    with pytest.raises(ValueError, match=r'Received: weight=9 after 8\..*reduction="sum"'):
+        window.weigh(9)
+    assert window.pending == 8.0, "the refused weight left a trace"
+
+
+def test_a_weight_after_an_unweighed_loss_must_be_the_default():
+    window = Window(steps=2)
+    window.weigh(default=8)
+    assert window.weigh(8) == 1.0
+    with pytest.raises(ValueError, match="must have one weight"):
+        window.weigh(3)
+
+
+# Closing.
+
+
+@given(st.integers(1, 20), st.integers(1, 60))
+def test_a_window_closes_with_its_last_step_and_never_earlier(steps, micro_batches):
+    window, closed = Window(steps=steps), 0
+    for index in range(1, micro_batches + 1):
+        expected = index % steps == 0
+        assert window.closes_next == expected
+        assert window.add() == expected
+        if expected:
+            window.close()
+            closed += 1
+            assert not window.is_open
+    assert closed == micro_batches // steps
+    assert window.micro_batches == micro_batches % steps
+
+
+def test_the_epochs_last_micro_batch_closes_a_short_window():
+    window = Window(steps=4)
+    window.weigh(4)
+    assert not window.add()
+    window.last = True
+    assert window.closes_next
+    window.weigh(2)
+    assert window.add()
+    assert window.divisor == 1.5
+    window.close()
+    assert not window.last
+    assert not window.closes_next
+
+
+def test_closing_forgets_everything():
+    window = Window(steps=2)
+    fill(window, [5, 3])
+    window.weigh(7)
+    window.close()
+    assert window.state_dict() == Window(steps=2).state_dict()
+    assert window.pending is None
+    assert not window.pending_given
+
+
+def test_forgetting_the_micro_batch_in_progress_keeps_the_window():
+    window = Window(steps=3)
+    fill(window, [5])
+    window.weigh(7)
+    window.forget()
+    window.weigh(10)
+    window.add()
+    assert (window.weight, window.divisor) == (15.0, 3.0)
+
+
+# Its length.
+
+
+def test_the_length_changes_between_windows():
+    window = Window(steps=4)
+    window.resize(2)
+    assert window.steps == 2
+    window.add()
+    with pytest.raises(WindowError, match=r"holds 1 of its 2 micro-batches. Received: steps=3"):
+        window.resize(3)
+    assert window.steps == 2
+    window.resize(2)  # nothing changes
+    window.close()
+    window.resize(3)
+    assert window.steps == 3
+
+
+# Saving.
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8), st.integers(0, 8), st.sampled_from(["mean", "sum"]))
+def test_a_window_goes_on_from_its_state_bit_for_bit(weights, cut, reduction):
+    whole = Window(steps=len(weights), reduction=reduction)
+    factors = fill(whole, weights)
+    first, second = Window(len(weights), reduction), Window(1, reduction)
+    resumed = fill(first, weights[:cut])
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    resumed += fill(second, weights[cut:])
+    assert resumed == factors
+    assert second.state_dict() == whole.state_dict()
+    assert second.divisor == whole.divisor
+
+
+def test_a_state_is_plain_numbers():
+    window = Window(steps=3)
+    fill(window, [5, 3])
+    assert all(type(value) in (int, float, bool) for value in window.state_dict().values())
+
+
+def test_loading_forgets_the_micro_batch_in_progress():
+    window = Window(steps=2)
+    state = window.state_dict()
+    window.weigh(5)
+    window.last = True
+    window.load_state_dict(state)
+    assert window.pending is None
+    assert not window.last
+
+
+# Another unit.
+
+
+@given(st.lists(st.integers(1, 1000).map(float), min_size=2, max_size=8), st.floats(1e-3, 1e5))
+def test_another_unit_changes_the_sum_and_the_divisor_alike(weights, unit):
+    window = Window(steps=len(weights))
+    total = 0.0
+    for index, weight in enumerate(weights):
+        if index == 1:
+            total *= window.rescale(unit)
+        total += window.weigh(weight) * index  # the index serves as a gradient
+        window.add()
+    expected = sum(weight * index for index, weight in enumerate(weights)) / sum(weights)
+    assert total / window.divisor == pytest.approx(expected, rel=1e-12)
+
+
+def test_another_unit_for_an_empty_window_is_free():
+    window = Window(steps=2)
+    assert window.rescale(64.0) == 1.0
+    assert window.weigh(32) == 0.5
+
+
+# What users pass.
+
+
+class Scalar:
+    """As a tensor of one element behaves."""
+
+    def __init__(self, value):
+        self._value = value
+
+    def item(self):
+        return self._value
+
+    def __float__(self):
+        return float(self._value)
+
+
+@pytest.mark.parametrize("weight", [0, 7, 2.5, np.float32(2.5), np.int64(3), np.array(4.0), Fraction(1, 2), Scalar(3)])
+def test_a_weight_is_any_finite_number(weight):
+    assert checked_weight(weight) == float(weight)
+    assert type(checked_weight(weight)) is float
+
+
+@pytest.mark.parametrize("weight", [-1, -1e-9, math.nan, math.inf, -math.inf, np.float32("nan"), Scalar(math.nan)])
+def test_a_weight_that_is_negative_or_not_finite_is_refused(weight):
+    with pytest.raises(ValueError, match=r"A weight must be a finite number >= 0. Received: weight="):
+        checked_weight(weight)
+
+
+@pytest.mark.parametrize("weight", ["8", True, False, None, [8], (8,), {8}, 1j, object(), np.arange(3), np.array([])])
+def test_a_weight_that_is_no_number_is_refused(weight):
+    with pytest.raises(TypeError, match=r"A weight must be a finite number >= 0. Received: weight="):
+        checked_weight(weight)
+
+
+@pytest.mark.parametrize("weight", [-1, math.nan, "8"])
+def test_a_refused_weight_leaves_the_window_as_it_was(weight):
+    window = Window(steps=3)
+    fill(window, [5])
+    before = window.state_dict()
+    with pytest.raises((TypeError, ValueError)):
+        window.weigh(weight)
+    assert window.state_dict() == before
+    assert window.pending is None
+
+
+def test_a_reduction_is_mean_or_sum():
+    assert [checked_reduction("mean"), checked_reduction("sum")] == ["mean", "sum"]
+    for wrong in ("none", "Mean", None, 1, ["mean"]):
+        with pytest.raises(ValueError, match=r'`reduction` must be "mean" or "sum". Received: reduction='):
+            checked_reduction(wrong)
+
+
+def test_a_window_shows_itself():
+    window = Window(steps=4)
+    fill(window, [8, 8])
+    assert repr(window) == "Window(2 of 4 micro-batches, weight=16)"

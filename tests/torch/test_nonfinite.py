@@ -1,0 +1,286 @@
+"""NaN in the first, middle and last micro-batch, under each policy; overflows under GradScaler."""
+
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+
+import gradaccum.torch
+from gradaccum import WindowError
+from tests.reference import FLOAT64, relative_error, torch_updates
+from tests.torch.problems import adam, join, mse, network, regression, sgd, split
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+SIZES = [2, 3, 1, 4, 2, 2, 1, 3]
+POSITIONS = pytest.mark.parametrize("bad", [0, 1, 3], ids=["first", "middle", "last"])
+
+
+def expected_after(windows, make=sgd):
+    model = network()
+    torch_updates(model, make(model.parameters()), [join(window) for window in windows], mse)
+    return model
+
+
+def run(bad, *, value=float("nan"), make=sgd, epochs=1, **options):
+    """Two windows of four; micro-batch `bad` of the first has a poisoned loss."""
+    micro_batches = split(regression(sum(SIZES)), SIZES)
+    model = network()
+    optimizer = gradaccum.torch.optim.Optimizer(make(model.parameters()), steps=4, **options)
+    updated = []
+    for index, (x, y) in enumerate(optimizer.batches(micro_batches)):
+        optimizer.zero_grad()
+        optimizer.backward(mse(model, x, y) * (value if index == bad else 1.0), weight=len(x))
+        optimizer.step()
+        updated.append(optimizer.updated)
+    return model, optimizer, micro_batches, updated
+
+
+@POSITIONS
+def test_propagate_does_what_a_plain_loop_does(bad):
+    model, optimizer, _, _ = run(bad)
+    assert optimizer.updates == 2
+    assert all(p.isnan().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@POSITIONS
+def test_skip_window_makes_no_update_and_forgets_the_poison(bad, value, caplog):
+    model, optimizer, micro_batches, updated = run(bad, value=value, nonfinite="skip_window", make=adam)
+    assert [index for index, made in enumerate(updated) if made] == [7]
+    assert optimizer.updates == 1
+    assert "not finite" in caplog.text
+    assert relative_error(model.parameters(), expected_after([micro_batches[4:]], adam).parameters()) <= FLOAT64
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@POSITIONS
+def test_skip_micro_batch_keeps_the_other_rows_exact(bad, value, caplog):
+    model, optimizer, micro_batches, _ = run(bad, value=value, nonfinite="skip_micro_batch", make=adam)
+    assert optimizer.updates == 2
+    assert "Left out 1 of 4 micro-batches" in caplog.text
+    good = [batch for index, batch in enumerate(micro_batches[:4]) if index != bad]
+    expected = expected_after([good, micro_batches[4:]], adam)
+    assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+    assert optimizer.loss.isfinite()
+
+
+def test_skip_micro_batch_reports_the_loss_of_the_rows_that_count():
+    micro_batches = split(regression(6), [2, 3, 1])
+    model = network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3, nonfinite="skip_micro_batch")
+    for index, (x, y) in enumerate(micro_batches):
+        optimizer.zero_grad()
+        optimizer.backward(mse(model, x, y) * (float("nan") if index == 1 else 1), weight=len(x))
+        optimizer.step()
+    good = join([micro_batches[0], micro_batches[2]])
+    assert optimizer.loss.item() == pytest.approx(mse(network(), *good).item(), rel=1e-12)
+
+
+def test_skip_micro_batch_with_nothing_left_makes_no_update():
+    model = network()
+    before = [p.clone() for p in model.parameters()]
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2, nonfinite="skip_micro_batch")
+    for _ in range(2):
+        optimizer.zero_grad()
+        (mse(model, *regression(3)) * float("nan")).backward()
+        optimizer.step()
+    assert not optimizer.updated
+    assert relative_error(model.parameters(), before) == 0
+
+
+def test_skip_micro_batch_with_plain_backward_and_ragged_batches():
+    micro_batches = split(regression(sum(SIZES)), SIZES)
+    model = network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=4, nonfinite="skip_micro_batch")
+    for index, (x, y) in enumerate(optimizer.batches(micro_batches)):
+        optimizer.zero_grad()
+        (mse(model, x, y) * (float("inf") if index == 2 else 1.0)).backward()
+        optimizer.step()
+    expected = expected_after([[micro_batches[i] for i in (0, 1, 3)], micro_batches[4:]])
+    assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="skip_window.*Received: nonfinite='ignore'"):
+        gradaccum.torch.optim.Optimizer(sgd(network().parameters()), steps=2, nonfinite="ignore")
+
+
+class TestGradScaler:
+    """`scaler.step` and `scaler.update` on every micro-batch, as in the plain loop."""
+
+    @staticmethod
+    def run(scaler, *, overflow=None, steps=4, update=True, make=sgd, explicit=False, before_step=None, **options):
+        micro_batches = split(regression(sum(SIZES)), SIZES)
+        model = network()
+        optimizer = gradaccum.torch.optim.Optimizer(make(model.parameters()), steps=steps, **options)
+        scales = []
+        for index, (x, y) in enumerate(optimizer.batches(micro_batches)):
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+            loss = scaler.scale(mse(model, x, y) * (float("inf") if index == overflow else 1.0))
+            optimizer.backward(loss) if explicit else loss.backward()
+            if before_step is not None:
+                before_step(scaler, optimizer)
+            scaler.step(optimizer)
+            if update:
+                scaler.update()
+        scales.append(scaler.get_scale())
+        return model, optimizer, micro_batches, scales
+
+    @pytest.mark.parametrize("explicit", [True, False])
+    def test_windows_survive_a_scale_that_grows_inside_them(self, explicit):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+        model, optimizer, micro_batches, scales = self.run(scaler, explicit=explicit)
+        assert scales == [8, 8, 8, 16, 16, 16, 32, 32, 32]
+        assert optimizer.updates == 2
+        expected = expected_after([micro_batches[:4], micro_batches[4:]])
+        assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+        if explicit:
+            fresh = expected_after([micro_batches[:4]])
+            assert optimizer.loss.item() == pytest.approx(mse(fresh, *join(micro_batches[4:])).item(), rel=1e-12)
+
+    @POSITIONS
+    def test_an_overflow_costs_one_window_and_one_halving(self, bad):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        model, optimizer, micro_batches, scales = self.run(scaler, overflow=bad, make=adam)
+        assert scales[-1] == 512
+        assert optimizer.updates == 1
+        expected = expected_after([micro_batches[4:]], adam)
+        assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+
+    @POSITIONS
+    def test_an_overflow_while_the_scale_grows(self, bad):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        model, optimizer, micro_batches, scales = self.run(scaler, overflow=bad)
+        assert sum(after < before for before, after in itertools.pairwise(scales)) == 1
+        assert optimizer.updates == 1
+        expected = expected_after([micro_batches[4:]])
+        assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+
+    @POSITIONS
+    def test_skip_micro_batch_costs_one_micro_batch_and_one_halving(self, bad):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        model, _, micro_batches, scales = self.run(scaler, overflow=bad, nonfinite="skip_micro_batch")
+        assert scales[-1] == 512
+        good = [batch for index, batch in enumerate(micro_batches[:4]) if index != bad]
+        expected = expected_after([good, micro_batches[4:]])
+        assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+
+    def test_one_step_windows_are_the_plain_loop(self):
+        model, optimizer, micro_batches, _ = self.run(
+            torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2), steps=1, overflow=3
+        )
+        assert optimizer.updates == len(SIZES) - 1
+        expected = expected_after([[b] for index, b in enumerate(micro_batches) if index != 3])
+        assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+
+    def test_unscaling_as_the_window_closes_is_exact(self):
+        def unscale(scaler, optimizer):
+            if optimizer.closes_next:
+                scaler.unscale_(optimizer)
+
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+        model, _, micro_batches, _ = self.run(scaler, before_step=unscale)
+        expected = expected_after([micro_batches[:4], micro_batches[4:]])
+        assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+
+    def test_unscaling_inside_an_open_window_is_named(self):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        with pytest.raises(WindowError, match="closes_next"):
+            self.run(scaler, before_step=lambda scaler, optimizer: scaler.unscale_(optimizer))
+
+    def test_clipping_sees_the_unscaled_mean(self):
+        scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+        model, optimizer, micro_batches, _ = self.run(scaler, clip_grad_norm=0.1)
+        expected = network()
+        large = [join(micro_batches[:4]), join(micro_batches[4:])]
+        torch_updates(expected, sgd(expected.parameters()), large, mse, clip_grad_norm=0.1)
+        assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+        assert optimizer.grad_norm > 0.1
+
+    def test_a_skipped_micro_batch_after_an_overflow_does_not_halve_again(self):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        model = network()
+        optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=4)
+        for index, (x, y) in enumerate(split(regression(8), [2] * 4)):
+            optimizer.zero_grad()
+            value = float("inf") if index == 0 else 1.0
+            optimizer.backward(scaler.scale(mse(model, x, y) * value), weight=0 if index == 1 else 2)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 512
+        assert optimizer.updates == 0
+
+    def test_a_disabled_scaler_changes_nothing(self):
+        model, _, micro_batches, _ = self.run(torch.amp.GradScaler("cpu", enabled=False))
+        expected = expected_after([micro_batches[:4], micro_batches[4:]])
+        assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+
+    def test_a_window_resumes_under_a_scaler_bit_for_bit(self):
+        micro_batches = split(regression(8), [2] * 4)
+
+        def start():
+            model = network()
+            optimizer = gradaccum.torch.optim.Optimizer(adam(model.parameters()), steps=4)
+            return model, optimizer, torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+
+        def train(model, optimizer, scaler, batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                scaler.scale(mse(model, x, y)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+        straight = start()
+        train(*straight, micro_batches)
+        first = start()
+        train(*first, micro_batches[:2])  # the scale has just doubled
+        resumed = start()
+        for new, old in zip(resumed, first, strict=True):
+            new.load_state_dict(old.state_dict())
+        train(*resumed, micro_batches[2:])
+        assert resumed[1].updates == 1
+        assert relative_error(resumed[0].parameters(), straight[0].parameters()) == 0
+
+    def test_a_resumed_window_can_be_flushed_at_once(self):
+        micro_batches = split(regression(4), [2, 2])
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        model = network()
+        optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
+        for x, y in micro_batches:
+            scaler.scale(mse(model, x, y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        other = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
+        other.load_state_dict(optimizer.state_dict())
+        assert other.flush()
+        assert relative_error(model.parameters(), expected_after([micro_batches]).parameters()) <= FLOAT64
+
+    def test_the_scaler_does_not_keep_the_wrapper_alive(self):
+        model, optimizer, _, _ = self.run(torch.amp.GradScaler("cpu", init_scale=8.0))
+        gone = weakref.ref(optimizer)
+        del optimizer
+        gc.collect()
+        assert gone() is None
+        mse(model, *regression(2)).backward()
+
+    def test_an_overflow_survives_a_resume(self):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        model = network()
+        optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2)
+        x, y = regression(2)
+        scaler.scale(mse(model, x, y) * float("inf")).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        other = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2)
+        other.load_state_dict(optimizer.state_dict())
+        other.zero_grad()
+        scaler.scale(mse(model, x, y)).backward()
+        scaler.step(other)
+        scaler.update()
+        assert not other.updated
+        assert other.micro_batches == 0
+        assert relative_error(model.parameters(), network().parameters()) == 0

@@ -1,0 +1,190 @@
+"""Misuse of an open window, and bad arguments: a clear error, parameters and optimizer state untouched."""
+
+import pytest
+import torch
+from torch import nn
+
+import gradaccum.torch
+from gradaccum import WindowError
+from tests.reference import FLOAT64, relative_error, torch_updates
+from tests.torch.problems import adam, join, mse, network, regression, sgd, split
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+@pytest.fixture
+def opened():
+    """A window of 3 with one micro-batch in it, and what must not change."""
+    model = network()
+    optimizer = gradaccum.torch.optim.Optimizer(adam(model.parameters()), steps=3)
+    before = [p.detach().clone() for p in model.parameters()]
+    mse(model, *regression(2)).backward()
+    optimizer.step()
+    yield model, optimizer
+    assert relative_error(model.parameters(), before) == 0
+    assert not optimizer.inner.state
+
+
+def backward(model):
+    mse(model, *regression(2)).backward()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+        lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.1),
+        lambda model: [p.grad.mul_(2) for p in model.parameters()],
+    ],
+    ids=["clip_grad_norm_", "clip_grad_value_", "by hand"],
+)
+@pytest.mark.parametrize("when", ["after step", "before step", "as it closes"])
+def test_editing_gradients_inside_an_open_window_is_named(opened, edit, when):
+    model, optimizer = opened
+    if when == "as it closes":
+        backward(model)
+        optimizer.step()
+    if when == "after step":
+        edit(model)
+    backward(model)
+    if when != "after step":
+        edit(model)
+    with pytest.raises(WindowError, match="edited inside an open window.*clip_grad_norm="):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_model_zero_grad_inside_an_open_window_is_named(opened, set_to_none):
+    model, optimizer = opened
+    model.zero_grad(set_to_none)
+    backward(model)
+    with pytest.raises(WindowError, match=r"(cleared|edited).*optimizer.zero_grad|edited"):
+        optimizer.step()
+
+
+def test_clipping_by_hand_in_a_window_of_one_is_the_plain_loop():
+    model, expected = network(), network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    torch_updates(expected, sgd(expected.parameters()), [regression(2)] * 3, mse, clip_grad_norm=0.1)
+    assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+
+
+def test_changing_steps_inside_an_open_window_is_refused(opened):
+    _, optimizer = opened
+    with pytest.raises(WindowError, match=r"holds 1 of its 3 micro-batches.*steps=5"):
+        optimizer.steps = 5
+    assert optimizer.steps == 3
+
+
+def test_steps_can_be_set_between_windows():
+    micro_batches = split(regression(10), [2] * 5)
+    model, expected = network(), network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2)
+    for index, (x, y) in enumerate(optimizer.batches(micro_batches)):
+        if index == 2:
+            optimizer.steps = 3
+        optimizer.zero_grad()
+        mse(model, x, y).backward()
+        optimizer.step()
+    torch_updates(expected, sgd(expected.parameters()), [join(micro_batches[:2]), join(micro_batches[2:])], mse)
+    assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+
+
+def test_a_backward_pass_that_fails_leaves_no_half_window_unnoticed(opened):
+    model, optimizer = opened
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise torch.OutOfMemoryError("no room")
+
+    x = torch.ones(2, 5)
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.backward(model[2](Fails.apply(model[0](x))).mean())
+    for call in (optimizer.step, optimizer.flush, lambda: optimizer.backward(model(x).mean())):
+        with pytest.raises(WindowError, match=r"OutOfMemoryError.*discard\(\)"):
+            call()
+    optimizer.discard()
+    assert optimizer.micro_batches == 0
+    assert all(p.grad is None for p in model.parameters())
+    optimizer.backward(model(x).mean())
+
+
+def test_mixing_weighed_and_plain_backward_passes_is_named(opened):
+    model, optimizer = opened
+    optimizer.discard()
+    optimizer.backward(mse(model, *regression(7)), weight=7)
+    optimizer.step()
+    backward(model)
+    with pytest.raises(WindowError, match="Use one of the two"):
+        optimizer.step()
+
+
+def test_flush_with_a_backward_pass_but_no_step_is_named(opened):
+    model, optimizer = opened
+    backward(model)
+    with pytest.raises(WindowError, match=r"Call step\(\)"):
+        optimizer.flush()
+
+
+@pytest.mark.parametrize("steps", [0, -1, {}, {2: 4}, {0: 0}, {0: 4, -1: 2}])
+def test_a_wrong_number_of_steps_is_a_value_error(steps):
+    with pytest.raises(ValueError, match=r"Received: steps="):
+        gradaccum.torch.optim.Optimizer(sgd(network().parameters()), steps=steps)
+
+
+@pytest.mark.parametrize("steps", [2.5, True, "4", None, {0: 2.5}, {"0": 4}, {0: True}])
+def test_a_wrong_type_of_steps_is_a_type_error(steps):
+    with pytest.raises(TypeError, match=r"Received: steps="):
+        gradaccum.torch.optim.Optimizer(sgd(network().parameters()), steps=steps)
+
+
+def test_a_callables_wrong_answer_is_named():
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(network().parameters()), steps=lambda epoch, update: 0)
+    with pytest.raises(ValueError, match="0 from the callable at epoch=0, update=0"):
+        optimizer.step()
+
+
+def test_something_else_than_an_optimizer_is_refused():
+    model = network()
+    with pytest.raises(TypeError, match="must be a torch.optim.Optimizer. Received: Sequential"):
+        gradaccum.torch.optim.Optimizer(model, steps=4)
+    with pytest.raises(TypeError, match="Received: type"):
+        gradaccum.torch.optim.Optimizer(torch.optim.Adam, steps=4)
+
+
+def test_wrapping_twice_is_refused():
+    optimizer = gradaccum.torch.optim.SGD(network().parameters(), lr=0.1, steps=4)
+    with pytest.raises(ValueError, match="wrapped already"):
+        gradaccum.torch.optim.Optimizer(optimizer, steps=2)
+
+
+def test_a_missing_steps_is_named():
+    with pytest.raises(TypeError, match="`steps` is missing: Adam"):
+        gradaccum.torch.optim.Adam(network().parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"reduction": "none"}, ValueError),
+        ({"clip_grad_norm": 0}, ValueError),
+        ({"clip_grad_norm": float("nan")}, ValueError),
+        ({"clip_grad_norm": "1"}, TypeError),
+        ({"sync": "never"}, ValueError),
+        ({"model": torch.optim}, TypeError),
+    ],
+)
+def test_a_wrong_option_is_refused(options, error):
+    (name,) = options
+    with pytest.raises(error, match=name):
+        gradaccum.torch.optim.Optimizer(sgd(network().parameters()), steps=2, **options)
