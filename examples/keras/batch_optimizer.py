@@ -14,12 +14,12 @@ import os
 
 os.environ.setdefault("JAX_ENABLE_X64", "1")  # JAX has no float64 otherwise
 
-import keras  # noqa: E402  # JAX reads the environment when it starts
-import numpy as np  # noqa: E402
+import keras  # JAX reads the environment when it starts
+import numpy as np
 
-import gradaccum.keras  # noqa: E402
-from gradaccum.demo.data import Data, load  # noqa: E402
-from gradaccum.demo.progress import Progress  # noqa: E402
+import gradaccum.keras
+from gradaccum.demo.data import Data, load
+from gradaccum.demo.progress import Progress
 
 SIZES = [(16, 256), (32, 128), (12, 240), (30, 120)]  # maximum and desired batch size
 

@@ -1,7 +1,7 @@
 """A multi-layer perceptron on FashionMNIST, with gradients accumulated over micro-batches that fit.
 
-    KERAS_BACKEND=jax python examples/keras/mlp.py            # tensorflow, jax or torch
-    KERAS_BACKEND=jax python examples/keras/mlp.py --quick    # some seconds on scikit-learn's digits
+KERAS_BACKEND=jax python examples/keras/mlp.py            # tensorflow, jax or torch
+KERAS_BACKEND=jax python examples/keras/mlp.py --quick    # some seconds on scikit-learn's digits
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from tests.reference import relative_error
 
 def trained(optimizer, batches):
     model = network()
-    model.compile(optimizer=optimizer, loss="mse")
+    model.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError())
     for batch in batches:
         model.train_on_batch(*batch)
     return model

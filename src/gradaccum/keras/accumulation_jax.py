@@ -12,7 +12,7 @@ from jax import numpy as jnp
 
 from gradaccum.keras.counts import Counts
 
-__all__ = ["accumulate", "beside", "close", "host", "replica"]
+__all__ = ["accumulate", "beside", "close", "host", "put", "replica", "total"]
 
 
 def accumulate(optimizer: Any, gradients: list[Any], rows: Any) -> None:
@@ -110,3 +110,13 @@ host = contextlib.nullcontext
 def beside(optimizer: Any, variable: Any) -> Any:
     """Where the variables that go with this one are made."""
     return contextlib.nullcontext()
+
+
+def total(variable: Any) -> Any:
+    """A sum over all replicas."""
+    return variable.value
+
+
+def put(variable: Any, value: Any) -> None:
+    """Let the replicas' sums add up to this."""
+    variable.assign(value)

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from gradaccum.keras.counts import Counts
 
-__all__ = ["accumulate", "beside", "close", "host", "replica"]
+__all__ = ["accumulate", "beside", "close", "host", "put", "replica", "total"]
 
 
 def accumulate(optimizer: Any, gradients: list[Any], rows: Any) -> None:
@@ -151,3 +151,20 @@ host = contextlib.nullcontext
 def beside(optimizer: Any, variable: Any) -> Any:
     """Where the variables that go with this one are made."""
     return optimizer._distribution_strategy.extended.colocate_vars_with(getattr(variable, "value", variable))
+
+
+def total(variable: Any) -> Any:
+    """A sum over all replicas."""
+    return tf.add_n([tf.convert_to_tensor(part) for part in _parts(variable)])
+
+
+def put(variable: Any, value: Any) -> None:
+    """Let the replicas' sums add up to this."""
+    first, *others = _parts(variable)
+    first.assign(value)
+    for part in others:
+        part.assign(tf.zeros(part.shape, part.dtype))
+
+
+def _parts(variable: Any) -> list[Any]:
+    return list(getattr(variable.value, "values", [variable.value]))

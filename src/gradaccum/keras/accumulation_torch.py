@@ -10,7 +10,7 @@ import torch
 
 from gradaccum.keras.counts import Counts
 
-__all__ = ["accumulate", "beside", "close", "host", "replica"]
+__all__ = ["accumulate", "beside", "close", "host", "put", "replica", "total"]
 
 
 @torch.no_grad()
@@ -81,3 +81,13 @@ def host() -> Any:
 def beside(optimizer: Any, variable: Any) -> Any:
     """Where the variables that go with this one are made."""
     return contextlib.nullcontext()
+
+
+def total(variable: Any) -> Any:
+    """A sum over all replicas."""
+    return variable.value
+
+
+def put(variable: Any, value: Any) -> None:
+    """Let the replicas' sums add up to this."""
+    variable.assign(value)

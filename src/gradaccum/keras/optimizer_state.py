@@ -8,6 +8,7 @@ import numpy as np
 from keras import ops
 
 from gradaccum.errors import WindowError
+from gradaccum.keras.backends import accumulation
 from gradaccum.keras.counts import Counts
 
 __all__ = ["load", "save"]
@@ -24,7 +25,7 @@ def save(optimizer: Any, store: Any) -> None:
     store[COUNTS] = ops.convert_to_numpy(optimizer._counts.value)
     store[TOUCHED] = ops.convert_to_numpy(optimizer._touched.value)
     for index, total in enumerate(optimizer._sums):
-        store[f"{SUM}{index}"] = sum(ops.convert_to_numpy(getattr(part, "value", part)) for part in _parts(total))
+        store[f"{SUM}{index}"] = ops.convert_to_numpy(accumulation.total(total))
 
 
 def load(optimizer: Any, store: Any) -> None:
@@ -53,10 +54,7 @@ def load(optimizer: Any, store: Any) -> None:
     optimizer._write_counts(counts)
     optimizer._touched.assign(np.asarray(store[TOUCHED]))
     for index, total in enumerate(optimizer._sums):
-        first, *others = _parts(total)
-        first.assign(np.asarray(store[f"{SUM}{index}"]))
-        for part in others:
-            part.assign(ops.zeros(total.shape, total.dtype))
+        accumulation.put(total, np.asarray(store[f"{SUM}{index}"]))
 
 
 def _check(optimizer: Any, counts: Counts, store: Any) -> None:
@@ -87,8 +85,3 @@ def _words(settings: Any) -> str:
     if settings and len(settings[0]) == 3:
         return "maximum_batch_size={}, desired_batch_size={}, train_size={}".format(*settings[0])
     return f"steps={dict(settings)}" if settings else "a callable `steps`"
-
-
-def _parts(variable: Any) -> list[Any]:
-    """A variable's values, one per replica; on a single device itself."""
-    return list(getattr(variable.value, "values", [])) or [variable]

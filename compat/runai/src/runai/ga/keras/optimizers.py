@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import gradaccum.keras.optimizers
 import keras
+
+import gradaccum.keras.optimizers
 from runai.ga.window import Window
 
 __all__ = ["Optimizer"]

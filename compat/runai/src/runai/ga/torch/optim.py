@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import gradaccum.torch.optim
 import torch
+
+import gradaccum.torch.optim
 from runai.ga.window import Window
 
 __all__ = ["Optimizer"]
