@@ -82,7 +82,8 @@ def _tensor(gradient: Any) -> Any:
 
 def train_by_hand(optimizer: Any, variables: list[Any], gradients: Sequence[Sequence[Any]], by: str = "") -> None:
     """Give the optimizer one list of gradients after the other, in the custom loop of the backend."""
-    optimizer.build(variables)
+    if not optimizer.built:
+        optimizer.build(variables)
     tensors = [[None if g is None else _tensor(g) for g in some] for some in gradients]
     if BACKEND == "jax" and by != "eager":
         import jax

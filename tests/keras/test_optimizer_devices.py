@@ -6,7 +6,19 @@ import pytest
 
 from gradaccum.keras.callbacks import GradientAccumulation
 from gradaccum.keras.optimizers import BatchOptimizer, Optimizer
-from tests.keras.problems import BACKEND, adam, error, join, network, plain, regression, sgd, split, variables_like
+from tests.keras.problems import (
+    BACKEND,
+    adam,
+    error,
+    join,
+    network,
+    plain,
+    regression,
+    sgd,
+    split,
+    train_by_hand,
+    variables_like,
+)
 from tests.keras.test_optimizer import SHAPES, means, micro_gradients
 from tests.reference import keras_updates, relative_error
 
@@ -16,9 +28,8 @@ tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow
 
 def drive(optimizer, variables, gradients):
     """Scaled gradients, as a training step of `mixed_float16` makes them."""
-    from tests.keras.problems import train_by_hand
-
-    optimizer.build(variables)
+    if not optimizer.built:
+        optimizer.build(variables)
     for some in gradients:
         scale = float(keras.ops.convert_to_numpy(optimizer.scale_loss(keras.ops.convert_to_tensor(1.0))))
         train_by_hand(optimizer, variables, [[gradient * scale for gradient in some]])

@@ -227,7 +227,7 @@ def test_a_custom_train_step_is_weighed_by_its_rows_too(fit_bound):
 
     class Custom(keras.Model):
         def train_step(self, data):
-            x, y = data
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
             with tf.GradientTape() as tape:
                 loss = self.compute_loss(y=y, y_pred=self(x, training=True))
             weights = self.trainable_weights
