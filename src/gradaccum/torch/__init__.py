@@ -2,6 +2,7 @@
 
 from gradaccum.torch import optim
 from gradaccum.torch.chunked import chunked
+from gradaccum.torch.suggest import suggest_micro_batch_size
 from gradaccum.torch.train_step import TrainStep
 
-__all__ = ["TrainStep", "chunked", "optim"]
+__all__ = ["TrainStep", "chunked", "optim", "suggest_micro_batch_size"]
