@@ -87,6 +87,17 @@ def test_show_is_coloured_on_a_terminal(monkeypatch):
         assert part in shown, f"{part!r} is missing, or was taken for markup"
 
 
+def test_a_narrow_terminal_loses_no_digit(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for columns in (80, 24):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        file = Terminal()
+        Report("A", [Table(["run", "some long name"], [["a long name of a run", 1.25e-07]] * 2)]).show(file)
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())
+        assert "…" not in shown
+        assert max(map(len, shown.splitlines())) <= columns
+
+
 def test_no_color_is_heeded(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("NO_COLOR", "1")

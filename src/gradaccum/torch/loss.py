@@ -216,6 +216,8 @@ class Part(NamedTuple):
     """What to call `backward()` on; None where the micro-batch weighs nothing, so that there is nothing to add."""
     weight: Weight | None = None
     """What `compute_loss` said it weighs; None where the total is known beforehand."""
+    share: Weight | None = None
+    """Its part of that total; None where there is none."""
 
 
 class Tally:
@@ -237,6 +239,17 @@ class Tally:
     def divisor(self) -> Weight | None:
         """What the summed gradients are to be divided by; None where they are complete as they are."""
         return self._divisor
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the finished gradient is that of a mean, not of a sum."""
+        return self.total is not None or self._divisor is not None
+
+    def multiple(self, part: Part, rows: int) -> Weight:
+        """What the gradient of the first part, which has just been added, is a multiple of its mean gradient by."""
+        if self._divisor is not None:
+            return self._divisor
+        return float(rows) if part.share is None else part.share
 
     @property
     def empty(self) -> bool:
@@ -275,10 +288,13 @@ class Tally:
         if self._divisor is not None:
             raise ValueError("`compute_loss` must return (loss, weight) always or never. Received: both in one batch.")
         if objective.reduction == "sum" or summed:
-            return Part(loss if self.total is None else _times(loss, _ratio(1.0, self.total)))
+            if self.total is None:
+                return Part(loss)
+            assert weight is not None
+            return Part(_times(loss, _ratio(1.0, self.total)), share=_ratio(weight, self.total))
         assert weight is not None
         assert self.total is not None
-        return Part(_weighed(loss, weight, self.total))
+        return Part(_weighed(loss, weight, self.total), share=_ratio(weight, self.total))
 
     def add(self, part: Part) -> None:
         """The gradient of this part is in."""

@@ -16,12 +16,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from gradaccum.noise import NoiseScale
 from gradaccum.torch.additivity import verify_additivity
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.torch.batch import BatchDims, per_row_leaves
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms
 from gradaccum.torch.loss import Objective, Tally
 from gradaccum.torch.memory import Gauge, is_out_of_memory, parse_bytes
+from gradaccum.torch.noise import NoiseMeter
 from gradaccum.torch.pieces import Piece, Rows, TokenBudget, Tokens
 from gradaccum.torch.shapes import Sizers
 from gradaccum.torch.tokens import Left, extents, trimmed, verified_left
@@ -64,7 +66,7 @@ class TrainStep:
         batch_norm: What is done about BatchNorm: `"warn"`, `"micro"` (as is, silent), `"pooled"` (statistics once per
             update, pooled over the window), `"frozen"`, or `"exact"`.
         memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
-        noise_scale: Measure the gradient noise scale.
+        noise_scale: Measure the gradient noise scale while training, for `noise_scale`.
         verify: Check at the first update, on a few rows, that the loss is additive over rows with these weights.
 
     Raises:
@@ -126,6 +128,7 @@ class TrainStep:
             clip_grad_norm=checked_norm(clip_grad_norm),
             scaler=scaler,
             accumulate_dtype=checked_dtype(accumulate_dtype),
+            noise=NoiseMeter() if noise_scale else None,
         )
         self.gauge = Gauge(self.objective.device, parse_bytes(memory_limit))
         if self._whole is not None and micro_batch_size == "auto":
@@ -149,6 +152,17 @@ class TrainStep:
     def grad_norm(self) -> Tensor | None:
         """The 2-norm of the last finished gradient before clipping, a tensor; None without `clip_grad_norm`."""
         return self.update.grad_norm
+
+    @property
+    def noise_scale(self) -> NoiseScale:
+        """How many rows an update can use, measured over the last 500 updates; reading it waits for the device.
+
+        Raises:
+            ValueError: It is not measured.
+        """
+        if self.update.noise is None:
+            raise ValueError("The noise scale is not measured. Pass noise_scale=True to TrainStep.")
+        return self.update.noise.estimate()
 
     def __call__(self, *batch: Any) -> Tensor:
         """Make one update with this batch. Returns the large batch's loss, a detached scalar on the device.
@@ -191,7 +205,7 @@ class TrainStep:
                     for piece in plan:
                         self._run(piece, batch, tally, plan)
             if not tally.empty:
-                self.update.finish(tally.divisor)
+                self.update.finish(tally.divisor, rows, mean=tally.is_mean)
         except BaseException:
             self.update.clear()
             self._transaction.restore(start)
@@ -270,6 +284,8 @@ class TrainStep:
         if part.loss is not None:
             self.update.scale(part.loss).backward()
         tally.add(part)
+        if part.loss is not None:
+            self.update.measure(tally.multiple(part, piece.size), piece.size)
         self._transaction.commit()
         self.batch_norm.commit()
         if measuring:

@@ -1,0 +1,61 @@
+"""The backend is that of the process (`KERAS_BACKEND`): each one's tests run in a process of their own."""
+
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+BACKEND = os.environ["KERAS_BACKEND"]
+if BACKEND == "jax":  # before JAX starts: two devices to train on at once
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=2".strip()
+
+import keras  # noqa: E402  # Keras reads the environment when it is imported
+import pytest  # noqa: E402
+
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+
+
+# Warnings of the frameworks' own making, about each other; all others are errors.
+IGNORED = ["ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"]
+
+
+def pytest_configure(config):
+    for line in IGNORED:
+        config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture(autouse=True)
+def leave_keras_as_found():
+    keras.utils.set_random_seed(0)
+    yield
+    keras.backend.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+    keras.backend.clear_session()
+
+
+@pytest.fixture
+def bound():
+    """Double precision, where the backend's optimizers have it; and the relative error that is then allowed."""
+    if BACKEND == "jax":
+        return 1e-6
+    keras.backend.set_floatx("float64")
+    return 1e-12
+
+
+@pytest.fixture
+def fit_bound():
+    """The same for whole models. Keras' layers and losses on PyTorch compute in single precision at places."""
+    if BACKEND != "tensorflow":
+        return 1e-6
+    keras.backend.set_floatx("float64")
+    return 1e-12
+
+
+@pytest.fixture
+def float64(fit_bound):
+    """The widest floats there are, and the error that is then allowed."""
+    return fit_bound
