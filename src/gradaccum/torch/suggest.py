@@ -17,12 +17,16 @@ from gradaccum.torch.loss import Objective
 from gradaccum.torch.memory import Gauge, parse_bytes
 from gradaccum.torch.trace import batch_bytes, bytes_of, micro_batch_peak, optimizer_bytes
 
-__all__ = ["MARGIN", "SizeEstimate", "estimate_size", "suggest_micro_batch_size"]
+__all__ = ["MARGIN", "DoesNotFit", "SizeEstimate", "estimate_size", "suggest_micro_batch_size"]
 
 logger = logging.getLogger("gradaccum")
 
 MARGIN = 0.1
 """The part of the limit that is left free: allocators round up, kernels have workspaces, a CUDA context takes some."""
+
+
+class DoesNotFit(ValueError):
+    """Not even one row fits."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def suggest_micro_batch_size(model: nn.Module, batch: Any, **keywords: Any) -> i
         Rows, at most those of the batch.
 
     Raises:
-        ValueError: Not even one row fits.
+        DoesNotFit: Not even one row fits; a ValueError.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 10))
@@ -102,7 +106,7 @@ def estimate_size(
         margin: The part of the limit to leave free, in [0, 1).
 
     Raises:
-        ValueError: Not even one row fits, or an argument is not what it must be.
+        ValueError: Not even one row fits (DoesNotFit), or an argument is not what it must be.
     """
     if not 0 <= margin < 1:
         raise ValueError(f"`margin` must be a number in [0, 1). Received: margin={margin!r}.")
@@ -136,7 +140,7 @@ def estimate_size(
 
     size, needed = _largest(peak, rows, allowed)
     if needed > allowed:
-        raise ValueError(
+        raise DoesNotFit(
             f"Not even a micro-batch of one row fits: it needs about {_readable(needed)}, and "
             f"{_readable(int(allowed))} are there ({100 * margin:.0f} % of {_readable(int(limit))} left free). "
             "Make the model smaller, shard it, or use gradient checkpointing or autocast=torch.bfloat16."
