@@ -29,6 +29,7 @@ def test_an_entry_holds_from_its_epoch_on():
     assert [schedule(epoch) for epoch in range(7)] == [8, 8, 8, 8, 2, 2, 2]
     assert schedule.constant is None
     assert schedule.largest == 8
+    assert Schedule({0: 2, 4: 8}).largest == 8
 
 
 @given(TABLES, st.integers(0, 60))

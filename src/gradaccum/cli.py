@@ -5,6 +5,7 @@ Exit code 0: done; 1: checked and found different; 2: bad input, said in one lin
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import pathlib
 import sys
@@ -134,6 +135,70 @@ def demo(
     for name in ("report.png", "report.html"):
         click.echo(report.save(out / name).resolve())
     context.exit(0 if outcome.ok else DIFFERENT)
+
+
+@commands.command()
+@click.argument("target", required=False, metavar="FILE.py:MAKE")
+@click.option(
+    "--micro-batch-size", type=click.IntRange(min=1), help="Rows of a micro-batch; ragged sizes are tried too."
+)
+@click.option("--device", default="cpu", show_default=True, help="Where to compute, such as cuda.")
+@click.option("--json", is_flag=False, flag_value="-", help="Print the result as JSON, or write it to a file.")
+@click.option("--html", is_flag=False, flag_value="gradaccum-check.html", help="Write a report.")
+@click.pass_context
+def check(
+    context: click.Context,
+    target: str | None,
+    micro_batch_size: int | None,
+    device: str,
+    json: str | None,
+    html: str | None,
+) -> None:
+    """Check that micro-batches give the large batch's gradient, and name what keeps them from it.
+
+    FILE.py:MAKE is a function without arguments that returns (model, batch, loss_fn); in place of loss_fn, it may
+    return a dict of check_equivalence's keywords: {"compute_loss": ..., "weight": ...}.
+
+    Exit code 1 says that they differ.
+    """
+    from gradaccum.user_code import UserCodeError, one_line, subject
+
+    # An option whose value may be left out takes the argument for it.
+    if target is None and html is not None and ":" in html:
+        target, html = html, "gradaccum-check.html"
+    if target is None and json is not None and ":" in json:
+        target, json = json, "-"
+    if target is None:
+        raise BadInput("Name what to check: gradaccum check path/to/file.py:make")
+    for path, ending in ((json, ".json"), (html, ".html")):
+        if path not in (None, "-") and not str(path).lower().endswith(ending):
+            raise BadInput(f"--{ending[1:]} takes a file name that ends in {ending}. Received: {path}.")
+    _require_framework("torch")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the result
+            model, batch, keywords = subject(target)
+            from gradaccum.torch.equivalence import check_equivalence
+
+            result = check_equivalence(
+                model, batch, **{"micro_batch_size": micro_batch_size, **keywords}, device=device
+            )
+    except UserCodeError as error:
+        raise BadInput(str(error)) from None
+    except (TypeError, ValueError) as error:
+        raise BadInput(" ".join(str(error).split())) from None
+    except Exception as error:  # out of the user's model or loss
+        raise BadInput(f"{target}: the model or its loss raised {one_line(error)}") from None
+    try:
+        for path in (json, html):
+            if path not in (None, "-"):
+                result.save(str(path))
+    except OSError as error:
+        raise BadInput(f"{error.filename}: {error.strerror}.") from None
+    if json == "-":
+        click.echo(result.to_json())
+    else:
+        result.report().show()
+    context.exit(0 if result.ok else DIFFERENT)
 
 
 def _require_framework(name: str) -> None:

@@ -63,3 +63,9 @@ def fit_bound(request):
         return 1e-6
     request.getfixturevalue("float64")
     return 1e-12
+
+
+@pytest.fixture
+def float64(fit_bound):
+    """The widest floats there are, and the error that is then allowed."""
+    return fit_bound

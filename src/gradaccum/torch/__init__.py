@@ -1,5 +1,9 @@
 """gradaccum for PyTorch."""
 
 from gradaccum.torch import optim
+from gradaccum.torch.chunked import chunked
+from gradaccum.torch.equivalence import check_equivalence
+from gradaccum.torch.recorder import Recorder
+from gradaccum.torch.train_step import TrainStep
 
-__all__ = ["optim"]
+__all__ = ["Recorder", "TrainStep", "check_equivalence", "chunked", "optim"]

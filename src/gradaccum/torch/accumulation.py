@@ -14,6 +14,7 @@ from gradaccum.errors import WindowError
 from gradaccum.torch.gradients import GradientSum, ScreenedGradientSum, all_finite, clip_norm_, scale_
 from gradaccum.torch.guard import Guard
 from gradaccum.torch.loss_scale import LossScale
+from gradaccum.torch.noise import NoiseMeter
 from gradaccum.window import Reduction, Window
 
 __all__ = ["Accumulation", "Nonfinite", "WindowLoss"]
@@ -21,6 +22,12 @@ __all__ = ["Accumulation", "Nonfinite", "WindowLoss"]
 logger = logging.getLogger("gradaccum")
 
 Nonfinite = Literal["propagate", "skip_window", "skip_micro_batch"]
+
+
+_MIXED = (
+    "Some losses of this window came through backward(loss, weight=...), others through loss.backward(), which cannot "
+    "say what it weighs. Use one of the two for all of them. discard() drops the window."
+)
 
 
 class WindowLoss:
@@ -69,6 +76,7 @@ class Accumulation:
         clip_grad_norm: Largest 2-norm of the finished gradient, or None.
         accumulate_dtype: What narrower parameters' gradients are summed in, or None.
         nonfinite: What to do about NaN and infinity.
+        noise_scale: Whether to measure the noise scale.
     """
 
     def __init__(
@@ -79,8 +87,10 @@ class Accumulation:
         clip_grad_norm: float | None = None,
         accumulate_dtype: torch.dtype | None = None,
         nonfinite: Nonfinite = "propagate",
+        noise_scale: bool | None = None,
     ) -> None:
         self.window = Window(reduction=reduction)
+        self.noise = NoiseMeter() if noise_scale else None
         self.clip_grad_norm = clip_grad_norm
         self.nonfinite = nonfinite
         screened = nonfinite == "skip_micro_batch"
@@ -91,6 +101,7 @@ class Accumulation:
         self.weights: list[float] = []
         self.grad_norm: Tensor | None = None
         self._broken: BaseException | None = None
+        self._factor, self._weighed_arrivals = 1.0, 0
         self.expect_nothing()
 
     # One micro-batch.
@@ -132,11 +143,13 @@ class Accumulation:
             self.loss_scale.rescale_()  # no backward pass will do it
             return
         self.loss.add(window.micro_batches, loss, window.pending, window.pending_given)
+        before = self.guard.arrivals
         try:
             loss.backward(None if factor == 1.0 else torch.full_like(loss, factor), **how)
         except BaseException as error:
             self._broken = error
             raise
+        self._factor, self._weighed_arrivals = factor, self._weighed_arrivals + self.guard.arrivals - before
 
     def add(self, scaled: tuple[Tensor | None, Tensor] | None = None) -> bool:
         """Count the micro-batch. Returns whether the window closes with it.
@@ -149,6 +162,9 @@ class Accumulation:
             self.guard.accept()
         if window.pending is None:
             self._weigh_plain()
+        elif self._factor != 1.0 and self.guard.arrivals != self._weighed_arrivals:
+            raise WindowError(_MIXED)
+        self._weighed_arrivals = 0
         assert window.pending is not None
         if isinstance(self.sums, ScreenedGradientSum):
             self.weights.append(window.pending)
@@ -157,10 +173,20 @@ class Accumulation:
         closes = window.add()
         self._counted = True
         self.sums.add()
+        if self.noise is not None and window.weight > 0:
+            self._measure(self.noise)
         self.guard.next_micro_batch()
         if not closes and self.loss_scale.in_use:
             self.loss_scale.expect_backward()
         return closes
+
+    def _measure(self, noise: NoiseMeter) -> None:
+        """Show the meter the sum so far: unscaled and over the weight, it is the mean of the micro-batches so far."""
+        noise.unit = "rows" if self.window.weights_given or self._expecting else "micro-batches"
+        multiple: float | Tensor = self.window.weight / (self.window.unit or 1.0)
+        if self.loss_scale.scale is not None:
+            multiple = multiple * self.loss_scale.scale
+        noise.micro_batch([g for g in self.sums.held() if g is not None], self.window.weight, multiple)
 
     def skip(self) -> None:
         """The micro-batch that was expected is over, counted or not: if not, it must not have left a gradient."""
@@ -173,10 +199,7 @@ class Accumulation:
         """This micro-batch came through `loss.backward()`, or had no backward pass."""
         window = self.window
         if not self._expecting and window.weights_given and self.guard.arrivals and window.reduction == "mean":
-            raise WindowError(
-                "Earlier micro-batches of this window came through backward(loss, weight=...), this one through "
-                "loss.backward(), which cannot say what it weighs. Use one of the two for all of them."
-            )
+            raise WindowError(_MIXED)
         window.weigh(self._default if self._default_given else None, default=self._default)
 
     def _unscale(self, scale: Tensor | None, found_inf: Tensor) -> None:
@@ -221,6 +244,9 @@ class Accumulation:
         if self.nonfinite == "skip_window" and not all_finite(self.sums.gradients()).item():
             logger.warning("No update: the gradient of this window is not finite")
             return False
+        if self.noise is not None:
+            window = self.window
+            self.noise.window(self.sums.gradients(), window.weight, window.weight / (window.unit or 1.0) / divisor)
         if self.clip_grad_norm is not None:
             self.grad_norm = clip_norm_(self.sums.gradients(), self.clip_grad_norm)
         return True
@@ -243,13 +269,17 @@ class Accumulation:
         self.loss_scale.close()
         self.guard.restart()
         self.weights = []
+        if self.noise is not None:
+            self.noise.restart()
 
     def empty(self, set_to_none: bool = True) -> None:
         """Clear the gradients, too."""
         self.window.forget()
         self.loss_scale.close()
         self.guard.restart()
-        self.weights, self._broken = [], None
+        self.weights, self._broken, self._weighed_arrivals = [], None, 0
+        if self.noise is not None:
+            self.noise.restart()
         self.sums.clear(set_to_none)
 
     # Misuse.

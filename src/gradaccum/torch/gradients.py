@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["GradientSum", "ScreenedGradientSum", "all_finite", "clip_norm_", "scale_"]
+__all__ = ["GradientSum", "ScreenedGradientSum", "all_finite", "clip_norm_", "scale_", "squared_norm"]
 
 
 class GradientSum:
@@ -225,3 +225,13 @@ def clip_norm_(tensors: list[Tensor], max_norm: float | None) -> Tensor:
     if max_norm is not None and tensors:
         scale_(tensors, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
+
+
+@torch.no_grad()
+def squared_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum of squares of all entries, a tensor of no dimensions; half precision is summed in float32."""
+    norms: list[Tensor] = []
+    for alike in _alike(t.coalesce().values() if t.is_sparse else t for t in tensors):
+        wide = torch.float32 if alike[0].dtype in (torch.float16, torch.bfloat16) else None
+        norms += torch._foreach_norm(alike, 2, dtype=wide)
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()

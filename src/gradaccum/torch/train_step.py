@@ -1,0 +1,332 @@
+"""Split the batch: the large batch goes in, one exact update comes out, in micro-batches that fit.
+
+step = gradaccum.torch.TrainStep(model, optimizer, loss_fn=torch.nn.CrossEntropyLoss())
+for x, y in loader:          # 256 rows
+    loss = step(x, y)        # forward, backward, update
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum.noise import NoiseScale
+from gradaccum.torch.additivity import verify_additivity
+from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
+from gradaccum.torch.batch import BatchDims, per_row_leaves
+from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms
+from gradaccum.torch.loss import Objective, Tally
+from gradaccum.torch.memory import Gauge, is_out_of_memory, parse_bytes
+from gradaccum.torch.noise import NoiseMeter
+from gradaccum.torch.pieces import Piece, Rows, TokenBudget, Tokens
+from gradaccum.torch.shapes import Sizers
+from gradaccum.torch.tokens import Left, extents, trimmed, verified_left
+from gradaccum.torch.transaction import PutAside, Transaction
+from gradaccum.torch.update import Update
+from gradaccum.torch.whole_batch import EXACT_MICRO_BATCH_SIZE, WholeBatch
+
+__all__ = ["TrainStep"]
+
+logger = logging.getLogger("gradaccum")
+
+Sync = Literal["window", "micro_batch"]
+
+
+class TrainStep:
+    """Forward, backward and update on a large batch, in micro-batches that fit into memory.
+
+    The update is the one that `loss_fn(model(x), y).backward(); optimizer.step()` makes on the whole batch:
+
+        g = sum_i w_i g_i / sum_i w_i      over micro-batches i, with w_i what the loss of micro-batch i is a mean over
+
+    Args:
+        model: The model.
+        optimizer: A `torch.optim.Optimizer`, or a list of them. LBFGS and others that evaluate a closure re-run the
+            whole window.
+        loss_fn: `loss_fn(model(x), y)` on an `(x, y)` batch; tuples of outputs and of targets are unpacked. What a
+            `torch.nn` loss divides by is known; any other callable is taken to be a mean over rows, and verified.
+        compute_loss: In its place: `compute_loss(model, *batch) -> loss` or `(loss, weight)`.
+        micro_batch_size: Rows, or `"auto"`: the fastest size that fits, found during the first updates, each of which
+            is exact.
+        max_tokens: Padded tokens of a micro-batch: rows with an attention mask are sorted by length, trimmed and
+            packed.
+        weight: `weight(*micro_batch) -> number`: what the loss is a mean over, where that isn't rows. Additive.
+        reduction: `"mean"`, or `"sum"` for losses that are sums; those are divided by the weight, if one is given.
+        batch_dims: Where the rows are, like `in_dims` of `torch.vmap`; None marks what every micro-batch shares.
+        clip_grad_norm: Largest 2-norm of the finished gradient. `grad_norm` tells the norm before.
+        scaler: A `torch.amp.GradScaler`.
+        autocast: A dtype for the forward pass, such as `torch.bfloat16`.
+        accumulate_dtype: What gradients of narrower parameters are summed in, such as `torch.float32`.
+        batch_norm: What is done about BatchNorm: `"warn"`, `"micro"` (as is, silent), `"pooled"` (statistics once per
+            update, pooled over the window), `"frozen"`, or `"exact"`.
+        memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
+        noise_scale: Measure the gradient noise scale while training, for `noise_scale`.
+        verify: Check at the first update, on a few rows, that the loss is additive over rows with these weights.
+
+    Raises:
+        TypeError, ValueError: An argument is not what it must be.
+        NotEquivalentError: `verify` found a loss whose micro-batches don't add up to the large batch.
+        torch.OutOfMemoryError: Even one row does not fit, or the optimizer's step doesn't.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> step = TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=3)
+        >>> loss = step(torch.randn(10, 4), torch.randint(2, (10,)))
+        >>> loss.shape, step.updates, step.micro_batch_size
+        (torch.Size([]), 1, 3)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        compute_loss: Callable[..., Any] | None = None,
+        micro_batch_size: int | Literal["auto"] = "auto",
+        max_tokens: int | None = None,
+        weight: Callable[..., Any] | None = None,
+        reduction: str = "mean",
+        batch_dims: BatchDims = 0,
+        clip_grad_norm: float | None = None,
+        scaler: Any = None,
+        autocast: torch.dtype | None = None,
+        accumulate_dtype: torch.dtype | None = None,
+        batch_norm: BatchNormChoice = "warn",
+        memory_limit: int | str | None = None,
+        noise_scale: bool = False,
+        verify: bool = True,
+        sync: Sync = "window",
+    ) -> None:
+        self.model = checked_model(model)
+        self.batch_norm = BatchNormPolicy(
+            batch_norm,
+            model,
+            remedy='Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.',
+        )
+        self.sync = checked_choice("sync", sync, get_args(Sync))
+        self._whole = WholeBatch(model, batch_dims, loss_fn is not None) if self.batch_norm.choice == "exact" else None
+        self.objective = Objective(
+            model if self._whole is None else self._whole.model,
+            loss_fn=loss_fn,
+            compute_loss=compute_loss,
+            weight=weight,
+            reduction=reduction,
+            batch_dims=batch_dims,
+            autocast=autocast,
+        )
+        self.update = Update(
+            optimizer,
+            clip_grad_norm=checked_norm(clip_grad_norm),
+            scaler=scaler,
+            accumulate_dtype=checked_dtype(accumulate_dtype),
+            noise=NoiseMeter() if noise_scale else None,
+        )
+        self.gauge = Gauge(self.objective.device, parse_bytes(memory_limit))
+        if self._whole is not None and micro_batch_size == "auto":
+            micro_batch_size = EXACT_MICRO_BATCH_SIZE
+        self.sizers = Sizers(micro_batch_size, self.gauge, minimum=2 if batch_norms(model) else 1)
+        self.budget = None if max_tokens is None else TokenBudget(max_tokens, self.sizers.size)
+        if self._whole is not None and self.budget is not None:
+            raise ValueError('batch_norm="exact" needs the whole batch as it is padded. Leave out `max_tokens`.')
+        self.left: Left = "cut"
+        self.updates = 0
+        """Updates made so far."""
+        self._verify = verify
+        self._transaction = Transaction(self._modules(), self._watched, self.objective.device)
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Rows of a micro-batch at the moment; None before `"auto"` has seen a batch."""
+        return self.sizers.size
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The 2-norm of the last finished gradient before clipping, a tensor; None without `clip_grad_norm`."""
+        return self.update.grad_norm
+
+    @property
+    def noise_scale(self) -> NoiseScale:
+        """How many rows an update can use, measured over the last 500 updates; reading it waits for the device.
+
+        Raises:
+            ValueError: It is not measured.
+        """
+        if self.update.noise is None:
+            raise ValueError("The noise scale is not measured. Pass noise_scale=True to TrainStep.")
+        return self.update.noise.estimate()
+
+    def __call__(self, *batch: Any) -> Tensor:
+        """Make one update with this batch. Returns the large batch's loss, a detached scalar on the device.
+
+        Raises:
+            ValueError: The tensors of the batch disagree about its rows; the message lists every path and shape.
+            torch.OutOfMemoryError: Even one row does not fit. Parameters, state, buffers and random numbers are then
+                as they were before, as after any other error.
+        """
+        batch = self.objective.arguments(batch)
+        rows = self.objective.rows(batch)
+        if rows == 0:
+            raise ValueError("A batch must have at least one row. Received: 0 rows.")
+        if self._verify and not self._all_at_once:
+            verify_additivity(self.objective, batch)
+            if self.budget is not None:
+                self.left = verified_left(self.objective, batch, Tokens(self.budget, extents(batch)).pieces[-1])
+            self._verify = False
+        tally = self._window(batch, rows)
+        if tally.empty:
+            logger.info("Nothing in this batch of %d rows weighs anything: no update.", rows)
+            return tally.loss
+        # An optimizer that evaluates a closure starts with the gradients that are there.
+        fresh = [tally.loss] if self.update.closures == self.update.optimizers[:1] else []
+        if self.update.step(lambda: fresh.pop() if fresh else self._window(batch, rows).loss):
+            self.updates += 1
+        return tally.loss
+
+    def _window(self, batch: tuple[Any, ...], rows: int) -> Tally:
+        """Leave the finished gradients of a whole batch in `p.grad`; after an error, none at all."""
+        self.update.clear()
+        start = self._transaction.begin()
+        tally = self.objective.tally(batch)
+        plan = self._plan(batch, rows)
+        try:
+            with self._during_window():
+                if self._all_at_once and isinstance(plan, Rows):
+                    self._run_whole(Piece(slice(0, rows)), batch, tally, plan)
+                else:
+                    for piece in plan:
+                        self._run(piece, batch, tally, plan)
+            if not tally.empty:
+                self.update.finish(tally.divisor, rows, mean=tally.is_mean)
+        except BaseException:
+            self.update.clear()
+            self._transaction.restore(start)
+            raise
+        if isinstance(plan, Rows):
+            self.sizers.close(plan.sizer, rows)
+        return tally
+
+    def _run(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, plan: Rows | Tokens) -> None:
+        """One micro-batch; where it does not fit, the same rows in smaller ones."""
+        try:
+            self._micro_batch(piece, batch, tally, plan)
+            return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if piece.size == 1:
+                raise torch.OutOfMemoryError(
+                    f"Out of memory with a micro-batch of one row: {error}\nNo update was made; parameters, optimizer "
+                    "state and buffers are as they were. Make the model's activations smaller (gradient checkpointing, "
+                    "autocast=torch.bfloat16), or the rows shorter."
+                ) from error
+        # Only here, out of reach of the error's frames, is its memory free.
+        self.gauge.release()
+        arrived = self._transaction.arrived()
+        self._transaction.restore()
+        pieces = plan.failed(piece)
+        logger.warning(
+            "Out of memory with a micro-batch of %d rows: going on with %d. Nothing else of the batch is lost.",
+            piece.size,
+            pieces[0].size,
+        )
+        aside = PutAside(arrived)
+        try:
+            for smaller in pieces:
+                for fitting in plan.fitting(smaller):
+                    self._run(fitting, batch, tally, plan)
+        finally:
+            aside.take_back()
+
+    @property
+    def _all_at_once(self) -> bool:
+        """Whether the loss is to see all rows together, since BatchNorm layers do."""
+        return self._whole is not None and self._whole.needed
+
+    def _run_whole(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, plan: Rows) -> None:
+        """All rows at once, through a model that takes them in micro-batches: smaller ones, where these don't fit."""
+        assert self._whole is not None
+        while True:
+            size = plan.sizer.next_size(piece.size)
+            try:
+                with self._whole.in_micro_batches(size):
+                    self._micro_batch(piece, batch, tally, plan)
+                return
+            except Exception as error:
+                if not is_out_of_memory(error) or size == 1:
+                    raise
+            self.gauge.release()
+            self.update.clear()
+            self._transaction.restore()
+            plan.sizer.failed(size)
+            logger.warning(
+                "Out of memory with micro-batches of %d rows: all over again with %d.", size, plan.sizer.size
+            )
+
+    def _micro_batch(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, plan: Rows | Tokens) -> None:
+        measuring = plan.measuring
+        if measuring:
+            self.gauge.synchronize()
+            base, mark, began = self.gauge.live(), self.gauge.mark(), time.perf_counter()
+        self._transaction.begin()
+        with self.batch_norm.micro_batch():
+            part = tally.part(self._take(batch, piece))
+        if measuring:
+            live = self.gauge.live()
+        if part.loss is not None:
+            self.update.scale(part.loss).backward()
+        tally.add(part)
+        if part.loss is not None:
+            self.update.measure(tally.multiple(part, piece.size), piece.size)
+        self._transaction.commit()
+        self.batch_norm.commit()
+        if measuring:
+            self.gauge.synchronize()
+            seconds, highest = time.perf_counter() - began, self.gauge.mark()
+            # The mark tells this micro-batch's peak where it has risen; else what was alive before backward has to do.
+            plan.record(piece, seconds, base, highest if highest > mark else live)
+
+    def _plan(self, batch: tuple[Any, ...], rows: int) -> Rows | Tokens:
+        if self.budget is not None:
+            return Tokens(self.budget, extents(batch))
+        return Rows(self.sizers.of(per_row_leaves(batch, self.objective.dims(batch))), rows)
+
+    def _take(self, batch: tuple[Any, ...], piece: Piece) -> tuple[Any, ...]:
+        if piece.columns is not None:
+            start, stop = piece.columns
+            start = start if self.left != "keep" else 0
+            batch = trimmed(batch, start, stop, positions=self.left == "number" and start > 0)
+        rows = piece.rows if isinstance(piece.rows, slice) else torch.tensor(piece.rows)
+        return self.objective.take(batch, rows)
+
+    @contextlib.contextmanager
+    def _during_window(self) -> Iterator[None]:
+        """Around all micro-batches of a window: what is done about BatchNorm, and when devices exchange gradients."""
+        with self.batch_norm.window():
+            yield
+
+    def _modules(self) -> list[nn.Module]:
+        loss_fn = self.objective.loss_fn
+        return [self.model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+
+    def _watched(self) -> list[Tensor]:
+        unique = {id(p): p for p in self.update.parameters()}
+        unique.update((id(p), p) for module in self._modules() for p in module.parameters())
+        return list(unique.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters and the sizes that have been found, as plain numbers. Model and optimizer have their own."""
+        return {"updates": self.updates, "sizes": self.sizers.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` wrote."""
+        self.updates = state["updates"]
+        self.sizers.load_state_dict(state["sizes"])
