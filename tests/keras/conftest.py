@@ -38,20 +38,30 @@ def leave_keras_as_found():
 
 
 @pytest.fixture
-def bound():
-    """Double precision, where the backend's optimizers have it; and the relative error that is then allowed."""
-    if BACKEND == "jax":
-        return 1e-6
+def float64():
+    """Double precision by default."""
     keras.backend.set_floatx("float64")
+    if BACKEND == "jax":
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
+    yield
+    if BACKEND == "jax":
+        jax.config.update("jax_enable_x64", False)
+
+
+@pytest.fixture
+def bound(float64):
+    """The relative error that is allowed, in double precision."""
     return 1e-12
 
 
 @pytest.fixture
-def fit_bound():
-    """The same for whole models. Keras' layers and losses on PyTorch compute in single precision at places."""
-    if BACKEND != "tensorflow":
+def fit_bound(request):
+    """The same for whole models. On PyTorch, Keras' layers and losses compute in single precision whatever is set."""
+    if BACKEND == "torch":
         return 1e-6
-    keras.backend.set_floatx("float64")
+    request.getfixturevalue("float64")
     return 1e-12
 
 
