@@ -12,6 +12,8 @@ if BACKEND == "jax":  # before JAX starts: two devices to train on at once
 import keras  # noqa: E402  # Keras reads the environment when it is imported
 import pytest  # noqa: E402
 
+from tests.reference import FLOAT32, FLOAT64  # noqa: E402
+
 if BACKEND == "tensorflow":
     import tensorflow as tf
 
@@ -39,13 +41,14 @@ def leave_keras_as_found():
 
 @pytest.fixture
 def float64():
-    """Double precision by default."""
+    """Double precision by default. Yields the error that is then allowed for whole models (see `fit_bound`)."""
     keras.backend.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
     if BACKEND == "jax":
         import jax
 
         jax.config.update("jax_enable_x64", True)
-    yield
+    yield FLOAT32 if BACKEND == "torch" else FLOAT64
     if BACKEND == "jax":
         jax.config.update("jax_enable_x64", False)
 
@@ -63,9 +66,3 @@ def fit_bound(request):
         return 1e-6
     request.getfixturevalue("float64")
     return 1e-12
-
-
-@pytest.fixture
-def float64(fit_bound):
-    """The widest floats there are, and the error that is then allowed."""
-    return fit_bound
