@@ -170,6 +170,10 @@ class Equivalence:
             difference["error"] = _for_json(difference["error"])
         return {"ok": self.ok, "max_error": _for_json(self.max_error)} | record
 
+    def to_json(self) -> str:
+        """`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
     def report(self) -> Report:
         """This result as a document: the verdict, a line per module, the causes and what to do, what was left out."""
         lines: list[tuple[str, str, int, int, float]]
@@ -182,7 +186,8 @@ class Equivalence:
         if lines:
             caption = f"Largest relative error of each ({self.tolerance:.2g} allowed)"
             blocks.append(Table(["of", "module", "tensors", "numbers", "error"], lines, caption))
-            drawn = {line[1]: line[-1] for line in sorted(lines, key=lambda line: -line[-1])[:20]}
+            finite = [line for line in lines if math.isfinite(line[-1])]
+            drawn = {line[1]: line[-1] for line in sorted(finite, key=lambda line: -line[-1])[:20]}
             blocks.append(Bars("Largest relative errors", drawn, log=True, limits={"allowed": self.tolerance}))
         if self.partitions:
             sizes = "; ".join(" + ".join(map(str, sizes)) for sizes in self.partitions)
@@ -211,7 +216,7 @@ class Equivalence:
         if path.suffix.lower() != ".json":
             return self.report().save(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        path.write_text(self.to_json() + "\n", encoding="utf-8")
         return path
 
     def __str__(self) -> str:

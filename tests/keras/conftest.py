@@ -1,36 +1,68 @@
-"""What the tests of the Keras shell share. The backend is KERAS_BACKEND."""
+"""The backend is that of the process (`KERAS_BACKEND`): each one's tests run in a process of their own."""
 
-from __future__ import annotations
+import os
 
-import keras
-import pytest
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+BACKEND = os.environ["KERAS_BACKEND"]
+if BACKEND == "jax":  # before JAX starts: two devices to train on at once
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=2".strip()
 
-from tests.reference import FLOAT32, FLOAT64
+import keras  # noqa: E402  # Keras reads the environment when it is imported
+import pytest  # noqa: E402
 
-BACKEND = keras.backend.backend()
+from tests.reference import FLOAT32, FLOAT64  # noqa: E402
+
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+
+
+# Warnings of the frameworks' own making, about each other; all others are errors.
+IGNORED = ["ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"]
 
 
 def pytest_configure(config):
-    # Keras' Variable.__array__ predates NumPy 2: every get_weights() would warn.
-    config.addinivalue_line("filterwarnings", "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+    for line in IGNORED:
+        config.addinivalue_line("filterwarnings", line)
 
 
 @pytest.fixture(autouse=True)
-def _seeded():
+def leave_keras_as_found():
     keras.utils.set_random_seed(0)
+    yield
+    keras.backend.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+    keras.backend.clear_session()
 
 
 @pytest.fixture
 def float64():
-    """Everything in float64, and the tolerance of the update. On PyTorch, parts of Keras stay in float32 even so."""
+    """Double precision by default. Yields the error that is then allowed for whole models (see `fit_bound`)."""
+    keras.backend.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
     if BACKEND == "jax":
         import jax
 
         jax.config.update("jax_enable_x64", True)
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
     yield FLOAT32 if BACKEND == "torch" else FLOAT64
-    keras.config.set_floatx("float32")
-    keras.config.set_dtype_policy("float32")
     if BACKEND == "jax":
         jax.config.update("jax_enable_x64", False)
+
+
+@pytest.fixture
+def bound(float64):
+    """The relative error that is allowed, in double precision."""
+    return 1e-12
+
+
+@pytest.fixture
+def fit_bound(request):
+    """The same for whole models. On PyTorch, Keras' layers and losses compute in single precision whatever is set."""
+    if BACKEND == "torch":
+        return 1e-6
+    request.getfixturevalue("float64")
+    return 1e-12

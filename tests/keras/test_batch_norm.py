@@ -14,7 +14,9 @@ from tests.reference import relative_error
 
 def normalised(**kwargs):
     # The first layer: what it sees doesn't depend on the weights, so plain `fit` tells its statistics.
-    return keras.Sequential([layers.Input((5,)), layers.BatchNormalization(name="bn", momentum=0.9, **kwargs), layers.Dense(3)])
+    return keras.Sequential(
+        [layers.Input((5,)), layers.BatchNormalization(name="bn", momentum=0.9, **kwargs), layers.Dense(3)]
+    )
 
 
 def moving(model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-from keras import layers, losses, metrics, ops
+from keras import layers, losses, ops
 
 from gradaccum.keras.micro_batched import micro_batched
 from tests.reference import relative_error
@@ -78,7 +78,11 @@ def test_any_micro_batch_size_matches_plain_fit(float64, micro_batch_size):
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean", "sum", "mean_with_sample_weight"])
 @pytest.mark.parametrize("weights", ["none", "sample_weight", "class_weight"])
 def test_every_reduction_matches_plain_fit_with_any_weights(float64, reduction, weights):
-    fit = {"none": {}, "sample_weight": {"sample_weight": WEIGHTS}, "class_weight": {"class_weight": {0: 1, 1: 3, 2: 0.5}}}
+    fit = {
+        "none": {},
+        "sample_weight": {"sample_weight": WEIGHTS},
+        "class_weight": {"class_weight": {0: 1, 1: 3, 2: 0.5}},
+    }
 
     def compiled():
         small = keras.optimizers.SGD(0.01, momentum=0.9)
@@ -162,7 +166,10 @@ TWO_TARGETS = {"tags": TAGS, "value": X[:, :2]}
 
 def two_losses(first="mean_with_sample_weight", second="sum_over_batch_size"):
     return {
-        "loss": {"tags": losses.SparseCategoricalCrossentropy(reduction=first), "value": losses.Huber(reduction=second)},
+        "loss": {
+            "tags": losses.SparseCategoricalCrossentropy(reduction=first),
+            "value": losses.Huber(reduction=second),
+        },
         "loss_weights": {"tags": 0.3, "value": 2.0},
         "metrics": {"tags": ["accuracy"], "value": ["mae"]},
         "optimizer": keras.optimizers.SGD(0.01, momentum=0.9),
@@ -231,7 +238,9 @@ def test_overridden_compute_loss_and_compute_metrics_match_plain_fit(float64):
         inputs = layers.Input((5,))
         return OwnLoss(inputs, layers.Dense(3, activation="softmax")(inputs))
 
-    assert_same(make, lambda: crossentropy(reduction="mean_with_sample_weight"), X, CLASSES, float64, sample_weight=WEIGHTS)
+    assert_same(
+        make, lambda: crossentropy(reduction="mean_with_sample_weight"), X, CLASSES, float64, sample_weight=WEIGHTS
+    )
 
 
 ADDITIVE = {
@@ -268,10 +277,15 @@ def step_with(name, reduction, float64):
         pytest.skip(f"This Keras has no {name}.")
 
     def compiled():
-        return {"loss": getattr(losses, name)(reduction=reduction), "optimizer": keras.optimizers.SGD(1e-3, momentum=0.9)}
+        return {
+            "loss": getattr(losses, name)(reduction=reduction),
+            "optimizer": keras.optimizers.SGD(1e-3, momentum=0.9),
+        }
 
     y = TARGETS[ADDITIVE[name]]
-    assert_same(classifier, compiled, X, y, float64, sample_weight=WEIGHTS, epochs=1, batch_size=ROWS, micro_batch_size=8)
+    assert_same(
+        classifier, compiled, X, y, float64, sample_weight=WEIGHTS, epochs=1, batch_size=ROWS, micro_batch_size=8
+    )
 
 
 @pytest.mark.parametrize("name", ADDITIVE)

@@ -89,7 +89,13 @@ def test_schedules_ema_weight_decay_constraints_and_callbacks_are_per_update(flo
     def optimizer():
         schedule = keras.optimizers.schedules.ExponentialDecay(0.1, decay_steps=2, decay_rate=0.5)
         return keras.optimizers.SGD(
-            schedule, momentum=0.9, weight_decay=0.01, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2, clipnorm=0.1
+            schedule,
+            momentum=0.9,
+            weight_decay=0.01,
+            use_ema=True,
+            ema_momentum=0.5,
+            ema_overwrite_frequency=2,
+            clipnorm=0.1,
         )
 
     class Batches(keras.callbacks.Callback):
@@ -104,7 +110,9 @@ def test_schedules_ema_weight_decay_constraints_and_callbacks_are_per_update(flo
     seen = []
     for size in (None, MICRO):
         callback = Batches()
-        model, _ = run(make, lambda: {**crossentropy(), "optimizer": optimizer()}, X, CLASSES, size, callbacks=[callback])
+        model, _ = run(
+            make, lambda: {**crossentropy(), "optimizer": optimizer()}, X, CLASSES, size, callbacks=[callback]
+        )
         assert int(ops.convert_to_numpy(model.optimizer.iterations)) == 6
         seen.append((model.get_weights(), callback.seen))
     assert relative_error(seen[1][0], seen[0][0]) <= float64
@@ -112,7 +120,9 @@ def test_schedules_ema_weight_decay_constraints_and_callbacks_are_per_update(flo
 
 
 def regularised():
-    return keras.Sequential([layers.Input((5,)), layers.Dense(8, activation="relu"), layers.Dropout(0.5), layers.Dense(3)])
+    return keras.Sequential(
+        [layers.Input((5,)), layers.Dense(8, activation="relu"), layers.Dropout(0.5), layers.Dense(3)]
+    )
 
 
 def test_random_layers_draw_per_micro_batch_and_are_reproducible():
@@ -140,7 +150,11 @@ def test_metrics_of_outputs_larger_than_the_batch_are_streamed(float64):
 
     def compiled():
         loss = losses.SparseCategoricalCrossentropy()
-        return {"loss": loss, "metrics": ["accuracy", keras.metrics.SparseCategoricalCrossentropy()], "weighted_metrics": ["accuracy"]}
+        return {
+            "loss": loss,
+            "metrics": ["accuracy", keras.metrics.SparseCategoricalCrossentropy()],
+            "weighted_metrics": ["accuracy"],
+        }
 
     ours, _ = assert_same(make, compiled, X, CLASSES, float64, sample_weight=WEIGHTS)
     assert {plan.metrics for plan in ours.train_step.plans.values()} <= {"streamed"}

@@ -154,6 +154,8 @@ class Pool:
         for index, layer in enumerate(self.layers):
             weight, mean, squares = state[3 * index : 3 * index + 3]
             momentum = layer.momentum
-            for old, new in zip(before[2 * index :], (mean, squares / ops.where(weight > 0, weight, ops.ones_like(weight)))):
+            for old, new in zip(
+                before[2 * index :], (mean, squares / ops.where(weight > 0, weight, ops.ones_like(weight)))
+            ):
                 after.append(old * momentum + new * (1.0 - momentum))
         return after

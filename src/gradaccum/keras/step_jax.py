@@ -64,7 +64,9 @@ class JaxStep(MicroBatchedStep):
                 new_metrics = self._stream(new_metrics, y, y_pred, sample_weight)
             sums = [total + gradient for total, gradient in zip(sums, gradients)]
             values = [value + part for value, part in zip(values, parts)]
-            return _like((sums, values, new_non_trainable, new_metrics, pooled), carry), y_pred if plan.metrics == "whole" else None
+            return _like(
+                (sums, values, new_non_trainable, new_metrics, pooled), carry
+            ), y_pred if plan.metrics == "whole" else None
 
         carry = (
             [jnp.zeros(value.shape, jnp.promote_types(value.dtype, jnp.float32)) for value in trainable],

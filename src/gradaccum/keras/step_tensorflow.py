@@ -86,7 +86,7 @@ class TensorFlowStep(MicroBatchedStep):
     def _accumulated(
         self, cut: _Cut, plan: Plan, totals: dict[int, Any] | None, pool: Pool | None, sparse: frozenset[int]
     ) -> tuple[list[Any], Any, list[Any], Any, Any]:
-        """Run all micro-batches: the sums of gradients, the loss, the single losses, the pooled statistics, and the outputs.
+        """Run all micro-batches: sums of gradients, the loss, the single losses, the pooled statistics, the outputs.
 
         Sparse gradients aren't summed but put one behind the other, as they would be for the whole batch: Keras'
         optimizers don't treat them like the dense gradient they stand for, where a row occurs twice.
@@ -94,7 +94,11 @@ class TensorFlowStep(MicroBatchedStep):
         model, layers = self.model, self.batch_norms
         weights = model.trainable_weights
         missing: set[int] = set()
-        kept = [spec for i in sorted(sparse) for spec in (Spec(weights[i].dtype, tuple(weights[i].shape[1:]), False), _INDEX)]
+        kept = [
+            spec
+            for i in sorted(sparse)
+            for spec in (Spec(weights[i].dtype, tuple(weights[i].shape[1:]), False), _INDEX)
+        ]
         keeps_outputs = plan.metrics == "whole"
         for spec in tree.flatten(plan.outputs) if keeps_outputs else []:
             kept += [spec, Spec("bool", spec.row[:1], False)] if spec.masked else [spec]
@@ -137,9 +141,7 @@ class TensorFlowStep(MicroBatchedStep):
                 rows.append(part)
             return (dense, loss_sum, tracked, pooled), rows
 
-        zeros = [
-            tf.zeros(() if i in sparse else weight.shape, _wide(weight.dtype)) for i, weight in enumerate(weights)
-        ]
+        zeros = [tf.zeros(() if i in sparse else weight.shape, _wide(weight.dtype)) for i, weight in enumerate(weights)]
         tracked = [tf.zeros((), backend.floatx())] * plan.tracked
         carry = (zeros, tf.zeros((), plan.loss.dtype), tracked, [] if pool is None else pool.zeros())
         (gradients, loss, tracked, pooled), rows = cut.loop(micro, carry, kept)
@@ -149,7 +151,9 @@ class TensorFlowStep(MicroBatchedStep):
             gradients[i] = tf.IndexedSlices(next(queue), next(queue), tf.constant(tuple(weights[i].shape), tf.int64))
         y_pred = None
         if keeps_outputs:
-            y_pred = tree.map_structure(lambda spec: _with_mask(next(queue), next(queue) if spec.masked else None), plan.outputs)
+            y_pred = tree.map_structure(
+                lambda spec: _with_mask(next(queue), next(queue) if spec.masked else None), plan.outputs
+            )
         return gradients, loss if plan.loss.row is None else next(queue), tracked, pooled, y_pred
 
 
@@ -202,7 +206,9 @@ class _Cut:
             return [(0, self.count, shorter)]
         return [(0, larger, longer), (larger, self.count, shorter)] if self.static else [(0, self.count, ragged)]
 
-    def loop(self, micro: Callable[[Any, Any, Any], tuple[Any, list[Any]]], carry: Any, kept: list[Spec]) -> tuple[Any, list[Any]]:
+    def loop(
+        self, micro: Callable[[Any, Any, Any], tuple[Any, list[Any]]], carry: Any, kept: list[Spec]
+    ) -> tuple[Any, list[Any]]:
         """Run `micro(first row, size, carry) -> (carry, tensors)` over all micro-batches.
 
         Returns:
@@ -211,7 +217,8 @@ class _Cut:
         rows: list[list[Any]] = []
         for first, stop, bounds in self.segments:
             arrays = [
-                tf.TensorArray(spec.dtype, stop - first, element_shape=[None, *spec.row], infer_shape=False) for spec in kept
+                tf.TensorArray(spec.dtype, stop - first, element_shape=[None, *spec.row], infer_shape=False)
+                for spec in kept
             ]
 
             def body(index: Any, carry: Any, arrays: Any, first: Any = first, bounds: Any = bounds) -> Any:
@@ -234,7 +241,9 @@ class _Cut:
 def _checked_rows(data: Any) -> Any:
     """The rows, as a tensor that is an error where the arrays of the batch disagree. XLA finds that by itself."""
     rows = [tf.shape(leaf)[0] for leaf in tree.flatten(data) if has_rows(leaf)]
-    message = "A batch is cut into micro-batches along the first dimension: its arrays must have the same number of rows."
+    message = (
+        "A batch is cut into micro-batches along the first dimension: its arrays must have the same number of rows."
+    )
     checks = [tf.debugging.assert_equal(rows[0], other, message) for other in rows[1:]]
     checks.append(tf.debugging.assert_positive(rows[0], "A batch must have at least one row."))
     with tf.control_dependencies([check for check in checks if check is not None]):
@@ -259,9 +268,7 @@ def _slice(leaf: Any, start: Any, size: Any) -> Any:
 
 def _embeddings(weights: list[Any], model: Any) -> frozenset[int]:
     """The weights whose gradients are most likely sparse."""
-    tables = {
-        id(layer._embeddings) for layer in model._flatten_layers() if isinstance(layer, keras.layers.Embedding)
-    }
+    tables = {id(layer._embeddings) for layer in model._flatten_layers() if isinstance(layer, keras.layers.Embedding)}
     return frozenset(i for i, weight in enumerate(weights) if id(weight) in tables)
 
 

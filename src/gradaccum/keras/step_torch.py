@@ -88,7 +88,10 @@ class TorchStep(MicroBatchedStep):
         return model.compute_metrics(x, y, _concatenated(outputs), sample_weight=sample_weight)
 
     def _plan(self, micro_batch: Any) -> Plan:
-        key = (self.model._compile_loss, str(tree.map_structure(lambda a: a if a is None else len(a.shape), micro_batch)))
+        key = (
+            self.model._compile_loss,
+            str(tree.map_structure(lambda a: a if a is None else len(a.shape), micro_batch)),
+        )
         if key not in self.plans:
             buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
             with torch.no_grad(), torch.random.fork_rng():
@@ -145,7 +148,9 @@ class _Gradients:
 def _split(data: Any, sizes: list[int]) -> list[Any]:
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [
-        tree.map_structure(lambda leaf, start=start, size=size: leaf[start : start + size] if has_rows(leaf) else leaf, data)
+        tree.map_structure(
+            lambda leaf, start=start, size=size: leaf[start : start + size] if has_rows(leaf) else leaf, data
+        )
         for start, size in zip(starts, sizes)
     ]
 

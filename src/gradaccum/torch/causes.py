@@ -45,7 +45,7 @@ def find_causes(
     causes += _buffer_causes(large, differences, culprits, tolerance)
     if not causes:
         causes += _suspects(trial, large)
-    return causes or [_unknown(trial, differences, tolerance)]
+    return causes or [_unknown(differences, tolerance)]
 
 
 def _loss_cause(trial: Trial, model_differs: bool) -> Cause | None:
@@ -226,8 +226,8 @@ def _others_matter(trial: Trial, path: str, large: Outcome, tolerance: float) ->
     """Whether the gradient depends on the rows of the other tensors: if not, leaving this one whole splits nothing."""
     objective = trial.original
     rest = _dims_with(trial.batch, objective.dims(trial.batch), path, None)
-    rolled = take(trial.batch, torch.arange(trial.rows).roll(1), rest)
-    return max(difference.error for difference in trial.large(rolled).differences(large)) > tolerance
+    repeated = take(trial.batch, torch.arange(trial.rows).clamp(min=1), rest)
+    return max(difference.error for difference in trial.large(repeated).differences(large)) > tolerance
 
 
 # Buffers, and the rest.
@@ -260,15 +260,15 @@ def _buffer_causes(
     return causes
 
 
-def _unknown(trial: Trial, differences: Sequence[Difference], tolerance: float) -> Cause:
-    wrong = [difference for difference in differences if not difference.error <= tolerance]
-    worst = max(wrong, key=lambda difference: difference.error, default=None)
-    where = worst.name if worst is not None else "loss"
+def _unknown(differences: Sequence[Difference], tolerance: float) -> Cause:
+    wrong = [d.group for d in differences if d.part == "gradient" and not d.error <= tolerance]
+    where = _where(wrong[-1]) if wrong else "loss"
     return Cause(
         "unknown",
         where,
-        f"The cause was not found. The forward pass agrees row by row in every module that could be compared; the "
-        f"largest difference is in {where}. A custom backward pass, or state outside the modules, could do this.",
+        "The cause was not found: the forward pass agrees row by row in every module that could be compared. The last "
+        f"module whose gradient differs is '{where}': look behind it for a custom backward pass, or for state outside "
+        "the modules.",
     )
 
 

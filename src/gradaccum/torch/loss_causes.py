@@ -140,9 +140,9 @@ def _wrong_weight(trial: Trial, splits: list[_Split], shares: list[float]) -> Ca
             "weight",
             "loss",
             f"The loss is a mean, but not over {_was(trial, splits[0])}: micro-batches of {sizes[0]} and {sizes[1]} "
-            f"rows would have to weigh {shares[0]:.4g} to {1 - shares[0]:.4g}. Tried rows, targets that are not ignored, "
-            "masks and class weights; none of them is it. Return (loss, weight) from `compute_loss`, with what the loss "
-            "divides by.",
+            f"rows would have to weigh {shares[0]:.4g} to {1 - shares[0]:.4g}. Tried rows, targets that are not "
+            "ignored, masks and class weights; none of them is it. Return (loss, weight) from `compute_loss`, with "
+            "what the loss divides by.",
         )
     keywords = [] if candidate.is_rows else [f"weight=lambda {', '.join(names)}: {candidate.code(names)}"]
     if original.reduction == "sum":

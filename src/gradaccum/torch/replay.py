@@ -1,238 +1,204 @@
-"""Random numbers that belong to a row, so that dropout is the same in a micro-batch as in the large batch."""
+"""What a forward pass depends on besides its inputs, kept so that it can be run again exactly.
+
+Random numbers (PyTorch's on every device concerned, Python's, NumPy's), autocast, and the buffers the module moves.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
 
-__all__ = ["Replay", "random_state_kept", "set_random_state"]
+__all__ = ["Buffers", "Surroundings", "accelerators", "stand_ins", "swapped"]
 
 
-class Replay(TorchDispatchMode):
-    """While active, every random tensor is cut out of the one that the large batch has drawn.
+def accelerators(tensors: Iterable[Any]) -> list[torch.device]:
+    """The devices of these tensors, each once, without the CPU.
 
-    A random operation draws one number from the user's generator and seeds its own noise with it. That noise always has
-    the large batch's shape; a micro-batch takes its rows of it. As the generator moves by one number per operation,
-    whatever the shapes, the micro-batches stay in step with the large batch, and checkpointing replays as ever.
+    Example:
+        >>> accelerators([torch.zeros(2), "no tensor"])
+        []
+    """
+    found = {tensor.device for tensor in tensors if isinstance(tensor, Tensor)}
+    return sorted((device for device in found if device.type not in ("cpu", "meta")), key=str)
+
+
+class Surroundings:
+    """The random state and the autocast settings of this moment.
 
     Args:
-        rows: Rows of the large batch.
-        neutral: Replace noise by its mean: dropout keeps everything. For models whose noise has no rows.
+        devices: Accelerators whose random state counts; the CPU's, Python's and NumPy's always do.
+
+    Example:
+        >>> here = Surroundings([])
+        >>> drawn = torch.rand(3)
+        >>> with here.replayed():
+        ...     again = torch.rand(3)
+        >>> torch.equal(drawn, again)
+        True
     """
 
-    def __init__(self, rows: int, *, neutral: bool = False) -> None:
-        super().__init__()
-        self.rows = rows
-        self.neutral = neutral
-        self.unreplayed: set[str] = set()
-        """Operations whose random numbers could not be assigned to rows."""
-        self.used = False
-        """Whether there were random numbers at all."""
-        self.precision = torch.float64
-        """The narrowest floating dtype that was computed in."""
-        self._shapes: dict[int, torch.Size] = {}
-        self._taken: Tensor | None = None
-        self._generators: list[tuple[torch.Generator, Tensor]] = []
+    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+        self.devices = list(devices)
+        self.random = _random_states(self.devices)
+        types = sorted({"cpu", *(device.type for device in self.devices)})
+        self.autocast = [
+            (type_, torch.is_autocast_enabled(type_), torch.get_autocast_dtype(type_))
+            for type_ in types
+            if torch.amp.is_autocast_available(type_)
+        ]
+        self.autocast_cache = torch.is_autocast_cache_enabled()
 
-    def start(self, taken: Tensor | None) -> None:
-        """A forward pass begins: of these rows, or of the large batch (None), from the same random state each time."""
-        self._taken = taken
-        set_random_state(0)
-        self.rewind()
-
-    def rewind(self) -> None:
-        """Set the user's own generators back to where they were found."""
-        for generator, state in self._generators:
-            generator.set_state(state)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            return self._random(func, args, kwargs or {})
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.is_floating_point() and result.numel() > 1:
-            self.precision = min(self.precision, result.dtype, key=lambda dtype: torch.finfo(dtype).bits)
-        return result
-
-    def _random(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        given = {argument.name: argument.default_value for argument in func._schema.arguments}
-        given.update({argument.name: value for argument, value in zip(func._schema.arguments, args)})
-        given.update(kwargs)
-        name = func._schema.name.removeprefix("aten::")
-        base = name.rstrip("_").removesuffix("_like").removeprefix("_fused_").removeprefix("native_")
-        if given.get("dropout_p") == 0.0 or given.get("train") is False or given.get("training") is False:
-            return func(*args, **kwargs)
-        self.used = True
-        sampler = _SAMPLERS.get(base)
-        if sampler is None:
-            self.unreplayed.add(name)
-            return func(*args, **kwargs)
-        template = _template(given)
-        noise = _Noise(self, given.get("generator"))
-        result = sampler(template, given, noise)
-        if name.endswith("_"):
-            return template.copy_(result)
-        return result
-
-    def noise(self, generator: torch.Generator | None, shape: torch.Size, device: torch.device) -> Tensor:
-        """Uniform noise in [0, 1) of this shape: the rows in progress of the large batch's."""
-        seed = self._seed(generator)
-        if self._taken is None:
-            self._shapes[seed] = shape
-        full = self._shapes.get(seed)
-        fitting = _row_dimension(full, shape, self.rows, self._taken) if full is not None else None
-        if self.neutral:
-            return torch.full(shape, 0.5, dtype=torch.float64, device=device)
-        source = torch.Generator(device).manual_seed(seed)
-        if full is None or fitting is None:
-            self.unreplayed.add("of a shape that doesn't follow the rows")
-            return torch.rand(shape, dtype=torch.float64, device=device, generator=source)
-        values = torch.rand(full, dtype=torch.float64, device=device, generator=source)
-        if fitting < 0:
-            return values
-        assert self._taken is not None
-        split = values.unflatten(fitting, (self.rows, -1))
-        return split.index_select(fitting, self._taken.to(device)).flatten(fitting, fitting + 1)
-
-    def _seed(self, generator: torch.Generator | None) -> int:
-        if generator is not None and all(generator is not known for known, _ in self._generators):
-            self._generators.append((generator, generator.get_state()))
-        device = generator.device if generator is not None else "cpu"
-        return int(torch.randint(2**62, (), generator=generator, device=device).item())
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """These surroundings inside; outside, everything as it was, as if nothing had been drawn."""
+        outside = _random_states(self.devices)
+        with contextlib.ExitStack() as stack:
+            stack.callback(_set_random_states, outside)
+            _set_random_states(self.random)
+            for type_, enabled, dtype in self.autocast:
+                stack.enter_context(
+                    torch.autocast(type_, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache)
+                )
+            yield
 
 
-class _Noise:
-    """Draws for one operation."""
-
-    def __init__(self, replay: Replay, generator: torch.Generator | None) -> None:
-        self._replay, self._generator = replay, generator
-        self.neutral = replay.neutral
-
-    def uniform(self, template: Tensor, *more: int) -> Tensor:
-        return self._replay.noise(self._generator, torch.Size([*template.shape, *more]), template.device)
-
-    def normal(self, template: Tensor) -> Tensor:
-        # Never exactly 0, which the quantile would send to -inf.
-        return torch.special.ndtri(self.uniform(template).clamp(min=2.0**-60))
-
-
-def _row_dimension(full: torch.Size, shape: torch.Size, rows: int, taken: Tensor | None) -> int | None:
-    """The dimension that holds the rows; -1 where the micro-batch shares all of it, None where neither fits."""
-    if full == shape:
-        return -1
-    if taken is None or len(full) != len(shape):
-        return None
-    different = [dim for dim, (a, b) in enumerate(zip(full, shape)) if a != b]
-    if len(different) == 1:
-        dim = different[0]
-        if full[dim] % rows == 0 and full[dim] // rows * len(taken) == shape[dim]:
-            return dim
-    return None
-
-
-def _template(given: dict[str, Any]) -> Tensor:
-    """An empty tensor like the result; for operations in place, the tensor itself."""
-    own = given.get("self", given.get("input"))
-    if isinstance(own, Tensor):
-        return torch.empty_like(own, dtype=given["dtype"]) if isinstance(given.get("dtype"), torch.dtype) else own
-    for name in ("mean", "std"):
-        if isinstance(given.get(name), Tensor):
-            return given[name]
-    shape = given["size"] if given.get("size") is not None else [given["n"]]
-    integral = torch.int64 if "high" in given or "n" in given else None
-    dtype = given.get("dtype")  # its default in the schema is a number
-    return torch.empty(shape, dtype=dtype if isinstance(dtype, torch.dtype) else integral, device=given.get("device"))
-
-
-def _bernoulli(template: Tensor, given: dict[str, Any], noise: _Noise) -> Tensor:
-    probability = given.get("p")
-    if probability is None:
-        probability = given["self"]
-    kept = noise.uniform(template) < probability
-    if noise.neutral and template.is_floating_point():
-        return torch.zeros_like(template) + probability
-    return kept.to(template.dtype)
-
-
-def _dropout(template: Tensor, given: dict[str, Any], noise: _Noise) -> tuple[Tensor, Tensor]:
-    probability = given["p"]
-    kept = noise.uniform(template) >= probability
-    if noise.neutral:
-        return template.clone(), torch.ones_like(template, dtype=torch.bool)
-    scale = 1 / (1 - probability) if probability < 1 else 0.0
-    return template * kept * scale, kept
-
-
-def _multinomial(template: Tensor, given: dict[str, Any], noise: _Noise) -> Tensor:
-    # An exponential race: the category that arrives first is drawn with its probability, without replacement.
-    draws = given["num_samples"]
-    if given["replacement"]:
-        arrivals = -torch.log1p(-noise.uniform(template.unsqueeze(-2).expand(*template.shape[:-1], draws, -1)))
-        return (arrivals / template.unsqueeze(-2)).argmin(-1)
-    arrivals = -torch.log1p(-noise.uniform(template)) / template
-    return arrivals.topk(draws, largest=False, sorted=True).indices
-
-
-def _normal(template: Tensor, given: dict[str, Any], noise: _Noise) -> Tensor:
-    return (noise.normal(template) * given.get("std", 1.0) + given.get("mean", 0.0)).to(template.dtype)
-
-
-def _uniform(template: Tensor, given: dict[str, Any], noise: _Noise) -> Tensor:
-    low, high = given.get("from", 0.0), given.get("to", 1.0)
-    return (low + (high - low) * noise.uniform(template)).to(template.dtype)
-
-
-def _randint(template: Tensor, given: dict[str, Any], noise: _Noise) -> Tensor:
-    low, high = given.get("low") or 0, given["high"]
-    return (low + (high - low) * noise.uniform(template)).floor().to(template.dtype)
-
-
-_SAMPLERS: dict[str, Callable[[Tensor, dict[str, Any], _Noise], Any]] = {
-    "bernoulli": _bernoulli,
-    "dropout": _dropout,
-    "multinomial": _multinomial,
-    "normal": _normal,
-    "randn": _normal,
-    "log_normal": lambda template, given, noise: _normal(template.double(), given, noise).exp().to(template.dtype),
-    "rand": _uniform,
-    "uniform": _uniform,
-    "randint": _randint,
-    "randperm": lambda template, given, noise: noise.uniform(template).argsort(),
-    "exponential": lambda template, given, noise: (-torch.log1p(-noise.uniform(template)) / given["lambd"]).to(
-        template.dtype
-    ),
-    "cauchy": lambda template, given, noise: (
-        given["median"] + given["sigma"] * torch.tan(math.pi * (noise.uniform(template) - 0.5))
-    ).to(template.dtype),
-}
-
-
-def set_random_state(seed: int) -> None:
-    """Seed torch's, Python's and NumPy's global generators."""
-    torch.manual_seed(seed)
-    random.seed(seed)
+def _random_states(devices: list[torch.device]) -> dict[Any, Any]:
+    states: dict[Any, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    for device in devices:
+        states[device] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def _set_random_states(states: dict[Any, Any]) -> None:
+    for source, state in states.items():
+        if source == "cpu":
+            torch.set_rng_state(state)
+        elif source == "python":
+            random.setstate(state)
+        elif source == "numpy":
+            sys.modules["numpy"].random.set_state(state)
+        else:
+            torch.get_device_module(source).set_rng_state(state, source)
 
 
 @contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Leave torch's (all devices), Python's and NumPy's global generators as they were found."""
-    python = random.getstate()
-    numpy = sys.modules.get("numpy")
-    arrays = numpy.random.get_state() if numpy is not None else None
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        try:
+def swapped(module: nn.Module, replacements: Mapping[int, Tensor]) -> Iterator[dict[int, Tensor]]:
+    """Other tensors in place of the module's parameters and buffers, wherever it holds them.
+
+    Args:
+        module: What to look through, submodules included.
+        replacements: New tensors, by `id` of the parameter or buffer they replace.
+
+    Yields:
+        A dict that, after the block, holds what the module had in those places at its end, by the same ids: another
+        tensor than the replacement where the module assigned one.
+    """
+    places: list[tuple[dict[str, Any], str, Tensor]] = []
+    left: dict[int, Tensor] = {}
+    try:
+        if replacements:
+            for submodule in module.modules():
+                holders: list[dict[str, Any]] = [submodule._parameters, submodule._buffers]
+                for held in holders:
+                    for name, tensor in held.items():
+                        if tensor is not None and id(tensor) in replacements:
+                            places.append((held, name, tensor))
+            for held, name, tensor in places:
+                held[name] = replacements[id(tensor)]
+        yield left
+    finally:
+        for held, name, tensor in places:
+            now = held.get(name)
+            left[id(tensor)] = tensor if now is None else now
+            held[name] = tensor
+
+
+def stand_ins(parameters: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Leaves that share the parameters' values and have a `.grad` of their own, by `id` of the parameter.
+
+    What is summed in them reaches no hook of the parameters. Half-precision gradients are summed in float32.
+    """
+    made: dict[int, Tensor] = {}
+    for parameter in parameters:
+        leaf = nn.Parameter(parameter.detach())
+        leaf.__dict__.update(parameter.__dict__)
+        if leaf.dtype in (torch.bfloat16, torch.float16):
+            leaf.grad_dtype = torch.float32
+        made[id(parameter)] = leaf
+    return made
+
+
+class Buffers:
+    """A module's buffers: lent to one pass after the other as they were at first, and moved once.
+
+    They move to where the passes took them on average over rows. That is exact for what doesn't depend on the rows
+    (counters, power iterations) and for moving averages of means over rows.
+
+    Args:
+        module: Whose buffers are meant.
+        owned: Those, by id, that passes with rows move themselves.
+
+    Example:
+        >>> layer = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
+        >>> buffers = Buffers(layer)
+        >>> for rows in torch.randn(6, 2).split(3):
+        ...     with buffers.lent(rows=3):
+        ...         y = layer(rows)
+        >>> buffers.move()            # one power iteration, not two
+    """
+
+    @torch.no_grad()
+    def __init__(self, module: nn.Module, owned: Collection[int] = ()) -> None:
+        self.module = module
+        self.originals = {id(buffer): buffer for buffer in module.buffers()}
+        self.before = {key: buffer.detach().clone() for key, buffer in self.originals.items()}
+        self.owned = owned
+        # PyTorch's normalisation kernels don't count their moves as in-place edits, so these are told by their names.
+        self.uncounted = {
+            id(buffer) for name, buffer in module.named_buffers() if name.rpartition(".")[2].startswith("running_")
+        }
+        self.moved: dict[int, Tensor] = {}
+        self.rows = 0
+
+    @contextlib.contextmanager
+    def lent(self, rows: int | None = None) -> Iterator[None]:
+        """For one pass: a first pass over so many rows, or, without rows, a repetition that moves nothing."""
+        copies = {key: buffer.clone() for key, buffer in self.before.items() if rows is None or key not in self.owned}
+        versions = {key: copy._version for key, copy in copies.items() if not copy.is_inference()}
+        with swapped(self.module, copies) as left:
             yield
-        finally:
-            random.setstate(python)
-            if numpy is not None:
-                numpy.random.set_state(arrays)
+        if rows is not None:
+            self._note(
+                rows, left, {key for key, value in left.items() if self._edited(value, copies[key], versions, key)}
+            )
+
+    def _edited(self, value: Tensor, copy: Tensor, versions: dict[int, int], key: int) -> bool:
+        return value is not copy or key in self.uncounted or key not in versions or value._version != versions[key]
+
+    @torch.no_grad()
+    def _note(self, rows: int, left: dict[int, Tensor], edited: Collection[int]) -> None:
+        self.rows += rows
+        for key, value in left.items():
+            if key not in edited and key not in self.moved:
+                continue
+            mean = self.moved.get(key, self.before[key])
+            if rows == self.rows or not value.is_floating_point():
+                self.moved[key] = value.detach().clone()
+            else:  # where nothing differs nothing changes, so that infinities and constants stay what they are
+                step = (value - mean) * (rows / self.rows)
+                self.moved[key] = torch.where(value == mean, mean, mean + step)
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """After all first passes."""
+        for key, value in self.moved.items():
+            original = self.originals[key]
+            (original.data if key in self.uncounted else original).copy_(value)

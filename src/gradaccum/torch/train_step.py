@@ -8,7 +8,6 @@ for x, y in loader:          # 256 rows
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -18,21 +17,24 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.noise import NoiseScale
+from gradaccum.torch.additivity import verify_additivity
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.torch.batch import BatchDims, per_row_leaves
+from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms
 from gradaccum.torch.loss import Objective, Tally
 from gradaccum.torch.memory import Gauge, is_out_of_memory, parse_bytes
 from gradaccum.torch.noise import NoiseMeter
-from gradaccum.torch.pieces import Piece
-from gradaccum.torch.shapes import Sizer, Sizers
+from gradaccum.torch.pieces import Piece, Rows, TokenBudget, Tokens
+from gradaccum.torch.shapes import Sizers
+from gradaccum.torch.tokens import Left, extents, trimmed, verified_left
 from gradaccum.torch.transaction import PutAside, Transaction
 from gradaccum.torch.update import Update
+from gradaccum.torch.whole_batch import EXACT_MICRO_BATCH_SIZE, WholeBatch
 
 __all__ = ["TrainStep"]
 
 logger = logging.getLogger("gradaccum")
 
-BatchNorm = Literal["warn", "micro", "pooled", "frozen", "exact"]
 Sync = Literal["window", "micro_batch"]
 
 
@@ -52,6 +54,8 @@ class TrainStep:
         compute_loss: In its place: `compute_loss(model, *batch) -> loss` or `(loss, weight)`.
         micro_batch_size: Rows, or `"auto"`: the fastest size that fits, found during the first updates, each of which
             is exact.
+        max_tokens: Padded tokens of a micro-batch: rows with an attention mask are sorted by length, trimmed and
+            packed.
         weight: `weight(*micro_batch) -> number`: what the loss is a mean over, where that isn't rows. Additive.
         reduction: `"mean"`, or `"sum"` for losses that are sums; those are divided by the weight, if one is given.
         batch_dims: Where the rows are, like `in_dims` of `torch.vmap`; None marks what every micro-batch shares.
@@ -59,6 +63,8 @@ class TrainStep:
         scaler: A `torch.amp.GradScaler`.
         autocast: A dtype for the forward pass, such as `torch.bfloat16`.
         accumulate_dtype: What gradients of narrower parameters are summed in, such as `torch.float32`.
+        batch_norm: What is done about BatchNorm: `"warn"`, `"micro"` (as is, silent), `"pooled"` (statistics once per
+            update, pooled over the window), `"frozen"`, or `"exact"`.
         memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
         noise_scale: Measure the gradient noise scale while training, for `noise_scale`.
         verify: Check at the first update, on a few rows, that the loss is additive over rows with these weights.
@@ -94,17 +100,22 @@ class TrainStep:
         scaler: Any = None,
         autocast: torch.dtype | None = None,
         accumulate_dtype: torch.dtype | None = None,
-        batch_norm: BatchNorm = "warn",
+        batch_norm: BatchNormChoice = "warn",
         memory_limit: int | str | None = None,
         noise_scale: bool = False,
         verify: bool = True,
         sync: Sync = "window",
     ) -> None:
         self.model = checked_model(model)
-        self.batch_norm = checked_choice("batch_norm", batch_norm, get_args(BatchNorm))
-        self.sync = checked_choice("sync", sync, get_args(Sync))
-        self.objective = Objective(
+        self.batch_norm = BatchNormPolicy(
+            batch_norm,
             model,
+            remedy='Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.',
+        )
+        self.sync = checked_choice("sync", sync, get_args(Sync))
+        self._whole = WholeBatch(model, batch_dims, loss_fn is not None) if self.batch_norm.choice == "exact" else None
+        self.objective = Objective(
+            model if self._whole is None else self._whole.model,
             loss_fn=loss_fn,
             compute_loss=compute_loss,
             weight=weight,
@@ -120,7 +131,13 @@ class TrainStep:
             noise=NoiseMeter() if noise_scale else None,
         )
         self.gauge = Gauge(self.objective.device, parse_bytes(memory_limit))
-        self.sizers = Sizers(micro_batch_size, self.gauge)
+        if self._whole is not None and micro_batch_size == "auto":
+            micro_batch_size = EXACT_MICRO_BATCH_SIZE
+        self.sizers = Sizers(micro_batch_size, self.gauge, minimum=2 if batch_norms(model) else 1)
+        self.budget = None if max_tokens is None else TokenBudget(max_tokens, self.sizers.size)
+        if self._whole is not None and self.budget is not None:
+            raise ValueError('batch_norm="exact" needs the whole batch as it is padded. Leave out `max_tokens`.')
+        self.left: Left = "cut"
         self.updates = 0
         """Updates made so far."""
         self._verify = verify
@@ -159,6 +176,11 @@ class TrainStep:
         rows = self.objective.rows(batch)
         if rows == 0:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
+        if self._verify and not self._all_at_once:
+            verify_additivity(self.objective, batch)
+            if self.budget is not None:
+                self.left = verified_left(self.objective, batch, Tokens(self.budget, extents(batch)).pieces[-1])
+            self._verify = False
         tally = self._window(batch, rows)
         if tally.empty:
             logger.info("Nothing in this batch of %d rows weighs anything: no update.", rows)
@@ -174,30 +196,28 @@ class TrainStep:
         self.update.clear()
         start = self._transaction.begin()
         tally = self.objective.tally(batch)
-        sizer = self.sizers.of(per_row_leaves(batch, self.objective.dims(batch)))
+        plan = self._plan(batch, rows)
         try:
             with self._during_window():
-                done = 0
-                while done < rows:
-                    size = sizer.next_size(rows - done)
-                    self._run(Piece(slice(done, done + size)), batch, tally, sizer)
-                    done += size
+                if self._all_at_once and isinstance(plan, Rows):
+                    self._run_whole(Piece(slice(0, rows)), batch, tally, plan)
+                else:
+                    for piece in plan:
+                        self._run(piece, batch, tally, plan)
             if not tally.empty:
                 self.update.finish(tally.divisor, rows, mean=tally.is_mean)
         except BaseException:
             self.update.clear()
             self._transaction.restore(start)
             raise
-        was_settled, before = sizer.settled, sizer.size
-        sizer.close()
-        if sizer.settled and (not was_settled or sizer.size != before):
-            logger.info("micro_batch_size='auto': settled on %d of %d rows.", sizer.size, rows)
+        if isinstance(plan, Rows):
+            self.sizers.close(plan.sizer, rows)
         return tally
 
-    def _run(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, sizer: Sizer) -> None:
+    def _run(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, plan: Rows | Tokens) -> None:
         """One micro-batch; where it does not fit, the same rows in smaller ones."""
         try:
-            self._micro_batch(piece, batch, tally, sizer)
+            self._micro_batch(piece, batch, tally, plan)
             return
         except Exception as error:
             if not is_out_of_memory(error):
@@ -209,31 +229,56 @@ class TrainStep:
                     "autocast=torch.bfloat16), or the rows shorter."
                 ) from error
         # Only here, out of reach of the error's frames, is its memory free.
-        gc.collect()
         self.gauge.release()
         arrived = self._transaction.arrived()
         self._transaction.restore()
-        sizer.failed(piece.size)
-        size = min(sizer.size, piece.size - 1)
+        pieces = plan.failed(piece)
         logger.warning(
             "Out of memory with a micro-batch of %d rows: going on with %d. Nothing else of the batch is lost.",
             piece.size,
-            size,
+            pieces[0].size,
         )
         aside = PutAside(arrived)
         try:
-            for smaller in piece.split(size):
-                self._run(smaller, batch, tally, sizer)
+            for smaller in pieces:
+                for fitting in plan.fitting(smaller):
+                    self._run(fitting, batch, tally, plan)
         finally:
             aside.take_back()
 
-    def _micro_batch(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, sizer: Sizer) -> None:
-        measuring = not sizer.settled
+    @property
+    def _all_at_once(self) -> bool:
+        """Whether the loss is to see all rows together, since BatchNorm layers do."""
+        return self._whole is not None and self._whole.needed
+
+    def _run_whole(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, plan: Rows) -> None:
+        """All rows at once, through a model that takes them in micro-batches: smaller ones, where these don't fit."""
+        assert self._whole is not None
+        while True:
+            size = plan.sizer.next_size(piece.size)
+            try:
+                with self._whole.in_micro_batches(size):
+                    self._micro_batch(piece, batch, tally, plan)
+                return
+            except Exception as error:
+                if not is_out_of_memory(error) or size == 1:
+                    raise
+            self.gauge.release()
+            self.update.clear()
+            self._transaction.restore()
+            plan.sizer.failed(size)
+            logger.warning(
+                "Out of memory with micro-batches of %d rows: all over again with %d.", size, plan.sizer.size
+            )
+
+    def _micro_batch(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, plan: Rows | Tokens) -> None:
+        measuring = plan.measuring
         if measuring:
             self.gauge.synchronize()
             base, mark, began = self.gauge.live(), self.gauge.mark(), time.perf_counter()
         self._transaction.begin()
-        part = tally.part(self._take(batch, piece))
+        with self.batch_norm.micro_batch():
+            part = tally.part(self._take(batch, piece))
         if measuring:
             live = self.gauge.live()
         if part.loss is not None:
@@ -242,20 +287,31 @@ class TrainStep:
         if part.loss is not None:
             self.update.measure(tally.multiple(part, piece.size), piece.size)
         self._transaction.commit()
+        self.batch_norm.commit()
         if measuring:
             self.gauge.synchronize()
             seconds, highest = time.perf_counter() - began, self.gauge.mark()
             # The mark tells this micro-batch's peak where it has risen; else what was alive before backward has to do.
-            sizer.record(piece.size, seconds, base, highest if highest > mark else live)
+            plan.record(piece, seconds, base, highest if highest > mark else live)
+
+    def _plan(self, batch: tuple[Any, ...], rows: int) -> Rows | Tokens:
+        if self.budget is not None:
+            return Tokens(self.budget, extents(batch))
+        return Rows(self.sizers.of(per_row_leaves(batch, self.objective.dims(batch))), rows)
 
     def _take(self, batch: tuple[Any, ...], piece: Piece) -> tuple[Any, ...]:
+        if piece.columns is not None:
+            start, stop = piece.columns
+            start = start if self.left != "keep" else 0
+            batch = trimmed(batch, start, stop, positions=self.left == "number" and start > 0)
         rows = piece.rows if isinstance(piece.rows, slice) else torch.tensor(piece.rows)
         return self.objective.take(batch, rows)
 
     @contextlib.contextmanager
     def _during_window(self) -> Iterator[None]:
         """Around all micro-batches of a window: what is done about BatchNorm, and when devices exchange gradients."""
-        yield
+        with self.batch_norm.window():
+            yield
 
     def _modules(self) -> list[nn.Module]:
         loss_fn = self.objective.loss_fn
