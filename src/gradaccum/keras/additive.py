@@ -67,7 +67,7 @@ def looks_across_rows(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = 
         value, count = _number(weighed(loss, *whole))
         added = 0.0
         for part, share in zip(parts, (_FIRST / _ROWS, 1 - _FIRST / _ROWS)):
-            added += share * _number(weighed(loss, *part, share=share, total=count))[0]
+            added += share * _number(weighed(loss, part[0], part[1], part[2], share, count))[0]
     except Exception:  # the made-up numbers are not for this loss
         return False
     return bool(np.isfinite(value) and abs(value - added) > _TOLERANCE * max(abs(value), abs(added)))

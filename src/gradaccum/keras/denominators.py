@@ -6,7 +6,7 @@ over rows and `D_j` what `keras.losses.Loss` divides it by:
 | `reduction` | `D_j` |
 |---|---|
 | `"sum_over_batch_size"`, `"mean"` | the number of values: proportional to rows |
-| the same, with a mask of the output or of the loss (`Embedding(mask_zero=True)`, `ignore_class`) | what it lets through |
+| the same, with a mask (`Masking`, `Embedding(mask_zero=True)`, `ignore_class`) | what it lets through |
 | `"mean_with_sample_weight"` | the sum of the weights, of those that the mask lets through |
 | `"sum"`, `None` | nothing |
 

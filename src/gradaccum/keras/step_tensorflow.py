@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -168,7 +167,6 @@ class _SparseGradientsError(Exception):
 _INDEX = Spec("int64", (), False)
 
 
-@dataclass
 class _Cut:
     """A batch and how it is cut: `count` micro-batches of `size` rows, the first `larger` of them of one row more.
 
@@ -217,7 +215,7 @@ class _Cut:
         rows: list[list[Any]] = []
         for first, stop, bounds in self.segments:
             arrays = [
-                tf.TensorArray(spec.dtype, stop - first, element_shape=[None, *spec.row], infer_shape=False)
+                tf.TensorArray(spec.dtype, stop - first, element_shape=[None, *(spec.row or ())], infer_shape=False)
                 for spec in kept
             ]
 

@@ -69,6 +69,7 @@ class TorchStep(MicroBatchedStep):
         loss = sum(losses[1:], losses[0])
         scale = None
         if at_the_end:
+            assert totals is not None
             total = sum(counts[1:], counts[0])
             scale = next(iter(totals.values())) / torch.where(total != 0, total, 1)
             loss = loss * scale
