@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -15,7 +15,10 @@ from gradaccum.equivalence import Cause, Difference, Equivalence
 from gradaccum.keras.additive import not_additive
 from gradaccum.keras.batch_norm import BatchNorm, batch_norms_of, during_micro_batch
 from gradaccum.keras.denominators import Measured, denominators_of
-from gradaccum.keras.step import MicroBatchedStep, has_rows, rows_of
+from gradaccum.keras.gradients import value_and_gradients
+from gradaccum.keras.layer_calls import draws, layer_cause, recorded, relative_error, same_rows, switched_off
+from gradaccum.keras.step import MicroBatchedStep
+from gradaccum.keras.step_data import has_rows, rows_of
 from gradaccum.schedule import checked_count
 from gradaccum.sizes import even_sizes
 
@@ -75,7 +78,8 @@ def check_equivalence(
         raise ValueError("`model` must be compiled: its losses are what is checked. Call model.compile(...) first.")
     step = vars(model).get("train_step")
     if isinstance(step, MicroBatchedStep):
-        micro_batch_size = step.micro_batch_size if micro_batch_size is None else micro_batch_size
+        if micro_batch_size is None and step.micro_batch_size != "auto":
+            micro_batch_size = step.micro_batch_size
         batch_norm = batch_norm or step.batch_norm
     if micro_batch_size is not None:
         checked_count(micro_batch_size, "micro_batch_size")
@@ -93,7 +97,7 @@ class _Check:
         model._symbolic_build(data_batch=data)
         variables = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
         self.state = [[ops.convert_to_tensor(variable.value) for variable in part] for part in variables]
-        self.random = [layer for layer in model._flatten_layers(include_self=False) if _draws(layer)]
+        self.random = [layer for layer in model._flatten_layers(include_self=False) if draws(layer)]
 
     def run(self, micro_batch_size: int | None, tolerance: float | None) -> Equivalence:
         precision = self._precision()
@@ -108,7 +112,7 @@ class _Check:
         for partition in partitions:
             before = max(worst.values())
             for name, value in self._outcome(partition).items():
-                worst[name] = max(worst[name], _error(value, whole[name]))
+                worst[name] = max(worst[name], relative_error(value, whole[name]))
             failing = partition if max(worst.values()) > before else failing
         causes = () if max(worst.values()) <= tolerance else tuple(self._causes(failing, tolerance))
         return Equivalence(
@@ -140,7 +144,7 @@ class _Check:
             def loss_of(values: Any, part: np.ndarray = part, share: float = share) -> Any:
                 return ops.sum(self._forward(values, part, share, totals)[3]) * share
 
-            loss, gradients = _gradient(loss_of, self.state[0])
+            loss, gradients = value_and_gradients(loss_of, self.state[0])
             names = ["loss", *(variable.path for variable in self.model.trainable_variables)]
             for name, value in zip(names, [loss, *gradients]):
                 if value is not None:
@@ -153,9 +157,10 @@ class _Check:
     ) -> tuple[Any, Measured, Any, Any]:
         batch = tree.map_structure(lambda leaf: ops.take(leaf, rows, axis=0) if has_rows(leaf) else leaf, self.data)
         state = (values, *self.state[1:])
-        frozen = "frozen" if self.batch_norm == "frozen" else "micro"
-        with _switched_off(self.random), during_micro_batch(batch_norms_of(self.model), frozen):
-            return denominators_of(self.model, state, *batch, share, totals)
+        x, y, sample_weight = batch
+        choice: BatchNorm = "frozen" if self.batch_norm == "frozen" else "micro"
+        with switched_off(self.random), during_micro_batch(batch_norms_of(self.model), choice):
+            return denominators_of(self.model, state, x, y, sample_weight, share, totals)
 
     def _causes(self, partition: Sequence[np.ndarray], tolerance: float) -> Iterator[Cause]:
         found = False
@@ -163,7 +168,7 @@ class _Check:
         for output, message in not_additive(self.model, self._forward(self.state[0], everything)[1]):
             found = True
             yield Cause("loss", output, message)
-        with _recorded(self.model) as calls:
+        with recorded(self.model) as calls:
             self._forward(self.state[0], everything)
             whole = dict(calls)
             calls.clear()
@@ -175,11 +180,11 @@ class _Check:
         order = np.argsort(np.concatenate(list(partition)))
         for path, (layer, inputs, outputs) in whole.items():
             theirs = [part[path] for part in parts if path in part]
-            if len(theirs) != len(parts) or not _same([t[1] for t in theirs], inputs, order, tolerance):
+            if len(theirs) != len(parts) or not same_rows([t[1] for t in theirs], inputs, order, tolerance):
                 continue
-            if not _same([t[2] for t in theirs], outputs, order, tolerance):
+            if not same_rows([t[2] for t in theirs], outputs, order, tolerance):
                 found = True
-                yield _layer_cause(layer, path)
+                yield layer_cause(layer, path)
         if not found:
             for cause in self._term_causes(partition, tolerance):
                 found = True
@@ -198,7 +203,7 @@ class _Check:
         def terms(rows: np.ndarray) -> list[float]:
             batch = tree.map_structure(lambda leaf: ops.take(leaf, rows, axis=0) if has_rows(leaf) else leaf, self.data)
             kwargs = {"training": True} if self.model._call_has_training_arg else {}
-            with _switched_off(self.random):
+            with switched_off(self.random):
                 *_, losses = self.model.stateless_call(*self.state[:2], batch[0], return_losses=True, **kwargs)
             return [_number(ops.sum(loss)) for loss in losses]
 
@@ -230,47 +235,9 @@ class _Check:
         if self.rows < 4:
             yield f"{self.rows} rows allow few partitions: a batch of 8 or more says more."
         yield (
-            "This is evidence from one batch, not a proof: what happens only with other data, other sizes or at another "
-            "time in training can't be excluded."
+            "This is evidence from one batch, not a proof: what happens only with other data, other sizes or at "
+            "another time in training can't be excluded."
         )
-
-
-def _layer_cause(layer: Any, path: str) -> Cause:
-    kind = type(layer).__name__
-    if isinstance(layer, keras.layers.BatchNormalization):
-        return Cause(
-            "batch_norm",
-            path,
-            f"{path!r} is a {kind}: it normalises each micro-batch by itself. Use GroupNormalization or "
-            'LayerNormalization, or batch_norm="frozen".',
-        )
-    return Cause(
-        "mixes_rows",
-        path,
-        f"{path!r} is a {kind} in which a row's output depends on the other rows of its batch: micro-batches can't "
-        "give what the whole batch does.",
-    )
-
-
-def _gradient(function: Callable[[Any], Any], values: list[Any]) -> tuple[Any, list[Any]]:
-    """The value of a function of tensors, and its gradients."""
-    if backend.backend() == "jax":
-        import jax
-
-        return jax.value_and_grad(function)(values)
-    if backend.backend() == "torch":
-        import torch
-
-        values = [value.detach().clone().requires_grad_() for value in values]
-        loss = function(values)
-        return loss.detach(), list(torch.autograd.grad(loss, values, allow_unused=True))
-    import tensorflow as tf
-
-    with tf.GradientTape() as tape:
-        tape.watch(values)
-        loss = function(values)
-    gradients = tape.gradient(loss, values)
-    return loss, [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 
 
 def _partitions(rows: int, size: int | None) -> list[list[np.ndarray]]:
@@ -284,82 +251,6 @@ def _partitions(rows: int, size: int | None) -> list[list[np.ndarray]]:
     if rows >= 8:
         plans.append((np.arange(rows), even_sizes(rows, 3)))
     return [np.split(order, np.cumsum(sizes)[:-1]) for order, sizes in plans]
-
-
-@contextlib.contextmanager
-def _replaced(layers: Sequence[Any], replacement: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """While this is open, `layer.call` of each is `replacement(layer, call)`."""
-    own = [vars(layer).get("call") for layer in layers]
-    for layer in layers:
-        vars(layer)["call"] = replacement(layer, layer.call)
-    try:
-        yield
-    finally:
-        for layer, call in zip(layers, own):
-            del vars(layer)["call"]
-            if call is not None:
-                vars(layer)["call"] = call
-
-
-def _draws(layer: Any) -> bool:
-    return layer._call_has_training_arg and any(
-        isinstance(value, keras.random.SeedGenerator) for value in vars(layer).values()
-    )
-
-
-def _switched_off(layers: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-    def off(layer: Any, call: Any) -> Any:
-        return lambda *args, **kwargs: call(*args, **{**kwargs, "training": False})
-
-    return _replaced(layers, off)
-
-
-@contextlib.contextmanager
-def _recorded(model: Any) -> Iterator[dict[str, tuple[Any, Any, Any]]]:
-    """While this is open, what goes into and comes out of the first call of each layer is kept, by the layer's path."""
-    calls: dict[str, tuple[Any, Any, Any]] = {}
-
-    def keep(layer: Any, call: Any) -> Any:
-        def recording(*args: Any, **kwargs: Any) -> Any:
-            outputs = call(*args, **kwargs)
-            # Inside a loop of the backend there are no numbers: such layers are left out.
-            with contextlib.suppress(Exception):
-                calls.setdefault(layer.path, (layer, _arrays((args, kwargs)), _arrays(outputs)))
-            return outputs
-
-        return recording
-
-    leaves = [layer for layer in model._flatten_layers(include_self=False) if not layer._layers]
-    with _replaced(leaves, keep):
-        yield calls
-
-
-def _arrays(values: Any) -> list[np.ndarray]:
-    return [ops.convert_to_numpy(leaf) for leaf in tree.flatten(values) if backend.is_tensor(leaf) and len(leaf.shape)]
-
-
-def _same(parts: list[list[np.ndarray]], whole: list[np.ndarray], order: np.ndarray, tolerance: float) -> bool:
-    for index, expected in enumerate(whole):
-        pieces = [part[index] for part in parts]
-        if any(piece.shape[1:] != expected.shape[1:] for piece in pieces):
-            return False
-        found = np.concatenate(pieces)
-        if len(found) != len(expected) or len(order) != len(found):
-            return all(np.array_equal(piece, expected) for piece in pieces)
-        if found.dtype.kind in "fV" and _error(found[order], expected) > tolerance:
-            return False
-        if found.dtype.kind not in "fV" and not np.array_equal(found[order], expected):
-            return False
-    return True
-
-
-def _error(actual: Any, expected: Any) -> float:
-    actual, expected = np.asarray(actual, "float64"), np.asarray(expected, "float64")
-    if not np.array_equal(np.isnan(actual), np.isnan(expected)):
-        return float("inf")
-    scale = np.nanmax(np.abs(expected), initial=0.0)
-    difference = np.nanmax(np.abs(actual - expected), initial=0.0)
-    return float(difference / scale) if scale else (float("inf") if difference else 0.0)
 
 
 def _converted(leaf: Any) -> Any:

@@ -16,7 +16,8 @@ from keras.src import backend
 
 from gradaccum.keras.batch_norm import Pool, during_micro_batch
 from gradaccum.keras.denominators import denominators_of, tell_trackers, weighed_losses
-from gradaccum.keras.step import MicroBatchedStep, Plan, has_rows, rows_of, unpack
+from gradaccum.keras.step import MicroBatchedStep, Plan
+from gradaccum.keras.step_data import has_rows, rows_of, unpack
 from gradaccum.sizes import even_sizes
 
 __all__ = ["JaxStep"]
@@ -39,7 +40,7 @@ class JaxStep(MicroBatchedStep):
         rows = rows_of(data)
         assert rows is not None
         self._warn(stacklevel=2)
-        segments = _segments(data, even_sizes(rows, self.size_for(rows)))
+        segments = _segments(data, even_sizes(rows, self.size_for(data, rows)))
         plan = self._plan((trainable, non_trainable, metrics), tree.map_structure(_first, segments[0][1]))
         totals = None
         if plan.counted:
@@ -51,7 +52,7 @@ class JaxStep(MicroBatchedStep):
         before = [non_trainable[index] for index in moving]
         gradient = jax.value_and_grad(self._loss, has_aux=True)
 
-        def micro(carry: Any, micro_batch: Any, size: int) -> tuple[Any, Any]:
+        def micro(size: int, carry: Any, micro_batch: Any) -> tuple[Any, Any]:
             sums, values, non_trainable, metrics, pooled = carry
             x, y, sample_weight = unpack(micro_batch)
             (_, aux), gradients = gradient(
@@ -76,7 +77,7 @@ class JaxStep(MicroBatchedStep):
         )
         outputs = []
         for size, micro_batches in segments:
-            carry, stacked = _loop(lambda c, m, size=size: micro(c, m, size), carry, micro_batches)
+            carry, stacked = _loop(functools.partial(micro, size), carry, micro_batches)
             outputs.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked))
         sums, values, non_trainable, metrics, pooled = carry
         if pool is not None:

@@ -15,7 +15,8 @@ from keras.src.losses.loss import unscale_loss_for_distribution
 
 from gradaccum.keras.batch_norm import Pool, during_micro_batch
 from gradaccum.keras.denominators import denominators_of, tell_trackers, weighed_losses
-from gradaccum.keras.step import MicroBatchedStep, Plan, Spec, has_rows, rows_of, unpack
+from gradaccum.keras.step import MicroBatchedStep, Plan, Spec
+from gradaccum.keras.step_data import has_rows, rows_of, unpack
 
 __all__ = ["TensorFlowStep"]
 
@@ -26,8 +27,8 @@ class TensorFlowStep(MicroBatchedStep):
     def __call__(self, data: Any) -> Any:
         model = self.model
         rows = rows_of(data)
-        cut = _Cut(data, rows, self.size_for(rows), static=model.jit_compile)
         self.build(data)
+        cut = _Cut(data, rows, self.size_for(data, rows), static=model.jit_compile)
         plan = self._plan(cut)
         totals = self._counted(cut, plan) if plan.counted else None
         pool = Pool(self.batch_norms) if self.batch_norm == "pooled" else None
@@ -220,7 +221,8 @@ class _Cut:
             ]
 
             def body(index: Any, carry: Any, arrays: Any, first: Any = first, bounds: Any = bounds) -> Any:
-                carry, tensors = micro(*bounds(index), carry)
+                start, size = bounds(index)
+                carry, tensors = micro(start, size, carry)
                 written = [
                     array.write(index - first, tf.cast(tensor, array.dtype)) for array, tensor in zip(arrays, tensors)
                 ]

@@ -11,7 +11,8 @@ from keras.src import backend
 
 from gradaccum.keras.batch_norm import Pool, during_micro_batch
 from gradaccum.keras.denominators import denominators_of, tell_trackers, weighed_losses
-from gradaccum.keras.step import MicroBatchedStep, Plan, has_rows, rows_of, unpack
+from gradaccum.keras.step import MicroBatchedStep, Plan
+from gradaccum.keras.step_data import has_rows, rows_of, unpack
 from gradaccum.sizes import even_sizes
 
 __all__ = ["TorchStep"]
@@ -25,7 +26,7 @@ class TorchStep(MicroBatchedStep):
         rows = rows_of(data)
         assert rows is not None
         self.build(data)
-        sizes = even_sizes(rows, self.size_for(rows))
+        sizes = even_sizes(rows, self.size_for(data, rows))
         micro_batches = _split(data, sizes)
         plan = self._plan(micro_batches[0])
         # One loss and nothing beside it: its gradients are summed in multiples of the first micro-batch's count and
@@ -87,6 +88,10 @@ class TorchStep(MicroBatchedStep):
             return model.get_metrics_result()
         x, y, sample_weight = unpack(data)
         return model.compute_metrics(x, y, _concatenated(outputs), sample_weight=sample_weight)
+
+    def eagerly(self) -> Any:
+        """While this is open, random numbers are drawn that nobody misses afterwards."""
+        return torch.random.fork_rng()
 
     def _plan(self, micro_batch: Any) -> Plan:
         key = (
