@@ -8,8 +8,14 @@ import pytest
 from keras import layers
 
 from gradaccum.keras.micro_batched import micro_batched
-from tests.keras.test_micro_batched import ROWS, TAGS, TOKENS, X, crossentropy, run
+from tests.keras.test_micro_batched import BACKEND, ROWS, TAGS, TOKENS, X, crossentropy, run
 from tests.reference import relative_error
+
+
+@pytest.fixture
+def bound(float64):
+    """On JAX, Keras normalises in float32 whatever is set."""
+    return max(float64, 1e-6) if BACKEND == "jax" else float64
 
 
 def normalised(**kwargs):
@@ -47,14 +53,14 @@ def test_micro_moves_the_statistics_with_every_micro_batch():
 
 
 @pytest.mark.parametrize("size", [2, 4, 100])
-def test_pooled_statistics_are_the_full_batchs(float64, size):
+def test_pooled_statistics_are_the_full_batchs(bound, size):
     shifted = X * np.arange(1, 6) + np.arange(ROWS)[:, None]  # micro-batches differ in their means
     ours, _ = run(normalised, mse, shifted, X[:, :3], size, batch_norm="pooled")
     plain, _ = run(normalised, mse, shifted, X[:, :3])
-    assert relative_error(moving(ours), moving(plain)) <= float64
+    assert relative_error(moving(ours), moving(plain)) <= bound
 
 
-def test_pooled_statistics_heed_masks(float64):
+def test_pooled_statistics_heed_masks(bound):
     def make():
         return keras.Sequential(
             [
@@ -68,10 +74,10 @@ def test_pooled_statistics_heed_masks(float64):
     ours, _ = run(make, crossentropy, TOKENS, TAGS, 4, batch_norm="pooled", epochs=1)
     plain, _ = run(make, crossentropy, TOKENS, TAGS, epochs=1)
     # Keras divides by the number of values that the mask lets through plus 1e-7: once per micro-batch here.
-    assert relative_error(moving(ours), moving(plain)) <= max(float64, 1e-8)
+    assert relative_error(moving(ours), moving(plain)) <= max(bound, 1e-8)
 
 
-def test_frozen_normalises_by_the_moving_statistics_and_leaves_them(float64):
+def test_frozen_normalises_by_the_moving_statistics_and_leaves_them(bound):
     ours, _ = run(normalised, mse, X, X[:, :3], 4, batch_norm="frozen", epochs=1)
     assert relative_error(moving(ours), [np.zeros(5), np.ones(5)]) == 0
 
@@ -83,7 +89,7 @@ def test_frozen_normalises_by_the_moving_statistics_and_leaves_them(float64):
         return keras.Sequential([layers.Input((5,)), Inference(name="bn", momentum=0.9), layers.Dense(3)])
 
     plain, _ = run(inference, mse, X, X[:, :3], epochs=1)
-    assert relative_error(ours.get_weights(), plain.get_weights()) <= float64
+    assert relative_error(ours.get_weights(), plain.get_weights()) <= bound
 
 
 def test_the_layers_are_left_as_they_were():

@@ -5,6 +5,7 @@ An unrolled loop would hold more memory than the whole batch: XLA runs its micro
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -162,7 +163,7 @@ class JaxStep(MicroBatchedStep):
         model = self.model
         if model.train_function is not None and not force:
             return
-        model.train_step = functools.partial(self)  # a new one: `jax.jit` would find what was compiled for the old loss
+        model.train_step = copy.copy(self)  # a new one: `jax.jit` would find what was compiled for the old loss
         type(model).make_train_function(model, force=force)
         step: Callable[[_State, Any], Any] = model.train_function
 
@@ -180,9 +181,22 @@ class JaxStep(MicroBatchedStep):
                     for variable, value in zip(variables, values):
                         if variable._value is None and not value.is_deleted():
                             variable._value = value
+                _finalize_only_after_updates(model.optimizer)
                 raise
 
         model.train_function = guarded
+
+
+def _finalize_only_after_updates(optimizer: Any) -> None:
+    """After an error, Keras' `fit` still puts the averages of `use_ema` into the variables: zeros before an update."""
+
+    def finalize(variables: Any) -> None:
+        del vars(optimizer)["finalize_variable_values"]
+        if int(optimizer.iterations) > 0:
+            optimizer.finalize_variable_values(variables)
+
+    if int(optimizer.iterations) == 0:
+        vars(optimizer)["finalize_variable_values"] = finalize
 
 
 def _segments(data: Any, sizes: list[int]) -> list[tuple[int, Any]]:
