@@ -1,5 +1,6 @@
 """gradaccum for PyTorch."""
 
 from gradaccum.torch import optim
+from gradaccum.torch.train_step import TrainStep
 
-__all__ = ["optim"]
+__all__ = ["TrainStep", "optim"]

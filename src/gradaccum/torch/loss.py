@@ -1,0 +1,336 @@
+"""The objective: from a model and a micro-batch to its share of the large batch's loss.
+
+    large batch's loss = sum_i part_i,      part_i = loss_i * w_i / W
+
+where `loss_i` is the mean loss of micro-batch i, `w_i` what that mean is over, and `W` the same for the large batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum.torch import weights
+from gradaccum.torch.batch import BatchDims, number_of_rows, take
+from gradaccum.window import checked_reduction, checked_weight
+
+__all__ = ["Objective", "Part", "Tally"]
+
+Weight = float | Tensor
+
+
+class Objective:
+    """How a model's loss on a batch is computed, and what it divides by. The keywords are those of `TrainStep`.
+
+    Args:
+        model: The model.
+        loss_fn: `loss_fn(model(x), y)` on an `(x, y)` batch; tuples of outputs and of targets are unpacked. What a
+            `torch.nn` loss divides by is known; any other callable is taken to be a mean over rows.
+        compute_loss: In its place: `compute_loss(model, *batch) -> loss` or `(loss, weight)`.
+        weight: `weight(*micro_batch) -> number`, what the loss is a mean over, where that isn't rows. Additive: the
+            weight of a batch is the sum of its parts' weights.
+        reduction: `"mean"`, or `"sum"` for losses that are sums; those are divided by the weight, if one is given.
+        batch_dims: Where the rows are, like `in_dims` of `torch.vmap`.
+        autocast: A dtype in which the forward pass runs under `torch.autocast`, or None.
+
+    Raises:
+        TypeError, ValueError: Not exactly one of `loss_fn` and `compute_loss`, or one of the wrong kind.
+
+    Example:
+        >>> objective = Objective(nn.Linear(3, 2), loss_fn=nn.CrossEntropyLoss())
+        >>> batch = torch.randn(6, 3), torch.tensor([0, 1, 1, 0, 0, 1])
+        >>> tally = objective.tally(batch)
+        >>> for rows in (slice(0, 4), slice(4, 6)):
+        ...     part = tally.part(objective.take(batch, rows))
+        ...     part.loss.backward()
+        ...     tally.add(part)
+        >>> torch.testing.assert_close(tally.loss, objective.whole(batch).detach())
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        compute_loss: Callable[..., Any] | None = None,
+        weight: Callable[..., Any] | None = None,
+        reduction: str = "mean",
+        batch_dims: BatchDims = 0,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        if not callable(model):
+            raise TypeError(f"`model` must be a torch.nn.Module. Received: {model!r} of type {type(model).__name__}.")
+        if (loss_fn is None) == (compute_loss is None):
+            raise ValueError(
+                "Give exactly one of `loss_fn`, as in loss_fn(model(x), y), and `compute_loss`, as in "
+                f"compute_loss(model, *batch). Received: loss_fn={loss_fn!r}, compute_loss={compute_loss!r}."
+            )
+        for name, function in (("loss_fn", loss_fn), ("compute_loss", compute_loss), ("weight", weight)):
+            if function is not None and not callable(function):
+                raise TypeError(
+                    f"`{name}` must be callable. Received: {name}={function!r} of type {type(function).__name__}."
+                )
+        if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
+            raise TypeError(
+                f"`autocast` must be a dtype such as torch.bfloat16, or None. Received: autocast={autocast!r}."
+            )
+        self.model = model
+        self.loss_fn = weights.with_known_divisor(loss_fn) if loss_fn is not None else None
+        self.compute_loss = compute_loss
+        self.weight = weight
+        self.batch_dims = batch_dims
+        self.autocast = autocast
+        self.reduction = checked_reduction(reduction)
+        told = weights.reduction_of(self.loss_fn) if self.loss_fn is not None else None
+        if told == "mean" and self.reduction == "sum":
+            raise ValueError(f"reduction='sum' contradicts loss_fn={loss_fn!r}, which returns a mean.")
+        if told is not None:
+            self.reduction = checked_reduction(told)
+
+    def arguments(self, batch: Any) -> tuple[Any, ...]:
+        """`batch` as the arguments that follow the model: a tuple or list is unpacked, anything else is one argument.
+
+        Example:
+            >>> Objective(nn.Identity(), compute_loss=lambda model, batch: batch["x"].mean()).arguments({"x": 1})
+            ({'x': 1},)
+        """
+        plain = isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields")
+        if plain and self.loss_fn is not None and len(batch) == 1 and isinstance(batch[0], (tuple, list)):
+            return self.arguments(batch[0])
+        return tuple(batch) if plain else (batch,)
+
+    def by_targets(self, batch: tuple[Any, ...]) -> bool:
+        """Whether the loss divides by a number that its targets say, so that sums of it are what adds up."""
+        return self.loss_fn is not None and len(batch) == 2 and weights.divides_by(self.loss_fn, batch[1])
+
+    def rows(self, batch: tuple[Any, ...]) -> int:
+        """The rows of a batch; a ValueError that lists every path and shape where they disagree."""
+        return number_of_rows(batch, self.dims(batch))
+
+    def take(self, batch: tuple[Any, ...], rows: slice | Tensor) -> tuple[Any, ...]:
+        """The micro-batch that holds these rows."""
+        return take(batch, rows, self.dims(batch))
+
+    def whole(self, batch: tuple[Any, ...]) -> Tensor:
+        """The large batch's loss in one forward pass, as the user's own loop has it."""
+        loss, weight = self.forward(batch)
+        if self.reduction == "sum":
+            weight = self.total(batch) if weight is None else weight
+            if weight is not None:
+                loss = loss / weight
+        return loss
+
+    def tally(self, batch: tuple[Any, ...], total: Weight | None = None) -> Tally:
+        """A window over this batch, to which its micro-batches are added one by one.
+
+        Args:
+            batch: The large batch.
+            total: What it weighs, where others share it: summed over the ranks, say. None: what `total(batch)` says.
+        """
+        return Tally(self, self.total(batch) if total is None else total)
+
+    def total(self, batch: tuple[Any, ...]) -> Weight | None:
+        """What the loss on this batch divides by, as far as the batch tells: a number, or a tensor on its device.
+
+        None for sums that nothing divides. Rows, where nothing says otherwise; a `compute_loss` that returns
+        `(loss, weight)` overrules that later.
+        """
+        if self.weight is not None:
+            return plain_weight(self.weight(*batch))
+        if self.reduction == "sum":
+            return None
+        if self.by_targets(batch):
+            return plain_weight(weights.divisor(self.loss_fn, batch[1]))
+        return float(self.rows(batch))
+
+    def forward(self, batch: tuple[Any, ...], summed: bool = False) -> tuple[Tensor, Weight | None]:
+        """The loss of a batch and, where `compute_loss` returns one, its weight.
+
+        Args:
+            batch: The arguments after the model.
+            summed: Take a `torch.nn` loss as a sum, whatever its own reduction.
+
+        Raises:
+            TypeError, ValueError: The loss is not one number that depends on the model.
+        """
+        with self._autocast(batch):
+            if self.compute_loss is not None:
+                result = self.compute_loss(self.model, *batch)
+            else:
+                result = self._loss_of(batch, summed)
+        weight = None
+        if isinstance(result, tuple) and not hasattr(result, "_fields"):
+            if len(result) != 2:
+                raise TypeError(f"The loss must be a tensor or (loss, weight). Received: a tuple of {len(result)}.")
+            result, weight = result
+            if self.weight is not None:
+                raise ValueError("`compute_loss` returns (loss, weight), and `weight` is given too. Use one of them.")
+            weight = plain_weight(weight)
+        loss = result if isinstance(result, Tensor) else getattr(result, "loss", result)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"The loss must be a tensor. Received: {loss!r} of type {type(loss).__name__}.")
+        if loss.numel() != 1:
+            raise ValueError(
+                f"The loss must be one number, the mean or the sum over its rows. Received: shape {tuple(loss.shape)}."
+            )
+        return loss.reshape(()), weight
+
+    def _loss_of(self, batch: tuple[Any, ...], summed: bool) -> Any:
+        assert self.loss_fn is not None
+        if not 1 <= len(batch) <= 2:
+            raise ValueError(
+                f"`loss_fn` takes batches of (x, y). Received: {len(batch)} arguments. Nest several inputs or targets "
+                "in tuples, or use compute_loss(model, *batch)."
+            )
+        outputs = self.model(batch[0])
+        if summed and isinstance(outputs, Tensor) and outputs.dtype == torch.float16:
+            outputs = outputs.float()  # a sum of losses soon passes 65504
+        arguments = [*_unpacked(outputs), *(_unpacked(batch[1]) if len(batch) == 2 else ())]
+        return (weights.summed(self.loss_fn) if summed else self.loss_fn)(*arguments)
+
+    def _autocast(self, batch: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.autocast)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is, by its first parameter."""
+        parameters = getattr(self.model, "parameters", lambda: iter(()))()
+        return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
+    def dims(self, batch: tuple[Any, ...]) -> BatchDims:
+        """`batch_dims` for this tuple of arguments."""
+        # `batch_dims` may describe the one argument rather than the tuple of arguments around it.
+        return (self.batch_dims,) if isinstance(self.batch_dims, dict) and len(batch) == 1 else self.batch_dims
+
+
+class Part(NamedTuple):
+    """One micro-batch's share of a window."""
+
+    loss: Tensor | None
+    """What to call `backward()` on; None where the micro-batch weighs nothing, so that there is nothing to add."""
+    weight: Weight | None = None
+    """What `compute_loss` said it weighs; None where the total is known beforehand."""
+
+
+class Tally:
+    """A window's micro-batches as they are added up.
+
+    Where the total weight is known beforehand, the parts add up to the large batch's loss and gradient as they are.
+    Where only the forward pass tells, they are kept in multiples of the first one's weight, and `divisor` is what
+    the sums are to be divided by in the end.
+    """
+
+    def __init__(self, objective: Objective, total: Weight | None) -> None:
+        self.objective = objective
+        self.total = total
+        self._sum: Tensor | None = None
+        self._divisor: Weight | None = None
+        self._unit: Weight | None = None
+
+    @property
+    def divisor(self) -> Weight | None:
+        """What the summed gradients are to be divided by; None where they are complete as they are."""
+        return self._divisor
+
+    @property
+    def empty(self) -> bool:
+        """Whether the window weighs nothing, as far as that is known without waiting for a device."""
+        return _is_zero(self.total if self._divisor is None else self._divisor)
+
+    @property
+    def loss(self) -> Tensor:
+        """The large batch's loss so far, without a graph; NaN where it weighs nothing, as 0 / 0 is."""
+        if self._sum is None or self.empty:
+            return torch.full((), float("nan"), device=self.objective.device)
+        if self._divisor is not None:
+            return self._sum / self._divisor
+        if isinstance(self.total, Tensor):
+            return torch.where(self.total.to(self._sum.device) > 0, self._sum, float("nan"))
+        return self._sum
+
+    def part(self, micro_batch: tuple[Any, ...]) -> Part:
+        """Run the forward pass of a micro-batch and weigh its loss. Changes nothing here: `add` does.
+
+        Raises:
+            TypeError, ValueError: The loss is no number, or comes with a weight only sometimes.
+        """
+        objective = self.objective
+        weight = objective.total(micro_batch)
+        if objective.weight is not None and _is_zero(weight):
+            return Part(None)
+        summed = objective.by_targets(micro_batch) and objective.weight is None and objective.reduction == "mean"
+        loss, told = objective.forward(micro_batch, summed)
+        if told is not None:
+            if _is_zero(told):
+                return Part(None, told)
+            if objective.reduction == "sum":
+                return Part(loss, told)
+            return Part(_weighed(loss, told, self._unit if self._unit is not None else _unit(told)), told)
+        if self._divisor is not None:
+            raise ValueError("`compute_loss` must return (loss, weight) always or never. Received: both in one batch.")
+        if objective.reduction == "sum" or summed:
+            return Part(loss if self.total is None else _times(loss, _ratio(1.0, self.total)))
+        assert weight is not None
+        assert self.total is not None
+        return Part(_weighed(loss, weight, self.total))
+
+    def add(self, part: Part) -> None:
+        """The gradient of this part is in."""
+        if part.loss is not None:
+            value = part.loss.detach()
+            self._sum = value if self._sum is None else self._sum + value
+        if part.weight is not None:
+            if self.objective.reduction == "mean" and self._unit is None and not _is_zero(part.weight):
+                self._unit = _unit(part.weight)
+            share = part.weight if self._unit is None else _ratio(part.weight, self._unit)
+            self._divisor = share if self._divisor is None else self._divisor + share
+
+
+def plain_weight(weight: Any) -> Weight:
+    """A weight as a float, or as a tensor where reading it would wait for its device.
+
+    Raises:
+        TypeError, ValueError: No finite number >= 0, as far as that can be told without waiting.
+    """
+    if isinstance(weight, Tensor) and weight.device.type != "cpu" and weight.numel() == 1:
+        return weight.detach().reshape(())
+    return checked_weight(weight.detach() if isinstance(weight, Tensor) else weight)
+
+
+def _unpacked(values: Any) -> tuple[Any, ...]:
+    return values if isinstance(values, tuple) and not hasattr(values, "_fields") else (values,)
+
+
+def _is_zero(weight: Weight | None) -> bool:
+    return isinstance(weight, float) and weight == 0
+
+
+def _unit(weight: Weight) -> Weight:
+    return torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else weight
+
+
+def _ratio(weight: Weight, total: Weight) -> Weight:
+    """`weight / total`, in float64; 0 where nothing weighs anything."""
+    if isinstance(weight, Tensor) or isinstance(total, Tensor):
+        weight, total = torch.as_tensor(weight).double(), torch.as_tensor(total).double()
+        weight, total = (x.to(weight.device if total.device.type == "cpu" else total.device) for x in (weight, total))
+        return torch.where(total > 0, weight / total, 0.0)
+    return weight / total if total else 0.0
+
+
+def _weighed(loss: Tensor, weight: Weight, total: Weight) -> Tensor:
+    if isinstance(weight, Tensor):
+        loss = torch.where(weight.to(loss.device) > 0, loss, 0.0)  # a mean over nothing is NaN
+    return _times(loss, _ratio(weight, total))
+
+
+def _times(loss: Tensor, factor: Weight) -> Tensor:
+    if isinstance(factor, Tensor):
+        return loss * factor.to(loss.device, loss.dtype)
+    return loss if factor == 1 else loss * factor

@@ -1,0 +1,98 @@
+"""One micro-batch size for each shape of batch: what fitted or failed at one shape tells little about another."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+
+from gradaccum.climb import Climb
+from gradaccum.schedule import checked_count
+from gradaccum.sizes import FixedSize
+from gradaccum.torch.memory import Gauge
+
+__all__ = ["Sizer", "Sizers"]
+
+logger = logging.getLogger("gradaccum")
+
+Sizer = Climb | FixedSize
+
+
+class Sizers:
+    """The micro-batch sizes of a `TrainStep`.
+
+    Shapes are told apart by the kinds of their tensors and by the elements of a row, to a power of two: text padded to
+    a different length in every batch shall not start a search in every batch. Rows longer than those the size was
+    found with get proportionally fewer.
+
+    Args:
+        micro_batch_size: Rows, or `"auto"`.
+        gauge: What tells the limit.
+    """
+
+    def __init__(self, micro_batch_size: int | str, gauge: Gauge) -> None:
+        if isinstance(micro_batch_size, str):
+            if micro_batch_size != "auto":
+                raise ValueError(f'`micro_batch_size` must be an int >= 1 or "auto". Received: {micro_batch_size!r}.')
+        else:
+            checked_count(micro_batch_size, "micro_batch_size")
+        self.micro_batch_size = micro_batch_size
+        self.gauge = gauge
+        self._known: dict[str, tuple[Sizer, float]] = {}
+        self._last: Sizer | None = None
+
+    @property
+    def size(self) -> int | None:
+        """The current size in rows; None where nothing has been tried yet."""
+        if self._last is not None:
+            return self._last.size
+        return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
+
+    def of(self, tensors: list[tuple[str, torch.Tensor, int]]) -> Sizer:
+        """The size for a batch with these tensors: paths, tensors and the dimension of their rows."""
+        elements = float(sum(math.prod(t.shape) / max(t.shape[dim], 1) for _, t, dim in tensors))
+        kinds = ", ".join(f"{path} {t.dtype} {t.ndim}" for path, t, dim in tensors)
+        key = f"{kinds}; 2**{math.floor(math.log2(max(elements, 1.0)))}"
+        if key not in self._known:
+            self._known[key] = self._new(elements), elements
+        sizer, measured = self._known[key]
+        if elements > measured:
+            if isinstance(sizer, Climb) and sizer.settled:
+                sizer.size = max(int(sizer.size * measured / elements), 1)
+            self._known[key] = sizer, elements
+        self._last = sizer
+        return sizer
+
+    def _new(self, elements: float) -> Sizer:
+        if isinstance(self.micro_batch_size, int):
+            return FixedSize(self.micro_batch_size)
+        start = 1
+        settled = [(sizer.size, measured) for sizer, measured in self._known.values() if sizer.settled]
+        if settled:  # begin a little below what the nearest shape suggests
+            size, measured = min(settled, key=lambda known: abs(math.log(known[1] / elements)))
+            start = 1 << max(int(math.log2(max(size * min(measured / elements, 1.0) / 4, 1.0))), 0)
+        limit = self.gauge.limit()
+        return Climb(start, limit)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been found, as plain numbers."""
+        return {
+            key: {"size": sizer.size, "elements": elements, "settled": sizer.settled}
+            for key, (sizer, elements) in self._known.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the sizes of `state_dict`; a size that somebody chose since is taken instead, where smaller."""
+        for key, found in state.items():
+            sizer: Sizer
+            if isinstance(self.micro_batch_size, int):
+                sizer = FixedSize(min(found["size"], self.micro_batch_size))
+            elif found["settled"]:
+                sizer = Climb(found["size"], self.gauge.limit())
+                sizer.settled = True
+            else:
+                continue
+            self._known[key] = sizer, found["elements"]
+            self._last = sizer

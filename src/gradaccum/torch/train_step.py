@@ -1,0 +1,259 @@
+"""Split the batch: the large batch goes in, one exact update comes out, in micro-batches that fit.
+
+step = gradaccum.torch.TrainStep(model, optimizer, loss_fn=torch.nn.CrossEntropyLoss())
+for x, y in loader:          # 256 rows
+    loss = step(x, y)        # forward, backward, update
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
+from gradaccum.torch.batch import BatchDims, per_row_leaves
+from gradaccum.torch.loss import Objective, Tally
+from gradaccum.torch.memory import Gauge, is_out_of_memory, parse_bytes
+from gradaccum.torch.pieces import Piece
+from gradaccum.torch.shapes import Sizer, Sizers
+from gradaccum.torch.transaction import PutAside, Transaction
+from gradaccum.torch.update import Update
+
+__all__ = ["TrainStep"]
+
+logger = logging.getLogger("gradaccum")
+
+BatchNorm = Literal["warn", "micro", "pooled", "frozen", "exact"]
+Sync = Literal["window", "micro_batch"]
+
+
+class TrainStep:
+    """Forward, backward and update on a large batch, in micro-batches that fit into memory.
+
+    The update is the one that `loss_fn(model(x), y).backward(); optimizer.step()` makes on the whole batch:
+
+        g = sum_i w_i g_i / sum_i w_i      over micro-batches i, with w_i what the loss of micro-batch i is a mean over
+
+    Args:
+        model: The model.
+        optimizer: A `torch.optim.Optimizer`, or a list of them. LBFGS and others that evaluate a closure re-run the
+            whole window.
+        loss_fn: `loss_fn(model(x), y)` on an `(x, y)` batch; tuples of outputs and of targets are unpacked. What a
+            `torch.nn` loss divides by is known; any other callable is taken to be a mean over rows, and verified.
+        compute_loss: In its place: `compute_loss(model, *batch) -> loss` or `(loss, weight)`.
+        micro_batch_size: Rows, or `"auto"`: the fastest size that fits, found during the first updates, each of which
+            is exact.
+        weight: `weight(*micro_batch) -> number`: what the loss is a mean over, where that isn't rows. Additive.
+        reduction: `"mean"`, or `"sum"` for losses that are sums; those are divided by the weight, if one is given.
+        batch_dims: Where the rows are, like `in_dims` of `torch.vmap`; None marks what every micro-batch shares.
+        clip_grad_norm: Largest 2-norm of the finished gradient. `grad_norm` tells the norm before.
+        scaler: A `torch.amp.GradScaler`.
+        autocast: A dtype for the forward pass, such as `torch.bfloat16`.
+        accumulate_dtype: What gradients of narrower parameters are summed in, such as `torch.float32`.
+        memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
+        verify: Check at the first update, on a few rows, that the loss is additive over rows with these weights.
+
+    Raises:
+        TypeError, ValueError: An argument is not what it must be.
+        NotEquivalentError: `verify` found a loss whose micro-batches don't add up to the large batch.
+        torch.OutOfMemoryError: Even one row does not fit, or the optimizer's step doesn't.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> step = TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=3)
+        >>> loss = step(torch.randn(10, 4), torch.randint(2, (10,)))
+        >>> loss.shape, step.updates, step.micro_batch_size
+        (torch.Size([]), 1, 3)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        compute_loss: Callable[..., Any] | None = None,
+        micro_batch_size: int | Literal["auto"] = "auto",
+        max_tokens: int | None = None,
+        weight: Callable[..., Any] | None = None,
+        reduction: str = "mean",
+        batch_dims: BatchDims = 0,
+        clip_grad_norm: float | None = None,
+        scaler: Any = None,
+        autocast: torch.dtype | None = None,
+        accumulate_dtype: torch.dtype | None = None,
+        batch_norm: BatchNorm = "warn",
+        memory_limit: int | str | None = None,
+        noise_scale: bool = False,
+        verify: bool = True,
+        sync: Sync = "window",
+    ) -> None:
+        self.model = checked_model(model)
+        self.batch_norm = checked_choice("batch_norm", batch_norm, get_args(BatchNorm))
+        self.sync = checked_choice("sync", sync, get_args(Sync))
+        self.objective = Objective(
+            model,
+            loss_fn=loss_fn,
+            compute_loss=compute_loss,
+            weight=weight,
+            reduction=reduction,
+            batch_dims=batch_dims,
+            autocast=autocast,
+        )
+        self.update = Update(
+            optimizer,
+            clip_grad_norm=checked_norm(clip_grad_norm),
+            scaler=scaler,
+            accumulate_dtype=checked_dtype(accumulate_dtype),
+        )
+        self.gauge = Gauge(self.objective.device, parse_bytes(memory_limit))
+        self.sizers = Sizers(micro_batch_size, self.gauge)
+        self.updates = 0
+        """Updates made so far."""
+        self._verify = verify
+        self._transaction = Transaction(self._modules(), self._watched, self.objective.device)
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Rows of a micro-batch at the moment; None before `"auto"` has seen a batch."""
+        return self.sizers.size
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The 2-norm of the last finished gradient before clipping, a tensor; None without `clip_grad_norm`."""
+        return self.update.grad_norm
+
+    def __call__(self, *batch: Any) -> Tensor:
+        """Make one update with this batch. Returns the large batch's loss, a detached scalar on the device.
+
+        Raises:
+            ValueError: The tensors of the batch disagree about its rows; the message lists every path and shape.
+            torch.OutOfMemoryError: Even one row does not fit. Parameters, state, buffers and random numbers are then
+                as they were before, as after any other error.
+        """
+        batch = self.objective.arguments(batch)
+        rows = self.objective.rows(batch)
+        if rows == 0:
+            raise ValueError("A batch must have at least one row. Received: 0 rows.")
+        tally = self._window(batch, rows)
+        if tally.empty:
+            logger.info("Nothing in this batch of %d rows weighs anything: no update.", rows)
+            return tally.loss
+        # An optimizer that evaluates a closure starts with the gradients that are there.
+        fresh = [tally.loss] if self.update.closures == self.update.optimizers[:1] else []
+        if self.update.step(lambda: fresh.pop() if fresh else self._window(batch, rows).loss):
+            self.updates += 1
+        return tally.loss
+
+    def _window(self, batch: tuple[Any, ...], rows: int) -> Tally:
+        """Leave the finished gradients of a whole batch in `p.grad`; after an error, none at all."""
+        self.update.clear()
+        start = self._transaction.begin()
+        tally = self.objective.tally(batch)
+        sizer = self.sizers.of(per_row_leaves(batch, self.objective.dims(batch)))
+        try:
+            with self._during_window():
+                done = 0
+                while done < rows:
+                    size = sizer.next_size(rows - done)
+                    self._run(Piece(slice(done, done + size)), batch, tally, sizer)
+                    done += size
+            if not tally.empty:
+                self.update.finish(tally.divisor)
+        except BaseException:
+            self.update.clear()
+            self._transaction.restore(start)
+            raise
+        was_settled, before = sizer.settled, sizer.size
+        sizer.close()
+        if sizer.settled and (not was_settled or sizer.size != before):
+            logger.info("micro_batch_size='auto': settled on %d of %d rows.", sizer.size, rows)
+        return tally
+
+    def _run(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, sizer: Sizer) -> None:
+        """One micro-batch; where it does not fit, the same rows in smaller ones."""
+        try:
+            self._micro_batch(piece, batch, tally, sizer)
+            return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if piece.size == 1:
+                raise torch.OutOfMemoryError(
+                    f"Out of memory with a micro-batch of one row: {error}\nNo update was made; parameters, optimizer "
+                    "state and buffers are as they were. Make the model's activations smaller (gradient checkpointing, "
+                    "autocast=torch.bfloat16), or the rows shorter."
+                ) from error
+        # Only here, out of reach of the error's frames, is its memory free.
+        gc.collect()
+        self.gauge.release()
+        arrived = self._transaction.arrived()
+        self._transaction.restore()
+        sizer.failed(piece.size)
+        size = min(sizer.size, piece.size - 1)
+        logger.warning(
+            "Out of memory with a micro-batch of %d rows: going on with %d. Nothing else of the batch is lost.",
+            piece.size,
+            size,
+        )
+        aside = PutAside(arrived)
+        try:
+            for smaller in piece.split(size):
+                self._run(smaller, batch, tally, sizer)
+        finally:
+            aside.take_back()
+
+    def _micro_batch(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, sizer: Sizer) -> None:
+        measuring = not sizer.settled
+        if measuring:
+            self.gauge.synchronize()
+            base, mark, began = self.gauge.live(), self.gauge.mark(), time.perf_counter()
+        self._transaction.begin()
+        part = tally.part(self._take(batch, piece))
+        if measuring:
+            live = self.gauge.live()
+        if part.loss is not None:
+            self.update.scale(part.loss).backward()
+        tally.add(part)
+        self._transaction.commit()
+        if measuring:
+            self.gauge.synchronize()
+            seconds, highest = time.perf_counter() - began, self.gauge.mark()
+            # The mark tells this micro-batch's peak where it has risen; else what was alive before backward has to do.
+            sizer.record(piece.size, seconds, base, highest if highest > mark else live)
+
+    def _take(self, batch: tuple[Any, ...], piece: Piece) -> tuple[Any, ...]:
+        rows = piece.rows if isinstance(piece.rows, slice) else torch.tensor(piece.rows)
+        return self.objective.take(batch, rows)
+
+    @contextlib.contextmanager
+    def _during_window(self) -> Iterator[None]:
+        """Around all micro-batches of a window: what is done about BatchNorm, and when devices exchange gradients."""
+        yield
+
+    def _modules(self) -> list[nn.Module]:
+        loss_fn = self.objective.loss_fn
+        return [self.model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+
+    def _watched(self) -> list[Tensor]:
+        unique = {id(p): p for p in self.update.parameters()}
+        unique.update((id(p), p) for module in self._modules() for p in module.parameters())
+        return list(unique.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters and the sizes that have been found, as plain numbers. Model and optimizer have their own."""
+        return {"updates": self.updates, "sizes": self.sizers.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` wrote."""
+        self.updates = state["updates"]
+        self.sizers.load_state_dict(state["sizes"])

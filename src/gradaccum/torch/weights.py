@@ -1,0 +1,94 @@
+"""What each `torch.nn` loss divides by.
+
+Most losses of `torch.nn` are means over rows (or over the elements of rows of one size, which is the same). Cross
+entropy and negative log-likelihood are not: with class indices as targets they divide by the sum of the class weights
+of the targets that are not ignored. Their micro-batches are exact as sums, divided by that number for the whole batch;
+so a micro-batch with nothing but ignored targets is a plain zero, where its mean would be 0 / 0.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["divides_by", "divisor", "reduction_of", "summed", "with_known_divisor"]
+
+_BY_TARGETS: tuple[type[nn.Module], ...] = tuple(
+    getattr(nn, name)
+    for name in ("CrossEntropyLoss", "NLLLoss", "NLLLoss2d", "LinearCrossEntropyLoss")
+    if hasattr(nn, name)
+)
+_FUNCTIONS: dict[Any, type[nn.Module]] = {
+    nn.functional.cross_entropy: nn.CrossEntropyLoss,
+    nn.functional.nll_loss: nn.NLLLoss,
+}
+
+
+def with_known_divisor(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`loss_fn`, or the loss module that does the same where it is a function with a divisor of its own.
+
+    Example:
+        >>> with_known_divisor(functools.partial(nn.functional.cross_entropy, ignore_index=0))
+        CrossEntropyLoss()
+    """
+    function, keywords = loss_fn, {}
+    if isinstance(loss_fn, functools.partial) and not loss_fn.args:
+        function, keywords = loss_fn.func, loss_fn.keywords
+    module = _FUNCTIONS.get(function) if callable(getattr(function, "__hash__", None)) else None
+    return module(**keywords) if module is not None else loss_fn
+
+
+def reduction_of(loss_fn: Callable[..., Any]) -> str | None:
+    """`"mean"` or `"sum"` where `loss_fn` tells; None where it doesn't.
+
+    Raises:
+        ValueError: One loss per row (`reduction="none"`), which has no gradient to accumulate.
+    """
+    reduction = None
+    if isinstance(loss_fn, nn.Module):
+        reduction = getattr(loss_fn, "reduction", None)
+    elif isinstance(loss_fn, functools.partial):
+        reduction = loss_fn.keywords.get("reduction")
+    if reduction == "none":
+        raise ValueError(
+            f"`loss_fn` must return one number. Received: {loss_fn!r} with reduction='none', which returns one per "
+            "row. Use 'mean' or 'sum', or reduce it yourself in `compute_loss`."
+        )
+    return {"mean": "mean", "batchmean": "mean", "elementwise_mean": "mean", "sum": "sum"}.get(str(reduction))
+
+
+def divides_by(loss_fn: Any, targets: Any) -> bool:
+    """Whether this loss divides by a number that depends on its targets, not by rows."""
+    # A subclass with a forward of its own may divide by anything; floating-point targets are class probabilities,
+    # over which the mean is one over rows.
+    known = isinstance(loss_fn, _BY_TARGETS) and any(type(loss_fn).forward is loss.forward for loss in _BY_TARGETS)
+    return known and isinstance(targets, Tensor) and not targets.is_floating_point()
+
+
+def divisor(loss_fn: Any, targets: Tensor) -> Tensor:
+    """What such a loss divides by on these targets, a tensor on their device.
+
+        sum of weight[t]  over the targets t that are not ignore_index      (weight is 1 without class weights)
+
+    Example:
+        >>> loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0]), ignore_index=-1)
+        >>> divisor(loss_fn, torch.tensor([0, 1, 1, -1]))
+        tensor(7.)
+    """
+    valid = targets != (-100 if loss_fn.ignore_index is None else loss_fn.ignore_index)
+    if loss_fn.weight is None:
+        return valid.sum()
+    class_weights = loss_fn.weight.detach().to(targets.device)
+    return torch.where(valid, class_weights[torch.where(valid, targets, 0)], 0.0).sum()
+
+
+def summed(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same loss as a sum: a shallow copy that shares weights and buffers with the original."""
+    new: Any = copy.copy(loss_fn)
+    new.reduction = "sum"
+    return new

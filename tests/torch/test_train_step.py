@@ -1,0 +1,95 @@
+"""One call of TrainStep makes the update of one ordinary step on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradaccum.torch import TrainStep
+from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
+}
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+
+
+def batches(rows: int = 13, count: int = 3, dtype: torch.dtype = torch.float64) -> list[tuple[Any, ...]]:
+    torch.manual_seed(1)
+    return [(torch.randn(rows, 5, dtype=dtype), torch.randint(0, 3, (rows,))) for _ in range(count)]
+
+
+def assert_same_updates(
+    model: nn.Module,
+    data: list[tuple[Any, ...]],
+    plain_loss: Callable[..., Any],
+    make: Callable[[Any], torch.optim.Optimizer] = OPTIMIZERS["sgd"],
+    tolerance: float = FLOAT64,
+    **keywords: Any,
+) -> TrainStep:
+    """Train a copy by ordinary steps and the model by TrainStep: the same parameters, the same losses."""
+    reference = copy.deepcopy(model)
+    expected = torch_updates(reference, make(reference.parameters()), data, plain_loss)
+    step = TrainStep(model, make(model.parameters()), **keywords)
+    losses = [step(*batch).item() for batch in data]
+    assert relative_error(model.parameters(), reference.parameters()) <= tolerance
+    assert relative_error([torch.tensor(losses)], [torch.tensor(expected)]) <= tolerance
+    assert step.updates == len(data)
+    return step
+
+
+def test_one_call_makes_the_large_batchs_update() -> None:
+    for name, make in OPTIMIZERS.items():
+        for size in (1, 2, 4, 5, 13, 64, "auto"):
+            loss_fn = nn.CrossEntropyLoss()
+            step = assert_same_updates(
+                network(),
+                batches(),
+                lambda model, x, y, loss_fn=loss_fn: loss_fn(model(x), y),
+                make,
+                loss_fn=loss_fn,
+                micro_batch_size=size,
+            )
+            assert size == "auto" or step.micro_batch_size == size, name
+
+
+def test_float32_is_exact_to_its_rounding() -> None:
+    loss_fn = nn.CrossEntropyLoss()
+    data = batches(32, dtype=torch.float32)
+    model = network(torch.float32)
+    assert_same_updates(
+        model,
+        data,
+        lambda model, x, y: loss_fn(model(x), y),
+        tolerance=FLOAT32,
+        loss_fn=loss_fn,
+        micro_batch_size=3,
+    )
+
+
+@pytest.mark.parametrize("size", [4, 6])
+def test_micro_batches_come_in_two_shapes_at_most(size: int) -> None:
+    seen: list[int] = []
+    model = network()
+    model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    step = TrainStep(
+        model,
+        OPTIMIZERS["sgd"](model.parameters()),
+        loss_fn=nn.CrossEntropyLoss(),
+        micro_batch_size=size,
+        verify=False,
+    )
+    step(*batches(13)[0])
+    assert sum(seen) == 13
+    assert len(set(seen)) <= 2
+    assert max(seen) <= size
