@@ -55,6 +55,7 @@ class Window:
         self.micro_batches = 0
         self.weight = 0.0
         self.unit: float | None = None
+        self.largest = 0.0
         self.weights_given = False
         self.last = False
         self.forget()
@@ -136,6 +137,7 @@ class Window:
             self.weigh(default=default)
         assert self.pending is not None
         self.weight += self.pending
+        self.largest = max(self.largest, self.pending)
         self.weights_given = self.weights_given or self.pending_given
         self.micro_batches += 1
         self.forget()

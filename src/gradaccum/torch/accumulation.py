@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
-from gradaccum.torch.gradients import GradientSum, ScreenedGradientSum, all_finite, clip_norm_, scale_
+from gradaccum.torch.distributed import Alone, Total
+from gradaccum.torch.gradients import Arrivals, GradientSum, ScreenedGradientSum, all_finite, clip_norm_, scale_
 from gradaccum.torch.guard import Guard
 from gradaccum.torch.loss_scale import LossScale
 from gradaccum.window import Reduction, Window
@@ -69,29 +70,43 @@ class Accumulation:
         clip_grad_norm: Largest 2-norm of the finished gradient, or None.
         accumulate_dtype: What narrower parameters' gradients are summed in, or None.
         nonfinite: What to do about NaN and infinity.
+        ranks: What keeps this window together with those of other ranks.
     """
 
     def __init__(
         self,
         parameters: Callable[[], list[Tensor]],
         *,
+        ranks: Alone | None = None,
         reduction: Reduction = "mean",
         clip_grad_norm: float | None = None,
         accumulate_dtype: torch.dtype | None = None,
         nonfinite: Nonfinite = "propagate",
     ) -> None:
         self.window = Window(reduction=reduction)
+        self.ranks = Alone() if ranks is None else ranks
+        self.unit = 1.0
+        """What all ranks' sums are multiples of, when they are reduced."""
         self.clip_grad_norm = clip_grad_norm
         self.nonfinite = nonfinite
         screened = nonfinite == "skip_micro_batch"
         self.sums = (ScreenedGradientSum if screened else GradientSum)(parameters, accumulate_dtype)
         self.guard = Guard(parameters())
         self.loss_scale = LossScale(self.sums, self.guard.accept)
+        self.arrivals = Arrivals(parameters)
+        self.ranks.on_forward, self.ranks.on_reduced = self.loss_scale.adopt, self.guard.accept
+        self._begin()
         self.loss = WindowLoss(reduction)
         self.weights: list[float] = []
         self.grad_norm: Tensor | None = None
         self._broken: BaseException | None = None
         self.expect_nothing()
+
+    def _begin(self) -> None:
+        """An empty window; where a backward pass will reduce it, its unit must be the other ranks', too."""
+        self.window.close()
+        if self.ranks.several and not self.ranks.by_hand:
+            self.window.unit = self.unit
 
     # One micro-batch.
 
@@ -109,6 +124,9 @@ class Accumulation:
         if weight == 0:
             self.sums.put_aside()
             self.guard.restart()
+        elif window.reduction == "mean" and self.ranks.several and not self.ranks.by_hand:
+            assert window.unit is not None
+            self.arrivals.scale(weight / window.unit)
         elif window.reduction == "mean" and weight != window.unit:
             # A gradient that comes through loss.backward() joins the sum as it is, so the sum takes its unit.
             factor = window.rescale(weight)
@@ -133,9 +151,11 @@ class Accumulation:
             return
         self.loss.add(window.micro_batches, loss, window.pending, window.pending_given)
         try:
-            loss.backward(None if factor == 1.0 else torch.full_like(loss, factor), **how)
+            with self.arrivals.muted():
+                loss.backward(None if factor == 1.0 else torch.full_like(loss, factor), **how)
         except BaseException as error:
             self._broken = error
+            self.ranks.leave()
             raise
 
     def add(self, scaled: tuple[Tensor | None, Tensor] | None = None) -> bool:
@@ -156,6 +176,7 @@ class Accumulation:
             self._unscale(*scaled)
         closes = window.add()
         self._counted = True
+        self.arrivals.scale(1.0)
         self.sums.add()
         self.guard.next_micro_batch()
         if not closes and self.loss_scale.in_use:
@@ -207,7 +228,11 @@ class Accumulation:
 
     def _finish(self) -> bool:
         self.loss_scale.join_restored()
-        if self.loss_scale.in_use:
+        self._screen()
+        if self.ranks.several:
+            if not self._reduce():
+                return False
+        elif self.loss_scale.in_use:
             assert self.loss_scale.overflow is not None
             if self.loss_scale.overflow.item():
                 logger.info("No update: a gradient of this window overflowed the loss scale")
@@ -225,20 +250,42 @@ class Accumulation:
             self.grad_norm = clip_norm_(self.sums.gradients(), self.clip_grad_norm)
         return True
 
-    def _divisor(self) -> float:
-        window = self.window
+    def _screen(self) -> None:
+        """Leave out what was not finite, and have the sum of the rest in `p.grad`."""
         if isinstance(self.sums, ScreenedGradientSum):
             counted = self.sums.counted()
             dropped = {index for index, counts in enumerate(counted) if not counts}
             if dropped:
                 logger.warning("Left out %d of %d micro-batches: gradient not finite", len(dropped), len(counted))
             self.loss.dropped = dropped
-            window.weight = math.fsum(w for w, counts in zip(self.weights, counted, strict=True) if counts)
-        return window.divisor if window.weight > 0 else 0.0
+            self.window.weight = math.fsum(w for w, counts in zip(self.weights, counted, strict=True) if counts)
+        self.sums.present()
+
+    def _reduce(self) -> bool:
+        """Make the sum and its weight those of all ranks. Returns False where a gradient has overflowed."""
+        window, ranks, scale = self.window, self.ranks, self.loss_scale
+        if not ranks.reduced:
+            if window.reduction == "mean":
+                self.sums.scale_(window.rescale(self.unit))
+            scale.bring_to(ranks.scale)
+        mine = Total(window.weight, window.weights_given, window.largest, *scale.told())
+        total = ranks.total(mine)
+        scale.agree(ranks.scale)
+        window.weight, window.weights_given = total.weight, total.given
+        self.unit = total.largest or self.unit
+        if total.overflow:
+            logger.info("No update: a gradient of this window overflowed the loss scale")
+        elif total.scale:
+            self.sums.scale_(1 / total.scale)
+        return not total.overflow
+
+    def _divisor(self) -> float:
+        # What the ranks' reduction leaves is a mean over them.
+        return self.window.divisor / self.ranks.size if self.window.weight > 0 else 0.0
 
     def close(self) -> None:
         """The update is made, or given up: the next micro-batch is the first of a new window."""
-        self.window.close()
+        self._begin()
         self.sums.close()
         self.loss_scale.close()
         self.guard.restart()

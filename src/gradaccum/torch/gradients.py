@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["GradientSum", "ScreenedGradientSum", "all_finite", "clip_norm_", "scale_"]
+__all__ = ["Arrivals", "GradientSum", "ScreenedGradientSum", "all_finite", "clip_norm_", "scale_"]
 
 
 class GradientSum:
@@ -78,6 +79,9 @@ class GradientSum:
             parameter.grad = gradient
         return True
 
+    def present(self) -> None:
+        """Have the sum in `p.grad`, where ranks reduce it."""
+
     def finish(self, divisor: float) -> None:
         """Divide: from here on `p.grad` is the window's mean gradient, in the dtype it was summed in."""
         if divisor != 1.0:
@@ -110,6 +114,36 @@ class GradientSum:
     def close(self) -> None:
         """The window is over; `p.grad` stays as it is for whoever wants to read it."""
         self._aside = None
+
+
+class Arrivals:
+    """Multiplies gradients as they arrive, before they join the sum; costs nothing while the factor is 1."""
+
+    def __init__(self, parameters: Callable[[], list[Tensor]]) -> None:
+        self._parameters = parameters
+        self._hooks: list[Any] = []
+        self._muted = False
+
+    def scale(self, factor: float) -> None:
+        """The factor for the gradients that arrive from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if factor != 1.0:
+
+            def times(gradient: Tensor) -> Tensor | None:
+                return None if self._muted else gradient * factor
+
+            self._hooks = [p.register_hook(times) for p in self._parameters() if p.requires_grad]
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """Gradients of a loss that was multiplied itself."""
+        self._muted = True
+        try:
+            yield
+        finally:
+            self._muted = False
 
 
 class ScreenedGradientSum(GradientSum):
@@ -158,10 +192,9 @@ class ScreenedGradientSum(GradientSum):
         self.hold(sums)
         self._finite = [torch.tensor(counts) for counts in counted]
 
-    def finish(self, divisor: float) -> None:
+    def present(self) -> None:
         for parameter in self.parameters():
             parameter.grad = self._sums.get(parameter)
-        super().finish(divisor)
 
     def clear(self, set_to_none: bool = True) -> None:
         self.close()

@@ -66,16 +66,19 @@ class Guard:
 
     def _now(self) -> tuple[int, int] | None:
         gradient = None if self._parameter is None else self._parameter.grad
-        return None if gradient is None else (id(gradient), gradient._version)
+        if gradient is None:
+            return None
+        # Views, such as those of DDP's buckets, share their version with others.
+        return id(gradient), 0 if gradient._is_view() else gradient._version
 
     def _arrived(self, parameter: Tensor) -> None:
         self.arrivals += 1
         gradient = parameter.grad
         if gradient is None:  # another hook has taken it
             return
-        before, self._seen = self._seen, (id(gradient), gradient._version)
+        before, self._seen = self._seen, self._now()
         # With create_graph=True, and for sparse gradients, autograd adds out of place; views share their version.
-        if before is None or torch.is_grad_enabled() or gradient.is_sparse or gradient._is_view():
+        if before is None or self._seen is None or torch.is_grad_enabled() or gradient.is_sparse or gradient._is_view():
             return
         if before[0] != self._seen[0]:
             self._trouble = "cleared"

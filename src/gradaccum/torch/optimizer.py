@@ -16,6 +16,7 @@ from gradaccum.torch import optimizer_state
 from gradaccum.torch.accumulation import Accumulation, Nonfinite
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.torch.batches import Batches
+from gradaccum.torch.distributed import synchronizer
 from gradaccum.torch.loss_scale import LossScale
 from gradaccum.window import Reduction, checked_reduction
 
@@ -109,7 +110,14 @@ class Optimizer(torch.optim.Optimizer):
         self.inner = inner
         self._schedule = schedule
         self._scheduled_for: tuple[int, int] | None = None
-        self._accumulation = Accumulation(self._parameters, **self._accumulation_arguments)
+        self._ranks = synchronizer(
+            self._model,
+            self._parameters(),
+            steps=schedule.constant,
+            by_hand=self._accumulation_arguments["nonfinite"] == "skip_micro_batch",
+            dtype=self._accumulation_arguments["accumulate_dtype"],
+        )
+        self._accumulation = Accumulation(self._parameters, ranks=self._ranks, **self._accumulation_arguments)
         self._scaled: list[Tensor | None] = []
         self._batches: Batches | None = None
         self._rates: list[Any] = []
@@ -121,6 +129,7 @@ class Optimizer(torch.optim.Optimizer):
         """Updates made."""
         self.updated = False
         """Whether the last `step()` or `flush()` made an update."""
+        self._expect()
 
     # The inner optimizer's own tables, so that schedulers, scalers and checkpoints find them where they look.
 
@@ -188,6 +197,7 @@ class Optimizer(torch.optim.Optimizer):
             _check_closure_only(self.inner, schedule, self._accumulation_arguments)
         self._accumulation.window.resize(schedule(self.epoch, self.updates))
         self._schedule, self._scheduled_for = schedule, (self.epoch, self.updates)
+        self._expect()
 
     @property
     def micro_batches(self) -> int:
@@ -277,6 +287,7 @@ class Optimizer(torch.optim.Optimizer):
         closes = accumulation.add(None if found_inf is None else (scale, found_inf))
         self._in_epoch = True
         self.updated = closes and self._update()
+        self._expect()
         return result
 
     # torch would call the hooks around every call of `step`; here they belong to the update.
@@ -306,14 +317,21 @@ class Optimizer(torch.optim.Optimizer):
         """
         accumulation = self._accumulation
         accumulation.check_broken()
+        ends_epoch = self._batches is None
+        if ends_epoch:
+            self._ranks.end()
         self.updated = False
         if accumulation.window.is_open:
             accumulation.skip()
             accumulation.check_sum(alone=False)
             self.updated = self._update()
             accumulation.empty()  # the loop's own zero_grad() is not to be relied on here: it may come before step()
-        if self._batches is None:
+        elif not ends_epoch:
+            self._keep_up(once=True)
+        if ends_epoch:
+            self._keep_up()
             self._next_epoch()
+        self._expect()
         return self.updated
 
     def discard(self) -> None:
@@ -368,6 +386,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _begin_micro_batch(self, weight: float, given: bool, last: bool) -> None:
         self._accumulation.expect(weight, given, last)
+        self._expect(counts=weight > 0)
 
     def _end_micro_batch(self) -> None:
         self._accumulation.skip()
@@ -375,17 +394,40 @@ class Optimizer(torch.optim.Optimizer):
     def _end_epoch(self, batches: Batches, broken_off: bool = False) -> None:
         if self._batches is not batches:
             return  # another loop has begun since
-        if broken_off and (self._accumulation.window.is_open or self._accumulation.window.pending is not None):
-            self.discard()
-        elif self._accumulation.window.is_open:
-            self.flush()  # the last micro-batch was skipped
+        if broken_off:
+            self._ranks.leave()
+            if self._accumulation.window.is_open or self._accumulation.window.pending is not None:
+                self.discard()
+        else:
+            self._ranks.end()
+            if self._accumulation.window.is_open:
+                self.flush()  # the last micro-batch was skipped
+            self._keep_up()
         self._batches = None
         self._accumulation.expect_nothing()
         self._next_epoch()
+        self._expect()
 
     def _next_epoch(self) -> None:
         self.epoch += self._in_epoch
         self._in_epoch = False
+        self._ranks.begin()
+
+    # Other ranks.
+
+    def _expect(self, counts: bool = True) -> None:
+        """Tell what comes next, one micro-batch ahead: DDP looks at it in the forward pass."""
+        if self._ranks.several:
+            self._ranks.expect(self.closes_next, self.steps, self._accumulation.window.last, counts)
+
+    def _keep_up(self, once: bool = False) -> None:
+        """Take part in the windows that other ranks still make in this epoch, and in their updates."""
+        while self._ranks.others_go_on():
+            self._accumulation.empty()
+            self.updated = self._update() or self.updated
+            self._accumulation.empty()
+            if once:
+                break
 
     # The update.
 

@@ -1,0 +1,299 @@
+"""Several devices: one window over all ranks, one reduction of the gradients per window.
+
+Each rank sums its micro-batches in `p.grad`, in multiples of a unit that all ranks share; the model's own reduction
+makes of it the mean over the ranks; and the divisor makes of that the mean over all rows of all ranks:
+
+    S_r = sum_i (w_ri / unit) g_ri        A = sum_r S_r / ranks        gradient = A / (W / (unit * ranks)),  W = sum w_ri
+
+So ranks need not have the same rows, weights or numbers of micro-batches.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradaccum.errors import WindowError
+from gradaccum.torch.ddp import Replicas
+from gradaccum.torch.ranks import Channel
+
+__all__ = ["Alone", "Total", "Together", "synchronizer"]
+
+
+class Total(NamedTuple):
+    """What a window weighs: on one rank, and then over all of them."""
+
+    weight: float
+    given: bool = False
+    """Whether a weight was said anywhere."""
+    largest: float = 0.0
+    """The largest weight of a micro-batch."""
+    scale: float = 0.0
+    """The GradScaler's scale in which the sum is; 0 without one."""
+    wish: float = 0.0
+    """The scale that this rank's GradScaler has come to."""
+    overflow: bool = False
+    """Whether a gradient has overflowed that scale."""
+
+
+class Alone:
+    """One device: nothing to agree upon."""
+
+    several = False
+    size = 1
+    by_hand = False
+    """Whether the reduction waits until the window's sum is finished, rather than run in the last backward pass."""
+    scale = 0.0
+    """The scale of a GradScaler that all ranks agreed upon at the last window's end."""
+    on_forward: Callable[[float], None] | None = None
+    """Called with `scale` when the forward pass of the micro-batch that closes the window is done."""
+    on_reduced: Callable[[], None] | None = None
+    """Called when a backward pass has reduced."""
+
+    def expect(self, closes: bool, steps: int, last: bool = False, counts: bool = True) -> None:
+        """What the next micro-batch is, before its forward pass.
+
+        Args:
+            closes: It closes the window.
+            steps: The window's length.
+            last: It is the last one of this rank's epoch.
+            counts: It weighs something.
+        """
+
+    @property
+    def reduced(self) -> bool:
+        """Whether a backward pass has reduced the open window's sum."""
+        return False
+
+    def total(self, mine: Total) -> Total:
+        """At the window's end: bring `p.grad` to its mean over the ranks. Returns what the window weighs on all."""
+        return mine
+
+    def end(self) -> None:
+        """This rank's epoch is over."""
+
+    def others_go_on(self) -> bool:
+        """Whether other ranks close one more window, in which this one takes part with nothing."""
+        return False
+
+    def begin(self) -> None:
+        """The epoch is over on all ranks: the next one may begin."""
+
+    def leave(self) -> None:
+        """This rank drops out in the middle of an epoch; the others shall not wait for it."""
+
+
+class _Round(enum.IntEnum):
+    """What a message is about."""
+
+    WINDOW = 1
+    """A window is about to be reduced, and this rank takes part."""
+    NOTHING = 2
+    """This rank has nothing to reduce, and takes part if others have."""
+    LEFT = 3
+    """This rank has dropped out."""
+    TOTAL = 4
+    """The reduction is done; what the window weighs."""
+    STEPS = 5
+    """At the start: how long the windows are."""
+
+
+class Together(Alone):
+    """The windows of all ranks, closed together.
+
+    A window's end takes two rounds of messages. In the first every rank says that it is about to reduce, before it does
+    so: a rank that has no more micro-batches learns from it that the others have, and one that is gone is missed before
+    anybody waits in a reduction. In the second every rank says what its part weighs.
+
+    Args:
+        models: The DDP modules.
+        parameters: The optimizer's parameters.
+        steps: The length of every window, or None if it varies.
+        by_hand: No backward pass may reduce, since the sum is finished only afterwards.
+        wide: Gradients may be wider than their parameters.
+        on_reduced: Called when a backward pass has reduced.
+        on_forward: Called when the forward pass of the micro-batch that closes the window is done.
+    """
+
+    several = True
+
+    def __init__(
+        self,
+        models: Sequence[DistributedDataParallel],
+        parameters: Sequence[Tensor],
+        *,
+        steps: int | None = None,
+        by_hand: bool = False,
+        wide: bool = False,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._engine = Replicas(models, parameters, wide, self._forward_done, self._backward_starts)
+        self._channel = Channel(self._engine.group)
+        self.size = self._channel.size
+        self.by_hand = by_hand or self._engine.by_hand
+        self._closes = self._last = self._over = False
+        self._steps = 0
+        self._restart()
+        self._engine.hold(False)
+        self._check_steps(steps)
+
+    def _restart(self) -> None:
+        self._announced = self._reducing = False
+        self._versions: list[tuple[int, int]] | None = None
+
+    def _check_steps(self, steps: int | None) -> None:
+        said = self._channel.exchange(_Round.STEPS, steps or 0)
+        lengths = [int(numbers[1]) for numbers in said]
+        if len({*lengths}) > 1:
+            raise ValueError(f"`steps` must be the same on every rank. Received: {_by_rank(lengths)}.")
+
+    # The micro-batch that closes the window.
+
+    def expect(self, closes: bool, steps: int, last: bool = False, counts: bool = True) -> None:
+        self._closes, self._steps, self._last = closes, steps, last
+        self._engine.hold(closes and counts and not self.by_hand)
+
+    @property
+    def reduced(self) -> bool:
+        return self._versions is not None
+
+    def _forward_done(self) -> None:
+        if self._closes and self.on_forward is not None:
+            self.on_forward(self.scale)
+
+    def _backward_starts(self) -> None:
+        if not self._closes or self.by_hand:
+            return
+        if not self._reducing:
+            self._announce(_Round.WINDOW)
+            self._reducing = True
+            queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+            queue(lambda: queue(self._reduction_done))  # after the reducer's own, which is queued later
+        self._engine.starts()
+
+    def _reduction_done(self) -> None:
+        self._versions = self._seen()
+        if self.on_reduced is not None:
+            self.on_reduced()
+
+    def _seen(self) -> list[tuple[int, int]]:
+        return [(0, -1) if p.grad is None else (id(p.grad), p.grad._version) for p in self._parameters]
+
+    # The window's end.
+
+    def total(self, mine: Total) -> Total:
+        if not self._announced:
+            self._announce(_Round.WINDOW)
+        late = self._versions is not None and self._versions != self._seen()
+        if self._versions is None:
+            self._engine.reduce()
+        self._restart()
+        last = self._last or self._over
+        said = self._channel.exchange(
+            _Round.TOTAL, mine.weight, mine.given, mine.largest, mine.scale, mine.wish, mine.overflow, late, last
+        )
+        self._check_present(said, _Round.TOTAL)
+        _, weights, given, largest, scales, wishes, overflows, lates, lasts, _ = zip(*said)
+        if any(lates):
+            # Another backward pass came after the one that reduced. Its gradients stand beside the mean over the ranks,
+            # and the mean of that sum is right. From now on the reduction waits until step().
+            self._engine.reduce()
+            self.by_hand = True
+        self._engine.settle()
+        self._over = all(lasts)
+        used = {scale for scale in scales if scale}
+        # Where scales differ nevertheless, the sum is lost, as after an overflow.
+        overflow = any(overflows) or len(used) > 1
+        self.scale = (min if overflow else max)([wish for wish in wishes if wish], default=self.scale)
+        return Total(sum(weights), any(given), max(largest), min(used, default=0.0), self.scale, overflow)
+
+    def end(self) -> None:
+        self._last = True
+
+    def others_go_on(self) -> bool:
+        while not self._over:
+            said = self._announce(_Round.NOTHING)
+            if self._announced:
+                return True
+            self._over = all(numbers[2] for numbers in said)
+            if not self._last:
+                break
+        return False
+
+    def begin(self) -> None:
+        self._last = self._over = False
+
+    def leave(self) -> None:
+        if not self._over and not self._announced:
+            self._channel.post(_Round.LEFT, 0, True)
+
+    # Messages.
+
+    def _announce(self, about: _Round) -> list[list[float]]:
+        for earlier in self._channel.posted():
+            self._check_present(earlier, _Round.LEFT, _Round.NOTHING)
+        said = self._channel.exchange(about, self._steps if about is _Round.WINDOW else 0, self._last)
+        kinds = {numbers[0] for numbers in said}
+        if _Round.LEFT in kinds and kinds <= {_Round.LEFT, _Round.NOTHING} and self._last:
+            return said
+        self._check_present(said, _Round.WINDOW, _Round.NOTHING)
+        steps = [int(numbers[1]) for numbers in said]
+        if len({*steps} - {0}) > 1:
+            raise WindowError(f"`steps` must be the same on every rank. Received: {_by_rank(steps)}.")
+        self._announced = _Round.WINDOW in kinds
+        return said
+
+    def _check_present(self, said: list[list[float]], *expected: _Round) -> None:
+        """Raise if a rank is not where this one is."""
+        others = {rank: _Round(int(numbers[0])) for rank, numbers in enumerate(said)}
+        if all(kind in expected for kind in others.values()):
+            return
+        left = [rank for rank, kind in others.items() if kind is _Round.LEFT]
+        if left:
+            raise WindowError(
+                f"Rank{'s' * (len(left) > 1)} {', '.join(map(str, left))} left in the middle of an epoch, by an error "
+                "or a break, while other ranks went on. Nothing was updated. Look at the error there; a `break` must "
+                f"come on all ranks at once. (Rank {self._channel.rank} says this.)"
+            )
+        raise WindowError(
+            f"The ranks are at different places: {_by_rank([kind.name for kind in others.values()])}. Call step(), "
+            "flush() and batches() in the same order on every rank."
+        )
+
+
+def _by_rank(values: Sequence[Any]) -> str:
+    return ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+
+
+def synchronizer(
+    model: nn.Module | None,
+    parameters: Sequence[Tensor],
+    *,
+    steps: int | None = None,
+    by_hand: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Alone:
+    """What keeps the windows of this model together with those of the other ranks, if there are any.
+
+    Args:
+        model: The model, or None.
+        parameters: The optimizer's parameters.
+        steps: The length of every window, or None if it varies.
+        by_hand: No backward pass may reduce, since the sum is finished only afterwards.
+        dtype: What narrower gradients are summed in, or None.
+    """
+    if model is None or not (dist.is_available() and dist.is_initialized()):
+        return Alone()
+    wide = dtype is not None and any(
+        p.is_floating_point() and torch.finfo(p.dtype).bits < torch.finfo(dtype).bits for p in parameters
+    )
+    replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    if replicas:
+        return Together(replicas, parameters, steps=steps, by_hand=by_hand, wide=wide)
+    return Alone()
