@@ -36,17 +36,17 @@ class Processes:
             self._pipes.append(here)
             self._processes.append(process)
 
-    def run(self, case: Callable[..., Any], *arguments: Any, limit: float = LIMIT) -> list[Any]:
+    def run(self, case: Callable[..., Any], *arguments: Any, limit: float = LIMIT, **keywords: Any) -> list[Any]:
         """What `case(rank, *arguments)` returns on each rank; an error on any rank is an AssertionError here."""
-        results = self.try_run(case, *arguments, limit=limit)
+        results = self.try_run(case, *arguments, limit=limit, **keywords)
         for rank, result in enumerate(results):
             assert not isinstance(result, Raised), f"rank {rank}:\n{result.trace}"
         return results
 
-    def try_run(self, case: Callable[..., Any], *arguments: Any, limit: float = LIMIT) -> list[Any]:
+    def try_run(self, case: Callable[..., Any], *arguments: Any, limit: float = LIMIT, **keywords: Any) -> list[Any]:
         """As `run`, with a `Raised` in place of the result where a rank raised."""
         for pipe in self._pipes:
-            pipe.send((case, arguments))
+            pipe.send((case, arguments, keywords))
         end = time.monotonic() + limit
         results = []
         for rank, pipe in enumerate(self._pipes):
@@ -99,9 +99,9 @@ def _serve(pipe: Any, rank: int, ranks: int, port: int, timeout: float) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
     while (task := pipe.recv()) is not None:
-        case, arguments = task
+        case, arguments, keywords = task
         try:
-            result = case(rank, *arguments)
+            result = case(rank, *arguments, **keywords)
             pickle.dumps(result)
         except BaseException as error:  # reported, whatever it is
             result = Raised(str(error), type(error).__name__, traceback.format_exc())

@@ -95,14 +95,14 @@ class Accumulation:
         self.loss_scale = LossScale(self.sums, self.guard.accept)
         self.arrivals = Arrivals(parameters)
         self.ranks.on_forward, self.ranks.on_reduced = self.loss_scale.adopt, self.guard.accept
-        self._begin()
+        self.begin()
         self.loss = WindowLoss(reduction)
         self.weights: list[float] = []
         self.grad_norm: Tensor | None = None
         self._broken: BaseException | None = None
         self.expect_nothing()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """An empty window; where a backward pass will reduce it, its unit must be the other ranks', too."""
         self.window.close()
         if self.ranks.several and not self.ranks.by_hand:
@@ -114,6 +114,7 @@ class Accumulation:
         """The micro-batches that come weigh the same, unless `backward` says otherwise."""
         self._default, self._default_given, self._expecting = 1.0, False, False
         self._counted = True
+        self.arrivals.scale(1.0)
         self.window.last = False
 
     def expect(self, weight: float, given: bool, last: bool) -> None:
@@ -121,6 +122,7 @@ class Accumulation:
         window = self.window
         self._default, self._default_given, self._expecting, window.last = weight, given, True, last
         self._counted = False
+        self.arrivals.scale(1.0)
         if weight == 0:
             self.sums.put_aside()
             self.guard.restart()
@@ -285,7 +287,7 @@ class Accumulation:
 
     def close(self) -> None:
         """The update is made, or given up: the next micro-batch is the first of a new window."""
-        self._begin()
+        self.begin()
         self.sums.close()
         self.loss_scale.close()
         self.guard.restart()

@@ -47,6 +47,7 @@ class Alone:
 
     several = False
     size = 1
+    rank = 0
     by_hand = False
     """Whether the reduction waits until the window's sum is finished, rather than run in the last backward pass."""
     scale = 0.0
@@ -55,6 +56,11 @@ class Alone:
     """Called with `scale` when the forward pass of the micro-batch that closes the window is done."""
     on_reduced: Callable[[], None] | None = None
     """Called when a backward pass has reduced."""
+
+    @property
+    def place(self) -> list[int]:
+        """This rank, and how many there are."""
+        return [self.rank, self.size]
 
     def expect(self, closes: bool, steps: int, last: bool = False, counts: bool = True) -> None:
         """What the next micro-batch is, before its forward pass.
@@ -84,6 +90,9 @@ class Alone:
 
     def begin(self) -> None:
         """The epoch is over on all ranks: the next one may begin."""
+
+    def restored(self) -> None:
+        """The open window came from a checkpoint: DDP has not seen where its gradients came from."""
 
     def leave(self) -> None:
         """This rank drops out in the middle of an epoch; the others shall not wait for it."""
@@ -135,9 +144,9 @@ class Together(Alone):
         self._parameters = list(parameters)
         self._engine = Replicas(models, parameters, wide, self._forward_done, self._backward_starts)
         self._channel = Channel(self._engine.group)
-        self.size = self._channel.size
+        self.size, self.rank = self._channel.size, self._channel.rank
         self.by_hand = by_hand or self._engine.by_hand
-        self._closes = self._last = self._over = False
+        self._closes = self._last = self._over = self._restored = False
         self._steps = 0
         self._restart()
         self._engine.hold(False)
@@ -157,7 +166,7 @@ class Together(Alone):
 
     def expect(self, closes: bool, steps: int, last: bool = False, counts: bool = True) -> None:
         self._closes, self._steps, self._last = closes, steps, last
-        self._engine.hold(closes and counts and not self.by_hand)
+        self._engine.hold(closes and counts and not self.by_hand and not self._restored)
 
     @property
     def reduced(self) -> bool:
@@ -206,12 +215,16 @@ class Together(Alone):
             self._engine.reduce()
             self.by_hand = True
         self._engine.settle()
+        self._restored = False
         self._over = all(lasts)
         used = {scale for scale in scales if scale}
         # Where scales differ nevertheless, the sum is lost, as after an overflow.
         overflow = any(overflows) or len(used) > 1
         self.scale = (min if overflow else max)([wish for wish in wishes if wish], default=self.scale)
         return Total(sum(weights), any(given), max(largest), min(used, default=0.0), self.scale, overflow)
+
+    def restored(self) -> None:
+        self._restored = True
 
     def end(self) -> None:
         self._last = True

@@ -339,8 +339,9 @@ class Optimizer(torch.optim.Optimizer):
         window = self._accumulation.window
         if window.is_open:
             logger.warning("Discarding an open window of %d of %d micro-batches", window.micro_batches, window.steps)
-        window.close()
+        self._accumulation.begin()
         self._accumulation.empty()
+        self._expect()
 
     def batches(self, loader: Iterable[Any], *, weight: Callable[[Any], float] | None = None) -> Batches:
         """The loader's batches, unchanged; the last one closes its window, however short it is.
