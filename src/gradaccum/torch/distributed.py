@@ -11,6 +11,8 @@ So ranks need not have the same rows, weights or numbers of micro-batches.
 from __future__ import annotations
 
 import enum
+import gc
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +25,9 @@ from gradaccum.errors import WindowError
 from gradaccum.torch.ddp import Replicas
 from gradaccum.torch.ranks import Channel
 
-__all__ = ["Alone", "Total", "Together", "synchronizer"]
+__all__ = ["Alone", "Together", "Total", "check_noticed", "synchronizer"]
+
+logger = logging.getLogger("gradaccum")
 
 
 class Total(NamedTuple):
@@ -310,3 +314,35 @@ def synchronizer(
     if replicas:
         return Together(replicas, parameters, steps=steps, by_hand=by_hand, wide=wide)
     return Alone()
+
+
+def check_noticed(model: nn.Module | None, parameters: Sequence[Tensor], ranks: Alone, steps: int | None) -> None:
+    """Raise, or warn, if these parameters are data-parallel, and the optimizer was not told so.
+
+    Raises:
+        ValueError: `model` was wrapped or sharded after the optimizer was built, or not given.
+    """
+    if ranks.several or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    own = {id(parameter) for parameter in parameters}
+    if model is not None and parameters and not any(id(parameter) in own for parameter in model.parameters()):
+        raise ValueError(
+            "None of the optimizer's parameters is in `model` any more: fully_shard has replaced them, perhaps. Shard the "
+            "model first, then build the inner optimizer and its wrapper from it, on every rank."
+        )
+    # By type, without isinstance: other objects may be proxies.
+    found = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    if not any(id(parameter) in own for replica in found for parameter in replica.parameters()):
+        return
+    if model is not None:
+        raise ValueError(
+            "`model` was wrapped in DistributedDataParallel after the optimizer was built, which holds back nothing and "
+            "weighs each rank the same. Wrap the model first, and pass that: Optimizer(..., model=ddp), on every rank."
+        )
+    told = (
+        "The parameters belong to a DistributedDataParallel model that the optimizer does not know: it reduces on every "
+        "micro-batch, and all ranks weigh the same whatever their rows. Pass model=ddp."
+    )
+    if steps != 1:
+        raise ValueError(told)
+    logger.warning(told)

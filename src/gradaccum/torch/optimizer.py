@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, get_args
 
@@ -16,7 +18,7 @@ from gradaccum.torch import optimizer_state
 from gradaccum.torch.accumulation import Accumulation, Nonfinite
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.torch.batches import Batches
-from gradaccum.torch.distributed import synchronizer
+from gradaccum.torch.distributed import check_noticed, synchronizer
 from gradaccum.torch.loss_scale import LossScale
 from gradaccum.window import Reduction, checked_reduction
 
@@ -117,12 +119,16 @@ class Optimizer(torch.optim.Optimizer):
             by_hand=self._accumulation_arguments["nonfinite"] == "skip_micro_batch",
             dtype=self._accumulation_arguments["accumulate_dtype"],
         )
-        self._accumulation = Accumulation(self._parameters, ranks=self._ranks, **self._accumulation_arguments)
+        # Not a method of this object: without cycles it goes as soon as an error ends its loop, and other ranks know.
+        parameters = functools.partial(_parameters_of, inner)
+        self._accumulation = Accumulation(parameters, ranks=self._ranks, **self._accumulation_arguments)
+        if self._ranks.several:
+            weakref.finalize(self, _abandon, self._accumulation).atexit = False
         self._scaled: list[Tensor | None] = []
         self._batches: Batches | None = None
         self._rates: list[Any] = []
         self._warned_of_rates = False
-        self._in_epoch = self._restored = False
+        self._in_epoch = self._restored = self._noticed = False
         self.epoch = 0
         """Epochs that are over, for the schedule."""
         self.updates = 0
@@ -174,7 +180,7 @@ class Optimizer(torch.optim.Optimizer):
             self._accumulation.loss_scale.remove()
 
     def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.inner.param_groups for parameter in group["params"]]
+        return _parameters_of(self.inner)
 
     # The window.
 
@@ -280,6 +286,9 @@ class Optimizer(torch.optim.Optimizer):
                 result = closure()
         accumulation, steps = self._accumulation, self.steps
         accumulation.check_broken()
+        if not self._noticed:
+            check_noticed(self._model, self._parameters(), self._ranks, self._schedule.constant)
+            self._noticed = True
         is_open = accumulation.window.is_open
         accumulation.check_sum(alone=not is_open and (steps == 1 or accumulation.window.last))
         self._check_rates(is_open)
@@ -544,6 +553,16 @@ class Optimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._schedule} steps, {self.inner!r})"
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _abandon(accumulation: Accumulation) -> None:
+    """The optimizer is gone: if in the middle of a window, an error has ended its loop."""
+    if accumulation.window.is_open:
+        accumulation.ranks.leave()
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
