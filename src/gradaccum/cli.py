@@ -76,7 +76,7 @@ def commands() -> None:
 @click.option(
     "--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Micro-batches per update in (b)."
 )
-@click.option("--epochs", type=click.IntRange(min=1), help="Default: 10 of FashionMNIST, 100 of the digits.")
+@click.option("--epochs", type=click.IntRange(min=1), help="Default: 6 of FashionMNIST, 100 of the digits.")
 @click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
 @click.option(
     "--out",
@@ -121,7 +121,7 @@ def demo(
         progress.say(
             f"{data.name} from {data.source}: {len(data.train_x):,} rows to train, {len(data.test_x):,} to test"
         )
-        epochs = epochs or {"digits": 100}.get(data.name, 10)
+        epochs = epochs or {"digits": 100}.get(data.name, Setup.epochs)
         setup = Setup(framework, batch_size, steps, epochs, dtype)  # type: ignore[arg-type]  # click checked the choices
         try:
             outcome = perform(setup, data, progress)

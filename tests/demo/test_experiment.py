@@ -80,6 +80,9 @@ def test_each_run_makes_the_oracles_updates(data, dtype, key, rows):
 def test_the_losses_are_means_over_all_rows(data):
     setup = Setup(batch_size=32, steps=4, epochs=1, dtype="float64", learning_rate=0.0)
     runs = [run(setup, data, key) for key in "abc"]
+    first = [run.first_gradients for run in runs]
+    assert relative_error(first[1], first[0]) <= FLOAT64
+    assert relative_error(first[2], first[0]) > 0.1
     losses = {round(run.epochs[0].train_loss, 12) for run in runs}
     assert len(losses) == 1, "with learning rate 0 every run sees the same rows with the same parameters"
 
@@ -152,7 +155,7 @@ def outcome(difference=0.0, dtype="float64", **changes):
     for plan in plans(setup):
         own = [p + difference * 2.0 if plan.key == "b" and p.ndim == 2 else p for p in parameters]
         epochs = [Epoch(2.0, 1.9, 0.25), Epoch(1.5, 1.4, 0.5)]
-        runs.append(dataclasses.replace(Run(plan, epochs, 1.0, 100, own, 1000, 9000), **changes))
+        runs.append(dataclasses.replace(Run(plan, epochs, 1.0, 100, own, None, 1000, 9000), **changes))
     return Outcome(setup, "FashionMNIST", "here", 60000, runs)
 
 
@@ -192,6 +195,17 @@ def test_the_report_has_one_table_the_curves_and_the_memory():
     assert all(len(figure.curves) == 3 for figure in curves)
     bars = [block for block in report.blocks if isinstance(block, Bars)]
     assert [len(figure.values) for figure in bars] == [3, 3]
+
+
+def test_a_first_update_that_differs_is_seen_though_the_end_does_not():
+    gradients = [np.array([1.0])], [np.array([1.0 + 2e-6])]
+    result = outcome(0.0, "float32")
+    runs = [dataclasses.replace(run, first_gradients=own) for run, own in zip(result.runs, gradients, strict=False)]
+    result = dataclasses.replace(result, runs=[*runs, result.runs[2]])
+    assert result.gradient_difference == pytest.approx(2e-6)
+    assert result.difference == 0.0
+    assert not result.ok
+    assert "in the first update their gradients differ by at most 2.0e-06 (1e-06 allowed" in findings(result).summary
 
 
 def test_a_framework_that_cannot_count_memory_leaves_it_out():

@@ -129,6 +129,17 @@ def test_mixing_weighed_and_plain_backward_passes_is_named(opened):
         optimizer.step()
 
 
+def test_mixing_them_in_one_micro_batch_is_named(opened):
+    model, optimizer = opened
+    optimizer.discard()
+    optimizer.backward(mse(model, *regression(7)), weight=7)
+    optimizer.step()
+    optimizer.backward(mse(model, *regression(3)), weight=3)
+    backward(model)
+    with pytest.raises(WindowError, match="Use one of the two"):
+        optimizer.step()
+
+
 def test_flush_with_a_backward_pass_but_no_step_is_named(opened):
     model, optimizer = opened
     backward(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 
 from gradaccum.demo.experiment import Epoch, Outcome, Run
@@ -15,7 +14,6 @@ def findings(outcome: Outcome) -> Report:
     """The report: one table, the three curves, the memory, and whether (a) and (b) are equal."""
     setup = outcome.setup
     large, accumulated, _ = outcome.runs
-    verdict = "are equal but for rounding" if outcome.ok else "DIFFER"
     blocks: list[Block] = [Text(_what_was_done(outcome)), _table(outcome)]
     blocks += [Text(line) for line in _remarks(large, accumulated)]
     if setup.dtype == "float32" and outcome.ok:
@@ -35,8 +33,7 @@ def findings(outcome: Outcome) -> Report:
         f"Gradient accumulation on {outcome.data_name}, with {_FRAMEWORKS[setup.framework]}",
         blocks,
         ok=outcome.ok,
-        summary=f"(a) and (b) {verdict}: after {large.updates:,} updates the parameters differ by at most "
-        f"{outcome.difference:.1e} (relative; {outcome.allowed:.0e} allowed in {setup.dtype}).",
+        summary=_verdict(outcome),
     )
 
 
@@ -48,6 +45,19 @@ _ABOUT_ROUNDING = (
 _FRAMEWORKS = {"torch": "PyTorch", "keras": "Keras"}
 
 
+def _verdict(outcome: Outcome) -> str:
+    after = (
+        f"after {outcome.runs[0].updates:,} updates their parameters differ by at most {outcome.difference:.1e} "
+        f"({outcome.allowed:.0e} allowed)"
+    )
+    if outcome.gradient_difference is not None:
+        after = (
+            f"in the first update their gradients differ by at most {outcome.gradient_difference:.1e} "
+            f"({outcome.gradient_allowed:.0e} allowed in {outcome.setup.dtype}), {after}"
+        )
+    return f"(a) and (b) {'are equal but for rounding' if outcome.ok else 'DIFFER'}: {after}."
+
+
 def _what_was_done(outcome: Outcome) -> str:
     setup, small = outcome.setup, outcome.setup.batch_size // outcome.setup.steps
     return (
@@ -55,8 +65,8 @@ def _what_was_done(outcome: Outcome) -> str:
         f"{setup.epochs} epochs of {outcome.rows:,} rows from {outcome.data_source}, in {setup.dtype}. (a) takes "
         f"{setup.batch_size} rows at once. (b) takes {small} rows at a time and wraps its optimizer with "
         f"{setup.steps} steps; nothing else differs. (c) takes {small} rows at a time and wraps nothing. All three "
-        "start from the same weights and see the same rows in the same order, each in a process of its own."
-        + (f" Processor: {platform.processor() or platform.machine()}.")
+        "start from the same weights and see the same rows in the same order, each in a process of its own. "
+        f"(c) makes {setup.steps} times as many updates with the same learning rate: another training."
     )
 
 
@@ -81,8 +91,8 @@ def _table(outcome: Outcome) -> Table:
 
 def _remarks(large: Run, accumulated: Run) -> list[str]:
     remarks = [
-        "Seconds are those of training, without start-up and tests. The difference is the largest max|a - b| / max|a| "
-        "over all parameters."
+        "Seconds are those of training, without start-up and tests. A difference is the largest max|a - b| / max|a| "
+        "over all tensors."
     ]
     if large.activation_bytes is None or accumulated.activation_bytes is None:
         return remarks

@@ -30,7 +30,7 @@ def train(setup: Setup, data: Data, plan: Plan, initial: Sequence[np.ndarray], n
     x, test_x = (torch.tensor(part, dtype=dtype) / data.scale for part in (data.train_x, data.test_x))
     y, test_y = torch.tensor(data.train_y), torch.tensor(data.test_y)
     model = _network(initial, dtype)
-    memory = _memory(setup, plan, model, x, y)
+    first = _first_window(setup, plan, model, x, y)
 
     optimizer = _optimizer(setup, plan, model)
     epochs, seconds = [], 0.0
@@ -42,7 +42,7 @@ def train(setup: Setup, data: Data, plan: Plan, initial: Sequence[np.ndarray], n
         notify(epochs[-1])
     parameters = [p.detach().numpy().T.copy() for p in model.parameters()]
     updates = setup.epochs * -(-len(x) // (plan.micro_batch_size * plan.steps))
-    return Run(plan, epochs, seconds, updates, parameters, *memory)
+    return Run(plan, epochs, seconds, updates, parameters, *first)
 
 
 def _network(initial: Sequence[np.ndarray], dtype: torch.dtype) -> nn.Sequential:
@@ -96,11 +96,14 @@ def _test(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
     return nn.functional.cross_entropy(outputs, y).item(), (outputs.argmax(1) == y).double().mean().item()
 
 
-def _memory(setup: Setup, plan: Plan, model: nn.Module, x: Tensor, y: Tensor) -> tuple[int, int]:
-    """Activations and peak of one window: bytes of the tensors alive, counted as they come and go.
+def _first_window(
+    setup: Setup, plan: Plan, model: nn.Module, x: Tensor, y: Tensor
+) -> tuple[list[np.ndarray], int, int]:
+    """Gradients, activations and peak of the first window, on a copy of the model.
 
-    The process's own peak would not do: beside the interpreter, PyTorch and the data it moves by megabytes from run
-    to run. Nor is this counted during the run itself: that would slow it down.
+    Memory is the bytes of the tensors alive, counted as they come and go. The process's own peak would not do: beside
+    the interpreter, PyTorch and the data it moves by megabytes from run to run. Nor is this counted during the run
+    itself: that would slow it down.
     """
     model = copy.deepcopy(model)
     optimizer = _optimizer(setup, plan, model)
@@ -116,7 +119,8 @@ def _memory(setup: Setup, plan: Plan, model: nn.Module, x: Tensor, y: Tensor) ->
             loss.backward()
             optimizer.step()
             del inputs, labels, loss
-    return activations, count.peak
+    gradients = [parameter.grad.numpy().T for parameter in model.parameters() if parameter.grad is not None]
+    return gradients, activations, count.peak
 
 
 class _CountBytes(TorchDispatchMode):

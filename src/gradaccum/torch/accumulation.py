@@ -24,6 +24,12 @@ logger = logging.getLogger("gradaccum")
 Nonfinite = Literal["propagate", "skip_window", "skip_micro_batch"]
 
 
+_MIXED = (
+    "Some losses of this window came through backward(loss, weight=...), others through loss.backward(), which cannot "
+    "say what it weighs. Use one of the two for all of them. discard() drops the window."
+)
+
+
 class WindowLoss:
     """The losses of a window's micro-batches, and their mean: nothing is computed until somebody asks."""
 
@@ -100,6 +106,7 @@ class Accumulation:
         self.weights: list[float] = []
         self.grad_norm: Tensor | None = None
         self._broken: BaseException | None = None
+        self._factor, self._weighed_arrivals = 1.0, 0
         self.expect_nothing()
 
     def begin(self) -> None:
@@ -152,6 +159,7 @@ class Accumulation:
             self.loss_scale.rescale_()  # no backward pass will do it
             return
         self.loss.add(window.micro_batches, loss, window.pending, window.pending_given)
+        before = self.guard.arrivals
         try:
             with self.arrivals.muted():
                 loss.backward(None if factor == 1.0 else torch.full_like(loss, factor), **how)
@@ -159,6 +167,7 @@ class Accumulation:
             self._broken = error
             self.ranks.leave()
             raise
+        self._factor, self._weighed_arrivals = factor, self._weighed_arrivals + self.guard.arrivals - before
 
     def add(self, scaled: tuple[Tensor | None, Tensor] | None = None) -> bool:
         """Count the micro-batch. Returns whether the window closes with it.
@@ -171,6 +180,9 @@ class Accumulation:
             self.guard.accept()
         if window.pending is None:
             self._weigh_plain()
+        elif self._factor != 1.0 and self.guard.arrivals != self._weighed_arrivals:
+            raise WindowError(_MIXED)
+        self._weighed_arrivals = 0
         assert window.pending is not None
         if isinstance(self.sums, ScreenedGradientSum):
             self.weights.append(window.pending)
@@ -196,10 +208,7 @@ class Accumulation:
         """This micro-batch came through `loss.backward()`, or had no backward pass."""
         window = self.window
         if not self._expecting and window.weights_given and self.guard.arrivals and window.reduction == "mean":
-            raise WindowError(
-                "Earlier micro-batches of this window came through backward(loss, weight=...), this one through "
-                "loss.backward(), which cannot say what it weighs. Use one of the two for all of them."
-            )
+            raise WindowError(_MIXED)
         window.weigh(self._default if self._default_given else None, default=self._default)
 
     def _unscale(self, scale: Tensor | None, found_inf: Tensor) -> None:
@@ -298,7 +307,7 @@ class Accumulation:
         self.window.forget()
         self.loss_scale.close()
         self.guard.restart()
-        self.weights, self._broken = [], None
+        self.weights, self._broken, self._weighed_arrivals = [], None, 0
         self.sums.clear(set_to_none)
 
     # Misuse.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 from gradaccum.sizes import even_sizes
 
 __all__ = ["Piece"]

@@ -1,0 +1,13 @@
+"""The Python of Keras' pages runs, on the backend that these tests run on."""
+
+import pytest
+
+from tests.documents import ROOT, run
+
+PAGES = sorted((ROOT / "docs").glob("keras*.md"))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_the_pages_blocks_run(path, tmp_path):
+    done = run(path, tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,70 @@
+"""The documentation's Python runs. Keras' pages run in tests/keras, on each backend."""
+
+import re
+
+import pytest
+
+from tests.documents import ROOT, blocks, run
+
+PAGES = [ROOT / "README.md", *(p for p in sorted((ROOT / "docs").glob("*.md")) if not p.name.startswith("keras"))]
+EVERY_PAGE = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_the_pages_blocks_run(path, tmp_path):
+    done = run(path, tmp_path, KERAS_BACKEND="torch")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_begins_with_code_that_runs_by_itself(tmp_path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    first = re.search(r"^```python\n.*?^```$", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "first.md").write_text(first[0], encoding="utf-8")
+    done = run(tmp_path / "first.md", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert blocks(ROOT / "README.md") >= 2
+
+
+@pytest.mark.parametrize(
+    ("block", "error"),
+    [
+        ("import gradaccum\ngradaccum.steps_for(256)\n", "TypeError"),
+        ("import warnings\nwarnings.warn('careless')\n", "UserWarning: careless"),
+        ("assert 1 + 1 == 3\n", "AssertionError"),
+        ("def broken(:\n", "SyntaxError"),
+    ],
+)
+def test_a_broken_block_would_be_seen(tmp_path, block, error):
+    page = tmp_path / "page.md"
+    page.write_text(
+        f"# A page\n\n```python\nvalue = 1\n```\nText.\n```python\nvalue += 1\n{block}```\n", encoding="utf-8"
+    )
+    done = run(page, tmp_path)
+    assert done.returncode != 0
+    assert error in done.stderr
+    assert re.search(rf'page\.md", line {9 + block.count(chr(10)) - 1}\b', done.stderr), "it points to another line"
+
+
+def test_blocks_of_a_page_share_their_names_and_other_languages_are_left_alone(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\na = 1\n```\n```console\n$ false\n```\n```python\nprint(a + 1)\n```\n", encoding="utf-8")
+    assert run(page, tmp_path).stdout == "2\n"
+
+
+@pytest.mark.parametrize("path", EVERY_PAGE, ids=name)
+def test_links_to_files_and_headings_lead_somewhere(path):
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        file, _, heading = target.partition("#")
+        found = path.parent / file if file else path
+        assert found.exists(), f"{path.name} links to {target}"
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = [re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in headings]
+            assert heading in anchors, f"{path.name} links to {target}"
