@@ -82,6 +82,7 @@ class Climb:
     Args:
         start: The first size to try, in rows.
         limit: Bytes that a micro-batch's peak may reach, or None.
+        minimum: The fewest rows that make sense: BatchNorm refuses to train on one.
 
     Example:
         >>> climb = Climb()
@@ -96,8 +97,10 @@ class Climb:
         (True, 8)
     """
 
-    def __init__(self, start: int = 1, limit: float | None = None) -> None:
+    def __init__(self, start: int = 1, limit: float | None = None, minimum: int = 1) -> None:
+        start = max(start, minimum)
         self.limit = limit
+        self.minimum = minimum
         self.line: MemoryLine | None = None
         self.ceiling: int | None = None
         """The largest size that may be tried: below one that failed."""
@@ -111,8 +114,21 @@ class Climb:
         self._windows = 0
         self._window_rows = 0
 
+    @property
+    def summary(self) -> str:
+        """What was measured, in a line."""
+        costs = ", ".join(f"{size}: {1e3 * self._cost(size):.3g}" for size in sorted(self._seconds))
+        return f"Milliseconds per row by size: {costs}." if costs else ""
+
     def next_size(self, rows: int) -> int:
         """The size of the next micro-batch, where `rows` are left in the window."""
+        size = self._wanted(rows)
+        left = rows - size
+        if 0 < left < self.minimum:  # neither this one nor the next may be smaller than the minimum
+            size = size - self.minimum + left if size - self.minimum + left >= self.minimum else rows
+        return size
+
+    def _wanted(self, rows: int) -> int:
         self._window_rows = max(self._window_rows, rows)
         if not self.settled:
             if self._candidate is not None:

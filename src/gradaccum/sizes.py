@@ -61,6 +61,8 @@ class FixedSize:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.ceiling: int | None = None
+        """The largest size that may be tried: below one that failed."""
 
     def next_size(self, rows: int) -> int:
         """The size of the next micro-batch, where `rows` are left in the window."""
@@ -71,7 +73,7 @@ class FixedSize:
 
     def failed(self, size: int) -> None:
         """A micro-batch of `size` rows ran out of memory."""
-        self.size = max(size // 2, 1)
+        self.size = self.ceiling = max(min(size // 2, self.size), 1)
 
     def close(self) -> None:
         """The window is complete."""

@@ -162,6 +162,8 @@ def take(batch: Any, rows: slice | torch.Tensor, batch_dims: BatchDims = 0) -> A
             return leaf
         if isinstance(rows, slice):
             return leaf[(slice(None),) * dim + (rows,)]
+        if not isinstance(leaf, torch.Tensor):  # an array
+            return leaf.take(rows.tolist(), axis=dim)
         return leaf.index_select(dim, rows.to(leaf.device))
 
     return map_leaves(pick, batch)

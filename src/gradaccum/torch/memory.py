@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ class Gauge:
     def release(self) -> None:
         """Give cached memory back, after it ran out."""
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
 
 

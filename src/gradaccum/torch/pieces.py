@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gradaccum.sizes import even_sizes
+from gradaccum.climb import Climb
+from gradaccum.schedule import checked_count
+from gradaccum.sizes import FixedSize, even_sizes, packed
 
-__all__ = ["Piece"]
+__all__ = ["Piece", "Rows", "Sizer", "TokenBudget", "Tokens"]
+
+Sizer = Climb | FixedSize
 
 
 @dataclass(frozen=True)
@@ -42,3 +47,79 @@ class Piece:
                 pieces.append(Piece(self.rows[start : start + length], self.columns))
             start += length
         return pieces
+
+
+class Rows:
+    """A batch cut by rows."""
+
+    def __init__(self, sizer: Sizer, rows: int) -> None:
+        self.sizer = sizer
+        self.rows = rows
+
+    @property
+    def measuring(self) -> bool:
+        """Whether somebody wants to know what micro-batches cost."""
+        return not self.sizer.settled
+
+    def __iter__(self) -> Iterator[Piece]:
+        start = 0
+        while start < self.rows:
+            size = self.sizer.next_size(self.rows - start)
+            yield Piece(slice(start, start + size))
+            start += size
+
+    def record(self, piece: Piece, seconds: float, base: float, peak: float) -> None:
+        """A micro-batch took so long, and so many bytes at its peak over `base` before it."""
+        self.sizer.record(piece.size, seconds, base, peak)
+
+    def failed(self, piece: Piece) -> list[Piece]:
+        """This piece ran out of memory; returns smaller ones."""
+        self.sizer.failed(piece.size)
+        return piece.split(min(self.sizer.size, piece.size - 1))
+
+    def fitting(self, piece: Piece) -> list[Piece]:
+        """The piece, or smaller ones where a smaller size has failed meanwhile."""
+        ceiling = self.sizer.ceiling or piece.size
+        return piece.split(piece.size if piece.size <= ceiling else min(self.sizer.size, ceiling))
+
+
+class TokenBudget:
+    """The padded tokens that a micro-batch may have: what somebody chose, lowered where it turns out not to fit."""
+
+    def __init__(self, max_tokens: int, max_rows: int | None = None) -> None:
+        self.max_tokens = checked_count(max_tokens, "max_tokens")
+        self.max_rows = max_rows
+
+
+class Tokens:
+    """A batch of padded rows, packed by a budget of tokens.
+
+    Args:
+        budget: How many.
+        extents: Of each row the column where its tokens begin, and the one after the last.
+    """
+
+    measuring = False
+
+    def __init__(self, budget: TokenBudget, extents: list[tuple[int, int]]) -> None:
+        self.budget = budget
+        packs = packed(extents, budget.max_tokens, budget.max_rows)
+        self.pieces = [Piece(rows, (start, stop)) for rows, start, stop in packs]
+
+    def __iter__(self) -> Iterator[Piece]:
+        for piece in self.pieces:
+            yield from self.fitting(piece)
+
+    def record(self, piece: Piece, seconds: float, base: float, peak: float) -> None:
+        """Nothing to learn."""
+
+    def failed(self, piece: Piece) -> list[Piece]:
+        """This piece ran out of memory; returns smaller ones."""
+        self.budget.max_tokens = max(min(self.budget.max_tokens, piece.tokens // 2), 1)
+        return piece.split(-(-piece.size // 2))
+
+    def fitting(self, piece: Piece) -> list[Piece]:
+        """The piece, or smaller ones where the budget has been lowered since it was packed."""
+        if piece.tokens <= self.budget.max_tokens:
+            return [piece]
+        return piece.split(max(self.budget.max_tokens * piece.size // piece.tokens, 1))

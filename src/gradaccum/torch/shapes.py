@@ -12,12 +12,11 @@ from gradaccum.climb import Climb
 from gradaccum.schedule import checked_count
 from gradaccum.sizes import FixedSize
 from gradaccum.torch.memory import Gauge
+from gradaccum.torch.pieces import Sizer
 
-__all__ = ["Sizer", "Sizers"]
+__all__ = ["Sizers"]
 
 logger = logging.getLogger("gradaccum")
-
-Sizer = Climb | FixedSize
 
 
 class Sizers:
@@ -30,9 +29,10 @@ class Sizers:
     Args:
         micro_batch_size: Rows, or `"auto"`.
         gauge: What tells the limit.
+        minimum: The fewest rows that `"auto"` tries.
     """
 
-    def __init__(self, micro_batch_size: int | str, gauge: Gauge) -> None:
+    def __init__(self, micro_batch_size: int | str, gauge: Gauge, minimum: int = 1) -> None:
         if isinstance(micro_batch_size, str):
             if micro_batch_size != "auto":
                 raise ValueError(f'`micro_batch_size` must be an int >= 1 or "auto". Received: {micro_batch_size!r}.')
@@ -40,8 +40,10 @@ class Sizers:
             checked_count(micro_batch_size, "micro_batch_size")
         self.micro_batch_size = micro_batch_size
         self.gauge = gauge
+        self.minimum = minimum
         self._known: dict[str, tuple[Sizer, float]] = {}
         self._last: Sizer | None = None
+        self._told: dict[int, int] = {}
 
     @property
     def size(self) -> int | None:
@@ -65,6 +67,14 @@ class Sizers:
         self._last = sizer
         return sizer
 
+    def close(self, sizer: Sizer, rows: int) -> None:
+        """A window of so many rows is complete: log where the search has settled."""
+        before = self._told.get(id(sizer))
+        sizer.close()
+        if isinstance(sizer, Climb) and sizer.settled and before != sizer.size:
+            self._told[id(sizer)] = sizer.size
+            logger.info("micro_batch_size='auto': %d of %d rows. %s", sizer.size, rows, sizer.summary)
+
     def _new(self, elements: float) -> Sizer:
         if isinstance(self.micro_batch_size, int):
             return FixedSize(self.micro_batch_size)
@@ -73,8 +83,7 @@ class Sizers:
         if settled:  # begin a little below what the nearest shape suggests
             size, measured = min(settled, key=lambda known: abs(math.log(known[1] / elements)))
             start = 1 << max(int(math.log2(max(size * min(measured / elements, 1.0) / 4, 1.0))), 0)
-        limit = self.gauge.limit()
-        return Climb(start, limit)
+        return Climb(start, self.gauge.limit(), self.minimum)
 
     def state_dict(self) -> dict[str, Any]:
         """What has been found, as plain numbers."""
@@ -90,7 +99,7 @@ class Sizers:
             if isinstance(self.micro_batch_size, int):
                 sizer = FixedSize(min(found["size"], self.micro_batch_size))
             elif found["settled"]:
-                sizer = Climb(found["size"], self.gauge.limit())
+                sizer = Climb(found["size"], self.gauge.limit(), self.minimum)
                 sizer.settled = True
             else:
                 continue

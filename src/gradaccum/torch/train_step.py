@@ -8,7 +8,6 @@ for x, y in loader:          # 256 rows
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -17,12 +16,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from gradaccum.torch.additivity import verify_additivity
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.torch.batch import BatchDims, per_row_leaves
 from gradaccum.torch.loss import Objective, Tally
 from gradaccum.torch.memory import Gauge, is_out_of_memory, parse_bytes
-from gradaccum.torch.pieces import Piece
-from gradaccum.torch.shapes import Sizer, Sizers
+from gradaccum.torch.pieces import Piece, Rows, TokenBudget, Tokens
+from gradaccum.torch.shapes import Sizers
+from gradaccum.torch.tokens import Left, extents, trimmed, verified_left
 from gradaccum.torch.transaction import PutAside, Transaction
 from gradaccum.torch.update import Update
 
@@ -50,6 +51,8 @@ class TrainStep:
         compute_loss: In its place: `compute_loss(model, *batch) -> loss` or `(loss, weight)`.
         micro_batch_size: Rows, or `"auto"`: the fastest size that fits, found during the first updates, each of which
             is exact.
+        max_tokens: Padded tokens of a micro-batch: rows with an attention mask are sorted by length, trimmed and
+            packed.
         weight: `weight(*micro_batch) -> number`: what the loss is a mean over, where that isn't rows. Additive.
         reduction: `"mean"`, or `"sum"` for losses that are sums; those are divided by the weight, if one is given.
         batch_dims: Where the rows are, like `in_dims` of `torch.vmap`; None marks what every micro-batch shares.
@@ -57,7 +60,10 @@ class TrainStep:
         scaler: A `torch.amp.GradScaler`.
         autocast: A dtype for the forward pass, such as `torch.bfloat16`.
         accumulate_dtype: What gradients of narrower parameters are summed in, such as `torch.float32`.
+        batch_norm: What is done about BatchNorm: `"warn"`, `"micro"` (as is, silent), `"pooled"` (statistics once per
+            update, pooled over the window), `"frozen"`, or `"exact"`.
         memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
+        noise_scale: Measure the gradient noise scale.
         verify: Check at the first update, on a few rows, that the loss is additive over rows with these weights.
 
     Raises:
@@ -116,7 +122,10 @@ class TrainStep:
             accumulate_dtype=checked_dtype(accumulate_dtype),
         )
         self.gauge = Gauge(self.objective.device, parse_bytes(memory_limit))
-        self.sizers = Sizers(micro_batch_size, self.gauge)
+        one_is_enough = not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+        self.sizers = Sizers(micro_batch_size, self.gauge, 1 if one_is_enough else 2)
+        self.budget = None if max_tokens is None else TokenBudget(max_tokens, self.sizers.size)
+        self.left: Left = "cut"
         self.updates = 0
         """Updates made so far."""
         self._verify = verify
@@ -144,6 +153,11 @@ class TrainStep:
         rows = self.objective.rows(batch)
         if rows == 0:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
+        if self._verify:
+            verify_additivity(self.objective, batch)
+            if self.budget is not None:
+                self.left = verified_left(self.objective, batch, Tokens(self.budget, extents(batch)).pieces[-1])
+            self._verify = False
         tally = self._window(batch, rows)
         if tally.empty:
             logger.info("Nothing in this batch of %d rows weighs anything: no update.", rows)
@@ -159,30 +173,25 @@ class TrainStep:
         self.update.clear()
         start = self._transaction.begin()
         tally = self.objective.tally(batch)
-        sizer = self.sizers.of(per_row_leaves(batch, self.objective.dims(batch)))
+        plan = self._plan(batch, rows)
         try:
             with self._during_window():
-                done = 0
-                while done < rows:
-                    size = sizer.next_size(rows - done)
-                    self._run(Piece(slice(done, done + size)), batch, tally, sizer)
-                    done += size
+                for piece in plan:
+                    self._run(piece, batch, tally, plan)
             if not tally.empty:
                 self.update.finish(tally.divisor)
         except BaseException:
             self.update.clear()
             self._transaction.restore(start)
             raise
-        was_settled, before = sizer.settled, sizer.size
-        sizer.close()
-        if sizer.settled and (not was_settled or sizer.size != before):
-            logger.info("micro_batch_size='auto': settled on %d of %d rows.", sizer.size, rows)
+        if isinstance(plan, Rows):
+            self.sizers.close(plan.sizer, rows)
         return tally
 
-    def _run(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, sizer: Sizer) -> None:
+    def _run(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, plan: Rows | Tokens) -> None:
         """One micro-batch; where it does not fit, the same rows in smaller ones."""
         try:
-            self._micro_batch(piece, batch, tally, sizer)
+            self._micro_batch(piece, batch, tally, plan)
             return
         except Exception as error:
             if not is_out_of_memory(error):
@@ -194,26 +203,25 @@ class TrainStep:
                     "autocast=torch.bfloat16), or the rows shorter."
                 ) from error
         # Only here, out of reach of the error's frames, is its memory free.
-        gc.collect()
         self.gauge.release()
         arrived = self._transaction.arrived()
         self._transaction.restore()
-        sizer.failed(piece.size)
-        size = min(sizer.size, piece.size - 1)
+        pieces = plan.failed(piece)
         logger.warning(
             "Out of memory with a micro-batch of %d rows: going on with %d. Nothing else of the batch is lost.",
             piece.size,
-            size,
+            pieces[0].size,
         )
         aside = PutAside(arrived)
         try:
-            for smaller in piece.split(size):
-                self._run(smaller, batch, tally, sizer)
+            for smaller in pieces:
+                for fitting in plan.fitting(smaller):
+                    self._run(fitting, batch, tally, plan)
         finally:
             aside.take_back()
 
-    def _micro_batch(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, sizer: Sizer) -> None:
-        measuring = not sizer.settled
+    def _micro_batch(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, plan: Rows | Tokens) -> None:
+        measuring = plan.measuring
         if measuring:
             self.gauge.synchronize()
             base, mark, began = self.gauge.live(), self.gauge.mark(), time.perf_counter()
@@ -229,9 +237,18 @@ class TrainStep:
             self.gauge.synchronize()
             seconds, highest = time.perf_counter() - began, self.gauge.mark()
             # The mark tells this micro-batch's peak where it has risen; else what was alive before backward has to do.
-            sizer.record(piece.size, seconds, base, highest if highest > mark else live)
+            plan.record(piece, seconds, base, highest if highest > mark else live)
+
+    def _plan(self, batch: tuple[Any, ...], rows: int) -> Rows | Tokens:
+        if self.budget is not None:
+            return Tokens(self.budget, extents(batch))
+        return Rows(self.sizers.of(per_row_leaves(batch, self.objective.dims(batch))), rows)
 
     def _take(self, batch: tuple[Any, ...], piece: Piece) -> tuple[Any, ...]:
+        if piece.columns is not None:
+            start, stop = piece.columns
+            start = start if self.left != "keep" else 0
+            batch = trimmed(batch, start, stop, positions=self.left == "number" and start > 0)
         rows = piece.rows if isinstance(piece.rows, slice) else torch.tensor(piece.rows)
         return self.objective.take(batch, rows)
 
