@@ -466,7 +466,7 @@ def broken_off(rank: int) -> tuple[float, int]:
     oracle = Oracle(model)
     replica, optimizer = wrap(model, 2)
     ranks = data([[4, 3, 2, 5, 4], [2, 5, 1, 2, 2]])
-    for epoch, flush in enumerate((True, False)):
+    for _epoch, flush in enumerate((True, False)):
         kept = [own[: 3 if flush else 2] for own in ranks]
         for window in windows(kept, 2):
             oracle.update(concatenated(window))

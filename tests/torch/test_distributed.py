@@ -167,3 +167,10 @@ def test_all_ranks_may_break_off_at_once(ranks: Processes) -> None:
     for error, updates in ranks.run(cases.broken_off):
         assert error <= FLOAT64
         assert updates == 2 + 1 + 3
+
+
+def test_sync_micro_batch_reduces_every_micro_batch(ranks: Processes) -> None:
+    for error, reductions, updates in ranks.run(cases.train, RAGGED, 4, sync="micro_batch"):
+        assert error <= FLOAT64
+        assert reductions == 12
+        assert updates == 4

@@ -31,7 +31,7 @@ class Replicas:
     Args:
         models: The DDP modules, in the same order on every rank.
         parameters: The optimizer's.
-        wide: Gradients may be wider than their parameters. DDP's buckets cannot hold those: they are reduced without it.
+        wide: Gradients may be wider than their parameters, and than DDP's buckets: they are reduced without those.
         on_forward: Called when a forward pass that will reduce is done.
         on_backward: Called when its backward pass starts.
     """
@@ -119,8 +119,8 @@ def _check_covered(models: Sequence[DistributedDataParallel], parameters: Sequen
     if outside:
         raise ValueError(
             f"{len(outside)} of the optimizer's parameters (the first of shape {tuple(outside[0].shape)}) are in none "
-            "of `model`'s DistributedDataParallel modules, so their gradients would differ from rank to rank. Make them "
-            "part of the model before DDP wraps it."
+            "of `model`'s DistributedDataParallel modules, so their gradients would differ from rank to rank. Make "
+            "them part of the model before DDP wraps it."
         )
 
 
@@ -162,7 +162,7 @@ def _reduce_by(model: DistributedDataParallel, parameters: list[nn.Parameter]) -
 
     def ready() -> None:
         for index in range(len(parameters)):
-            model.reducer._autograd_hook(index)
+            model.reducer._autograd_hook(index)  # type: ignore[attr-defined]  # DDP calls it, too, for mixed precision
 
     module = model.module
     with torch.enable_grad(), _sparse_gradients(module):
@@ -182,7 +182,7 @@ def _sparse_gradients(module: nn.Module) -> Iterator[None]:
     for part in module.modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.grad is None:
             weight = part.weight
-            weight.grad = torch.sparse_coo_tensor(size=weight.shape, dtype=weight.dtype, device=weight.device)
+            weight.grad = torch.zeros_like(weight, layout=torch.sparse_coo)
     yield
 
 

@@ -3,7 +3,7 @@
 Each rank sums its micro-batches in `p.grad`, in multiples of a unit that all ranks share; the model's own reduction
 makes of it the mean over the ranks; and the divisor makes of that the mean over all rows of all ranks:
 
-    S_r = sum_i (w_ri / unit) g_ri        A = sum_r S_r / ranks        gradient = A / (W / (unit * ranks)),  W = sum w_ri
+    S_r = sum_i (w_ri / unit) g_ri      A = sum_r S_r / ranks      gradient = A / (W / (unit * ranks)),  W = sum w_ri
 
 So ranks need not have the same rows, weights or numbers of micro-batches.
 """
@@ -88,6 +88,9 @@ class Alone:
     def end(self) -> None:
         """This rank's epoch is over."""
 
+    def goes_on(self) -> None:
+        """A micro-batch is in, and the window stays open."""
+
     def others_go_on(self) -> bool:
         """Whether other ranks close one more window, in which this one takes part with nothing."""
         return False
@@ -115,6 +118,8 @@ class _Round(enum.IntEnum):
     """The reduction is done; what the window weighs."""
     STEPS = 5
     """At the start: how long the windows are."""
+    MICRO_BATCH = 6
+    """An open window is about to be reduced as far as it has come, and goes on."""
 
 
 class Together(Alone):
@@ -144,7 +149,9 @@ class Together(Alone):
         steps: int | None = None,
         by_hand: bool = False,
         wide: bool = False,
+        always: bool = False,
     ) -> None:
+        self._always = always
         self._parameters = list(parameters)
         self._engine = Replicas(models, parameters, wide, self._forward_done, self._backward_starts)
         self._channel = Channel(self._engine.group)
@@ -170,7 +177,9 @@ class Together(Alone):
 
     def expect(self, closes: bool, steps: int, last: bool = False, counts: bool = True) -> None:
         self._closes, self._steps, self._last = closes, steps, last
-        self._engine.hold(closes and counts and not self.by_hand and not self._restored)
+        self._restart()
+        waits = self.by_hand or self._restored or not counts
+        self._engine.hold((closes or self._always) and not waits)
 
     @property
     def reduced(self) -> bool:
@@ -181,12 +190,12 @@ class Together(Alone):
             self.on_forward(self.scale)
 
     def _backward_starts(self) -> None:
-        if not self._closes or self.by_hand:
+        if not (self._closes or self._always) or self.by_hand:
             return
         if not self._reducing:
-            self._announce(_Round.WINDOW)
+            self._announce(_Round.WINDOW if self._closes else _Round.MICRO_BATCH)
             self._reducing = True
-            queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+            queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(lambda: queue(self._reduction_done))  # after the reducer's own, which is queued later
         self._engine.starts()
 
@@ -233,6 +242,12 @@ class Together(Alone):
     def end(self) -> None:
         self._last = True
 
+    def goes_on(self) -> None:
+        if self._always and not self.by_hand and not self.reduced:
+            self._announce(_Round.MICRO_BATCH)
+            self._engine.reduce()
+            self._reduction_done()
+
     def others_go_on(self) -> bool:
         while not self._over:
             said = self._announce(_Round.NOTHING)
@@ -255,11 +270,11 @@ class Together(Alone):
     def _announce(self, about: _Round) -> list[list[float]]:
         for earlier in self._channel.posted():
             self._check_present(earlier, _Round.LEFT, _Round.NOTHING)
-        said = self._channel.exchange(about, self._steps if about is _Round.WINDOW else 0, self._last)
+        said = self._channel.exchange(about, self._steps if about is not _Round.NOTHING else 0, self._last)
         kinds = {numbers[0] for numbers in said}
         if _Round.LEFT in kinds and kinds <= {_Round.LEFT, _Round.NOTHING} and self._last:
             return said
-        self._check_present(said, _Round.WINDOW, _Round.NOTHING)
+        self._check_present(said, *({_Round.WINDOW, _Round.NOTHING} if about is not _Round.MICRO_BATCH else {about}))
         steps = [int(numbers[1]) for numbers in said]
         if len({*steps} - {0}) > 1:
             raise WindowError(f"`steps` must be the same on every rank. Received: {_by_rank(steps)}.")
@@ -295,6 +310,7 @@ def synchronizer(
     steps: int | None = None,
     by_hand: bool = False,
     dtype: torch.dtype | None = None,
+    always: bool = False,
 ) -> Alone:
     """What keeps the windows of this model together with those of the other ranks, if there are any.
 
@@ -304,6 +320,7 @@ def synchronizer(
         steps: The length of every window, or None if it varies.
         by_hand: No backward pass may reduce, since the sum is finished only afterwards.
         dtype: What narrower gradients are summed in, or None.
+        always: Reduce on every micro-batch.
     """
     if model is None or not (dist.is_available() and dist.is_initialized()):
         return Alone()
@@ -312,7 +329,7 @@ def synchronizer(
     )
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     if replicas:
-        return Together(replicas, parameters, steps=steps, by_hand=by_hand, wide=wide)
+        return Together(replicas, parameters, steps=steps, by_hand=by_hand, wide=wide, always=always)
     return Alone()
 
 
@@ -327,8 +344,8 @@ def check_noticed(model: nn.Module | None, parameters: Sequence[Tensor], ranks: 
     own = {id(parameter) for parameter in parameters}
     if model is not None and parameters and not any(id(parameter) in own for parameter in model.parameters()):
         raise ValueError(
-            "None of the optimizer's parameters is in `model` any more: fully_shard has replaced them, perhaps. Shard the "
-            "model first, then build the inner optimizer and its wrapper from it, on every rank."
+            "None of the optimizer's parameters is in `model` any more: fully_shard has replaced them, perhaps. Shard "
+            "the model first, then build the inner optimizer and its wrapper from it, on every rank."
         )
     # By type, without isinstance: other objects may be proxies.
     found = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
@@ -336,12 +353,12 @@ def check_noticed(model: nn.Module | None, parameters: Sequence[Tensor], ranks: 
         return
     if model is not None:
         raise ValueError(
-            "`model` was wrapped in DistributedDataParallel after the optimizer was built, which holds back nothing and "
-            "weighs each rank the same. Wrap the model first, and pass that: Optimizer(..., model=ddp), on every rank."
+            "`model` was wrapped in DistributedDataParallel after the optimizer was built, which holds back nothing "
+            "and weighs each rank the same. Wrap the model first, and pass that: Optimizer(..., model=ddp), on every rank."
         )
     told = (
-        "The parameters belong to a DistributedDataParallel model that the optimizer does not know: it reduces on every "
-        "micro-batch, and all ranks weigh the same whatever their rows. Pass model=ddp."
+        "The parameters belong to a DistributedDataParallel model that the optimizer does not know: it reduces on "
+        "every micro-batch, and all ranks weigh the same whatever their rows. Pass model=ddp."
     )
     if steps != 1:
         raise ValueError(told)

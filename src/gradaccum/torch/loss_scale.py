@@ -153,7 +153,9 @@ class LossScale:
         assert self._scale is not None
         assert self.overflow is not None
         wish = self._wish if self._wish is not None else self._live if self._live is not None else self._scale
-        scale, wish, overflow = torch.stack([t.detach().double().reshape(()) for t in (self._scale, wish, self.overflow)]).tolist()
+        scale, wish, overflow = torch.stack(
+            [t.detach().double().reshape(()) for t in (self._scale, wish, self.overflow)]
+        ).tolist()
         return scale, wish, bool(overflow)
 
     def agree(self, scale: float) -> None:

@@ -118,6 +118,7 @@ class Optimizer(torch.optim.Optimizer):
             steps=schedule.constant,
             by_hand=self._accumulation_arguments["nonfinite"] == "skip_micro_batch",
             dtype=self._accumulation_arguments["accumulate_dtype"],
+            always=self._sync == "micro_batch",
         )
         # Not a method of this object: without cycles it goes as soon as an error ends its loop, and other ranks know.
         parameters = functools.partial(_parameters_of, inner)
@@ -295,6 +296,8 @@ class Optimizer(torch.optim.Optimizer):
         scale, found_inf = self._scaled or (None, None)
         closes = accumulation.add(None if found_inf is None else (scale, found_inf))
         self._in_epoch = True
+        if not closes:
+            self._ranks.goes_on()
         self.updated = closes and self._update()
         self._expect()
         return result

@@ -108,8 +108,8 @@ def _check_window(optimizer: Optimizer, state: dict[str, Any]) -> None:
     saved_on, here = state.get("rank", [0, 1]), optimizer._ranks.place
     if saved_on != here:
         raise WindowError(
-            f"The checkpoint was taken inside a window, on rank {saved_on[0]} of {saved_on[1]}, and holds that rank's part "
-            f"of it; this is rank {here[0]} of {here[1]}. Save and load one checkpoint per rank, or take it when "
+            f"The checkpoint was taken inside a window, on rank {saved_on[0]} of {saved_on[1]}, and holds that rank's "
+            f"part of it; this is rank {here[0]} of {here[1]}. Save and load one checkpoint per rank, or take it when "
             "`updated` is True: a closed window is the same on every rank, and on any number of them."
         )
     steps = optimizer._schedule(state["epoch"], state["updates"])

@@ -6,6 +6,7 @@ reductions, whose order must be the same on every rank.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -60,10 +61,9 @@ class Channel:
     def post(self, *numbers: float) -> None:
         """Say these numbers without waiting for the others; `posted` tells later what they said."""
         if self._group is not None:
-            try:
+            # Where the process group is gone, so is whoever could listen.
+            with contextlib.suppress(RuntimeError, ValueError, AssertionError):
                 self._posted.append(self._say(numbers))
-            except (RuntimeError, ValueError, AssertionError):
-                pass  # the process group is gone, and with it whoever could listen
 
     def posted(self) -> list[list[list[float]]]:
         """What was said in the rounds of `post`, each once."""
