@@ -1,6 +1,7 @@
 """gradaccum for PyTorch."""
 
 from gradaccum.torch import optim
+from gradaccum.torch.chunked import chunked
 from gradaccum.torch.train_step import TrainStep
 
-__all__ = ["TrainStep", "optim"]
+__all__ = ["TrainStep", "chunked", "optim"]

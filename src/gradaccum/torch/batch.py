@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["BatchDims", "leaves", "map_leaves", "number_of_rows", "per_row_leaves", "take"]
+__all__ = ["BatchDims", "concatenate", "leaves", "map_leaves", "number_of_rows", "per_row_leaves", "take"]
 
 BatchDims = Any
 """Like `torch.vmap`'s `in_dims`: an int (the dimension that holds the rows), None (shared), or a container of these
@@ -167,3 +167,46 @@ def take(batch: Any, rows: slice | torch.Tensor, batch_dims: BatchDims = 0) -> A
         return leaf.index_select(dim, rows.to(leaf.device))
 
     return map_leaves(pick, batch)
+
+
+def concatenate(parts: Sequence[Any], batch_dims: BatchDims = 0) -> Any:
+    """The batch whose rows are those of the parts, in order: what `take` took apart.
+
+    Leaves without rows must be the same in all parts.
+
+    Raises:
+        ValueError: The parts' structures differ, tensors can't be concatenated, or leaves without rows differ.
+
+    Example:
+        >>> concatenate([(torch.tensor([1, 2]), "name"), (torch.tensor([3]), "name")])
+        (tensor([1, 2, 3]), 'name')
+    """
+    dims = iter(list(with_dims(parts[0], batch_dims)))
+
+    def join(*pieces: Any) -> Any:
+        path, first, dim = next(dims)
+        if dim is None:
+            if not all(piece is first or _same(piece, first) for piece in pieces):
+                raise ValueError(
+                    f"{path or 'The output'} carries no rows, so it must be the same for every micro-batch. Received: "
+                    f"{first!r} of type {type(first).__name__}, and {next(p for p in pieces if not _same(p, first))!r}."
+                )
+            return first
+        shapes = {(*piece.shape[:dim], *piece.shape[dim + 1 :]) for piece in pieces}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"{path or 'The output'} has rows of different shapes in different micro-batches: "
+                f"{[tuple(piece.shape) for piece in pieces]}, rows in dimension {dim}."
+            )
+        return torch.cat(pieces, dim)
+
+    return map_leaves(join, *parts)
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return type(one) is type(other) and bool(
+            (one == other).all() if isinstance(one, torch.Tensor) else one == other
+        )
+    except (TypeError, ValueError, RuntimeError):  # what can't be compared
+        return False

@@ -17,6 +17,7 @@ from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch import optimizer_state
 from gradaccum.torch.accumulation import Accumulation, Nonfinite
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
+from gradaccum.torch.batch_norm import warn_of_batch_norm
 from gradaccum.torch.batches import Batches
 from gradaccum.torch.distributed import check_noticed, synchronizer
 from gradaccum.torch.loss_scale import LossScale
@@ -98,8 +99,14 @@ class Optimizer(torch.optim.Optimizer):
             "nonfinite": checked_choice("nonfinite", nonfinite, get_args(Nonfinite)),
         }
         self._model = None if model is None else checked_model(model)
+        schedule = Schedule(steps)
+        if self._model is not None and schedule.constant != 1:
+            warn_of_batch_norm(
+                self._model,
+                "TrainStep(batch_norm=\"exact\") gives the large batch's; GroupNorm and frozen BatchNorm don't differ.",
+            )
         self._sync = checked_choice("sync", sync, get_args(Sync))
-        self._start(_checked_inner(optimizer), Schedule(steps))
+        self._start(_checked_inner(optimizer), schedule)
         logger.info("Wrapping '%s' PyTorch optimizer with GA of %s steps", type(optimizer).__name__, self._schedule)
 
     def _start(self, inner: torch.optim.Optimizer, schedule: Schedule) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gradaccum.torch.additivity import verify_additivity
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.torch.batch import BatchDims, per_row_leaves
+from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms
 from gradaccum.torch.loss import Objective, Tally
 from gradaccum.torch.memory import Gauge, is_out_of_memory, parse_bytes
 from gradaccum.torch.pieces import Piece, Rows, TokenBudget, Tokens
@@ -26,12 +27,12 @@ from gradaccum.torch.shapes import Sizers
 from gradaccum.torch.tokens import Left, extents, trimmed, verified_left
 from gradaccum.torch.transaction import PutAside, Transaction
 from gradaccum.torch.update import Update
+from gradaccum.torch.whole_batch import EXACT_MICRO_BATCH_SIZE, WholeBatch
 
 __all__ = ["TrainStep"]
 
 logger = logging.getLogger("gradaccum")
 
-BatchNorm = Literal["warn", "micro", "pooled", "frozen", "exact"]
 Sync = Literal["window", "micro_batch"]
 
 
@@ -97,17 +98,22 @@ class TrainStep:
         scaler: Any = None,
         autocast: torch.dtype | None = None,
         accumulate_dtype: torch.dtype | None = None,
-        batch_norm: BatchNorm = "warn",
+        batch_norm: BatchNormChoice = "warn",
         memory_limit: int | str | None = None,
         noise_scale: bool = False,
         verify: bool = True,
         sync: Sync = "window",
     ) -> None:
         self.model = checked_model(model)
-        self.batch_norm = checked_choice("batch_norm", batch_norm, get_args(BatchNorm))
-        self.sync = checked_choice("sync", sync, get_args(Sync))
-        self.objective = Objective(
+        self.batch_norm = BatchNormPolicy(
+            batch_norm,
             model,
+            remedy='Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.',
+        )
+        self.sync = checked_choice("sync", sync, get_args(Sync))
+        self._whole = WholeBatch(model, batch_dims, loss_fn is not None) if self.batch_norm.choice == "exact" else None
+        self.objective = Objective(
+            model if self._whole is None else self._whole.model,
             loss_fn=loss_fn,
             compute_loss=compute_loss,
             weight=weight,
@@ -122,9 +128,12 @@ class TrainStep:
             accumulate_dtype=checked_dtype(accumulate_dtype),
         )
         self.gauge = Gauge(self.objective.device, parse_bytes(memory_limit))
-        one_is_enough = not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-        self.sizers = Sizers(micro_batch_size, self.gauge, 1 if one_is_enough else 2)
+        if self._whole is not None and micro_batch_size == "auto":
+            micro_batch_size = EXACT_MICRO_BATCH_SIZE
+        self.sizers = Sizers(micro_batch_size, self.gauge, minimum=2 if batch_norms(model) else 1)
         self.budget = None if max_tokens is None else TokenBudget(max_tokens, self.sizers.size)
+        if self._whole is not None and self.budget is not None:
+            raise ValueError('batch_norm="exact" needs the whole batch as it is padded. Leave out `max_tokens`.')
         self.left: Left = "cut"
         self.updates = 0
         """Updates made so far."""
@@ -153,7 +162,7 @@ class TrainStep:
         rows = self.objective.rows(batch)
         if rows == 0:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
-        if self._verify:
+        if self._verify and not self._all_at_once:
             verify_additivity(self.objective, batch)
             if self.budget is not None:
                 self.left = verified_left(self.objective, batch, Tokens(self.budget, extents(batch)).pieces[-1])
@@ -176,8 +185,11 @@ class TrainStep:
         plan = self._plan(batch, rows)
         try:
             with self._during_window():
-                for piece in plan:
-                    self._run(piece, batch, tally, plan)
+                if self._all_at_once and isinstance(plan, Rows):
+                    self._run_whole(Piece(slice(0, rows)), batch, tally, plan)
+                else:
+                    for piece in plan:
+                        self._run(piece, batch, tally, plan)
             if not tally.empty:
                 self.update.finish(tally.divisor)
         except BaseException:
@@ -220,19 +232,46 @@ class TrainStep:
         finally:
             aside.take_back()
 
+    @property
+    def _all_at_once(self) -> bool:
+        """Whether the loss is to see all rows together, since BatchNorm layers do."""
+        return self._whole is not None and self._whole.needed
+
+    def _run_whole(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, plan: Rows) -> None:
+        """All rows at once, through a model that takes them in micro-batches: smaller ones, where these don't fit."""
+        assert self._whole is not None
+        while True:
+            size = plan.sizer.next_size(piece.size)
+            try:
+                with self._whole.in_micro_batches(size):
+                    self._micro_batch(piece, batch, tally, plan)
+                return
+            except Exception as error:
+                if not is_out_of_memory(error) or size == 1:
+                    raise
+            self.gauge.release()
+            self.update.clear()
+            self._transaction.restore()
+            plan.sizer.failed(size)
+            logger.warning(
+                "Out of memory with micro-batches of %d rows: all over again with %d.", size, plan.sizer.size
+            )
+
     def _micro_batch(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, plan: Rows | Tokens) -> None:
         measuring = plan.measuring
         if measuring:
             self.gauge.synchronize()
             base, mark, began = self.gauge.live(), self.gauge.mark(), time.perf_counter()
         self._transaction.begin()
-        part = tally.part(self._take(batch, piece))
+        with self.batch_norm.micro_batch():
+            part = tally.part(self._take(batch, piece))
         if measuring:
             live = self.gauge.live()
         if part.loss is not None:
             self.update.scale(part.loss).backward()
         tally.add(part)
         self._transaction.commit()
+        self.batch_norm.commit()
         if measuring:
             self.gauge.synchronize()
             seconds, highest = time.perf_counter() - began, self.gauge.mark()
@@ -255,7 +294,8 @@ class TrainStep:
     @contextlib.contextmanager
     def _during_window(self) -> Iterator[None]:
         """Around all micro-batches of a window: what is done about BatchNorm, and when devices exchange gradients."""
-        yield
+        with self.batch_norm.window():
+            yield
 
     def _modules(self) -> list[nn.Module]:
         loss_fn = self.objective.loss_fn

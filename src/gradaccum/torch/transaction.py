@@ -20,7 +20,9 @@ class _Buffer(NamedTuple):
 
     @property
     def moved(self) -> bool:
-        return self.owner.get(self.name) is not self.tensor or self.tensor._version != self.version
+        # PyTorch's normalisation kernels don't raise the version of the statistics they move.
+        uncounted = self.name.startswith("running_")
+        return self.owner.get(self.name) is not self.tensor or self.tensor._version != self.version or uncounted
 
 
 class State(NamedTuple):

@@ -1,0 +1,298 @@
+"""One call of a module on a large batch, in micro-batches that can be run again when backward asks for them.
+
+The module's parameters are inputs of one autograd function, which returns each parameter's gradient once, summed over
+micro-batches. So hooks on parameters, DistributedDataParallel's among them, `torch.autograd.grad` and modules that are
+called several times see what they would see of the large batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gradaccum.torch.batch import BatchDims, concatenate, leaves, map_leaves, take, with_dims
+from gradaccum.torch.batch_norm import BatchNormPolicy
+from gradaccum.torch.replay import Buffers, Surroundings, accelerators, stand_ins, swapped
+
+__all__ = [
+    "Call",
+    "Inputs",
+    "input_gradients",
+    "input_leaves",
+    "tensors_of",
+    "with_gradients",
+    "with_tensors",
+    "without_tensors",
+]
+
+
+class Inputs(NamedTuple):
+    """What a module is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+_TAKEN_OUT = torch.empty(0)
+"""In place of a tensor in a tree that autograd shall not find tensors in: it keeps and watches them itself."""
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    return [leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def without_tensors(tree: Any) -> Any:
+    return map_leaves(lambda leaf: _TAKEN_OUT if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    remaining = iter(tensors)
+    return map_leaves(lambda leaf: next(remaining) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+class Call:
+    """One call of a chunked module: all it takes to run any of its micro-batches, once or twice.
+
+    Args:
+        module: What is called.
+        policy: What to do about its BatchNorm layers.
+        inputs: What it is called with.
+        batch_dims: Where the inputs' rows are.
+        out_dims: Where the outputs' rows are.
+        sizes: Rows of each micro-batch.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: BatchNormPolicy,
+        inputs: Inputs,
+        batch_dims: BatchDims,
+        out_dims: BatchDims,
+        sizes: list[int],
+    ) -> None:
+        self.module, self.policy = module, policy
+        self.batch_dims, self.out_dims = batch_dims, out_dims
+        described = [entry for entry in with_dims(inputs, batch_dims) if isinstance(entry[1], Tensor)]
+        self.paths = [path for path, _, _ in described]
+        self.dims = [dim for _, _, dim in described]
+        self.skeleton = without_tensors(inputs)
+        ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+        self.slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        self.devices = accelerators([*(leaf for _, leaf, _ in described), *module.parameters()])
+        self.surroundings: dict[Any, Surroundings] = {}
+        self.parameter_ids: list[int] = []
+        self.output_skeleton: Any = None
+
+    def run(self, recomputed: int, parameters: Sequence[Tensor] | None, tensors: Sequence[Tensor]) -> Any:
+        """The outputs of all micro-batches.
+
+        Args:
+            recomputed: How many of them backward recomputes; the others keep their activations.
+            parameters: Those that may get gradients; None if there is nothing to differentiate.
+            tensors: The tensors in the inputs.
+        """
+        parts, others = [], range(recomputed, len(self.slices))
+        with self.buffers_moved_once():
+            if parameters is None:
+                others = range(len(self.slices))
+            elif recomputed:
+                parts.append(self.in_two_passes(range(recomputed), parameters, tensors))
+            parts += [self.first_pass(tensors, index) for index in others]
+            return parts[0] if len(parts) == 1 else concatenate(parts, self.out_dims)
+
+    def in_two_passes(self, indices: Sequence[int], parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
+        """The outputs of these micro-batches, whose activations backward computes anew."""
+        self.parameter_ids = [id(parameter) for parameter in parameters]
+        flat = TwoPasses.apply(self, tuple(indices), *parameters, *tensors)
+        return with_tensors(self.output_skeleton, flat)
+
+    def first_pass(self, tensors: Sequence[Tensor], index: int) -> Any:
+        """The outputs of one micro-batch; graph and activations are kept as the grad mode says."""
+        inputs = self.rows(tensors, index)
+        versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+        self.surroundings[index] = Surroundings(self.devices)
+        with self.policy.micro_batch(), self.buffers.lent(self.slices[index].stop - self.slices[index].start):
+            outputs = self.module(*inputs.args, **inputs.kwargs)
+        self.policy.commit()
+        for path, tensor, version in zip(self.paths, tensors, versions, strict=True):
+            if version is not None and tensor._version != version:
+                raise ValueError(
+                    f"{type(self.module).__name__} edits its input {_named(path)} in place, so it can't be run again "
+                    "on the same input. Its first operation may have inplace=True; or give it a clone."
+                )
+        self._check_rows(outputs, index)
+        return outputs
+
+    def second_pass(self, inputs: Inputs, index: int) -> Any:
+        """The outputs of one micro-batch again, everything but its inputs as in the first pass; nothing is moved."""
+        with self.surroundings[index].replayed(), self.policy.recomputation(), self.buffers.lent():
+            return self.module(*inputs.args, **inputs.kwargs)
+
+    def rows(self, tensors: Sequence[Tensor], index: int) -> Inputs:
+        """The inputs of one micro-batch, from the tensors of all."""
+        return take(with_tensors(self.skeleton, tensors), self.slices[index], self.batch_dims)
+
+    @contextlib.contextmanager
+    def buffers_moved_once(self) -> Iterator[None]:
+        """Around all first passes: every micro-batch starts from the buffers as they are now, and they move once."""
+        owned = {  # which the BatchNorm policy takes care of
+            id(buffer)
+            for layer in self.module.modules()
+            if isinstance(layer, _BatchNorm) and layer.training
+            for buffer in layer.buffers(recurse=False)
+        }
+        self.buffers = Buffers(self.module, owned)
+        yield
+        self.buffers.move()
+
+    def _check_rows(self, outputs: Any, index: int) -> None:
+        rows = self.slices[index].stop - self.slices[index].start
+        for path, leaf, dim in with_dims(outputs, self.out_dims):
+            if isinstance(leaf, Tensor) and (dim is None or leaf.shape[dim] != rows):
+                where = "no dimension" if dim is None else f"dimension {dim}"
+                raise ValueError(
+                    f"Outputs must have a row for every row of the inputs. Received: output{path} of shape "
+                    f"{tuple(leaf.shape)} for {rows} rows, looked for in {where}. Return one value per row and reduce "
+                    "over them outside, or name the dimension in `out_dims`."
+                )
+
+
+def _named(path: str) -> str:
+    """`.args[0]['x']` as `args[0]['x']`."""
+    return path.removeprefix(".")
+
+
+class TwoPasses(torch.autograd.Function):
+    """The first pass forward, the second one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, indices: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.indices = call, indices
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        inputs = tensors[len(call.parameter_ids) :]
+        with warnings.catch_warnings():
+            # Reentrant checkpoints inside would say so of this pass, which is without gradients on purpose.
+            warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+            outputs = concatenate([call.first_pass(inputs, index) for index in indices], call.out_dims)
+        # Autocast keeps half-precision copies of parameters for reuse. Made here, they would know no gradient.
+        if torch.is_autocast_cache_enabled():
+            torch.clear_autocast_cache()
+        call.output_skeleton = without_tensors(outputs)
+        flat = tuple(tensors_of(outputs))
+        ctx.mark_non_differentiable(*(t for t in flat if not (t.is_floating_point() or t.is_complex())))
+        return flat
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        call: Call = ctx.call
+        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        if all(grad is None for grad in grads):
+            return (None,) * (2 + len(tensors))
+        gradients = _differentiable if torch.is_grad_enabled() else _summed
+        return (None, None, *gradients(call, ctx.indices, tensors, needed, grads))
+
+
+def with_gradients(
+    call: Call, outputs: Any, grads: Sequence[Tensor | None], rows: slice
+) -> tuple[list[Any], list[Any]]:
+    """The outputs that have a gradient and pass it on, and their gradients' rows."""
+    reached, given = [], []
+    found = [(leaf, dim) for _, leaf, dim in with_dims(outputs, call.out_dims) if isinstance(leaf, Tensor)]
+    for (leaf, dim), grad in zip(found, grads, strict=True):
+        if grad is not None and leaf.requires_grad:
+            assert dim is not None
+            reached.append(leaf)
+            given.append(grad.narrow(dim, rows.start, rows.stop - rows.start))
+    return reached, given
+
+
+def _summed(
+    call: Call,
+    indices: Sequence[int],
+    tensors: Sequence[Tensor],
+    needed: Sequence[bool],
+    grads: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """Gradients of parameters and inputs: each micro-batch's graph is built and used up before the next one's."""
+    count = len(call.parameter_ids)
+    parameters, inputs = tensors[:count], tensors[count:]
+    made = stand_ins(parameters)
+    leaf_of = dict(zip(call.parameter_ids, made.values(), strict=True))
+    for leaf, is_needed in zip(leaf_of.values(), needed[:count], strict=True):
+        leaf.requires_grad_(is_needed)
+    wanted = needed[count:]
+    shared, whole = input_leaves(inputs, call.dims, wanted), dict[int, Tensor]()
+    with swapped(call.module, leaf_of):
+        for index in indices:
+            rows = call.rows(inputs, index)
+            values = [
+                shared[place] if place in shared else value.detach().requires_grad_(wanted[place])
+                for place, value in enumerate(tensors_of(rows))
+            ]
+            with torch.enable_grad():
+                outputs = call.second_pass(with_tensors(rows, values), index)
+                reached, given = with_gradients(call, outputs, grads, call.slices[index])
+            if reached:
+                torch.autograd.backward(reached, given)
+            input_gradients(whole, inputs, call.dims, values, call.slices[index])
+            del outputs, reached, given, values
+    return [
+        *(None if leaf.grad is None else leaf.grad.to(leaf.dtype) for leaf in leaf_of.values()),
+        *(shared[place].grad if place in shared else whole.get(place) for place in range(len(inputs))),
+    ]
+
+
+def input_leaves(inputs: Sequence[Tensor], dims: Sequence[int | None], wanted: Sequence[bool]) -> dict[int, Tensor]:
+    """Of each input that all micro-batches share and whose gradient is wanted: a leaf to sum it in."""
+    return {
+        place: tensor.detach().requires_grad_()
+        for place, (tensor, dim, is_wanted) in enumerate(zip(inputs, dims, wanted, strict=True))
+        if is_wanted and dim is None
+    }
+
+
+def input_gradients(
+    whole: dict[int, Tensor],
+    inputs: Sequence[Tensor],
+    dims: Sequence[int | None],
+    values: Sequence[Tensor],
+    rows: slice,
+) -> None:
+    """Add the gradients of a micro-batch's rows, where there are any, to those of all rows."""
+    for place, (tensor, dim, value) in enumerate(zip(inputs, dims, values, strict=True)):
+        if dim is not None and value.grad is not None:
+            if place not in whole:
+                whole[place] = torch.zeros_like(tensor)
+            whole[place].narrow(dim, rows.start, rows.stop - rows.start).add_(value.grad)
+
+
+def _differentiable(
+    call: Call,
+    indices: Sequence[int],
+    tensors: Sequence[Tensor],
+    needed: Sequence[bool],
+    grads: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """The same under `create_graph=True`: gradients that can be differentiated again, so all graphs stay."""
+    inputs = tensors[len(call.parameter_ids) :]
+    wanted = [tensor for tensor, is_needed in zip(tensors, needed, strict=True) if is_needed]
+    total: list[Tensor | None] = [None] * len(wanted)
+    for index in indices:
+        rows = call.slices[index]
+        outputs = call.second_pass(call.rows(inputs, index), index)
+        reached, given = with_gradients(call, outputs, grads, rows)
+        if reached:
+            parts = torch.autograd.grad(reached, wanted, given, create_graph=True, allow_unused=True)
+            total = [
+                new if old is None else old if new is None else old + new for old, new in zip(total, parts, strict=True)
+            ]
+    summed = iter(total)
+    return [next(summed) if is_needed else None for is_needed in needed]

@@ -1,0 +1,557 @@
+"""A chunked module gives the large batch's outputs and gradients, whatever the loss looks across."""
+
+import copy
+import dataclasses
+import io
+import random
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from gradaccum.torch import chunked
+from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
+
+ROWS = 23
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    torch.set_default_dtype(torch.float64)  # which conftest sets back
+
+
+def encoder():
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 4))
+
+
+def contrastive(a, b, temperature):
+    logits = F.normalize(a, dim=1) @ F.normalize(b, dim=1).T * temperature.exp()
+    labels = torch.arange(len(a))
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def dice(outputs, targets):
+    p = outputs.softmax(1)[:, 0]
+    return 1 - 2 * (p * targets).sum() / (p.sum() + targets.sum())
+
+
+def gradients(*modules):
+    return [p.grad for module in modules for p in module.parameters()]
+
+
+class TwoTowers(nn.Module):
+    def __init__(self, wrap=lambda tower: tower):
+        super().__init__()
+        torch.manual_seed(1)
+        self.images, self.texts = wrap(encoder()), wrap(encoder())
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x, t):
+        return contrastive(self.images(x), self.texts(t), self.temperature)
+
+
+def assert_same_gradients(module, loss, *inputs, size=4, tolerance=FLOAT64, **options):
+    """`loss(module, *inputs)` once on the whole batch and once with a chunked copy; also through the inputs."""
+    inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+    expected = loss(module, *inputs)
+    expected.backward()
+    small = chunked(copy.deepcopy(module), size, **options)
+    small.zero_grad()
+    copies = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    actual = loss(small, *copies)
+    assert relative_error([actual], [expected]) <= tolerance
+    actual.backward()
+    for one, other in zip(
+        gradients(small) + [x.grad for x in copies], gradients(module) + [x.grad for x in inputs], strict=True
+    ):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert relative_error([one], [other]) <= tolerance
+    return small
+
+
+@pytest.mark.parametrize("size", [1, 4, 7, 22, 23, 100])
+@pytest.mark.parametrize("keep", [0, 1, 3, 100])
+def test_contrastive_gradients_are_the_large_batchs_with_learnable_temperature(size, keep):
+    x, t = torch.randn(ROWS, 5), torch.randn(ROWS, 5)
+    whole, small = TwoTowers(), TwoTowers(lambda tower: chunked(tower, size, keep=keep))
+    expected, actual = whole(x, t), small(x, t)
+    expected.backward()
+    actual.backward()
+    assert relative_error([actual], [expected]) <= FLOAT64
+    assert relative_error(gradients(small), gradients(whole)) <= FLOAT64
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.Adam(p, 1e-2)])
+def test_updates_are_the_large_batchs(make):
+    batches = [(torch.randn(n, 5), torch.randn(n, 5)) for n in (23, 23, 17, 5, 1)]
+    whole, small = TwoTowers(), TwoTowers(lambda tower: chunked(tower, 6))
+    torch_updates(whole, make(whole.parameters()), batches, lambda model, x, t: model(x, t))
+    torch_updates(small, make(small.parameters()), batches, lambda model, x, t: model(x, t))
+    assert relative_error(small.parameters(), whole.parameters()) <= FLOAT64
+
+
+def test_float32_gradients_are_the_large_batchs():
+    torch.set_default_dtype(torch.float32)
+    x, targets = torch.randn(ROWS, 5), torch.rand(ROWS).round()
+    assert_same_gradients(encoder(), lambda m, x: dice(m(x), targets), x, tolerance=FLOAT32)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y: dice(y, torch.linspace(0, 1, ROWS)),
+        lambda y: F.triplet_margin_loss(y.exp(), y.roll(1, 0), y.roll(2, 0)),
+        lambda y: (y.mean(0) / y.std(0)).sum() + y.std(0).prod(),
+        lambda y: torch.logsumexp(y @ y.T, dim=(0, 1)),
+    ],
+    ids=["dice", "triplet", "batch statistics", "all pairs"],
+)
+def test_losses_that_look_across_rows_are_exact(loss):
+    assert_same_gradients(encoder(), lambda m, x: loss(m(x)), torch.randn(ROWS, 5, requires_grad=True))
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@dataclasses.dataclass
+class Result:
+    pair: Pair
+    extra: dict
+
+
+class Nested(nn.Module):
+    """Several inputs, shared ones, non-tensors; outputs in every nesting, some of them integers, names, None."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 3), nn.Linear(4, 3)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, batch, scale, *, mask, table, power=1, name="x"):
+        a, b = self.a(batch["a"]), self.b(batch["more"][0])
+        a = torch.where(mask[:, None], a, 0.0) * scale + table.sum()
+        return Result(
+            Pair(a**power, b), {"index": a.argmax(1), "name": name, "none": None, "list": [a * b, (b.sum(1),)]}
+        )
+
+
+def nested_inputs(grad):
+    def make(*shape):
+        return torch.randn(*shape).requires_grad_(grad)
+
+    batch = {"a": make(ROWS, 5), "more": [make(ROWS, 4)]}
+    return batch, make(()), torch.rand(ROWS) > 0.3, make(6, 2)
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+@pytest.mark.parametrize("grad", [False, True])
+def test_outputs_in_any_nesting_with_shared_arguments(grad, keep):
+    module = Nested()
+    small = chunked(copy.deepcopy(module), 4, batch_dims={"table": None}, keep=keep)
+    batch, scale, mask, table = nested_inputs(grad)
+    every = [batch["a"], *batch["more"], scale, table]
+    found = []
+    for m in (module, small):
+        for x in every:
+            x.grad = None
+        out = m(batch, scale, mask=mask, table=table, power=2, name="n")
+        assert isinstance(out, Result)
+        assert isinstance(out.pair, Pair)
+        assert out.extra["name"] == "n"
+        assert out.extra["none"] is None
+        assert isinstance(out.extra["list"][1], tuple)
+        # out.pair.second is not used: an output without a gradient
+        loss = out.pair.first.std() + out.extra["list"][0].logsumexp((0, 1)) + out.extra["list"][1][0].var()
+        loss.backward()
+        found.append([loss, out.extra["index"], *gradients(m.a, m.b), *(x.grad for x in every if grad)])
+        assert all(p.grad is None for p in m.unused.parameters())
+    assert relative_error(*found) <= FLOAT64
+    assert found[1][1].dtype == torch.int64
+
+
+def test_batch_dims_as_a_tuple_and_rows_in_another_dimension():
+    module = nn.LSTM(5, 3, num_layers=2)
+    small = chunked(copy.deepcopy(module), 4, batch_dims=1)
+    x, state = torch.randn(6, ROWS, 5), (torch.randn(2, ROWS, 3), torch.randn(2, ROWS, 3))
+    for m in (module, small):
+        out, (h, c) = m(x, state)
+        (out.std() + h.square().mean().sqrt() + c.prod(0).logsumexp((0, 1))).backward()
+    assert relative_error(gradients(small), gradients(module)) <= FLOAT64
+
+    batch_first = nn.LSTM(5, 3, batch_first=True)
+    small = chunked(copy.deepcopy(batch_first), 4, batch_dims=(0, (1, 1)), out_dims=(0, (1, 1)))
+    x, state = torch.randn(ROWS, 6, 5), (torch.randn(1, ROWS, 3), torch.randn(1, ROWS, 3))
+    for m in (batch_first, small):
+        out, (h, c) = m(x, state)
+        (out.std() + h.std() + c.std()).backward()
+    assert relative_error(gradients(small), gradients(batch_first)) <= FLOAT64
+
+
+def test_arrays_are_chunked_too():
+    class Scaled(nn.Linear):
+        def forward(self, x, factor):
+            return super().forward(x) * torch.from_numpy(factor)[:, None]
+
+    factor = np.linspace(0, 1, ROWS)
+    assert_same_gradients(Scaled(5, 3), lambda m, x: m(x, factor).std(), torch.randn(ROWS, 5))
+
+
+class Noisy(nn.Module):
+    """Draws from every generator there is."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(5, 6), nn.Dropout(0.4)
+
+    def forward(self, x):
+        factor = random.random() + np.random.rand()  # noqa: NPY002
+        return self.dropout(self.linear(x) * factor) + torch.randn(6)
+
+
+def seeded(seed=3):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  # the global generator is what a module draws from
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+def test_dropout_is_replayed_and_the_recomputation_draws_nothing(keep):
+    module, x = Noisy(), torch.randn(ROWS, 5)
+    small = chunked(copy.deepcopy(module), 4, keep=keep)
+    seeded()
+    outputs = torch.cat([module(rows) for rows in torch.split(x, [4, 4, 4, 4, 4, 3])])
+    outputs.std().backward()
+    drawn = (torch.rand(2), random.random(), np.random.rand())  # noqa: NPY002
+    seeded()
+    again = small(x)
+    again.std().backward()
+    assert torch.equal(again, outputs)
+    assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == (drawn[0].tolist(), *drawn[1:])  # noqa: NPY002
+    assert relative_error(gradients(small), gradients(module)) <= FLOAT64
+
+
+class Buffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("center", torch.zeros(3))
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf, 1 / 3]))
+
+    def forward(self, x):
+        y = self.linear(x)
+        outputs = torch.stack([y, y.tanh() + self.center], 1)
+        if self.training:
+            self.calls += 1
+            self.center = self.center * 0.9 + 0.1 * y.detach().mean(0)
+        return outputs
+
+
+def spectral():
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3)), nn.Tanh())
+
+
+def spectral_by_hooks():
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(5, 3)), nn.Tanh())
+
+
+@pytest.mark.parametrize("make", [Buffers, spectral, spectral_by_hooks], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("keep", [0, 2])
+@pytest.mark.filterwarnings("ignore:.*torch.nn.utils.spectral_norm.*deprecated:FutureWarning")
+def test_buffers_are_moved_once_per_forward_and_never_by_the_recomputation(make, keep):
+    module, x = make(), torch.randn(ROWS, 5)
+    start = [buffer.clone() for buffer in module.buffers()]
+    small = chunked(copy.deepcopy(module), 4, keep=keep)
+    module(x).std().backward()
+    loss = small(x).std()
+    after = [buffer.clone() for buffer in small.buffers()]
+    loss.backward()
+    assert relative_error(map(torch.nan_to_num, after), map(torch.nan_to_num, module.buffers())) <= FLOAT64
+    assert all(torch.equal(a, b) for a, b in zip(after, small.buffers(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(after, start, strict=True))
+    assert relative_error(gradients(small), gradients(module)) <= FLOAT64
+
+
+def test_a_buffer_stays_the_same_tensor():
+    small = chunked(Buffers(), 4)
+    kept = dict(small.named_buffers())
+    small(torch.randn(ROWS, 5)).sum().backward()
+    assert all(kept[name] is buffer for name, buffer in small.named_buffers())
+
+
+def test_frozen_encoders():
+    module = encoder()
+    for parameter in module[0].parameters():
+        parameter.requires_grad_(False)
+    small = assert_same_gradients(module, lambda m, x: m(x).std(), torch.randn(ROWS, 5))
+    assert small.module[0].weight.grad is None
+    module.zero_grad()
+    module.requires_grad_(False)
+    x = torch.randn(ROWS, 5, requires_grad=True)
+    assert_same_gradients(module, lambda m, x: m(x).std(), x)
+    assert not chunked(module, 4)(x.detach()).requires_grad
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference", "eval", "frozen"])
+def test_without_gradients_it_runs_each_micro_batch_once(mode):
+    calls = []
+    module = encoder()
+    module.register_forward_hook(lambda *_: calls.append(1))
+    small, x = chunked(module, 4), torch.randn(ROWS, 5)
+    expected = module(x)
+    calls.clear()
+    if mode == "eval":
+        small.eval()
+        actual = small(x)
+        assert actual.requires_grad
+    elif mode == "frozen":
+        actual = small.requires_grad_(False)(x)
+        assert not actual.requires_grad
+    else:
+        with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
+            actual = small(x)
+        assert not actual.requires_grad
+    assert len(calls) == 6
+    assert relative_error([actual], [expected]) <= FLOAT64
+
+
+def test_eval_mode_reaches_the_module_and_back():
+    small = chunked(nn.Sequential(nn.Dropout(0.5)), 4)
+    assert small.training
+    small.eval()
+    assert not small.module.training
+    assert not small.module[0].training
+    assert torch.equal(small(torch.ones(9, 2)), torch.ones(9, 2))
+    parent = nn.Sequential(small).train()
+    assert parent[0].module[0].training
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_autocast_is_the_same_in_both_passes(keep):
+    torch.set_default_dtype(torch.float32)
+    module, x = encoder(), torch.randn(ROWS, 5)
+    seen = []
+    module[0].register_forward_hook(lambda m, a, out: seen.append(out.dtype))
+    reference = copy.deepcopy(module)
+    small = chunked(module, 4, keep=keep)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = reference(x)
+        actual = small(x)
+        assert actual.dtype == torch.bfloat16
+        assert torch.equal(actual, expected)
+        # A half-precision copy of a weight made by the first pass would hide the weight from this one.
+        (actual.float().std() + module[3](torch.ones(1, 8)).float().sum()).backward()
+        (expected.float().std() + reference[3](torch.ones(1, 8)).float().sum()).backward()
+    assert set(seen) == {torch.bfloat16}
+    assert relative_error(gradients(small), gradients(reference)) <= 0.02
+    assert all(p.grad is not None for p in small.parameters())
+
+
+def test_backward_after_autocast_recomputes_under_autocast():
+    torch.set_default_dtype(torch.float32)
+    module, x, seen = encoder(), torch.randn(ROWS, 5), []
+    module[0].register_forward_hook(lambda m, a, out: seen.append(out.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = chunked(module, 4)(x).float().std()
+    loss.backward()
+    assert len(seen) == 12
+    assert set(seen) == {torch.bfloat16}
+
+
+def test_bfloat16_gradients_are_summed_in_float32():
+    torch.set_default_dtype(torch.float32)
+    module = nn.Linear(3, 2, bias=False).bfloat16()
+    x = torch.ones(512, 3, dtype=torch.bfloat16)
+    chunked(module, 1)(x).sum().backward()
+    assert module.weight.grad.dtype == torch.bfloat16
+    assert torch.equal(module.weight.grad, torch.full((2, 3), 512.0, dtype=torch.bfloat16))  # in bfloat16: 256
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.first, self.second, self.use_reentrant = nn.Linear(5, 8), nn.Linear(8, 3), use_reentrant
+
+    def forward(self, x):
+        y = self.first(x)
+        return checkpoint(lambda y: F.dropout(self.second(y.tanh()), 0.2), y, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("keep", [0, 2])
+def test_gradient_checkpointing_inside(use_reentrant, keep):
+    module, x = Checkpointed(use_reentrant), torch.randn(ROWS, 5)
+    small = chunked(copy.deepcopy(module), 4, keep=keep)
+    torch.manual_seed(0)
+    torch.cat([module(rows) for rows in torch.split(x, [4, 4, 4, 4, 4, 3])]).std().backward()
+    torch.manual_seed(0)
+    small(x).std().backward()
+    assert relative_error(gradients(small), gradients(module)) <= FLOAT64
+
+
+def test_inside_gradient_checkpointing():
+    module, x = encoder(), torch.randn(ROWS, 5, requires_grad=True)
+    assert_same_gradients(module, lambda m, x: checkpoint(m, x, use_reentrant=False).std(), x)
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_one_encoder_called_twice(keep):
+    x, t = torch.randn(ROWS, 5), torch.randn(9, 5)
+    assert_same_gradients(encoder(), lambda m, x: (m(x) @ m(t).T).logsumexp((0, 1)), x, keep=keep)
+
+
+def test_two_encoders_that_share_weights():
+    def pair(wrap):
+        torch.manual_seed(5)
+        shared = nn.Linear(5, 6)
+        one, other = nn.Sequential(shared, nn.Tanh(), nn.Linear(6, 4)), nn.Sequential(shared, nn.Linear(6, 4))
+        return shared, one, other, wrap(one), wrap(other)
+
+    x, t = torch.randn(ROWS, 5), torch.randn(ROWS, 5)
+    found = []
+    for wrap in (lambda m: m, lambda m: chunked(m, 4)):
+        shared, one, other, images, texts = pair(wrap)
+        count = []
+        shared.weight.register_post_accumulate_grad_hook(lambda p, count=count: count.append(1))
+        contrastive(images(x), texts(t), torch.tensor(0.3)).backward()
+        assert len(count) == 1  # ready once, as DDP needs it
+        found.append(gradients(one, other))
+    assert relative_error(*found) <= FLOAT64
+
+
+def test_tied_parameters_inside():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inward, self.outward = nn.Linear(5, 5), nn.Linear(5, 5)
+            self.outward.weight = self.inward.weight
+
+        def forward(self, x):
+            return self.outward(self.inward(x).tanh())
+
+    assert_same_gradients(Tied(), lambda m, x: m(x).std(), torch.randn(ROWS, 5))
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100])
+def test_nested(keep):
+    module = nn.Sequential(encoder(), nn.Dropout(0.0), nn.Linear(4, 4))
+    small = copy.deepcopy(module)
+    small[0] = chunked(small[0], 2, keep=keep)
+    small = chunked(small, 6, keep=keep)
+    x = torch.randn(ROWS, 5)
+    for m in (module, small):
+        m(x).std().backward()
+    assert relative_error(gradients(small), gradients(module)) <= FLOAT64
+
+
+def test_autograd_grad_of_some_parameters_touches_no_grad_field():
+    module, x = encoder(), torch.randn(ROWS, 5, requires_grad=True)
+    wanted = [module[0].weight, x]
+    expected = torch.autograd.grad(module(x).std(), wanted)
+    actual = torch.autograd.grad(chunked(module, 4)(x).std(), wanted)
+    assert relative_error(actual, expected) <= FLOAT64
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_backward_twice_with_retain_graph():
+    module, x = encoder(), torch.randn(ROWS, 5)
+    small = chunked(copy.deepcopy(module), 4, keep=1)
+    for m in (module, small):
+        loss = m(x).std()
+        loss.backward(retain_graph=True)
+        (2 * loss).backward()
+    assert relative_error(gradients(small), gradients(module)) <= FLOAT64
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_a_gradient_penalty_is_exact(keep):
+    def loss(m, x):
+        (slope,) = torch.autograd.grad(m(x).square().sum(), x, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean() + slope.std()
+
+    assert_same_gradients(encoder(), loss, torch.randn(ROWS, 5, requires_grad=True), keep=keep)
+
+
+def test_sparse_embedding_gradients():
+    module = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3))
+    index = torch.randint(0, 10, (ROWS,))
+    small = chunked(copy.deepcopy(module), 4)
+    for m in (module, small):
+        m(index).std().backward()
+    assert small.module[0].weight.grad.is_sparse
+    assert relative_error(gradients(small), gradients(module)) <= FLOAT64
+
+
+def test_parameters_and_state_dict_keys_are_the_modules_own(tmp_path):
+    module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+    small = chunked(module, 4)
+    assert [name for name, _ in small.named_parameters()] == [name for name, _ in module.named_parameters()]
+    assert all(a is b for a, b in zip(small.parameters(), module.parameters(), strict=True))
+    assert list(small.state_dict()) == list(module.state_dict())
+    parent = nn.ModuleDict({"tower": small, "head": nn.Linear(3, 1)})
+    plain = nn.ModuleDict({"tower": copy.deepcopy(module), "head": nn.Linear(3, 1)})
+    assert list(parent.state_dict()) == list(plain.state_dict())
+    parent.load_state_dict(plain.state_dict())
+    small.load_state_dict(plain["tower"].state_dict())
+    assert relative_error(parent.parameters(), plain.parameters()) == 0
+    with pytest.raises(RuntimeError, match="Missing key"):
+        parent.load_state_dict({})
+
+
+def test_attributes_conversion_copying_and_pickling():
+    class Named(nn.Sequential):
+        width = 3
+
+    small = chunked(Named(nn.Linear(5, 3)), 4)
+    assert small.width == 3
+    assert isinstance(small.get_submodule("0"), nn.Linear)
+    with pytest.raises(AttributeError, match="nothing"):
+        small.nothing  # noqa: B018
+    small.float()
+    assert small.module[0].weight.dtype == torch.float32
+    other = copy.deepcopy(small).double()
+    assert small.module[0].weight.dtype == torch.float32
+    assert next(other.module.parameters()) is next(other.parameters())
+    other(torch.randn(9, 5)).sum().backward()
+    assert other.module[0].weight.grad is not None
+    stored = io.BytesIO()
+    torch.save(chunked(encoder(), 4), stored)
+    stored.seek(0)
+    loaded = torch.load(stored, weights_only=False)
+    loaded(torch.randn(9, 5)).sum().backward()
+    assert "micro_batch_size=4" in repr(loaded)
+
+
+def live_bytes(module, x):
+    """The most bytes that graphs hold at once between forward and backward."""
+    held = {"now": 0, "most": 0}
+
+    class Held:
+        def __init__(self, tensor):
+            self.tensor = tensor
+            held["now"] += tensor.nbytes
+            held["most"] = max(held["most"], held["now"])
+
+        def __del__(self):
+            held["now"] -= self.tensor.nbytes
+
+    weights = {p.data_ptr() for p in module.parameters()} | {x.data_ptr()}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t if t.data_ptr() in weights else Held(t), lambda t: t.tensor if isinstance(t, Held) else t
+    ):
+        module(x).std().backward()
+    return held["most"]
+
+
+def test_activation_memory_does_not_grow_with_the_batch():
+    module = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    inside = [live_bytes(chunked(module, 16), torch.randn(rows, 5)) - rows * 8 * 4 for rows in (64, 1024)]
+    assert inside[1] <= inside[0]
+    assert live_bytes(module, torch.randn(1024, 5)) > 15 * live_bytes(chunked(module, 16), torch.randn(1024, 5))

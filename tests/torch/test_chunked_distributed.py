@@ -1,0 +1,150 @@
+"""Chunked modules under DistributedDataParallel, on two processes; and compiled."""
+
+import copy
+import datetime
+import tempfile
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from gradaccum.torch import TrainStep, chunked
+from tests.reference import FLOAT64, relative_error
+
+RANKS, ROWS = 2, [9, 14]
+
+
+def encoder():
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 4))
+
+
+class TwoTowers(nn.Module):
+    """Two towers, and one of them called twice."""
+
+    def __init__(self, wrap=lambda tower: tower):
+        super().__init__()
+        torch.manual_seed(1)
+        self.images, self.texts = wrap(encoder()), wrap(encoder())
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x, t):
+        a, b, c = self.images(x), self.texts(t), self.images(x + 1)
+        logits, labels = a @ (b + c).T * self.temperature.exp(), torch.arange(len(x))
+        return F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)
+
+
+class Convolutional(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(2)
+        norms = nn.BatchNorm2d(3), nn.BatchNorm2d(4)
+        convolutions = nn.Conv2d(2, 3, 3, bias=False), nn.Conv2d(3, 4, 3, bias=False)
+        super().__init__(convolutions[0], norms[0], nn.ReLU(), convolutions[1], norms[1], nn.Flatten(), nn.Linear(4, 3))
+
+
+def rows_of(rank, shape):
+    return torch.randn(ROWS[rank], *shape, generator=torch.Generator().manual_seed(10 + rank)) * (rank + 1) + rank
+
+
+def gradients(model):
+    return [p.grad for p in model.parameters()]
+
+
+def on_one_rank(rank, rendezvous):
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    try:
+        gradients_are_the_mean_over_ranks(rank)
+        exact_batch_norm_spans_the_ranks(rank)
+    finally:
+        distributed.destroy_process_group()
+
+
+def gradients_are_the_mean_over_ranks(rank):
+    whole = TwoTowers()
+    for other in range(RANKS):
+        (whole(rows_of(other, (5,)), rows_of(other, (5,)).cos()) / RANKS).backward()
+    for options in ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
+        for keep in (0, 1):
+            small = TwoTowers(lambda tower, keep=keep: chunked(tower, 4, keep=keep))
+            model = DistributedDataParallel(small, **options)
+            for _ in range(2):
+                model.zero_grad()
+                model(rows_of(rank, (5,)), rows_of(rank, (5,)).cos()).backward()
+                assert relative_error(gradients(small), gradients(whole)) <= FLOAT64, (options, keep)
+
+
+def exact_batch_norm_spans_the_ranks(rank):
+    # PyTorch's own SyncBatchNorm has no kernel for the CPU, so its wrapper refuses it there; ours has.
+    DistributedDataParallel._passing_sync_batchnorm_handle = lambda self, module: None
+    whole, total = Convolutional(), sum(ROWS)
+    local, start = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(whole)), copy.deepcopy(whole)
+    y = [torch.arange(ROWS[r]) % 3 for r in range(RANKS)]
+    x = [rows_of(r, (2, 5, 5)) for r in range(RANKS)]
+    F.cross_entropy(whole(torch.cat(x)), torch.cat(y)).backward()
+
+    model = DistributedDataParallel(chunked(local, 4, batch_norm="exact"))
+    (F.cross_entropy(model(x[rank]), y[rank], reduction="sum") / total * RANKS).backward()
+    assert relative_error(gradients(model), gradients(whole)) <= 1e-11
+    assert relative_error(local.buffers(), whole.buffers()) <= 1e-11
+
+    # TrainStep cuts what DistributedDataParallel wraps; its loss is each rank's mean.
+    model = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(start)))
+    keys = list(model.state_dict())
+
+    def compute_loss(model, x, y):
+        return F.cross_entropy(model(x), y, reduction="sum") / total * RANKS
+
+    step = TrainStep(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        compute_loss=compute_loss,
+        micro_batch_size=4,
+        batch_norm="exact",
+        verify=False,
+    )
+    step(x[rank], y[rank])
+    optimizer = torch.optim.SGD(start.parameters(), 0.1)
+    F.cross_entropy(start(torch.cat(x)), torch.cat(y)).backward()
+    optimizer.step()
+    assert relative_error(model.parameters(), start.parameters()) <= 1e-11
+    assert list(model.state_dict()) == keys
+
+
+def test_distributed_data_parallel_and_sync_batch_norm():
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(on_one_rank, (f"{folder}/rendezvous",), nprocs=RANKS)
+
+
+def test_wrapping_the_other_way_round_is_an_error():
+    with tempfile.TemporaryDirectory() as folder:
+        distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+        try:
+            with pytest.raises(ValueError, match=r"DistributedDataParallel\(chunked\(encoder, \.\.\.\)\)"):
+                chunked(DistributedDataParallel(encoder()), 4)
+        finally:
+            distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_compiled(inside, float64):
+    whole, x = encoder(), torch.randn(23, 5)
+    module = copy.deepcopy(whole)
+    torch._dynamo.reset()
+    if inside:
+        small = chunked(torch.compile(module, backend="aot_eager"), 4)
+    else:
+        small = torch.compile(chunked(module, 4), backend="aot_eager")
+    for m in (whole, small):
+        for _ in range(2):
+            m(x).std().backward()
+    assert relative_error(gradients(module), gradients(whole)) <= FLOAT64
+    torch._dynamo.reset()

@@ -1,0 +1,148 @@
+"""What `chunked` can't do, it says: at once, and by name."""
+
+import pytest
+import torch
+from torch import nn
+
+from gradaccum import NotEquivalentError
+from gradaccum.torch import chunked
+
+
+class Calls(nn.Module):
+    """A module made of a function of its inputs."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.ones(3))
+
+    def forward(self, *args, **kwargs):
+        return self.function(self.weight, *args, **kwargs)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_size_below_one_is_refused(size):
+    with pytest.raises(ValueError, match=rf"`micro_batch_size` must be an int >= 1. Received: micro_batch_size={size}"):
+        chunked(nn.Linear(3, 2), size)
+
+
+@pytest.mark.parametrize("size", [2.5, True, "4", None])
+def test_a_size_that_is_no_int_is_refused(size):
+    with pytest.raises(TypeError, match="`micro_batch_size` must be an int >= 1"):
+        chunked(nn.Linear(3, 2), size)
+
+
+@pytest.mark.parametrize("keep", [-1, 1.5, True, False])
+def test_keep_counts_micro_batches(keep):
+    with pytest.raises((TypeError, ValueError), match="`keep` must be an int >= 0"):
+        chunked(nn.Linear(3, 2), 4, keep=keep)
+
+
+def test_only_modules_can_be_chunked():
+    with pytest.raises(TypeError, match="must be a torch"):
+        chunked(torch.relu, 4)
+
+
+def test_an_unknown_word_for_batch_norm_is_refused():
+    with pytest.raises(ValueError, match="`batch_norm` must be one of 'warn', 'micro'"):
+        chunked(nn.Linear(3, 2), 4, batch_norm="none")
+
+
+@pytest.mark.parametrize("keep", [0, 9])
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (lambda w, x: (x * w).sum(), r"\(\)"),
+        (lambda w, x: (x * w).mean(0), r"\(3,\)"),
+        (lambda w, x: {"loss": (x * w)[:1]}, r"\(1, 3\)"),
+    ],
+    ids=["scalar", "mean over rows", "first row"],
+)
+def test_outputs_without_a_row_per_row_are_named(function, shape, keep):
+    small = chunked(Calls(function), 4, keep=keep)
+    with pytest.raises(ValueError, match=rf"Received: output.* of shape {shape} for \d rows, looked for in "):
+        small(torch.randn(10, 3))
+
+
+def test_outputs_whose_rows_differ_in_shape_are_named():
+    small = chunked(Calls(lambda w, x: x.new_ones(len(x), int(x[0, 0])) * w[0]), 2)
+    with pytest.raises(ValueError, match="rows of different shapes in different micro-batches"):
+        small(torch.arange(12.0).reshape(4, 3) + 1)
+
+
+def test_outputs_that_are_no_tensors_must_agree():
+    small = chunked(Calls(lambda w, x: {"y": x * w, "first": x[0, 0].item()}), 2)
+    with pytest.raises(ValueError, match=r"\['first'\] carries no rows, so it must be the same for every micro-batch"):
+        small(torch.randn(4, 3))
+
+
+@pytest.mark.parametrize("keep", [0, 9])
+@pytest.mark.parametrize("grad", [True, False])
+def test_inputs_edited_in_place_are_named(keep, grad):
+    small = chunked(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2)), 2, keep=keep)
+    with pytest.raises(ValueError, match=r"edits its input args\[0\] in place"), torch.set_grad_enabled(grad):
+        small(torch.randn(6, 3))
+
+
+def test_inputs_edited_between_forward_and_backward_are_an_error_as_always():
+    x = torch.randn(6, 3)
+    loss = chunked(nn.Linear(3, 2), 2)(x).sum()
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_parameters_updated_between_forward_and_backward_are_an_error_as_always():
+    module = nn.Linear(3, 2)
+    loss = chunked(module, 2)(torch.randn(6, 3)).sum()
+    with torch.no_grad():
+        module.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_inputs_whose_rows_differ_are_listed():
+    small = chunked(Calls(lambda w, x, table: x * w), 2)
+    with pytest.raises(ValueError, match=r"(?s)args\[0\]  shape \(6, 3\).*kwargs\['table'\]  shape \(5,\).*batch_dims"):
+        small(torch.randn(6, 3), table=torch.randn(5))
+
+
+def test_batch_dims_must_name_arguments():
+    small = chunked(nn.Linear(3, 2), 2, batch_dims={"table": None})
+    with pytest.raises(ValueError, match=r"`batch_dims` names \['table'\], which Linear.forward"):
+        small(torch.randn(6, 3))
+
+
+def test_without_rows_there_is_nothing_to_chunk():
+    with pytest.raises(ValueError, match="No tensor with rows"):
+        chunked(nn.Linear(3, 2), 2)(3)
+
+
+def test_lazy_parameters_are_asked_for():
+    with pytest.raises(ValueError, match="call it on a few rows first"):
+        chunked(nn.LazyLinear(2), 2)(torch.randn(6, 3))
+
+
+def test_a_module_that_looks_across_rows_is_found_on_request_and_the_layer_named():
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.Dropout(0.5), nn.Sequential(nn.Tanh(), nn.BatchNorm1d(4)), nn.Linear(4, 2)
+    )
+    before = [buffer.clone() for buffer in model.buffers()]
+    x, state = torch.randn(50, 3), torch.get_rng_state()
+    with pytest.raises(NotEquivalentError, match=r"(?s)not per-row.*relative error.*'2.1' is the first.*BatchNorm1d"):
+        chunked(model, 8).verify(x)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+    assert model[1].training
+    assert model[2][1].training
+    chunked(model, 8, batch_norm="exact").verify(torch.randn(50, 3))
+    chunked(model.eval(), 8).verify(torch.randn(50, 3))
+
+
+def test_looking_across_rows_outside_the_layers_is_found_too():
+    with pytest.raises(NotEquivalentError, match="outside its layers"):
+        chunked(Calls(lambda w, x: (x - x.mean(0)) * w), 8).verify(torch.randn(50, 3))
+
+
+def test_what_draws_random_numbers_cannot_be_verified():
+    with pytest.raises(ValueError, match="draws random numbers"):
+        chunked(Calls(lambda w, x: x * w * torch.rand_like(x)), 8).verify(torch.randn(50, 3))

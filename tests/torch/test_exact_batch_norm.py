@@ -1,0 +1,409 @@
+"""batch_norm="exact": outputs, gradients and running statistics of the large batch."""
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gradaccum.torch import chunked
+from tests.reference import FLOAT32, relative_error, torch_updates
+
+ROWS = 22
+EXACT = 1e-11
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    torch.set_default_dtype(torch.float64)  # which conftest sets back
+
+
+class Block(nn.Module):
+    """The basic block of a residual network, with its in-place operations."""
+
+    def __init__(self, inward, outward, stride):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inward, outward, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outward)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(outward, outward, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outward)
+        self.downsample = None
+        if stride != 1 or inward != outward:
+            self.downsample = nn.Sequential(nn.Conv2d(inward, outward, 1, stride, bias=False), nn.BatchNorm2d(outward))
+
+    def forward(self, x):
+        identity = x
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        if self.downsample is not None:
+            identity = self.downsample(x)
+        out += identity
+        return self.relu(out)
+
+
+class ResNet18(nn.Module):
+    """ResNet-18's shape: a stem, four stages of two blocks, 20 BatchNorm layers; narrow."""
+
+    def __init__(self, width=3, classes=5):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, 2, 1)
+        widths = [width, width, 2 * width, 4 * width, 8 * width]
+        for stage in range(1, 5):
+            stride = 1 if stage == 1 else 2
+            layers = [Block(widths[stage - 1], widths[stage], stride), Block(widths[stage], widths[stage], 1)]
+            setattr(self, f"layer{stage}", nn.Sequential(*layers))
+        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
+        self.fc = nn.Linear(widths[-1], classes)
+
+    def forward(self, x):
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+def with_random_affine_parts(module):
+    for layer in module.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            nn.init.uniform_(layer.weight, 0.5, 1.5)
+            nn.init.normal_(layer.bias)
+    return module
+
+
+def gradients(module):
+    return [p.grad for p in module.parameters() if p.requires_grad]
+
+
+def assert_exact(module, loss, *inputs, size=5, tolerance=EXACT, passes=1, **options):
+    small = chunked(copy.deepcopy(module), size, batch_norm="exact", **options)
+    own = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    for _ in range(passes):
+        expected, actual = loss(module(*inputs)), loss(small(*own))
+        assert relative_error([actual], [expected]) <= tolerance
+        expected.backward()
+        actual.backward()
+    for one, other in zip(
+        [*gradients(small), *(x.grad for x in own)], [*gradients(module), *(x.grad for x in inputs)], strict=True
+    ):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert relative_error([one], [other]) <= tolerance
+    assert relative_error(small.buffers(), module.buffers()) <= tolerance
+    return small
+
+
+def cross_entropy(outputs):
+    return F.cross_entropy(outputs, torch.arange(len(outputs)) % outputs.shape[1])
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("size", [1, 5, 8, 21])
+def test_a_residual_network_is_the_large_batchs(size, offload):
+    torch.manual_seed(1)
+    x = torch.randn(ROWS, 3, 32, 32, requires_grad=True)
+    assert_exact(ResNet18(), cross_entropy, x, size=size, offload=offload)
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.Adam(p, 1e-3)])
+def test_updates_of_a_residual_network_are_the_large_batchs(make):
+    batches = [(torch.randn(n, 3, 32, 32),) for n in (ROWS, ROWS, 13)]
+    torch.manual_seed(1)
+    whole = ResNet18(width=2)
+    small = copy.deepcopy(whole)
+    chunks = chunked(small, 6, batch_norm="exact")
+    torch_updates(whole, make(whole.parameters()), batches, lambda model, x: cross_entropy(model(x)))
+    torch_updates(small, make(small.parameters()), batches, lambda model, x: cross_entropy(chunks(x)))
+    assert relative_error(small.parameters(), whole.parameters()) <= EXACT
+    assert relative_error(small.buffers(), whole.buffers()) <= EXACT
+
+
+def sequential(**options):
+    return nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6, **options), nn.Tanh(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"eps": 1e-2}], ids=str
+)
+def test_every_kind_of_batch_norm(options):
+    assert_exact(sequential(**options), cross_entropy, torch.randn(ROWS, 4, requires_grad=True), passes=3)
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.BatchNorm3d])
+def test_positions_count_as_rows_do(layer):
+    shape = (ROWS, 4, 3) if layer is nn.BatchNorm1d else (ROWS, 4, 2, 3, 2)
+    module = nn.Sequential(layer(4), nn.Flatten(), nn.LazyLinear(3))
+    module(torch.randn(shape))
+    assert_exact(module, cross_entropy, torch.randn(shape, requires_grad=True))
+
+
+def test_a_loss_that_looks_across_rows():
+    assert_exact(sequential(), lambda y: (y @ y.T).logsumexp((0, 1)), torch.randn(ROWS, 4, requires_grad=True))
+
+
+@pytest.mark.parametrize("offset", [0, 300])
+def test_in_float32_it_rounds_no_more_than_the_large_batch_does(offset):
+    module, x = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)), torch.randn(ROWS, 4) + offset
+    small = chunked(copy.deepcopy(module).float(), 5, batch_norm="exact")
+    whole = copy.deepcopy(module).float()
+    for m in (module, whole, small):
+        cross_entropy(m(x.to(next(m.parameters()).dtype))).backward()
+    error, rounding = (relative_error(gradients(m), gradients(module)) for m in (small, whole))
+    assert error <= max(2 * rounding, FLOAT32)
+
+
+class Dense(nn.Module):
+    """Values that cross several layers, a list, a tuple, two BatchNorms in a row, one at the input, one at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third, self.last = (nn.BatchNorm1d(n) for n in (4, 4, 8, 3))
+        with_random_affine_parts(self)
+        self.first.requires_grad_(False)  # another BatchNorm takes its gradients away, and zeros compare badly
+        self.wide, self.out = nn.Linear(4, 8), nn.Linear(20, 3, bias=False)
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x, *, mask):
+        features = [x]
+        y = self.second(self.first(x))
+        features.append(y * self.scale)
+        a, b = self.wide(y).chunk(2, dim=1)
+        z = self.third(torch.cat([a * b, y.tanh() * mask[:, None]], 1))
+        features += [z, y]
+        return {"out": self.last(self.out(torch.cat(features, dim=1))), "features": (y, [z.sum(1)])}
+
+
+def test_values_that_cross_layers_in_any_nesting():
+    module, mask = Dense(), (torch.rand(ROWS) > 0.3).double()
+    small = chunked(copy.deepcopy(module), 5, batch_norm="exact")
+    inputs = [torch.randn(ROWS, 4, requires_grad=True) for _ in range(2)]
+    inputs[1].data.copy_(inputs[0].data)
+    for m, x in zip((module, small), inputs, strict=True):
+        out = m(x, mask=mask)
+        (
+            out["out"].exp().std() + out["features"][0].square().prod(1).std() + out["features"][1][0].exp().mean()
+        ).backward()
+    assert relative_error([*gradients(small), inputs[1].grad], [*gradients(module), inputs[0].grad]) <= EXACT
+    assert relative_error(small.buffers(), module.buffers()) <= EXACT
+
+
+def test_one_layer_called_twice():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.bn = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return self.bn(self.linear(self.bn(self.linear(x)).tanh()))
+
+    assert_exact(Twice(), cross_entropy, torch.randn(ROWS, 4, requires_grad=True), passes=2)
+
+
+class NormAct(nn.BatchNorm1d):
+    """A BatchNorm with a forward of its own, as libraries of image models have."""
+
+    def forward(self, x):
+        self.num_batches_tracked.add_(1)
+        x = F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
+        )
+        return F.relu(x, inplace=True)
+
+
+def test_batch_norm_layers_with_a_forward_of_their_own():
+    module = nn.Sequential(nn.Linear(4, 6), NormAct(6), nn.Linear(6, 6), NormAct(6), nn.Linear(6, 3))
+    module[0].bias = module[2].bias = None
+    assert_exact(module, cross_entropy, torch.randn(ROWS, 4, requires_grad=True), passes=2)
+
+
+@pytest.mark.parametrize("frozen", ["the first layers", "all", "one BatchNorm in eval mode", "an affine part"])
+def test_frozen_parts(frozen):
+    module = nn.Sequential(sequential(), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    module[0][3].bias = None  # a BatchNorm takes its gradient away
+    x = torch.randn(ROWS, 4, requires_grad=frozen == "all")
+    if frozen == "the first layers":
+        module[0].requires_grad_(False)
+    elif frozen == "all":
+        module.requires_grad_(False)
+    elif frozen == "an affine part":
+        module[0][1].weight.requires_grad_(False)
+    else:
+        module[0][1].eval()
+    assert_exact(module, cross_entropy, x)
+
+
+def test_modules_without_batch_norm_inside_may_do_anything():
+    class Anything(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4, bias=False)
+            self.register_buffer("calls", torch.tensor(0))
+
+        def forward(self, x):
+            self.calls += 1
+            with torch.no_grad():
+                factor = 2.0 if x.sum() > -1e9 else 3.0
+            return self.linear(x) * factor + x[: x.shape[0]]
+
+    module = nn.Sequential(Anything(), nn.BatchNorm1d(4), Anything())
+    small = assert_exact(module, cross_entropy, torch.randn(ROWS, 4))
+    assert small.get_submodule("0").calls == 1
+
+
+def test_no_grad_around_a_part_stays_around_it():
+    class Detached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.bn, self.b = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            y = self.bn(self.a(x))
+            with torch.no_grad():
+                target = y.tanh() * 2
+            return self.b(y) * target[:, :1]
+
+    assert_exact(Detached(), cross_entropy, torch.randn(ROWS, 4))
+
+
+def test_a_coin_is_tossed_once_per_forward_pass():
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.linear(self.bn(x))
+            return x if random.random() < 0.5 else y + x
+
+    module = Skips()
+    for seed in range(4):
+        small = chunked(copy.deepcopy(module), 5, batch_norm="exact")
+        whole, x = copy.deepcopy(module), torch.randn(ROWS, 4)
+        found = []
+        for m in (whole, small):
+            random.seed(seed)
+            found.append(m(x))
+        assert relative_error(found[1:], found[:1]) <= EXACT
+
+
+def test_dropout_is_replayed():
+    module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
+    small, x = chunked(module, 5, batch_norm="exact"), torch.randn(ROWS, 4, requires_grad=True)
+
+    def value(x):
+        torch.manual_seed(0)
+        return small(x).square().sum()
+
+    (slope,) = torch.autograd.grad(value(x), x)
+    step = 1e-6 * torch.randn_like(x)
+    with torch.no_grad():
+        measured = (value(x + step) - value(x - step)) / 2
+    assert abs(measured - (slope * step).sum()) <= 1e-7 * abs(measured)
+
+
+def test_without_gradients_the_statistics_still_move_and_little_is_kept():
+    module, x = sequential(), torch.randn(ROWS, 4)
+    small = chunked(copy.deepcopy(module), 5, batch_norm="exact")
+    with torch.no_grad():
+        assert relative_error([small(x)], [module(x)]) <= EXACT
+    assert relative_error(small.buffers(), module.buffers()) <= EXACT
+    module.eval()
+    small.eval()
+    assert relative_error([small(x)], [module(x)]) <= EXACT
+
+
+def test_backward_twice_and_freed_memory():
+    module, x = sequential(), torch.randn(ROWS, 4)
+    small = chunked(copy.deepcopy(module), 5, batch_norm="exact")
+    for m in (module, small):
+        loss = cross_entropy(m(x))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+    assert relative_error(gradients(small), gradients(module)) <= EXACT
+
+
+def test_unused_outputs_leave_parameters_without_gradient():
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.bn = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)
+            self.one, self.other, self.unused = nn.Linear(4, 3), sequential(), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            y = self.bn(self.body(x))
+            return self.one(y), self.other(y), self.unused(y)
+
+    assert_exact(with_random_affine_parts(TwoHeads()), lambda out: cross_entropy(out[0]), torch.randn(ROWS, 4))
+
+
+class Peeks(nn.Module):
+    def __init__(self, peek):
+        super().__init__()
+        self.peek, self.bn, self.linear = peek, nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.bn(x)
+        if self.peek(x):
+            x = x * 2
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("peek", [lambda x: x.sum() > 0, lambda x: len(x) > 3, lambda x: int(x[0, 0])])
+def test_what_cannot_be_cut_is_an_error_that_names_the_line(peek):
+    with pytest.raises(
+        ValueError, match=r'(?s)Peeks can\'t be cut at its BatchNorm.*test_exact_batch_norm.py", line \d+'
+    ):
+        chunked(Peeks(peek), 5, batch_norm="exact")(torch.randn(ROWS, 4))
+
+
+def test_edits_in_place_across_a_layer_are_an_error_that_names_the_line():
+    class Edits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.bn = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            y = self.linear(x)
+            z = self.bn(y.tanh())
+            y.relu_()
+            return y + z
+
+    with pytest.raises(ValueError, match=r"edited in place across a BatchNorm layer.*test_exact_batch_norm.py"):
+        chunked(Edits(), 5, batch_norm="exact")(torch.randn(ROWS, 4))
+
+
+def test_keep_and_exact_exclude_each_other():
+    with pytest.raises(ValueError, match="recomputes every micro-batch"):
+        chunked(sequential(), 5, batch_norm="exact", keep=1)
+
+
+def test_autocast_stays_on_in_the_recomputation():
+    torch.set_default_dtype(torch.float32)
+    module, x, seen = sequential(), torch.randn(ROWS, 4), []
+    small = chunked(copy.deepcopy(module), 5, batch_norm="exact")
+    small.get_submodule("3").register_forward_hook(lambda m, a, out: seen.append(out.dtype))
+    for m in (module, small):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = cross_entropy(m(x).float())
+        loss.backward()
+    assert set(seen) == {torch.bfloat16}
+    assert relative_error(gradients(small), gradients(module)) <= 0.05
+
+
+def test_activations_inside_segments_are_not_kept():
+    """What is kept per row: what each BatchNorm normalises, nothing else."""
+    module = nn.Sequential(
+        nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 6), nn.BatchNorm1d(6), nn.Linear(6, 64), nn.Tanh()
+    )
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        chunked(module, 5, batch_norm="exact")(torch.randn(ROWS, 4))
+    weights = {p.data_ptr() for p in module.parameters()}
+    per_row = sum(t.numel() for t in kept if t.data_ptr() not in weights) / ROWS
+    assert per_row == 4 + 6
