@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 from tests.reference import relative_error
 
@@ -485,3 +486,78 @@ def broken_off(rank: int) -> tuple[float, int]:
         loss_of(replica, rows).backward()
         optimizer.step()
     return oracle.error(model), optimizer.updates
+
+
+def train_step(
+    rank: int, sizes: Any, micro: Any, kind: str = "rows", optimizer: str = "sgd"
+) -> tuple[float, float, int]:
+    """TrainStep on batches of different rows. Returns (error, largest error of the losses, reductions)."""
+    model = network()
+    oracle = Oracle(model, optimizer)
+    replica = DistributedDataParallel(model)
+    count = Count(replica)
+    weights = torch.tensor([1.0, 3.0, 0.2], dtype=torch.float64)
+    losses: dict[str, Any] = {
+        "rows": {"loss_fn": nn.CrossEntropyLoss()},
+        "classes": {"loss_fn": nn.CrossEntropyLoss(weight=weights, ignore_index=1)},
+        "told": {"compute_loss": lambda m, x, y: (nn.functional.cross_entropy(m(x), y), float(len(x)))},
+        "sum": {"compute_loss": lambda m, x, y: nn.functional.cross_entropy(m(x), y, reduction="sum") / 10},
+    }
+    keywords = losses[kind]
+    if kind == "sum":
+        keywords["reduction"] = "sum"
+    step = TrainStep(replica, OPTIMIZERS[optimizer](model.parameters()), micro_batch_size=micro[rank], **keywords)
+
+    def plain(m: nn.Module, rows: Rows) -> Tensor:
+        if kind == "sum":
+            return nn.functional.cross_entropy(m(rows[0]), rows[1], reduction="sum") / 10
+        return losses["classes" if kind == "classes" else "rows"]["loss_fn"](m(rows[0]), rows[1])
+
+    ranks, worst = data(sizes), 0.0
+    for i in range(len(sizes[0])):
+        window = concatenated([own[i] for own in ranks])
+        expected = plain(oracle.model, window).item()
+        oracle.update(window, plain)
+        loss = step(*ranks[rank][i])
+        worst = max(worst, abs(loss.item() - expected) / abs(expected))
+    return oracle.error(model), worst, count.take()
+
+
+class OutOfMemory(nn.Module):
+    """Runs out of memory with more than so many rows, in its forward or its backward pass."""
+
+    def __init__(self, rows: int, backward: bool) -> None:
+        super().__init__()
+        self.rows, self.backward = rows, backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.rows and not self.backward:
+            raise torch.OutOfMemoryError("no memory")
+        if len(x) > self.rows and x.requires_grad:
+            x = x * 1
+            x.register_hook(_no_memory)
+        return x
+
+
+def _no_memory(gradient: Tensor) -> None:
+    raise torch.OutOfMemoryError("no memory")
+
+
+def out_of_memory(rank: int, backward: bool) -> float:
+    """Rank 1 alone runs out of memory."""
+    model = network()
+    oracle = Oracle(model)
+    if rank == 1:
+        model.insert(1, OutOfMemory(2, backward))
+    else:
+        model.insert(1, nn.Identity())
+    replica = DistributedDataParallel(model)
+    step = TrainStep(
+        replica, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4, verify=False
+    )
+    ranks = data([[8, 6], [7, 9]])
+    for window in windows(ranks, 1):
+        oracle.update(concatenated(window))
+    for rows in ranks[rank]:
+        step(*rows)
+    return oracle.error(model)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 from tests.torch.distributed_cases import OPTIMIZERS, data, loss_of, network, wrap
 
@@ -119,3 +120,12 @@ def another_rank(rank: int) -> None:
     state["gradaccum"]["rank"] = [0, 2]
     optimizer.discard()
     optimizer.load_state_dict(state)
+
+
+def train_step_raises(rank: int) -> None:
+    model = network()
+    replica = DistributedDataParallel(model)
+    step = TrainStep(replica, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)
+    x, y = data([[4]] * 2)[rank][0]
+    step(x, y)
+    step(x, y[: 4 - rank])

@@ -85,6 +85,10 @@ class Alone:
         """At the window's end: bring `p.grad` to its mean over the ranks. Returns what the window weighs on all."""
         return mine
 
+    def sum(self, tensor: Tensor) -> Tensor:
+        """A tensor's sum over the ranks, in place."""
+        return tensor
+
     def end(self) -> None:
         """This rank's epoch is over."""
 
@@ -235,6 +239,10 @@ class Together(Alone):
         overflow = any(overflows) or len(used) > 1
         self.scale = (min if overflow else max)([wish for wish in wishes if wish], default=self.scale)
         return Total(sum(weights), any(given), max(largest), min(used, default=0.0), self.scale, overflow)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=self._engine.group)
+        return tensor
 
     def restored(self) -> None:
         self._restored = True

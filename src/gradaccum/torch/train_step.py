@@ -20,6 +20,8 @@ from gradaccum.torch.additivity import verify_additivity
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.torch.batch import BatchDims, per_row_leaves
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms
+from gradaccum.torch.distributed import check_noticed, synchronizer
+from gradaccum.torch.joint import JointBatch
 from gradaccum.torch.loss import Objective, Tally
 from gradaccum.torch.memory import Gauge, is_out_of_memory, parse_bytes
 from gradaccum.torch.pieces import Piece, Rows, TokenBudget, Tokens
@@ -138,6 +140,17 @@ class TrainStep:
         self.updates = 0
         """Updates made so far."""
         self._verify = verify
+        # By hand: a backward pass that runs out of memory halfway through a reduction could not be taken back.
+        self.ranks = synchronizer(
+            model,
+            self.update.parameters(),
+            steps=1,
+            by_hand=True,
+            dtype=self.update.sums.dtype,
+            always=self.sync == "micro_batch",
+        )
+        self.joint = JointBatch(self.ranks, self.update.sums)
+        self._noticed = False
         self._transaction = Transaction(self._modules(), self._watched, self.objective.device)
 
     @property
@@ -158,47 +171,65 @@ class TrainStep:
             torch.OutOfMemoryError: Even one row does not fit. Parameters, state, buffers and random numbers are then
                 as they were before, as after any other error.
         """
+        try:
+            return self._call(batch)
+        except BaseException:
+            self.ranks.leave()
+            raise
+
+    def _call(self, batch: tuple[Any, ...]) -> Tensor:
         batch = self.objective.arguments(batch)
         rows = self.objective.rows(batch)
-        if rows == 0:
+        if rows == 0 and not self.ranks.several:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
-        if self._verify and not self._all_at_once:
+        if not self._noticed:
+            check_noticed(self.model, self.update.parameters(), self.ranks, steps=1)
+            self._noticed = True
+        if self._verify and not self._all_at_once and rows:
             verify_additivity(self.objective, batch)
             if self.budget is not None:
                 self.left = verified_left(self.objective, batch, Tokens(self.budget, extents(batch)).pieces[-1])
             self._verify = False
-        tally = self._window(batch, rows)
-        if tally.empty:
+        loss, weighs = self._window(batch, rows)
+        if not weighs:
             logger.info("Nothing in this batch of %d rows weighs anything: no update.", rows)
-            return tally.loss
+            return loss
         # An optimizer that evaluates a closure starts with the gradients that are there.
-        fresh = [tally.loss] if self.update.closures == self.update.optimizers[:1] else []
-        if self.update.step(lambda: fresh.pop() if fresh else self._window(batch, rows).loss):
+        fresh = [loss] if self.update.closures == self.update.optimizers[:1] else []
+        if self.update.step(lambda: fresh.pop() if fresh else self._window(batch, rows)[0]):
             self.updates += 1
-        return tally.loss
+        return loss
 
-    def _window(self, batch: tuple[Any, ...], rows: int) -> Tally:
-        """Leave the finished gradients of a whole batch in `p.grad`; after an error, none at all."""
+    def _window(self, batch: tuple[Any, ...], rows: int) -> tuple[Tensor, bool]:
+        """Leave the finished gradients of a whole batch in `p.grad`; after an error, none at all.
+
+        Returns:
+            The loss, and whether the batch weighs anything.
+        """
         self.update.clear()
+        self.ranks.expect(closes=False, steps=1)
         start = self._transaction.begin()
         tally = self.objective.tally(batch)
         plan = self._plan(batch, rows)
         try:
             with self._during_window():
-                if self._all_at_once and isinstance(plan, Rows):
+                if rows == 0:
+                    pass  # other ranks have some
+                elif self._all_at_once and isinstance(plan, Rows):
                     self._run_whole(Piece(slice(0, rows)), batch, tally, plan)
                 else:
                     for piece in plan:
                         self._run(piece, batch, tally, plan)
-            if not tally.empty:
-                self.update.finish(tally.divisor)
+            loss, divisor, weighs = self.joint.close(tally)
+            if weighs:
+                self.update.finish(divisor)
         except BaseException:
             self.update.clear()
             self._transaction.restore(start)
             raise
-        if isinstance(plan, Rows):
+        if isinstance(plan, Rows) and rows:
             self.sizers.close(plan.sizer, rows)
-        return tally
+        return loss, weighs
 
     def _run(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, plan: Rows | Tokens) -> None:
         """One micro-batch; where it does not fit, the same rows in smaller ones."""
