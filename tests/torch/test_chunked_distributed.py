@@ -96,17 +96,14 @@ def exact_batch_norm_spans_the_ranks(rank):
     assert relative_error(gradients(model), gradients(whole)) <= 1e-11
     assert relative_error(local.buffers(), whole.buffers()) <= 1e-11
 
-    # TrainStep cuts what DistributedDataParallel wraps; its loss is each rank's mean.
+    # TrainStep cuts what DistributedDataParallel wraps; its update is that of all ranks' rows.
     model = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(start)))
     keys = list(model.state_dict())
-
-    def compute_loss(model, x, y):
-        return F.cross_entropy(model(x), y, reduction="sum") / total * RANKS
 
     step = TrainStep(
         model,
         torch.optim.SGD(model.parameters(), 0.1),
-        compute_loss=compute_loss,
+        loss_fn=nn.CrossEntropyLoss(),
         micro_batch_size=4,
         batch_norm="exact",
         verify=False,

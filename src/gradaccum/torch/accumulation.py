@@ -121,7 +121,7 @@ class Accumulation:
         """The micro-batches that come weigh the same, unless `backward` says otherwise."""
         self._default, self._default_given, self._expecting = 1.0, False, False
         self._counted = True
-        self.arrivals.scale(1.0)
+        self._scale_arrivals(1.0)
         self.window.last = False
 
     def expect(self, weight: float, given: bool, last: bool) -> None:
@@ -129,13 +129,15 @@ class Accumulation:
         window = self.window
         self._default, self._default_given, self._expecting, window.last = weight, given, True, last
         self._counted = False
-        self.arrivals.scale(1.0)
-        if weight == 0:
+        self._scale_arrivals(1.0)
+        if weight == 0 and self.ranks.in_step:
+            self.ranks.scale(0.0)  # the other ranks need this one's passes
+        elif weight == 0:
             self.sums.put_aside()
             self.guard.restart()
         elif window.reduction == "mean" and self.ranks.several and not self.ranks.by_hand:
             assert window.unit is not None
-            self.arrivals.scale(weight / window.unit)
+            self._scale_arrivals(weight / window.unit)
         elif window.reduction == "mean" and weight != window.unit:
             # A gradient that comes through loss.backward() joins the sum as it is, so the sum takes its unit.
             factor = window.rescale(weight)
@@ -155,12 +157,15 @@ class Accumulation:
             weight = self._default
         factor = window.weigh(weight, default=self._default)
         assert window.pending is not None
-        if window.pending == 0:
+        if window.pending == 0 and not self.ranks.in_step:
             self.loss_scale.rescale_()  # no backward pass will do it
             return
-        self.loss.add(window.micro_batches, loss, window.pending, window.pending_given)
+        if window.pending:
+            self.loss.add(window.micro_batches, loss, window.pending, window.pending_given)
         before = self.guard.arrivals
         try:
+            if self.ranks.in_step:
+                self.ranks.scale(1.0 if window.pending else 0.0)
             with self.arrivals.muted():
                 loss.backward(None if factor == 1.0 else torch.full_like(loss, factor), **how)
         except BaseException as error:
@@ -168,6 +173,13 @@ class Accumulation:
             self.ranks.leave()
             raise
         self._factor, self._weighed_arrivals = factor, self._weighed_arrivals + self.guard.arrivals - before
+
+    def _scale_arrivals(self, factor: float) -> None:
+        """What comes through `loss.backward()` cannot be multiplied there, so it is on its way to the sum."""
+        if self.ranks.in_step:
+            self.ranks.scale(factor)
+        else:
+            self.arrivals.scale(factor)
 
     def add(self, scaled: tuple[Tensor | None, Tensor] | None = None) -> bool:
         """Count the micro-batch. Returns whether the window closes with it.
@@ -190,7 +202,7 @@ class Accumulation:
             self._unscale(*scaled)
         closes = window.add()
         self._counted = True
-        self.arrivals.scale(1.0)
+        self._scale_arrivals(1.0)
         self.sums.add()
         self.guard.next_micro_batch()
         if not closes and self.loss_scale.in_use:
@@ -254,7 +266,7 @@ class Accumulation:
             logger.warning("No update: this window of %d micro-batches weighs nothing", self.window.micro_batches)
             return False
         self.sums.finish(divisor)
-        if self.nonfinite == "skip_window" and not all_finite(self.sums.gradients()).item():
+        if self.nonfinite == "skip_window" and not self._finite():
             logger.warning("No update: the gradient of this window is not finite")
             return False
         if self.clip_grad_norm is not None:
@@ -278,10 +290,10 @@ class Accumulation:
         if not ranks.reduced:
             if window.reduction == "mean":
                 self.sums.scale_(window.rescale(self.unit))
-            scale.bring_to(ranks.scale)
+            scale.bring_to(ranks.loss_scale)
         mine = Total(window.weight, window.weights_given, window.largest, *scale.told())
         total = ranks.total(mine)
-        scale.agree(ranks.scale)
+        scale.agree(ranks.loss_scale)
         window.weight, window.weights_given = total.weight, total.given
         self.unit = total.largest or self.unit
         if total.overflow:
@@ -289,6 +301,12 @@ class Accumulation:
         elif total.scale:
             self.sums.scale_(1 / total.scale)
         return not total.overflow
+
+    def _finite(self) -> bool:
+        finite = all_finite(self.sums.gradients())
+        if self.ranks.in_step:  # each rank has looked at its shard
+            return self.ranks.sum((~finite).double()).item() == 0
+        return bool(finite.item())
 
     def _divisor(self) -> float:
         # What the ranks' reduction leaves is a mean over them.
@@ -308,6 +326,7 @@ class Accumulation:
         self.loss_scale.close()
         self.guard.restart()
         self.weights, self._broken, self._weighed_arrivals = [], None, 0
+        self.ranks.clear()
         self.sums.clear(set_to_none)
 
     # Misuse.

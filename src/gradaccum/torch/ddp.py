@@ -36,6 +36,9 @@ class Replicas:
         on_backward: Called when its backward pass starts.
     """
 
+    in_step = False
+    """Whether all ranks must run the same passes."""
+
     def __init__(
         self,
         models: Sequence[DistributedDataParallel],
@@ -46,6 +49,7 @@ class Replicas:
     ) -> None:
         self.models = list(models)
         self.group: dist.ProcessGroup = self.models[0].process_group
+        self.members: list[int] = dist.get_process_group_ranks(self.group)
         _check_covered(self.models, parameters)
         self.wide = wide
         # Reductions of several models would start in the order of backward: by hand, every rank keeps one order.
@@ -75,10 +79,10 @@ class Replicas:
 
         self._hooks = [model.register_forward_hook(forward_done) for model in self.models]
 
-    def hold(self, reduces: bool) -> None:
-        """Whether the next forward pass is of a micro-batch whose backward pass reduces."""
+    def hold(self, closes: bool, reduces: bool = False) -> None:
+        """Whether the next forward pass is of a micro-batch whose backward pass closes the window, or reduces it."""
         for model in self.models:
-            model.require_backward_grad_sync = reduces
+            model.require_backward_grad_sync = closes or reduces
 
     def starts(self) -> None:
         """The backward pass that reduces has started; more forward passes of this micro-batch belong to it no more."""
@@ -91,6 +95,17 @@ class Replicas:
                 _reduce_flat(parameters, model.process_group, model.bucket_bytes_cap)
             else:
                 _reduce_by(model, parameters)
+
+    def scale(self, factor: float) -> None:
+        """Nothing: the parameters' own hooks can multiply what arrives."""
+
+    def clear(self) -> None:
+        """Drop what an open window has added up beside `p.grad`: nothing."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """A tensor's sum over the ranks."""
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
 
     def settle(self) -> None:
         """After a window, do what DDP would do in the next forward pass, which not all ranks may have."""

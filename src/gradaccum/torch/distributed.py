@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.errors import WindowError
 from gradaccum.torch.ddp import Replicas
+from gradaccum.torch.fsdp import Shards, is_sharded, sharded_modules
 from gradaccum.torch.ranks import Channel
 
 __all__ = ["Alone", "Together", "Total", "check_noticed", "synchronizer"]
@@ -50,14 +51,16 @@ class Alone:
     """One device: nothing to agree upon."""
 
     several = False
+    in_step = False
+    """Whether all ranks must run the same forward and backward passes, as sharded models do."""
     size = 1
     rank = 0
     by_hand = False
     """Whether the reduction waits until the window's sum is finished, rather than run in the last backward pass."""
-    scale = 0.0
+    loss_scale = 0.0
     """The scale of a GradScaler that all ranks agreed upon at the last window's end."""
     on_forward: Callable[[float], None] | None = None
-    """Called with `scale` when the forward pass of the micro-batch that closes the window is done."""
+    """Called with `loss_scale` when the forward pass of the micro-batch that closes the window is done."""
     on_reduced: Callable[[], None] | None = None
     """Called when a backward pass has reduced."""
 
@@ -75,6 +78,19 @@ class Alone:
             last: It is the last one of this rank's epoch.
             counts: It weighs something.
         """
+
+    def meet(self, last: bool) -> None:
+        """A micro-batch of `batches()` begins: sharded models cannot do without the other ranks in any of them.
+
+        Raises:
+            WindowError: It is the last one on some ranks only.
+        """
+
+    def scale(self, factor: float) -> None:
+        """Multiply what arrives at a sharded model's outputs in the backward pass."""
+
+    def clear(self) -> None:
+        """Drop what an open window has added up beside `p.grad`."""
 
     @property
     def reduced(self) -> bool:
@@ -134,37 +150,37 @@ class Together(Alone):
     anybody waits in a reduction. In the second every rank says what its part weighs.
 
     Args:
-        models: The DDP modules.
+        engine: Makes what reduces the gradients, from what it shall call when the forward pass of a closing micro-batch
+            is done, and when its backward pass starts.
         parameters: The optimizer's parameters.
         steps: The length of every window, or None if it varies.
         by_hand: No backward pass may reduce, since the sum is finished only afterwards.
-        wide: Gradients may be wider than their parameters.
-        on_reduced: Called when a backward pass has reduced.
-        on_forward: Called when the forward pass of the micro-batch that closes the window is done.
+        always: Reduce on every micro-batch. The mean over the ranks of a sum that is in part their mean already is the
+            right one, so nothing else changes.
     """
 
     several = True
 
     def __init__(
         self,
-        models: Sequence[DistributedDataParallel],
+        engine: Callable[[Callable[[], None], Callable[[], None]], Replicas | Shards],
         parameters: Sequence[Tensor],
         *,
         steps: int | None = None,
         by_hand: bool = False,
-        wide: bool = False,
         always: bool = False,
     ) -> None:
         self._always = always
         self._parameters = list(parameters)
-        self._engine = Replicas(models, parameters, wide, self._forward_done, self._backward_starts)
-        self._channel = Channel(self._engine.group)
+        self._engine = engine(self._forward_done, self._backward_starts)
+        self.in_step = self._engine.in_step
+        self._channel = Channel(self._engine.members, getattr(self._engine, "group", None))
         self.size, self.rank = self._channel.size, self._channel.rank
         self.by_hand = by_hand or self._engine.by_hand
         self._closes = self._last = self._over = self._restored = False
         self._steps = 0
         self._restart()
-        self._engine.hold(False)
+        self._engine.hold(False, False)
         self._check_steps(steps)
 
     def _restart(self) -> None:
@@ -182,8 +198,25 @@ class Together(Alone):
     def expect(self, closes: bool, steps: int, last: bool = False, counts: bool = True) -> None:
         self._closes, self._steps, self._last = closes, steps, last
         self._restart()
-        waits = self.by_hand or self._restored or not counts
-        self._engine.hold((closes or self._always) and not waits)
+        waits = self.by_hand or self._restored or not (counts or self.in_step)
+        self._engine.hold(closes and not waits, self._always and not waits)
+
+    def meet(self, last: bool) -> None:
+        if self.in_step:
+            said = self._channel.exchange(_Round.MICRO_BATCH, 0, last)
+            self._check_present(said, _Round.MICRO_BATCH)
+            lasts = [bool(numbers[2]) for numbers in said]
+            if len({*lasts}) > 1:
+                raise WindowError(
+                    "A sharded model needs the same number of micro-batches on every rank. The last one has come: "
+                    f"{_by_rank(lasts)}. Pad or drop batches (DistributedSampler does), or use DistributedDataParallel."
+                )
+
+    def scale(self, factor: float) -> None:
+        self._engine.scale(factor)
+
+    def clear(self) -> None:
+        self._engine.clear()
 
     @property
     def reduced(self) -> bool:
@@ -191,7 +224,7 @@ class Together(Alone):
 
     def _forward_done(self) -> None:
         if self._closes and self.on_forward is not None:
-            self.on_forward(self.scale)
+            self.on_forward(self.loss_scale)
 
     def _backward_starts(self) -> None:
         if not (self._closes or self._always) or self.by_hand:
@@ -216,7 +249,8 @@ class Together(Alone):
     def total(self, mine: Total) -> Total:
         if not self._announced:
             self._announce(_Round.WINDOW)
-        late = self._versions is not None and self._versions != self._seen()
+        # Sharded models reduce in every backward pass of this micro-batch.
+        late = self._versions is not None and not self.in_step and self._versions != self._seen()
         if self._versions is None:
             self._engine.reduce()
         self._restart()
@@ -237,12 +271,11 @@ class Together(Alone):
         used = {scale for scale in scales if scale}
         # Where scales differ nevertheless, the sum is lost, as after an overflow.
         overflow = any(overflows) or len(used) > 1
-        self.scale = (min if overflow else max)([wish for wish in wishes if wish], default=self.scale)
-        return Total(sum(weights), any(given), max(largest), min(used, default=0.0), self.scale, overflow)
+        self.loss_scale = (min if overflow else max)([wish for wish in wishes if wish], default=self.loss_scale)
+        return Total(sum(weights), any(given), max(largest), min(used, default=0.0), self.loss_scale, overflow)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, group=self._engine.group)
-        return tensor
+        return self._engine.sum(tensor)
 
     def restored(self) -> None:
         self._restored = True
@@ -319,6 +352,7 @@ def synchronizer(
     by_hand: bool = False,
     dtype: torch.dtype | None = None,
     always: bool = False,
+    nonfinite: str = "propagate",
 ) -> Alone:
     """What keeps the windows of this model together with those of the other ranks, if there are any.
 
@@ -329,6 +363,7 @@ def synchronizer(
         by_hand: No backward pass may reduce, since the sum is finished only afterwards.
         dtype: What narrower gradients are summed in, or None.
         always: Reduce on every micro-batch.
+        nonfinite: What is done about NaN and infinity.
     """
     if model is None or not (dist.is_available() and dist.is_initialized()):
         return Alone()
@@ -336,9 +371,36 @@ def synchronizer(
         p.is_floating_point() and torch.finfo(p.dtype).bits < torch.finfo(dtype).bits for p in parameters
     )
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    if replicas:
-        return Together(replicas, parameters, steps=steps, by_hand=by_hand, wide=wide, always=always)
-    return Alone()
+    shards = sharded_modules(model) if not replicas else []
+    if not replicas and not shards:
+        return Alone()
+    if shards:
+        _check_shards(parameters, nonfinite, wide)
+
+    def engine(on_forward: Callable[[], None], on_backward: Callable[[], None]) -> Replicas | Shards:
+        if replicas:
+            return Replicas(replicas, parameters, wide, on_forward, on_backward)
+        return Shards(shards, always, on_forward, on_backward)
+
+    return Together(engine, parameters, steps=steps, by_hand=by_hand, always=always)
+
+
+def _check_shards(parameters: Sequence[Tensor], nonfinite: str, wide: bool) -> None:
+    if not any(is_sharded(parameter) for parameter in parameters):
+        raise ValueError(
+            "None of the optimizer's parameters is sharded, and `model` is: fully_shard has replaced them. Shard the "
+            "model first, then build the inner optimizer and its wrapper from it, on every rank."
+        )
+    if nonfinite == "skip_micro_batch":
+        raise ValueError(
+            "nonfinite='skip_micro_batch' looks at each micro-batch's gradient, which fully_shard does not show before "
+            "it is reduced. Use nonfinite='skip_window'."
+        )
+    if wide:
+        raise ValueError(
+            "accumulate_dtype is fully_shard's to choose: MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+            "reduce_dtype=torch.float32) sums and reduces bfloat16 gradients in float32."
+        )
 
 
 def check_noticed(model: nn.Module | None, parameters: Sequence[Tensor], ranks: Alone, steps: int | None) -> None:
@@ -362,7 +424,8 @@ def check_noticed(model: nn.Module | None, parameters: Sequence[Tensor], ranks: 
     if model is not None:
         raise ValueError(
             "`model` was wrapped in DistributedDataParallel after the optimizer was built, which holds back nothing "
-            "and weighs each rank the same. Wrap the model first, and pass that: Optimizer(..., model=ddp), on every rank."
+            "and weighs each rank the same. Wrap the model first, and pass that, on every rank: "
+            "Optimizer(..., model=ddp)."
         )
     told = (
         "The parameters belong to a DistributedDataParallel model that the optimizer does not know: it reduces on "

@@ -219,6 +219,8 @@ def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     """Lists of tensors of one device, dtype and layout, which `torch._foreach_*` handles in one kernel."""
     groups: dict[Any, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
+        if hasattr(tensor, "to_local"):  # a DTensor: what is here of it, in the same memory
+            tensor = tensor.to_local()
         groups[tensor.device, tensor.dtype, tensor.layout].append(tensor)
     return groups.values()
 
@@ -255,6 +257,8 @@ def clip_norm_(tensors: list[Tensor], max_norm: float | None) -> Tensor:
     """
     dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
     norm = torch.nn.utils.get_total_norm(dense) if dense else torch.tensor(0.0)
+    if hasattr(norm, "full_tensor"):  # of a sharded model: each rank has summed its shards
+        norm = norm.full_tensor()
     if max_norm is not None and tensors:
         scale_(tensors, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm

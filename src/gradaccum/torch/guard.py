@@ -68,8 +68,7 @@ class Guard:
         gradient = None if self._parameter is None else self._parameter.grad
         if gradient is None:
             return None
-        # Views, such as those of DDP's buckets, share their version with others.
-        return id(gradient), 0 if gradient._is_view() else gradient._version
+        return id(gradient), gradient._version if _counts_versions(gradient) else 0
 
     def _arrived(self, parameter: Tensor) -> None:
         self.arrivals += 1
@@ -78,9 +77,23 @@ class Guard:
             return
         before, self._seen = self._seen, self._now()
         # With create_graph=True, and for sparse gradients, autograd adds out of place; views share their version.
-        if before is None or self._seen is None or torch.is_grad_enabled() or gradient.is_sparse or gradient._is_view():
+        if (
+            before is None
+            or self._seen is None
+            or torch.is_grad_enabled()
+            or gradient.is_sparse
+            or not _counts_versions(gradient)
+        ):
             return
         if before[0] != self._seen[0]:
             self._trouble = "cleared"
         elif before[1] + 1 != self._seen[1]:
             self._trouble = "edited"
+
+
+def _counts_versions(gradient: Tensor) -> bool:
+    """Whether its version rises when it is edited, and only then.
+
+    Views, such as those of DDP's buckets, share theirs with others; a DTensor's shard has its own.
+    """
+    return not (gradient._is_view() or hasattr(gradient, "to_local"))

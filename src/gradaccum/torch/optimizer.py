@@ -126,6 +126,7 @@ class Optimizer(torch.optim.Optimizer):
             by_hand=self._accumulation_arguments["nonfinite"] == "skip_micro_batch",
             dtype=self._accumulation_arguments["accumulate_dtype"],
             always=self._sync == "micro_batch",
+            nonfinite=self._accumulation_arguments["nonfinite"],
         )
         # Not a method of this object: without cycles it goes as soon as an error ends its loop, and other ranks know.
         parameters = functools.partial(_parameters_of, inner)
@@ -405,6 +406,7 @@ class Optimizer(torch.optim.Optimizer):
         self._batches = batches
 
     def _begin_micro_batch(self, weight: float, given: bool, last: bool) -> None:
+        self._ranks.meet(last)
         self._accumulation.expect(weight, given, last)
         self._expect(counts=weight > 0)
 

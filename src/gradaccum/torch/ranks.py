@@ -26,18 +26,21 @@ class Channel:
     """Rounds in which every rank says a few numbers and hears all others'. All ranks construct it at the same time.
 
     Args:
-        group: The process group whose gradients are reduced together.
+        members: The global ranks whose gradients are reduced together.
+        group: A process group of theirs, or None: what it waits at most is what a round waits at most.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        members = dist.get_process_group_ranks(group)
+    def __init__(self, members: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
         self.size = len(members)
-        self.rank = dist.get_rank(group)
+        self.rank = list(members).index(dist.get_rank())
         everybody = self.size == dist.get_world_size()
         self._group: Any = None
         if self.size > 1:
             self._group = dist.new_group(
-                members, backend="gloo", timeout=_timeout_of(group), use_local_synchronization=not everybody
+                list(members),
+                backend="gloo",
+                timeout=_timeout_of(dist.group.WORLD if group is None else group),
+                use_local_synchronization=not everybody,
             )
         self._posted: list[tuple[Any, list[torch.Tensor]]] = []
 
@@ -91,7 +94,7 @@ def _padded(numbers: Sequence[float]) -> torch.Tensor:
     return message
 
 
-def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+def _timeout_of(group: Any) -> timedelta | None:
     """How long this group waits; torch would give a new one its default of half an hour."""
     for device in ("cpu", "cuda"):
         try:
