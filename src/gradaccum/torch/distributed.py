@@ -105,6 +105,10 @@ class Alone:
         """A tensor's sum over the ranks, in place."""
         return tensor
 
+    def add_up(self, number: float) -> float:
+        """A number's sum over the ranks."""
+        return number
+
     def end(self) -> None:
         """This rank's epoch is over."""
 
@@ -138,6 +142,8 @@ class _Round(enum.IntEnum):
     """The reduction is done; what the window weighs."""
     STEPS = 5
     """At the start: how long the windows are."""
+    NUMBER = 7
+    """Something to add up over the ranks."""
     MICRO_BATCH = 6
     """An open window is about to be reduced as far as it has come, and goes on."""
 
@@ -203,7 +209,7 @@ class Together(Alone):
 
     def meet(self, last: bool) -> None:
         if self.in_step:
-            said = self._channel.exchange(_Round.MICRO_BATCH, 0, last)
+            said = self._exchange(_Round.MICRO_BATCH, 0, last)
             self._check_present(said, _Round.MICRO_BATCH)
             lasts = [bool(numbers[2]) for numbers in said]
             if len({*lasts}) > 1:
@@ -277,6 +283,11 @@ class Together(Alone):
     def sum(self, tensor: Tensor) -> Tensor:
         return self._engine.sum(tensor)
 
+    def add_up(self, number: float) -> float:
+        said = self._exchange(_Round.NUMBER, number)
+        self._check_present(said, _Round.NUMBER)
+        return sum(numbers[1] for numbers in said)
+
     def restored(self) -> None:
         self._restored = True
 
@@ -308,10 +319,13 @@ class Together(Alone):
 
     # Messages.
 
-    def _announce(self, about: _Round) -> list[list[float]]:
+    def _exchange(self, about: _Round, *numbers: float) -> list[list[float]]:
         for earlier in self._channel.posted():
             self._check_present(earlier, _Round.LEFT, _Round.NOTHING)
-        said = self._channel.exchange(about, self._steps if about is not _Round.NOTHING else 0, self._last)
+        return self._channel.exchange(about, *numbers)
+
+    def _announce(self, about: _Round) -> list[list[float]]:
+        said = self._exchange(about, self._steps if about is not _Round.NOTHING else 0, self._last)
         kinds = {numbers[0] for numbers in said}
         if _Round.LEFT in kinds and kinds <= {_Round.LEFT, _Round.NOTHING} and self._last:
             return said

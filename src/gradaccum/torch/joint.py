@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from gradaccum.torch.distributed import Alone, Total
 from gradaccum.torch.gradients import GradientSum
-from gradaccum.torch.loss import Tally, Weight
+from gradaccum.torch.loss import Objective, Tally, Weight
 
 __all__ = ["JointBatch"]
 
 
 class JointBatch:
-    """Puts a rank's window together with those of the others, after its last micro-batch.
+    """Puts a rank's window together with those of the others.
 
     Args:
         ranks: What keeps the ranks together.
@@ -25,6 +27,16 @@ class JointBatch:
         self._sums = sums
         self._unit = 1.0
 
+    def open(self, objective: Objective, batch: tuple[Any, ...]) -> Tally:
+        """A window over this rank's rows, whose parts are shares of all ranks' loss, where their weight is known.
+
+        They must be so in the backward pass already: it spans the ranks where SyncBatchNorm does.
+        """
+        if not self.ranks.several:
+            return objective.tally(batch)
+        mine = objective.total(batch)
+        return Tally(objective, None if mine is None else self.ranks.add_up(float(mine)))
+
     def close(self, tally: Tally) -> tuple[Tensor, Weight | None, bool]:
         """The loss over all ranks' rows; what the summed gradients are to be divided by; whether anything weighs.
 
@@ -33,16 +45,18 @@ class JointBatch:
         """
         if not self.ranks.several:
             return tally.loss, tally.divisor, not tally.empty
-        factor, weight = tally.share()
-        if weight is not None:
+        told = tally.told()
+        factor, weight = (1.0, 0.0) if told is None else told
+        if told is not None:
             self._sums.scale_(factor / self._unit)
-        mine = weight or 0.0
-        total = self.ranks.total(Total(mine, given=weight is not None, largest=mine))
-        # A loss over no rows is NaN, and counts nothing.
-        loss = torch.zeros_like(tally.sum, dtype=torch.float64) if weight == 0 else tally.sum.double() * factor
-        loss = self.ranks.sum(loss)
+        total = self.ranks.total(Total(weight, given=told is not None, largest=weight))
+        loss = self.ranks.sum(tally.sum.double() * factor)
         unit, self._unit = self._unit, total.largest or self._unit
-        if not total.given:
-            return loss.to(tally.sum.dtype), 1 / self.ranks.size, True
-        loss = loss / total.weight if total.weight else torch.full_like(loss, float("nan"))
-        return loss.to(tally.sum.dtype), total.weight / unit / self.ranks.size, total.weight > 0
+        if total.given:
+            weighs, divisor = total.weight > 0, total.weight / unit / self.ranks.size
+            loss = loss / total.weight if weighs else loss
+        else:
+            weighs, divisor = not tally.empty, 1 / self.ranks.size
+        if not weighs:
+            loss = torch.full_like(loss, float("nan"))
+        return loss.to(tally.sum.dtype), divisor, weighs

@@ -254,16 +254,15 @@ class Tally:
             return torch.where(self.total.to(self._sum.device) > 0, self._sum, float("nan"))
         return self._sum
 
-    def share(self) -> tuple[float, float | None]:
+    def told(self) -> tuple[float, float] | None:
         """For several ranks: what makes their sums add up, and what this rank's part of the sum then weighs.
 
-        The sums of gradients and losses times the first number, added up over the ranks, and divided by the second
-        one's sum, are the mean over all their rows. The second is None for sums that nothing divides.
+        None where the total was known beforehand, so that the parts of all ranks add up as they are.
         """
-        if self._divisor is not None:
-            unit = 1.0 if self._unit is None else float(self._unit)
-            return unit, float(self._divisor) * unit
-        return (1.0, None) if self.total is None else (float(self.total), float(self.total))
+        if self._divisor is None:
+            return None
+        unit = 1.0 if self._unit is None else float(self._unit)
+        return unit, float(self._divisor) * unit
 
     @property
     def sum(self) -> Tensor:

@@ -209,7 +209,7 @@ class TrainStep:
         self.update.clear()
         self.ranks.expect(closes=False, steps=1)
         start = self._transaction.begin()
-        tally = self.objective.tally(batch)
+        tally = self.joint.open(self.objective, batch)
         plan = self._plan(batch, rows)
         try:
             with self._during_window():
