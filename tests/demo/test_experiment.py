@@ -212,7 +212,7 @@ def test_a_framework_that_cannot_count_memory_leaves_it_out():
     report = findings(outcome(activation_bytes=None, peak_bytes=None))
     assert not [block for block in report.blocks if isinstance(block, Bars)]
     (table,) = [block for block in report.blocks if isinstance(block, Table)]
-    assert table.rows[0][5:7] == [None, None]
+    assert list(table.columns) == ["run", "accuracy", "loss", "updates", "seconds", "differs from (a)"]
 
 
 def test_the_digits_are_trained_from_the_same_rows():
