@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import pathlib
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector
 
 from gradaccum.demo.data import load
 from gradaccum.demo.progress import Progress
@@ -66,7 +68,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.pictures, self.words = wrap(Pictures()), wrap(Words())
-        self.temperature = nn.Parameter(torch.tensor(2.0))
+        self.temperature = nn.Parameter(torch.tensor(2.66))
 
     def forward(self, x: Tensor, text: Tensor, labels: Tensor) -> Tensor:
         """Each picture shall find the words of its label among the batch's, and the other way round."""
@@ -98,81 +100,99 @@ def batches(dataset: str, batch_size: int, updates: int, dtype: torch.dtype) -> 
                 return
 
 
-def train(kind: str, arguments: argparse.Namespace) -> tuple[list[float], Tensor]:
-    """Train one model. Returns the loss over the whole batch before each update, and the first update's gradient."""
+class Run(NamedTuple):
+    """One training."""
+
+    losses: list[float]
+    """What each update minimised."""
+    gradient: Tensor
+    """The first update's."""
+    path: Tensor
+    """All parameters, before the first update and after each."""
+
+
+def train(kind: str, arguments: argparse.Namespace) -> Run:
+    """Train one model on the same batches in the same order."""
     size, dtype = arguments.micro_batch_size, getattr(torch, arguments.dtype)
     model = Model((lambda encoder: chunked(encoder, size)) if kind == "chunked" else lambda encoder: encoder).to(dtype)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    losses, first = [], None
+    losses, gradients, path = [], [], [parameters_to_vector(model.parameters()).detach()]
     for batch in batches(arguments.dataset, arguments.batch_size, arguments.updates, dtype):
         optimizer.zero_grad()
         if kind == "naive":
-            with torch.no_grad():  # for the curve alone
-                losses.append(model(*batch).item())
             parts = list(zip(*(tensor.split(size) for tensor in batch), strict=True))
+            loss = torch.zeros(())
             for part in parts:
-                (model(*part) / len(parts)).backward()
+                share = model(*part) / len(parts)
+                share.backward()
+                loss = loss + share.detach()
         else:
             loss = model(*batch)
             loss.backward()
-            losses.append(loss.item())
-        if first is None:
-            first = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).clone()
+        losses.append(loss.item())
+        if not gradients:
+            gradients.append(parameters_to_vector([p.grad for p in model.parameters() if p.grad is not None]).clone())
         optimizer.step()
-    assert first is not None
-    return losses, first
+        path.append(parameters_to_vector(model.parameters()).detach())
+    return Run(losses, gradients[0], torch.stack(path))
 
 
-def draw(results: dict[str, tuple[list[float], Tensor]], arguments: argparse.Namespace) -> None:
-    """The losses, and how far they are from the large batch's."""
+def distance(run: Run, large: Run) -> Tensor:
+    """After each update: how far from the large batch's parameters, as a share of the way that these have come."""
+    way = (large.path - large.path[0]).norm(dim=1)
+    return ((run.path - large.path).norm(dim=1) / way)[1:]
+
+
+def draw(runs: dict[str, Run], arguments: argparse.Namespace) -> None:
+    """The losses, and how far the parameters are from the large batch's."""
     import matplotlib.pyplot as plt
 
     rows, size = arguments.batch_size, arguments.micro_batch_size
     names = {
         "large batch": f"{rows} rows at once",
-        "chunked": f"chunked encoders, {size} rows in memory",
-        "naive": f"naive accumulation, {size} rows in memory",
+        "chunked": f"chunked encoders: {rows} rows, {size} in memory",
+        "naive": f"naive accumulation: {rows // size} losses of {size} rows",
     }
-    styles = {
+    styles: dict[str, dict[str, Any]] = {
         "large batch": {"color": "black", "linewidth": 1.2},
         "chunked": {"color": "tab:green", "linewidth": 5, "alpha": 0.45},
         "naive": {"color": "tab:red", "linewidth": 1.8, "linestyle": "--"},
     }
-    expected = torch.tensor(results["large batch"][0])
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    updates = range(1, arguments.updates + 1)
     for kind in ("chunked", "naive", "large batch"):
-        losses = torch.tensor(results[kind][0])
-        left.plot(losses, label=names[kind], **styles[kind])
+        left.plot(updates, runs[kind].losses, label=names[kind], **styles[kind])
         if kind != "large batch":
-            right.semilogy(((losses - expected).abs() / expected).clamp(min=1e-9), label=names[kind], **styles[kind])
-    left.set(xlabel="update", ylabel=f"contrastive loss over {rows} pairs", title="Training")
-    right.set(xlabel="update", ylabel="relative difference", title="Distance from the large batch's loss")
+            right.semilogy(updates, distance(runs[kind], runs["large batch"]), label=names[kind], **styles[kind])
+    left.set(xlabel="update", ylabel="the loss that is minimised", title="Training")
+    right.set(xlabel="update", ylabel="share of the way", title="Distance from the large batch's parameters")
     left.legend()
     right.legend()
     figure.savefig(arguments.out, dpi=110, metadata={"Software": None})
 
 
-def main(argv: list[str] | None = None) -> dict[str, tuple[list[float], Tensor]]:
+def main(argv: list[str] | None = None) -> dict[str, Run]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--dataset", choices=["auto", "fashion-mnist", "digits"], default="auto")
     parser.add_argument("--batch-size", type=int, default=2048)
     parser.add_argument("--micro-batch-size", type=int, default=64)
-    parser.add_argument("--updates", type=int, default=60)
-    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
+    parser.add_argument("--updates", type=int, default=50)
+    parser.add_argument("--dtype", choices=["float32", "float64"], default="float64")
     parser.add_argument("--out", type=pathlib.Path, help="where to put the picture")
     arguments = parser.parse_args(argv)
-    results = {kind: train(kind, arguments) for kind in ("large batch", "chunked", "naive")}
-    losses, gradient = results["large batch"]
+    runs = {kind: train(kind, arguments) for kind in ("large batch", "chunked", "naive")}
+    large = runs["large batch"]
     for kind in ("chunked", "naive"):
-        others, other = results[kind]
+        run = runs[kind]
+        error = ((run.gradient - large.gradient).norm() / large.gradient.norm()).item()
         print(
-            f"{kind:8}  first gradient off by {((other - gradient).norm() / gradient.norm()).item():.1e},  "
-            f"last loss {others[-1]:.6f} (large batch: {losses[-1]:.6f})"
+            f"{kind:8}  first gradient off by {error:.1e}, parameters in the end by "
+            f"{distance(run, large)[-1].item():.1e}, last loss {run.losses[-1]:.6f} ({large.losses[-1]:.6f})"
         )
     if arguments.out is not None:
-        draw(results, arguments)
+        draw(runs, arguments)
         print(f"Wrote {arguments.out}")
-    return results
+    return runs
 
 
 if __name__ == "__main__":
