@@ -17,7 +17,9 @@ def findings(outcome: Outcome) -> Report:
     large, accumulated, _ = outcome.runs
     blocks: list[Block] = [Text(_what_was_done(outcome)), _table(outcome)]
     blocks += [Text(line) for line in _remarks(large, accumulated)]
-    if setup.dtype == "float32" and outcome.ok:
+    if outcome.precision != setup.dtype:
+        blocks.append(Text(f"This backend multiplies matrices in {outcome.precision}, whatever the dtype."))
+    elif setup.dtype == "float32" and outcome.ok:
         blocks.append(Text(_ABOUT_ROUNDING))
     blocks += [
         _curves("Test loss", "mean cross-entropy", outcome, lambda epoch: epoch.test_loss),
@@ -54,7 +56,7 @@ def _verdict(outcome: Outcome) -> str:
     if outcome.gradient_difference is not None:
         after = (
             f"in the first update their gradients differ by at most {outcome.gradient_difference:.1e} "
-            f"({outcome.gradient_allowed:.0e} allowed in {outcome.setup.dtype}), {after}"
+            f"({outcome.gradient_allowed:.0e} allowed in {outcome.precision}), {after}"
         )
     return f"(a) and (b) {'are equal but for rounding' if outcome.ok else 'DIFFER'}: {after}."
 
