@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum.torch import TrainStep, chunked
 from tests.reference import FLOAT64, relative_error
 
-RANKS, ROWS = 2, [9, 14]
+RANKS, ROWS = 2, [4, 14]
 
 
 def encoder():
@@ -72,14 +72,13 @@ def gradients_are_the_mean_over_ranks(rank):
     whole = TwoTowers()
     for other in range(RANKS):
         (whole(rows_of(other, (5,)), rows_of(other, (5,)).cos()) / RANKS).backward()
-    for options in ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
-        for keep in (0, 1):
-            small = TwoTowers(lambda tower, keep=keep: chunked(tower, 4, keep=keep))
-            model = DistributedDataParallel(small, **options)
-            for _ in range(2):
-                model.zero_grad()
-                model(rows_of(rank, (5,)), rows_of(rank, (5,)).cos()).backward()
-                assert relative_error(gradients(small), gradients(whole)) <= FLOAT64, (options, keep)
+    for options, keep in (({}, 0), ({"find_unused_parameters": True}, 0), ({"static_graph": True}, 1)):
+        small = TwoTowers(lambda tower, keep=keep: chunked(tower, 4, keep=keep))
+        model = DistributedDataParallel(small, **options)
+        for _ in range(2):
+            model.zero_grad()
+            model(rows_of(rank, (5,)), rows_of(rank, (5,)).cos()).backward()
+            assert relative_error(gradients(small), gradients(whole)) <= FLOAT64, options
 
 
 def exact_batch_norm_spans_the_ranks(rank):
