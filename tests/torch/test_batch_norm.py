@@ -136,8 +136,11 @@ def micro_batched(model, x, y, sizes):
     return model
 
 
-def test_exact_updates_are_the_large_batchs():
-    model, step = one_step("exact")
+@pytest.mark.parametrize("offload", [False, True])
+def test_exact_updates_are_the_large_batchs(offload):
+    model = network()
+    options = {"micro_batch_size": 5, "batch_norm": "exact", "offload": offload}
+    step = TrainStep(model, sgd(model), loss_fn=nn.CrossEntropyLoss(), **options)
     whole = copy.deepcopy(model)
     batches = [batch(n, seed=n) for n in (14, 14, 9, 3)]
     expected = torch_updates(whole, sgd(whole), batches, cross_entropy)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -138,6 +139,7 @@ class Chunked(nn.Module):
         inputs = Inputs(args, kwargs)
         dims = self._dims_of(inputs)
         sizes = even_sizes(number_of_rows(inputs, dims), self.micro_batch_size)
+        _check_not_sharded_inside(self.module)
         is_exact = self.policy.choice == "exact" and bool(batch_norms(self.module))
         # A SyncBatchNorm's ranks exchange statistics in one way, also where one of them has a single micro-batch.
         spans_ranks = is_exact and any(ranks_of(layer) > 1 for _, layer in batch_norms(self.module))
@@ -230,3 +232,13 @@ class Chunked(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{type(self.module).__name__}, micro_batch_size={self.micro_batch_size}"
+
+
+def _check_not_sharded_inside(module: nn.Module) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for path, layer in module.named_modules() if fsdp is not None else ():
+        if isinstance(layer, fsdp.FSDPModule):  # type: ignore[union-attr]  # not None here
+            raise ValueError(
+                f"{path or 'The module'!r} inside a chunked module is sharded by fully_shard, which would reduce the "
+                "gradients of each micro-batch by itself. Shard around it: fully_shard(chunked(encoder, ...))."
+            )
