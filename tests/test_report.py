@@ -121,7 +121,7 @@ def test_html_is_one_file_that_needs_nothing_else():
 def test_html_has_light_and_dark_pictures_and_colours():
     text = make().html()
     assert "prefers-color-scheme: dark" in text
-    light, dark = re.search(r'srcset="(.*?)".*?src="(.*?)"', text, re.DOTALL).groups()
+    light, dark = re.findall(r'srcset="(.*?)".*?src="(.*?)"', text, re.DOTALL)[0]
     assert light != dark
     for uri in (light, dark):
         assert b"<svg" in base64.b64decode(uri.partition("base64,")[2])

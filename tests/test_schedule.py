@@ -42,7 +42,12 @@ def test_a_table_gives_the_entry_of_the_latest_epoch_that_has_begun(table, epoch
 
 def test_a_callable_is_asked_with_epoch_and_update():
     asked = []
-    schedule = Schedule(lambda epoch, update: asked.append((epoch, update)) or 1 + epoch + update)
+
+    def steps(epoch, update):
+        asked.append((epoch, update))
+        return 1 + epoch + update
+
+    schedule = Schedule(steps)
     assert [schedule(0, 0), schedule(2, 5)] == [1, 8]
     assert asked == [(0, 0), (2, 5)]
     assert schedule.constant is None

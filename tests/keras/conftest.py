@@ -12,6 +12,8 @@ if BACKEND == "jax":  # before JAX starts: two devices to train on at once
 import keras  # noqa: E402  # Keras reads the environment when it is imported
 import pytest  # noqa: E402
 
+from tests.reference import FLOAT32, FLOAT64  # noqa: E402
+
 if BACKEND == "tensorflow":
     import tensorflow as tf
 
@@ -38,24 +40,29 @@ def leave_keras_as_found():
 
 
 @pytest.fixture
-def bound():
-    """Double precision, where the backend's optimizers have it; and the relative error that is then allowed."""
+def float64():
+    """Double precision by default. Yields the error that is then allowed for whole models (see `fit_bound`)."""
+    keras.backend.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
     if BACKEND == "jax":
-        return 1e-6
-    keras.backend.set_floatx("float64")
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
+    yield FLOAT32 if BACKEND == "torch" else FLOAT64
+    if BACKEND == "jax":
+        jax.config.update("jax_enable_x64", False)
+
+
+@pytest.fixture
+def bound(float64):
+    """The relative error that is allowed, in double precision."""
     return 1e-12
 
 
 @pytest.fixture
-def fit_bound():
-    """The same for whole models. Keras' layers and losses on PyTorch compute in single precision at places."""
-    if BACKEND != "tensorflow":
+def fit_bound(request):
+    """The same for whole models. On PyTorch, Keras' layers and losses compute in single precision whatever is set."""
+    if BACKEND == "torch":
         return 1e-6
-    keras.backend.set_floatx("float64")
+    request.getfixturevalue("float64")
     return 1e-12
-
-
-@pytest.fixture
-def float64(fit_bound):
-    """The widest floats there are, and the error that is then allowed."""
-    return fit_bound

@@ -1,5 +1,6 @@
 """Windows and epochs in `fit`: what the GradientAccumulation callback adds."""
 
+import contextlib
 import itertools
 import logging
 
@@ -218,6 +219,22 @@ def test_the_model_is_left_as_it_was_found():
     model = accumulated(Optimizer(sgd(), 2), split(regression(8), [4, 4]))
     assert "train_step" not in vars(model)
     assert not model.optimizer._driven
+
+
+def test_a_fit_after_one_that_failed_counts_rows_once(fit_bound):
+    micro_batches = split(regression(10), [4, 4, 2])
+
+    class Fails(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            raise RuntimeError
+
+    model = network()
+    model.compile(optimizer=Optimizer(sgd(), 3), loss="mse")
+    for callbacks in ([GradientAccumulation(), Fails()], [GradientAccumulation()]):
+        with contextlib.suppress(RuntimeError):
+            model.fit(Batches(micro_batches), shuffle=False, verbose=0, callbacks=callbacks)
+    assert "train_step" not in vars(model)
+    assert error(model, plain(network(), sgd(), micro_batches, 3, 1)) <= fit_bound
 
 
 def test_a_custom_train_step_is_weighed_by_its_rows_too(fit_bound):

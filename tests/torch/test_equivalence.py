@@ -624,6 +624,22 @@ def test_train_steps_keywords_are_taken_as_they_are():
     assert check_equivalence(net(), (X, Y), loss_fn=CE, micro_batch_size="auto", **keywords).ok
 
 
+def test_what_train_step_does_about_batch_norm_is_what_is_checked():
+    def model():
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4), nn.BatchNorm1d(4))
+
+    for batch_norm in ("exact", "frozen"):
+        result = check_equivalence(model(), (X, Y), loss_fn=CE, batch_norm=batch_norm)
+        assert result.ok, str(result)
+        assert result.max_error < 1e-12
+    for batch_norm in ("warn", "micro", "pooled"):
+        result = check_equivalence(model(), (X, Y), loss_fn=CE, batch_norm=batch_norm)
+        assert {cause.kind for cause in result.causes} == {"batch_norm"}
+    assert check_equivalence(model(), (X, IGNORED), batch_norm="exact", **TOKEN_MEAN).ok  # the loss sees all rows
+    with pytest.raises(ValueError, match="batch_norm"):
+        check_equivalence(model(), (X, Y), loss_fn=CE, batch_norm="exakt")
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_computed_there():
     result = check_equivalence(net(nn.Dropout(0.5)), (X, Y), loss_fn=CE, device="cuda")

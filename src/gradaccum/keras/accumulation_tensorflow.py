@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from gradaccum.keras.counts import Counts
@@ -35,11 +36,13 @@ def accumulate(optimizer: Any, gradients: list[Any], rows: Any) -> None:
 def close(optimizer: Any) -> None:
     """Close the window with what it holds, between training steps."""
     strategy = optimizer._distribution_strategy
-    if not tf.__internal__.distribute.strategy_supports_no_merge_call() or strategy.num_replicas_in_sync > 1:
+    untouched = _untouched(optimizer)
+    if strategy.num_replicas_in_sync > 1:
         with strategy.scope():
-            _close(optimizer, _read(optimizer), _eagerly(optimizer), strategy)
+            # In a graph: run eagerly, replicas wait for each other's reductions in an order that can lock.
+            tf.function(lambda: _close(optimizer, _read(optimizer), untouched, strategy))()
     else:
-        _close(optimizer, _read(optimizer), _eagerly(optimizer), None)
+        _close(optimizer, _read(optimizer), untouched, None)
 
 
 def _accumulate(optimizer: Any, gradients: Any, rows: Any, strategy: Any) -> None:
@@ -76,7 +79,7 @@ def _accumulate(optimizer: Any, gradients: Any, rows: Any, strategy: Any) -> Non
     counts, closes = optimizer._add(counts, weight)
     tf.cond(
         closes,
-        lambda: _close(optimizer, counts, absent if tf.inside_function() else _eagerly(optimizer), strategy),
+        lambda: _close(optimizer, counts, absent if tf.inside_function() else _untouched(optimizer), strategy),
         lambda: _write(optimizer, counts),
     )
 
@@ -116,7 +119,7 @@ def _close(optimizer: Any, counts: Counts, absent: list[bool], strategy: Any) ->
     _write(optimizer, optimizer._closed(counts, updated))
 
 
-def _eagerly(optimizer: Any) -> list[bool]:
+def _untouched(optimizer: Any) -> list[bool]:
     """Which variables have had no gradient in this window."""
     return [not touched for touched in optimizer._touched.value.numpy().tolist()]
 
@@ -150,7 +153,8 @@ host = contextlib.nullcontext
 
 def beside(optimizer: Any, variable: Any) -> Any:
     """Where the variables that go with this one are made."""
-    return optimizer._distribution_strategy.extended.colocate_vars_with(getattr(variable, "value", variable))
+    own = variable.value if isinstance(variable, keras.Variable) else variable
+    return optimizer._distribution_strategy.extended.colocate_vars_with(own)
 
 
 def total(variable: Any) -> Any:

@@ -24,11 +24,13 @@ class RowWatch:
     def __init__(self, model: Any, optimizer: Any) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._of_instance = vars(model).get("train_step")  # a user's own, set on the instance
+        self._of_instance: Any = None  # a user's own step, set on the instance
 
     def start(self) -> None:
         """Put the counting step in the place of the model's."""
         model, optimizer = self._model, self._optimizer
+        self.stop()  # a `fit` that ended with an error has left it there
+        self._of_instance = vars(model).get("train_step")
         model.train_step = _counting(model.train_step, optimizer)
         if optimizer._watched is None or model.train_function is not optimizer._watched:
             model.make_train_function(force=True)
@@ -36,10 +38,11 @@ class RowWatch:
 
     def stop(self) -> None:
         """Give the model its own step back."""
+        if not hasattr(vars(self._model).get("train_step"), "counts_rows"):
+            return
+        del self._model.train_step
         if self._of_instance is not None:
             self._model.train_step = self._of_instance
-        elif "train_step" in vars(self._model):
-            del self._model.train_step
 
 
 def _counting(train_step: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
@@ -49,6 +52,7 @@ def _counting(train_step: Callable[..., Any], optimizer: Any) -> Callable[..., A
         with optimizer._with_rows(rows_of(data)):
             return train_step(*args, **kwargs)
 
+    counting_train_step.counts_rows = True  # type: ignore[attr-defined]  # a mark for stop()
     return counting_train_step
 
 

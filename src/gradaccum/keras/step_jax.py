@@ -78,7 +78,7 @@ class JaxStep(MicroBatchedStep):
         outputs = []
         for size, micro_batches in segments:
             carry, stacked = _loop(lambda c, m, size=size: micro(c, m, size), carry, micro_batches)
-            outputs.append(tree.map_structure(lambda a: a.reshape(-1, *a.shape[2:]), stacked))
+            outputs.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked))
         sums, values, non_trainable, metrics, pooled = carry
         if pool is not None:
             for index, value in zip(moving, pool.moved(pooled, before)):
@@ -89,7 +89,7 @@ class JaxStep(MicroBatchedStep):
             model._loss_tracker.update_state(values[0], sample_weight=rows)
             tell_trackers(model, values[1:], rows)
             if plan.metrics == "whole":
-                y_pred = tree.map_structure(lambda *parts: jnp.concatenate(parts), *outputs)
+                y_pred = jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
                 logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
             else:
                 logs = model.get_metrics_result()
@@ -206,7 +206,7 @@ def _loop(body: Callable[[Any, Any], Any], carry: Any, micro_batches: Any) -> tu
     if jax.tree.leaves(micro_batches)[0].shape[0] > 1:
         return jax.lax.scan(body, carry, micro_batches)
     carry, output = body(carry, tree.map_structure(_first, micro_batches))
-    return carry, tree.map_structure(lambda a: None if a is None else a[None], output)
+    return carry, jax.tree.map(lambda a: a[None], output)
 
 
 def _first(leaf: Any) -> Any:

@@ -12,6 +12,7 @@ from gradaccum.equivalence import Cause, Difference, Equivalence
 from gradaccum.schedule import checked_count
 from gradaccum.sizes import even_sizes
 from gradaccum.torch.batch import BatchDims, per_row_leaves
+from gradaccum.torch.batch_norm import BatchNormChoice, checked_batch_norm
 from gradaccum.torch.causes import find_causes, input_cause, nondeterminism_cause
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.row_noise import random_state_kept
@@ -58,7 +59,8 @@ def check_equivalence(
         batch: One large batch, as the training loop has it; 2 rows or more, better 8.
         loss_fn, compute_loss, weight, reduction, batch_dims: As for `TrainStep`.
         micro_batch_size: Rows of the micro-batches in one of the partitions; None or `"auto"`: ragged ones only.
-        batch_norm: As for `TrainStep`. `"frozen"` checks the model with its BatchNorm frozen.
+        batch_norm: As for `TrainStep`: `"exact"` and `"pooled"` have it run the micro-batches, and replace noise by
+            its mean; `"frozen"` freezes the large batch's BatchNorm as well.
         device: Where to compute, such as `"cuda"`.
         tolerance: The largest relative error that counts as rounding.
         train_step: `TrainStep`'s other keywords, so that one dict serves both. They don't change exact arithmetic.
@@ -102,7 +104,7 @@ def check_equivalence(
     checked_count(1 if micro_batch_size in (None, "auto") else micro_batch_size, "micro_batch_size")
     size = micro_batch_size if isinstance(micro_batch_size, int) else None
     with torch.inference_mode(False), random_state_kept(), _gradients_kept(model, loss_fn, compute_loss):
-        check = _Check(objective, arguments, torch.device(device), tolerance, size)
+        check = _Check(objective, arguments, torch.device(device), tolerance, size, checked_batch_norm(batch_norm))
         try:
             return check.run()
         finally:
@@ -111,9 +113,16 @@ def check_equivalence(
 
 class _Check:
     def __init__(
-        self, objective: Objective, batch: tuple[Any, ...], device: torch.device, tolerance: float, size: int | None
+        self,
+        objective: Objective,
+        batch: tuple[Any, ...],
+        device: torch.device,
+        tolerance: float,
+        size: int | None,
+        batch_norm: BatchNormChoice,
     ) -> None:
         self.objective, self.batch, self.device, self.tolerance = objective, batch, device, tolerance
+        self.how: dict[str, Any] = {"device": device, "batch_norm": batch_norm}
         self.notes: list[str] = []
         self.rows = objective.rows(batch)
         self.partitions = _partitions(self.rows, size)
@@ -124,12 +133,12 @@ class _Check:
     def _trial(self, neutral: bool = False) -> tuple[Trial, Outcome]:
         """The trial, in float64 where the model can."""
         try:
-            trial = Trial(self.objective, self.batch, device=self.device, neutral=neutral)
+            trial = Trial(self.objective, self.batch, neutral=neutral, **self.how)
             return trial, trial.large()
         except RuntimeError as error:
             if not any(word in str(error) for word in ("dtype", "Double", "double", "Float", "Half", "BFloat16")):
                 raise
-            trial = Trial(self.objective, self.batch, device=self.device, dtype=None, neutral=neutral)
+            trial = Trial(self.objective, self.batch, dtype=None, neutral=neutral, **self.how)
             large = trial.large()
             self.notes.append(
                 f"Computed in the model's own dtype, as it can't in float64 ({str(error).splitlines()[0]})."
@@ -171,6 +180,8 @@ class _Check:
                     continue
                 differences = self.trial.accumulated(partition, batch).differences(large)
             except Exception:
+                if self.trial.by_train_step:
+                    raise  # what it says about the model is what there is to know
                 if batch is not None:  # the loss may have its own idea of which rows go together
                     continue
                 differences = [Difference("loss", float("inf"), "loss")]

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from gradaccum.equivalence import Difference
 from gradaccum.torch.batch import BatchDims, map_leaves
+from gradaccum.torch.batch_norm import BatchNormChoice, frozen
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.row_noise import Replay
 from gradaccum.torch.rows import Outputs, Trace
+from gradaccum.torch.train_step import TrainStep
 
 __all__ = ["Outcome", "Trial"]
 
@@ -58,6 +60,8 @@ class Trial:
         batch: The large batch, as the arguments that follow the model.
         device: Where to compute.
         dtype: What floating tensors are converted to; None leaves them.
+        batch_norm: As for `TrainStep`. `"frozen"` freezes both sides; `"exact"` and `"pooled"` have `TrainStep` itself
+            run the micro-batches, without random numbers.
         neutral: Replace random numbers by their mean.
 
     Raises:
@@ -71,9 +75,12 @@ class Trial:
         *,
         device: torch.device,
         dtype: torch.dtype | None = torch.float64,
+        batch_norm: BatchNormChoice = "warn",
         neutral: bool = False,
     ) -> None:
         self.original = objective
+        self.batch_norm = batch_norm
+        self.by_train_step = batch_norm in ("exact", "pooled")
         self.device, self.dtype = device, dtype
 
         def converted(leaf: Any) -> Any:
@@ -84,7 +91,7 @@ class Trial:
 
         self.batch = map_leaves(converted, batch)
         self.rows = objective.rows(self.batch)
-        self.replay = Replay(self.rows, neutral=neutral)
+        self.replay = Replay(self.rows, neutral=neutral or self.by_train_step)
         self._things = _copy_all(_things(objective), {}, self._convert)
         parameters = [p for module in _modules(self._things) for p in module.parameters()]
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
@@ -103,7 +110,8 @@ class Trial:
             parameter.grad = None
         things = _copy_all(self._things, dict(self._shared), lambda thing: thing)
         objective = _rebuilt(self.original, things, batch_dims)
-        with torch.enable_grad(), self.replay:
+        freezing = frozen(objective.model) if self.batch_norm == "frozen" else contextlib.nullcontext()
+        with freezing, torch.enable_grad(), self.replay:
             yield objective
 
     def _whole(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -156,6 +164,9 @@ class Trial:
         """The batch in micro-batches, each of them the given rows, weighed as `TrainStep` would weigh them."""
         batch = self.batch if batch is None else batch
         with self._fresh(batch_dims) as objective:
+            if self.by_train_step:
+                loss = self._train_step(objective, max(map(len, partition)))(*self._whole(batch))
+                return self._outcome(objective, loss)
             tally = objective.tally(batch)
             for rows in partition:
                 self.replay.start(rows)
@@ -168,6 +179,22 @@ class Trial:
                     if parameter.grad is not None:
                         parameter.grad /= float(tally.divisor)
             return self._outcome(objective, tally.loss)
+
+    def _train_step(self, objective: Objective, micro_batch_size: int) -> TrainStep:
+        """One that leaves the parameters where they are, and its gradients in them."""
+        self.replay.start(None)
+        return TrainStep(
+            objective.model,
+            torch.optim.SGD(self._shared.values(), lr=0.0),
+            loss_fn=objective.loss_fn,
+            compute_loss=objective.compute_loss,
+            micro_batch_size=micro_batch_size,
+            weight=objective.weight,
+            reduction=objective.reduction,
+            batch_dims=objective.batch_dims,
+            batch_norm=self.batch_norm,
+            verify=False,
+        )
 
     def trace(self, rows: Tensor | None, batch: tuple[Any, ...] | None = None) -> Trace:
         """What goes into and comes out of every module, for these rows (None: all, at once). Forward pass only."""
