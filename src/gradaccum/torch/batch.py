@@ -22,6 +22,8 @@ that is a prefix of the batch's structure."""
 
 def children(node: Any) -> list[tuple[str, Any, Any]] | None:
     """`(path suffix, key, child)` of a container, in order; None for a leaf."""
+    if isinstance(node, torch.Tensor):  # by far the most frequent leaf, and quick to tell
+        return None
     if isinstance(node, Mapping):
         return [(f"[{key!r}]", key, node[key]) for key in node]
     if isinstance(node, tuple) and hasattr(node, "_fields"):

@@ -101,6 +101,7 @@ class TrainStep:
         autocast: torch.dtype | None = None,
         accumulate_dtype: torch.dtype | None = None,
         batch_norm: BatchNormChoice = "warn",
+        offload: bool = False,
         memory_limit: int | str | None = None,
         noise_scale: bool = False,
         verify: bool = True,
@@ -113,7 +114,9 @@ class TrainStep:
             remedy='Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.',
         )
         self.sync = checked_choice("sync", sync, get_args(Sync))
-        self._whole = WholeBatch(model, batch_dims, loss_fn is not None) if self.batch_norm.choice == "exact" else None
+        self._whole: WholeBatch | None = None
+        if self.batch_norm.choice == "exact":
+            self._whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=offload)
         self.objective = Objective(
             model if self._whole is None else self._whole.model,
             loss_fn=loss_fn,
