@@ -197,7 +197,7 @@ class TrainStep:
     def _window(self, batch: tuple[Any, ...], rows: int) -> Tally:
         """Leave the finished gradients of a whole batch in `p.grad`; after an error, none at all."""
         self.update.clear()
-        start = self._transaction.begin()
+        start = self._transaction.open()
         tally = self.objective.tally(batch)
         plan = self._plan(batch, rows)
         try:
@@ -281,7 +281,7 @@ class TrainStep:
             base, mark, began = self.gauge.live(), self.gauge.mark(), time.perf_counter()
         self._transaction.begin()
         with self.batch_norm.micro_batch():
-            part = tally.part(self._take(batch, piece))
+            part = tally.part(self._take(batch, piece), piece.size, share=self.update.noise is not None)
         if measuring:
             live = self.gauge.live()
         if part.loss is not None:
