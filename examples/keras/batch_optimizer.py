@@ -4,7 +4,8 @@
     KERAS_BACKEND=tensorflow python examples/keras/batch_optimizer.py --quick   # some seconds
 
 Each line trains one model with `fit(batch_size=desired)`, and one with a BatchOptimizer and `fit(batch_size=maximum)`,
-and prints the largest relative difference of their weights. It is rounding: some 1e-7 in float32, and 1e-15 in float64.
+and prints the largest relative difference of their weights. It is rounding: some 1e-7 in float32, and 1e-15 in float64
+on TensorFlow. On JAX and PyTorch, Keras' own losses (and on PyTorch its layers) compute in single precision either way.
 """
 
 from __future__ import annotations
