@@ -9,13 +9,14 @@ from typing import Any, Literal
 import keras
 from keras import tree
 from keras.src import backend
-from keras.src.trainers.data_adapters import data_adapter_utils
 
 from gradaccum.keras import batch_norm as batch_norms
 from gradaccum.keras.additive import check_additive
+from gradaccum.keras.auto_size import fastest_size
 from gradaccum.keras.denominators import Measured
+from gradaccum.keras.step_data import has_rows
 
-__all__ = ["MicroBatchedStep", "Plan", "Spec", "has_rows", "rows_of", "unpack"]
+__all__ = ["MicroBatchedStep", "Plan", "Spec"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class MicroBatchedStep:
         self.batch_norm = batch_norm
         self.plans: dict[Any, Plan] = {}
         self._named: set[str] = set()
+        self._sizes: dict[str, int] = {}
 
     def install(self) -> None:
         """Make this the model's training step."""
@@ -83,10 +85,15 @@ class MicroBatchedStep:
         """While this is open, operations run at once, even in a function that is being traced."""
         return contextlib.nullcontext()
 
-    def size_for(self, rows: int) -> int:
+    def size_for(self, data: Any, rows: int | None) -> int:
         """Rows of a micro-batch at most, for a batch of so many."""
-        assert self.micro_batch_size != "auto"
-        return self.micro_batch_size
+        if self.micro_batch_size != "auto":
+            return self.micro_batch_size
+        key = str(tree.map_structure(lambda leaf: None if leaf is None else tuple(leaf.shape), data))
+        if key not in self._sizes:
+            with self.eagerly():
+                self._sizes[key] = fastest_size(self.model, data, rows)
+        return self._sizes[key]
 
     @property
     def batch_norms(self) -> list[Any]:
@@ -132,37 +139,6 @@ class MicroBatchedStep:
             tracked=len(measured.values),
             terms=len(measured.calls) != 1 or _overrides(model, "compute_loss"),
         )
-
-
-def rows_of(data: Any) -> int | None:
-    """The rows of a batch; None where the backend doesn't know them while it traces.
-
-    Raises:
-        ValueError: The arrays of the batch have different numbers of rows, or there is none with rows.
-    """
-    found = [(path, leaf) for path, leaf in tree.flatten_with_path(data) if has_rows(leaf)]
-    rows = {leaf.shape[0] for _, leaf in found} - {None}
-    if len(rows) > 1 or not found or rows == {0}:
-        names = ("x", "y", "sample_weight")
-        listing = "".join(
-            f"\n  {names[path[0]]}{''.join(f'[{key!r}]' for key in path[1:])}  shape {tuple(leaf.shape)}"
-            for path, leaf in found
-        )
-        raise ValueError(
-            "A batch is cut into micro-batches along the first dimension of its arrays, which must be the same number "
-            f"of rows, at least one. Received:{listing or ' no array that has a dimension.'}"
-        )
-    return rows.pop() if rows else None
-
-
-def has_rows(leaf: Any) -> bool:
-    """Whether this leaf of a batch is cut. Scalars and None are what all micro-batches share."""
-    return hasattr(leaf, "shape") and len(leaf.shape) > 0
-
-
-def unpack(data: Any) -> tuple[Any, Any, Any]:
-    """`x, y, sample_weight` of what `fit` hands to a training step."""
-    return data_adapter_utils.unpack_x_y_sample_weight(data)
 
 
 def _overrides(model: Any, method: str) -> bool:

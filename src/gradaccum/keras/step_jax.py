@@ -16,7 +16,8 @@ from keras.src import backend
 
 from gradaccum.keras.batch_norm import Pool, during_micro_batch
 from gradaccum.keras.denominators import denominators_of, tell_trackers, weighed_losses
-from gradaccum.keras.step import MicroBatchedStep, Plan, has_rows, rows_of, unpack
+from gradaccum.keras.step import MicroBatchedStep, Plan
+from gradaccum.keras.step_data import has_rows, rows_of, unpack
 from gradaccum.sizes import even_sizes
 
 __all__ = ["JaxStep"]
@@ -39,7 +40,7 @@ class JaxStep(MicroBatchedStep):
         rows = rows_of(data)
         assert rows is not None
         self._warn(stacklevel=2)
-        segments = _segments(data, even_sizes(rows, self.size_for(rows)))
+        segments = _segments(data, even_sizes(rows, self.size_for(data, rows)))
         plan = self._plan((trainable, non_trainable, metrics), tree.map_structure(_first, segments[0][1]))
         totals = None
         if plan.counted:
@@ -51,7 +52,7 @@ class JaxStep(MicroBatchedStep):
         before = [non_trainable[index] for index in moving]
         gradient = jax.value_and_grad(self._loss, has_aux=True)
 
-        def micro(carry: Any, micro_batch: Any, size: int) -> tuple[Any, Any]:
+        def micro(size: int, carry: Any, micro_batch: Any) -> tuple[Any, Any]:
             sums, values, non_trainable, metrics, pooled = carry
             x, y, sample_weight = unpack(micro_batch)
             (_, aux), gradients = gradient(
@@ -64,9 +65,8 @@ class JaxStep(MicroBatchedStep):
                 new_metrics = self._stream(new_metrics, y, y_pred, sample_weight)
             sums = [total + gradient for total, gradient in zip(sums, gradients)]
             values = [value + part for value, part in zip(values, parts)]
-            return _like(
-                (sums, values, new_non_trainable, new_metrics, pooled), carry
-            ), y_pred if plan.metrics == "whole" else None
+            after = _like((sums, values, new_non_trainable, new_metrics, pooled), carry)
+            return after, y_pred if plan.metrics == "whole" else None
 
         carry = (
             [jnp.zeros(value.shape, jnp.promote_types(value.dtype, jnp.float32)) for value in trainable],
@@ -77,7 +77,7 @@ class JaxStep(MicroBatchedStep):
         )
         outputs = []
         for size, micro_batches in segments:
-            carry, stacked = _loop(lambda c, m, size=size: micro(c, m, size), carry, micro_batches)
+            carry, stacked = _loop(functools.partial(micro, size), carry, micro_batches)
             outputs.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked))
         sums, values, non_trainable, metrics, pooled = carry
         if pool is not None:
@@ -89,7 +89,7 @@ class JaxStep(MicroBatchedStep):
             model._loss_tracker.update_state(values[0], sample_weight=rows)
             tell_trackers(model, values[1:], rows)
             if plan.metrics == "whole":
-                y_pred = jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
+                y_pred = jax.tree.map(_joined, *outputs)
                 logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
             else:
                 logs = model.get_metrics_result()
@@ -120,13 +120,14 @@ class JaxStep(MicroBatchedStep):
         return scaled * share, ([value * share for value in values], y_pred, non_trainable, metrics, seen.valid)
 
     def _plan(self, state: Any, micro_batch: Any) -> Plan:
-        seen: list[Any] = []
+        seen: list[tuple[Any, Any, Any]] = []
 
         def probe(state: Any, micro_batch: Any) -> None:
-            seen.extend(denominators_of(self.model, state, *unpack(micro_batch))[1:])
+            seen.append(denominators_of(self.model, state, *unpack(micro_batch))[1:])
 
         jax.eval_shape(probe, state, micro_batch)
-        return self.plan(*seen, micro_batch)
+        measured, y_pred, loss = seen[0]
+        return self.plan(measured, y_pred, loss, micro_batch)
 
     def eagerly(self) -> Any:
         """While this is open, operations run at once, even in a function that is being traced."""
@@ -211,6 +212,10 @@ def _loop(body: Callable[[Any, Any], Any], carry: Any, micro_batches: Any) -> tu
 
 def _first(leaf: Any) -> Any:
     return None if leaf is None else leaf[0]
+
+
+def _joined(*parts: Any) -> Any:
+    return jnp.concatenate(parts)
 
 
 def _like(values: Any, reference: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -16,7 +15,8 @@ from keras.src.losses.loss import unscale_loss_for_distribution
 
 from gradaccum.keras.batch_norm import Pool, during_micro_batch
 from gradaccum.keras.denominators import denominators_of, tell_trackers, weighed_losses
-from gradaccum.keras.step import MicroBatchedStep, Plan, Spec, has_rows, rows_of, unpack
+from gradaccum.keras.step import MicroBatchedStep, Plan, Spec
+from gradaccum.keras.step_data import has_rows, rows_of, unpack
 
 __all__ = ["TensorFlowStep"]
 
@@ -27,8 +27,8 @@ class TensorFlowStep(MicroBatchedStep):
     def __call__(self, data: Any) -> Any:
         model = self.model
         rows = rows_of(data)
-        cut = _Cut(data, rows, self.size_for(rows), static=model.jit_compile)
         self.build(data)
+        cut = _Cut(data, rows, self.size_for(data, rows), static=model.jit_compile)
         plan = self._plan(cut)
         totals = self._counted(cut, plan) if plan.counted else None
         pool = Pool(self.batch_norms) if self.batch_norm == "pooled" else None
@@ -86,7 +86,7 @@ class TensorFlowStep(MicroBatchedStep):
     def _accumulated(
         self, cut: _Cut, plan: Plan, totals: dict[int, Any] | None, pool: Pool | None, sparse: frozenset[int]
     ) -> tuple[list[Any], Any, list[Any], Any, Any]:
-        """Run all micro-batches: the sums of gradients, the loss, the single losses, the pooled statistics, and the outputs.
+        """Run all micro-batches: sums of gradients, the loss, the single losses, the pooled statistics, the outputs.
 
         Sparse gradients aren't summed but put one behind the other, as they would be for the whole batch: Keras'
         optimizers don't treat them like the dense gradient they stand for, where a row occurs twice.
@@ -168,7 +168,6 @@ class _SparseGradientsError(Exception):
 _INDEX = Spec("int64", (), False)
 
 
-@dataclass
 class _Cut:
     """A batch and how it is cut: `count` micro-batches of `size` rows, the first `larger` of them of one row more.
 
@@ -176,9 +175,8 @@ class _Cut:
     """
 
     def __init__(self, data: Any, rows: int | None, micro_batch_size: int, static: bool) -> None:
-        first = next(leaf for leaf in tree.flatten(data) if has_rows(leaf))
         self.data = data
-        self.rows = tf.shape(first)[0] if rows is None else rows
+        self.rows = _checked_rows(data) if rows is None else rows
         self.count = (self.rows + micro_batch_size - 1) // micro_batch_size
         self.size, self.larger = self.rows // self.count, self.rows % self.count
         self.static = static
@@ -197,7 +195,8 @@ class _Cut:
             return index * size + tf.minimum(index, larger), size + tf.cast(index < larger, tf.int32)
 
         def longer(index: Any) -> tuple[Any, Any]:
-            return index * (size + 1), size + 1
+            # XLA compiles this loop even where no micro-batch is longer: its slices must exist.
+            return index * (size + 1), tf.minimum(size + 1, self.rows)
 
         def shorter(index: Any) -> tuple[Any, Any]:
             return index * size + larger, size
@@ -217,12 +216,13 @@ class _Cut:
         rows: list[list[Any]] = []
         for first, stop, bounds in self.segments:
             arrays = [
-                tf.TensorArray(spec.dtype, stop - first, element_shape=[None, *spec.row], infer_shape=False)
+                tf.TensorArray(spec.dtype, stop - first, element_shape=[None, *(spec.row or ())], infer_shape=False)
                 for spec in kept
             ]
 
             def body(index: Any, carry: Any, arrays: Any, first: Any = first, bounds: Any = bounds) -> Any:
-                carry, tensors = micro(*bounds(index), carry)
+                start, size = bounds(index)
+                carry, tensors = micro(start, size, carry)
                 written = [
                     array.write(index - first, tf.cast(tensor, array.dtype)) for array, tensor in zip(arrays, tensors)
                 ]
@@ -236,6 +236,18 @@ class _Cut:
             )
             rows.append([array.concat() for array in arrays])
         return carry, [tf.concat(parts, 0) if len(parts) > 1 else parts[0] for parts in zip(*rows)]
+
+
+def _checked_rows(data: Any) -> Any:
+    """The rows, as a tensor that is an error where the arrays of the batch disagree. XLA finds that by itself."""
+    rows = [tf.shape(leaf)[0] for leaf in tree.flatten(data) if has_rows(leaf)]
+    message = (
+        "A batch is cut into micro-batches along the first dimension: its arrays must have the same number of rows."
+    )
+    checks = [tf.debugging.assert_equal(rows[0], other, message) for other in rows[1:]]
+    checks.append(tf.debugging.assert_positive(rows[0], "A batch must have at least one row."))
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.identity(rows[0])
 
 
 def _slice(leaf: Any, start: Any, size: Any) -> Any:

@@ -6,12 +6,13 @@ import warnings
 from typing import Any
 
 import torch
-from keras import ops, tree
+from keras import tree
 from keras.src import backend
 
 from gradaccum.keras.batch_norm import Pool, during_micro_batch
 from gradaccum.keras.denominators import denominators_of, tell_trackers, weighed_losses
-from gradaccum.keras.step import MicroBatchedStep, Plan, has_rows, rows_of, unpack
+from gradaccum.keras.step import MicroBatchedStep, Plan
+from gradaccum.keras.step_data import has_rows, rows_of, unpack
 from gradaccum.sizes import even_sizes
 
 __all__ = ["TorchStep"]
@@ -25,7 +26,7 @@ class TorchStep(MicroBatchedStep):
         rows = rows_of(data)
         assert rows is not None
         self.build(data)
-        sizes = even_sizes(rows, self.size_for(rows))
+        sizes = even_sizes(rows, self.size_for(data, rows))
         micro_batches = _split(data, sizes)
         plan = self._plan(micro_batches[0])
         # One loss and nothing beside it: its gradients are summed in multiples of the first micro-batch's count and
@@ -50,7 +51,7 @@ class TorchStep(MicroBatchedStep):
             if at_the_end:
                 counts.append(measured.counts[plan.counted[0]].detach())
                 if totals is None:
-                    totals = {plan.counted[0]: torch.where(counts[0] > 0, counts[0], 1) * (rows / size)}
+                    totals = {plan.counted[0]: torch.where(counts[0] != 0, counts[0], 1) * (rows / size)}
             part = loss * (size / rows)
             losses.append(part.detach())
             tracked = [total + measured.values[j].detach() * (size / rows) for j, total in enumerate(tracked)]
@@ -69,8 +70,9 @@ class TorchStep(MicroBatchedStep):
         loss = sum(losses[1:], losses[0])
         scale = None
         if at_the_end:
+            assert totals is not None
             total = sum(counts[1:], counts[0])
-            scale = ops.divide_no_nan(next(iter(totals.values())), total)
+            scale = next(iter(totals.values())) / torch.where(total != 0, total, 1)
             loss = loss * scale
         model._loss_tracker.update_state(loss, sample_weight=rows)
         tell_trackers(model, tracked, rows)
@@ -86,6 +88,10 @@ class TorchStep(MicroBatchedStep):
             return model.get_metrics_result()
         x, y, sample_weight = unpack(data)
         return model.compute_metrics(x, y, _concatenated(outputs), sample_weight=sample_weight)
+
+    def eagerly(self) -> Any:
+        """While this is open, random numbers are drawn that nobody misses afterwards."""
+        return torch.random.fork_rng()
 
     def _plan(self, micro_batch: Any) -> Plan:
         key = (
