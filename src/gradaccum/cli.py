@@ -201,6 +201,28 @@ def check(
     context.exit(0 if result.ok else DIFFERENT)
 
 
+@commands.command()
+@click.argument("file", type=click.Path(path_type=pathlib.Path))
+@click.option("--html", help="Write the report to this file, too.")
+def report(file: pathlib.Path, html: str | None) -> None:
+    """Show what a Recorder has written, as far as FILE can be read."""
+    from gradaccum.run import read
+
+    if html is not None and not html.lower().endswith(".html"):
+        raise BadInput(f"--html takes a file name that ends in .html. Received: {html}.")
+    try:
+        run = read(file)
+        if not run.updates and not run.starts:
+            raise BadInput(f"{file} holds no record of a run.")
+        found = run.report()
+        found.show()
+        if html is not None:
+            click.echo()
+            click.echo(found.save(html).resolve())
+    except OSError as error:
+        raise BadInput(f"{error.filename}: {error.strerror}.") from None
+
+
 def _require_framework(name: str) -> None:
     if importlib.util.find_spec(name) is None:
         raise BadInput(f'{name} is not installed. Install it with: pip install "gradaccum[{name}]"')
