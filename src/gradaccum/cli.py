@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -110,15 +111,15 @@ def demo(
     if batch_size % steps:
         raise BadInput(f"--batch-size must be a multiple of --steps. Received: {batch_size} and {steps}.")
     _require_framework(framework)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"--out {out}: {error.strerror}.") from None
     with Progress() as progress:
         try:
             data = load(dataset, folder, progress=progress)  # type: ignore[arg-type]  # click checked the choice
         except (DataError, ModuleNotFoundError) as error:
             raise BadInput(str(error)) from None
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(f"--out {out}: {error.strerror}.") from None
         progress.say(
             f"{data.name} from {data.source}: {len(data.train_x):,} rows to train, {len(data.test_x):,} to test"
         )
@@ -221,6 +222,43 @@ def report(file: pathlib.Path, html: str | None) -> None:
             click.echo(found.save(html).resolve())
     except OSError as error:
         raise BadInput(f"{error.filename}: {error.strerror}.") from None
+
+
+@commands.command()
+@click.argument("target", metavar="FILE.py:MAKE")
+@click.option("--memory", help="What the device has, such as 16GiB. Default: what is free on this one.")
+@click.option(
+    "--margin", type=click.FloatRange(0, 1, max_open=True), default=0.1, show_default=True, help="Part to leave free."
+)
+def size(target: str, memory: str | None, margin: float) -> None:
+    """Estimate the largest micro-batch that fits into memory, without the device that has it.
+
+    FILE.py:MAKE is a function without arguments that returns (model, batch, loss_fn), as for `gradaccum check`; a dict
+    in place of loss_fn may name the optimizer, too, whose state counts (Adam's, where it doesn't).
+
+    Exit code 1 says that not even one row fits.
+    """
+    from gradaccum.user_code import UserCodeError, one_line, subject
+
+    _require_framework("torch")
+    from gradaccum.torch.suggest import DoesNotFit, estimate_size
+
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the result
+            model, batch, keywords = subject(target)
+            known = inspect.signature(estimate_size).parameters
+            keywords = {name: value for name, value in keywords.items() if name in known}
+            estimate = estimate_size(model, batch, **({"memory_limit": memory, "margin": margin} | keywords))
+    except UserCodeError as error:
+        raise BadInput(str(error)) from None
+    except DoesNotFit as error:
+        click.echo(str(error))
+        sys.exit(DIFFERENT)
+    except (TypeError, ValueError) as error:
+        raise BadInput(" ".join(str(error).split())) from None
+    except Exception as error:  # out of the user's model or loss
+        raise BadInput(f"{target}: the model or its loss raised {one_line(error)}") from None
+    click.echo(str(estimate))
 
 
 def _require_framework(name: str) -> None:

@@ -186,7 +186,7 @@ def test_the_report_has_one_table_the_curves_and_the_memory():
     report = findings(outcome(1e-13))
     (table,) = [block for block in report.blocks if isinstance(block, Table)]
     assert list(table.columns) == [
-        "run", "accuracy", "loss", "updates", "seconds", "activations", "peak memory", "difference to (a)",
+        "run", "accuracy", "loss", "updates", "seconds", "activations", "peak memory", "differs from (a)",
     ]  # fmt: skip
     assert [row[0] for row in table.rows] == ["(a) batch 64", "(b) 4 x batch 16", "(c) batch 16"]
     assert table.rows[1][-1] == "1.0e-13"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import multiprocessing.connection
+import signal
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -218,6 +219,7 @@ def _in_a_process(setup: Setup, data: Data, plan: Plan, progress: Progress) -> R
 
 
 def _child(pipe: multiprocessing.connection.Connection, setup: Setup, data: Data, plan: Plan) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
     try:
         train = importlib.import_module(f"gradaccum.demo.{setup.framework}_experiment").train
         pipe.send(train(setup, data, plan, initial_parameters(data.features, setup.seed), pipe.send))

@@ -85,7 +85,7 @@ def _table(outcome: Outcome) -> Table:
         ]
         for run in outcome.runs
     ]
-    columns = ["run", "accuracy", "loss", "updates", "seconds", "activations", "peak memory", "difference to (a)"]
+    columns = ["run", "accuracy", "loss", "updates", "seconds", "activations", "peak memory", "differs from (a)"]
     return Table(columns, rows, caption="On the test rows, after the last epoch")
 
 

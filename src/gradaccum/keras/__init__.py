@@ -1,1 +1,6 @@
-"""gradaccum for Keras 3."""
+"""gradaccum for Keras 3, on TensorFlow, JAX and PyTorch."""
+
+from gradaccum.keras import callbacks, optimizers
+from gradaccum.keras.micro_batched import micro_batched
+
+__all__ = ["callbacks", "micro_batched", "optimizers"]

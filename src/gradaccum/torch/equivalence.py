@@ -24,8 +24,8 @@ _NARROW = {torch.float32: 1e-4, torch.float16: 1e-1, torch.bfloat16: 1e-1}
 """What counts as rounding where a part of the model computes in a narrower dtype than float64."""
 
 _IRRELEVANT = (
-    "clip_grad_norm", "scaler", "autocast", "accumulate_dtype", "memory_limit", "noise_scale", "verify", "sync",
-    "max_tokens",
+    "optimizer", "clip_grad_norm", "scaler", "autocast", "accumulate_dtype", "memory_limit", "noise_scale", "verify",
+    "sync", "max_tokens",
 )  # fmt: skip
 """Keywords of TrainStep that leave exact arithmetic as it is."""
 

@@ -182,7 +182,8 @@ class TwoPasses(torch.autograd.Function):
             # Reentrant checkpoints inside would say so of this pass, which is without gradients on purpose.
             warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
             outputs = concatenate([call.first_pass(inputs, index) for index in indices], call.out_dims)
-        # Autocast keeps half-precision copies of parameters for reuse. Made here, they would know no gradient.
+        # Autocast keeps half-precision copies of parameters for reuse. In some releases a copy made here, without
+        # a graph, would hide its parameter from the loss.
         if torch.is_autocast_cache_enabled():
             torch.clear_autocast_cache()
         call.output_skeleton = without_tensors(outputs)
