@@ -599,6 +599,7 @@ class Uncopyable(nn.Module):
         (net(), (X, Y), {}, ValueError, "exactly one of `loss_fn`"),
         (net(), (X, Y), {"loss_fn": CE, "micro_batch_size": 0}, ValueError, "micro_batch_size"),
         (net(), (X, Y), {"loss_fn": CE, "reductoin": "sum"}, TypeError, "unexpected keyword argument 'reductoin'"),
+        (lambda x: x, (X, Y), {"loss_fn": CE}, TypeError, "must be a torch.nn.Module"),
         (net(), ("text", 3), {"loss_fn": CE}, ValueError, "No tensor with rows"),
     ],
 )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gradaccum.equivalence import Cause, Difference, Equivalence
 from gradaccum.schedule import checked_count
 from gradaccum.sizes import even_sizes
+from gradaccum.torch.arguments import checked_model
 from gradaccum.torch.batch import BatchDims, per_row_leaves
 from gradaccum.torch.batch_norm import BatchNormChoice, checked_batch_norm
 from gradaccum.torch.causes import find_causes, input_cause, nondeterminism_cause
@@ -86,7 +87,7 @@ def check_equivalence(
     if unknown:
         raise TypeError(f"check_equivalence() got an unexpected keyword argument {unknown[0]!r}.")
     objective = Objective(
-        model,
+        checked_model(model),
         loss_fn=loss_fn,
         compute_loss=compute_loss,
         weight=weight,
