@@ -461,7 +461,8 @@ def test_the_culprit_is_named_for(name):
     *setup, kind, where, parts = DIFFERENT[name]
     result = run(*setup)
     assert not result.ok
-    assert result.max_error > 1e-3
+    assert (result.max_buffer_error if kind == "buffer" else result.max_error) > 1e-3
+    assert kind != "buffer" or "buffers left behind are NOT" in str(result) or name == "a codebook that moves"
     assert [(cause.kind, cause.where) for cause in result.causes] == [(kind, where)]
     for part in parts:
         assert part in result.causes[0].message
