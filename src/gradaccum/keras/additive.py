@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from keras import ops, tree
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras.denominators import Measured, weighed
 
-__all__ = ["check_additive", "looks_across_rows"]
+__all__ = ["check_additive", "looks_across_rows", "not_additive"]
 
 _ROWS, _FIRST = 5, 3
 _TOLERANCE = 1e-4
@@ -21,18 +22,26 @@ def check_additive(model: Any, measured: Measured) -> None:
     """Refuse losses whose parts from the micro-batches don't add up to that of the whole batch.
 
     Raises:
-        NotEquivalentError: Such a loss; the message names it and says what to do.
+        NotEquivalentError: There is such a loss; the message names it and says what to do.
     """
+    for _, message in not_additive(model, measured):
+        raise NotEquivalentError(message)
+
+
+def not_additive(model: Any, measured: Measured) -> Iterator[tuple[str, str]]:
+    """Of each loss that looks across rows, the output it belongs to, and what to say."""
     for index, (loss, *arguments) in measured.calls.items():
         if looks_across_rows(loss, *arguments):
             output = model._compile_loss._flat_losses[index].name
             advice = "Let it return one value per row"
-            if hasattr(loss, "_fn_kwargs") and "axis" in loss._fn_kwargs:
-                advice += f", with an `axis` that leaves out the batch's dimension (axis={loss._fn_kwargs['axis']} now)"
-            raise NotEquivalentError(
-                f"The loss {loss.name!r} of {output!r} looks across the rows of its batch: its values for micro-batches "
-                f"don't add up to that of the whole batch. {advice}. A function that returns a scalar must return the "
-                'mean over rows; a sum over rows is a `keras.losses.Loss` with reduction="sum".'
+            axis = getattr(loss, "_fn_kwargs", {}).get("axis", advice)
+            if axis is not advice:
+                advice += f", with an `axis` that leaves out the batch's dimension (axis={axis} now)"
+            yield (
+                output,
+                f"The loss {loss.name!r} of {output!r} looks across the rows of its batch: its values for "
+                f"micro-batches don't add up to that of the whole batch. {advice}. A function that returns a scalar "
+                'must return the mean over rows; a sum over rows is a `keras.losses.Loss` with reduction="sum".',
             )
 
 
@@ -58,7 +67,7 @@ def looks_across_rows(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = 
         value, count = _number(weighed(loss, *whole))
         added = 0.0
         for part, share in zip(parts, (_FIRST / _ROWS, 1 - _FIRST / _ROWS)):
-            added += share * _number(weighed(loss, *part, share=share, total=count))[0]
+            added += share * _number(weighed(loss, part[0], part[1], part[2], share, count))[0]
     except Exception:  # the made-up numbers are not for this loss
         return False
     return bool(np.isfinite(value) and abs(value - added) > _TOLERANCE * max(abs(value), abs(added)))

@@ -139,7 +139,7 @@ class Pool:
             masked = valid.get(index)
             new = ops.cast(rows if masked is None else masked, mean.dtype)
             total = weight + new
-            part = ops.divide_no_nan(new, total)
+            part = new / ops.where(total > 0, total, ops.ones_like(total))
             difference = new_mean - mean
             after += [
                 total,
@@ -154,6 +154,8 @@ class Pool:
         for index, layer in enumerate(self.layers):
             weight, mean, squares = state[3 * index : 3 * index + 3]
             momentum = layer.momentum
-            for old, new in zip(before[2 * index :], (mean, ops.divide_no_nan(squares, weight))):
+            for old, new in zip(
+                before[2 * index :], (mean, squares / ops.where(weight > 0, weight, ops.ones_like(weight)))
+            ):
                 after.append(old * momentum + new * (1.0 - momentum))
         return after

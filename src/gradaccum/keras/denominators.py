@@ -6,7 +6,7 @@ over rows and `D_j` what `keras.losses.Loss` divides it by:
 | `reduction` | `D_j` |
 |---|---|
 | `"sum_over_batch_size"`, `"mean"` | the number of values: proportional to rows |
-| the same, where the output or the loss has a mask (`Masking`, `Embedding(mask_zero=True)`, `ignore_class`) | what the mask lets through |
+| the same, with a mask (`Masking`, `Embedding(mask_zero=True)`, `ignore_class`) | what it lets through |
 | `"mean_with_sample_weight"` | the sum of the weights, of those that the mask lets through |
 | `"sum"`, `None` | nothing |
 
@@ -139,7 +139,9 @@ def weighed(
     count = ops.cast(ops.stop_gradient(count), value.dtype)
     if total is None:
         return value, count
-    return value * ops.divide_no_nan(count, ops.cast(total, value.dtype) * ops.cast(share, value.dtype)), count
+    divisor = ops.cast(total, value.dtype) * ops.cast(share, value.dtype)
+    # A total of 0 has counts of 0. `ops.divide_no_nan` would fall back to float32 on PyTorch.
+    return value * (count / ops.where(divisor != 0, divisor, ops.ones_like(divisor))), count
 
 
 @contextlib.contextmanager
@@ -183,7 +185,13 @@ def _count(reduction: str, values: Any, in_mask: Any, sample_weight: Any) -> Any
 
 
 def denominators_of(
-    model: Any, state: Sequence[Any], x: Any, y: Any, sample_weight: Any
+    model: Any,
+    state: Sequence[Any],
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    share: Any = 1.0,
+    totals: dict[int, Any] | None = None,
 ) -> tuple[list[Any], Measured, Any, Any]:
     """One forward pass without side effects, for what it tells: masks are known only after it.
 
@@ -191,6 +199,7 @@ def denominators_of(
         model: A built and compiled model.
         state: Values of its trainable, non-trainable and metric variables.
         x, y, sample_weight: A micro-batch.
+        share, totals: As for `weighed_losses`.
 
     Returns:
         The non-trainable variables afterwards (random masks need them), what was measured, `y_pred`, and the loss.
@@ -201,7 +210,7 @@ def denominators_of(
     # As JAXTrainer does it: `add_loss` terms would be lost with the stateless scope.
     model._losses_override = list(losses)
     try:
-        with weighed_losses(model) as measured:
+        with weighed_losses(model, share, totals) as measured:
             loss, _ = model.stateless_compute_loss(
                 trainable, non_trainable, metrics, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
             )

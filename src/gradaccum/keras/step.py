@@ -83,7 +83,7 @@ class MicroBatchedStep:
         """While this is open, operations run at once, even in a function that is being traced."""
         return contextlib.nullcontext()
 
-    def size_for(self, rows: int) -> int:
+    def size_for(self, rows: int | None) -> int:
         """Rows of a micro-batch at most, for a batch of so many."""
         assert self.micro_batch_size != "auto"
         return self.micro_batch_size

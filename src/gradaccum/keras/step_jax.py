@@ -64,9 +64,8 @@ class JaxStep(MicroBatchedStep):
                 new_metrics = self._stream(new_metrics, y, y_pred, sample_weight)
             sums = [total + gradient for total, gradient in zip(sums, gradients)]
             values = [value + part for value, part in zip(values, parts)]
-            return _like(
-                (sums, values, new_non_trainable, new_metrics, pooled), carry
-            ), y_pred if plan.metrics == "whole" else None
+            after = _like((sums, values, new_non_trainable, new_metrics, pooled), carry)
+            return after, y_pred if plan.metrics == "whole" else None
 
         carry = (
             [jnp.zeros(value.shape, jnp.promote_types(value.dtype, jnp.float32)) for value in trainable],
@@ -89,7 +88,7 @@ class JaxStep(MicroBatchedStep):
             model._loss_tracker.update_state(values[0], sample_weight=rows)
             tell_trackers(model, values[1:], rows)
             if plan.metrics == "whole":
-                y_pred = jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
+                y_pred = jax.tree.map(_joined, *outputs)
                 logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
             else:
                 logs = model.get_metrics_result()
@@ -120,13 +119,14 @@ class JaxStep(MicroBatchedStep):
         return scaled * share, ([value * share for value in values], y_pred, non_trainable, metrics, seen.valid)
 
     def _plan(self, state: Any, micro_batch: Any) -> Plan:
-        seen: list[Any] = []
+        seen: list[tuple[Any, Any, Any]] = []
 
         def probe(state: Any, micro_batch: Any) -> None:
-            seen.extend(denominators_of(self.model, state, *unpack(micro_batch))[1:])
+            seen.append(denominators_of(self.model, state, *unpack(micro_batch))[1:])
 
         jax.eval_shape(probe, state, micro_batch)
-        return self.plan(*seen, micro_batch)
+        measured, y_pred, loss = seen[0]
+        return self.plan(measured, y_pred, loss, micro_batch)
 
     def eagerly(self) -> Any:
         """While this is open, operations run at once, even in a function that is being traced."""
@@ -211,6 +211,10 @@ def _loop(body: Callable[[Any, Any], Any], carry: Any, micro_batches: Any) -> tu
 
 def _first(leaf: Any) -> Any:
     return None if leaf is None else leaf[0]
+
+
+def _joined(*parts: Any) -> Any:
+    return jnp.concatenate(parts)
 
 
 def _like(values: Any, reference: Any) -> Any:

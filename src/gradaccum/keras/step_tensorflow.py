@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -86,7 +85,7 @@ class TensorFlowStep(MicroBatchedStep):
     def _accumulated(
         self, cut: _Cut, plan: Plan, totals: dict[int, Any] | None, pool: Pool | None, sparse: frozenset[int]
     ) -> tuple[list[Any], Any, list[Any], Any, Any]:
-        """Run all micro-batches: the sums of gradients, the loss, the single losses, the pooled statistics, and the outputs.
+        """Run all micro-batches: sums of gradients, the loss, the single losses, the pooled statistics, the outputs.
 
         Sparse gradients aren't summed but put one behind the other, as they would be for the whole batch: Keras'
         optimizers don't treat them like the dense gradient they stand for, where a row occurs twice.
@@ -168,7 +167,6 @@ class _SparseGradientsError(Exception):
 _INDEX = Spec("int64", (), False)
 
 
-@dataclass
 class _Cut:
     """A batch and how it is cut: `count` micro-batches of `size` rows, the first `larger` of them of one row more.
 
@@ -176,9 +174,8 @@ class _Cut:
     """
 
     def __init__(self, data: Any, rows: int | None, micro_batch_size: int, static: bool) -> None:
-        first = next(leaf for leaf in tree.flatten(data) if has_rows(leaf))
         self.data = data
-        self.rows = tf.shape(first)[0] if rows is None else rows
+        self.rows = _checked_rows(data) if rows is None else rows
         self.count = (self.rows + micro_batch_size - 1) // micro_batch_size
         self.size, self.larger = self.rows // self.count, self.rows % self.count
         self.static = static
@@ -197,7 +194,8 @@ class _Cut:
             return index * size + tf.minimum(index, larger), size + tf.cast(index < larger, tf.int32)
 
         def longer(index: Any) -> tuple[Any, Any]:
-            return index * (size + 1), size + 1
+            # XLA compiles this loop even where no micro-batch is longer: its slices must exist.
+            return index * (size + 1), tf.minimum(size + 1, self.rows)
 
         def shorter(index: Any) -> tuple[Any, Any]:
             return index * size + larger, size
@@ -217,7 +215,7 @@ class _Cut:
         rows: list[list[Any]] = []
         for first, stop, bounds in self.segments:
             arrays = [
-                tf.TensorArray(spec.dtype, stop - first, element_shape=[None, *spec.row], infer_shape=False)
+                tf.TensorArray(spec.dtype, stop - first, element_shape=[None, *(spec.row or ())], infer_shape=False)
                 for spec in kept
             ]
 
@@ -236,6 +234,18 @@ class _Cut:
             )
             rows.append([array.concat() for array in arrays])
         return carry, [tf.concat(parts, 0) if len(parts) > 1 else parts[0] for parts in zip(*rows)]
+
+
+def _checked_rows(data: Any) -> Any:
+    """The rows, as a tensor that is an error where the arrays of the batch disagree. XLA finds that by itself."""
+    rows = [tf.shape(leaf)[0] for leaf in tree.flatten(data) if has_rows(leaf)]
+    message = (
+        "A batch is cut into micro-batches along the first dimension: its arrays must have the same number of rows."
+    )
+    checks = [tf.debugging.assert_equal(rows[0], other, message) for other in rows[1:]]
+    checks.append(tf.debugging.assert_positive(rows[0], "A batch must have at least one row."))
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.identity(rows[0])
 
 
 def _slice(leaf: Any, start: Any, size: Any) -> Any:

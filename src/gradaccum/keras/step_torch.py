@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import torch
-from keras import ops, tree
+from keras import tree
 from keras.src import backend
 
 from gradaccum.keras.batch_norm import Pool, during_micro_batch
@@ -50,7 +50,7 @@ class TorchStep(MicroBatchedStep):
             if at_the_end:
                 counts.append(measured.counts[plan.counted[0]].detach())
                 if totals is None:
-                    totals = {plan.counted[0]: torch.where(counts[0] > 0, counts[0], 1) * (rows / size)}
+                    totals = {plan.counted[0]: torch.where(counts[0] != 0, counts[0], 1) * (rows / size)}
             part = loss * (size / rows)
             losses.append(part.detach())
             tracked = [total + measured.values[j].detach() * (size / rows) for j, total in enumerate(tracked)]
@@ -69,8 +69,9 @@ class TorchStep(MicroBatchedStep):
         loss = sum(losses[1:], losses[0])
         scale = None
         if at_the_end:
+            assert totals is not None
             total = sum(counts[1:], counts[0])
-            scale = ops.divide_no_nan(next(iter(totals.values())), total)
+            scale = next(iter(totals.values())) / torch.where(total != 0, total, 1)
             loss = loss * scale
         model._loss_tracker.update_state(loss, sample_weight=rows)
         tell_trackers(model, tracked, rows)
