@@ -203,6 +203,28 @@ def check(
 
 
 @commands.command()
+@click.argument("file", type=click.Path(path_type=pathlib.Path))
+@click.option("--html", help="Write the report to this file, too.")
+def report(file: pathlib.Path, html: str | None) -> None:
+    """Show what a Recorder has written, as far as FILE can be read."""
+    from gradaccum.run import read
+
+    if html is not None and not html.lower().endswith(".html"):
+        raise BadInput(f"--html takes a file name that ends in .html. Received: {html}.")
+    try:
+        run = read(file)
+        if not run.updates and not run.starts:
+            raise BadInput(f"{file} holds no record of a run.")
+        found = run.report()
+        found.show()
+        if html is not None:
+            click.echo()
+            click.echo(found.save(html).resolve())
+    except OSError as error:
+        raise BadInput(f"{error.filename}: {error.strerror}.") from None
+
+
+@commands.command()
 @click.argument("target", metavar="FILE.py:MAKE")
 @click.option("--memory", help="What the device has, such as 16GiB. Default: what is free on this one.")
 @click.option(

@@ -173,7 +173,7 @@ class Accumulation:
         closes = window.add()
         self._counted = True
         self.sums.add()
-        if self.noise is not None and window.weight > 0:
+        if self.noise is not None and self.noise.waiting and window.weight > 0:
             self._measure(self.noise)
         self.guard.next_micro_batch()
         if not closes and self.loss_scale.in_use:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["GradientSum", "ScreenedGradientSum", "all_finite", "clip_norm_", "scale_", "squared_norm"]
+__all__ = ["GradientSum", "ScreenedGradientSum", "all_finite", "clip_norm_", "norms", "scale_"]
 
 
 class GradientSum:
@@ -228,10 +228,10 @@ def clip_norm_(tensors: list[Tensor], max_norm: float | None) -> Tensor:
 
 
 @torch.no_grad()
-def squared_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The sum of squares of all entries, a tensor of no dimensions; half precision is summed in float32."""
-    norms: list[Tensor] = []
-    for alike in _alike(t.coalesce().values() if t.is_sparse else t for t in tensors):
-        wide = torch.float32 if alike[0].dtype in (torch.float16, torch.bfloat16) else None
-        norms += torch._foreach_norm(alike, 2, dtype=wide)
-    return torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()
+def norms(tensors: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of each tensor, in one vector on the first one's device; half precision is summed in float32."""
+    dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
+    narrow = any(t.dtype in (torch.float16, torch.bfloat16) for t in dense)
+    found = torch._foreach_norm(dense, 2, dtype=torch.float32 if narrow else None)
+    device = dense[0].device
+    return torch.stack([norm if norm.device == device else norm.to(device) for norm in found])
