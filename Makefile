@@ -15,7 +15,6 @@ NOT_SLOW := -m "not slow and not gpu"
 
 .PHONY: demo test test-slow test-gpu install install-dev clean $(SUITES)
 
-demo: export OMP_NUM_THREADS = $(shell nproc 2>/dev/null || echo 2)
 demo: install
 	$(BIN)/gradaccum demo
 
@@ -27,11 +26,13 @@ install-dev: $(VENV)/.installed-dev
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV): a few minutes, PyTorch is large"
 	$(PIP) --editable ".[torch,cli]"
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt compat/runai/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV): several minutes, PyTorch, TensorFlow and JAX are large"
 	$(PIP) --editable ".[dev]" --editable compat/runai
 	touch $@ $(VENV)/.installed
 

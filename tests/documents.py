@@ -8,6 +8,9 @@ import sys
 
 ROOT = pathlib.Path(__file__).parent.parent
 
+# What Keras and NumPy have to say about each other, which no reader can mend.
+_FRAMEWORKS_OWN = ["-W", "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"]
+
 # Run with the page's path. Each block is compiled with its own line numbers, so that a traceback points into the page.
 _RUNNER = """
 import pathlib, re, sys
@@ -28,7 +31,7 @@ def blocks(path):
 def run(path, folder, **environment):
     """Run a page's blocks in this folder, with warnings as errors. Returns the finished process."""
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", _RUNNER, str(path)],
+        [sys.executable, "-W", "error", *_FRAMEWORKS_OWN, "-c", _RUNNER, str(path)],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,

@@ -86,3 +86,10 @@ WINDOWS = {
     "the plain loop": ([4, 4, 3], 1),
 }
 """The contract: on each of these an epoch's updates are those of the large batches. One table for every shell."""
+
+
+def keras_updates(model: Any, large_batches: Iterable[tuple[Any, ...]]) -> None:
+    """One ordinary Keras step per large batch, on a model compiled with a plain optimizer; then the end of `fit`."""
+    for batch in large_batches:
+        model.train_on_batch(*batch)
+    model.optimizer.finalize_variable_values(model.trainable_variables)

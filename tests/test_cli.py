@@ -102,6 +102,7 @@ def test_a_truncated_file_is_named_in_one_line(tmp_path):
     path.write_bytes(gzip.compress(b"<html>"))
     result = CliRunner().invoke(commands, ["demo", "--data", str(folder), "--out", str(tmp_path / "out")])
     assert_one_clear_line(result, str(path), "not an IDX file")
+    assert not (tmp_path / "out").exists(), "it left an empty folder behind"
 
 
 def test_a_truncated_file_has_no_traceback_in_a_shell(tmp_path):
@@ -141,7 +142,8 @@ def test_an_unknown_command_is_one_clear_line():
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    result = CliRunner().invoke(commands, ["demo", "--out", str(tmp_path / "file" / "out")])
+    arguments = ["demo", "--dataset", "digits", "--out", str(tmp_path / "file" / "out")]
+    result = CliRunner().invoke(commands, arguments)
     assert_one_clear_line(result, "--out", "file/out")
 
 

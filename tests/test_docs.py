@@ -22,8 +22,8 @@ def test_the_pages_blocks_run(path, tmp_path):
 
 def test_the_readme_begins_with_code_that_runs_by_itself(tmp_path):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    first = re.search(r"^```python\n.*?^```$", text, re.MULTILINE | re.DOTALL)
-    (tmp_path / "first.md").write_text(first[0], encoding="utf-8")
+    first = re.findall(r"^```python\n.*?^```$", text, re.MULTILINE | re.DOTALL)[0]
+    (tmp_path / "first.md").write_text(first, encoding="utf-8")
     done = run(tmp_path / "first.md", tmp_path)
     assert done.returncode == 0, done.stderr
     assert blocks(ROOT / "README.md") >= 2

@@ -87,6 +87,17 @@ def test_show_is_coloured_on_a_terminal(monkeypatch):
         assert part in shown, f"{part!r} is missing, or was taken for markup"
 
 
+def test_a_narrow_terminal_loses_no_digit(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for columns in (80, 24):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        file = Terminal()
+        Report("A", [Table(["run", "some long name"], [["a long name of a run", 1.25e-07]] * 2)]).show(file)
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())
+        assert "…" not in shown
+        assert max(map(len, shown.splitlines())) <= columns
+
+
 def test_no_color_is_heeded(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("NO_COLOR", "1")
@@ -110,7 +121,7 @@ def test_html_is_one_file_that_needs_nothing_else():
 def test_html_has_light_and_dark_pictures_and_colours():
     text = make().html()
     assert "prefers-color-scheme: dark" in text
-    light, dark = re.search(r'srcset="(.*?)".*?src="(.*?)"', text, re.DOTALL).groups()
+    light, dark = re.findall(r'srcset="(.*?)".*?src="(.*?)"', text, re.DOTALL)[0]
     assert light != dark
     for uri in (light, dark):
         assert b"<svg" in base64.b64decode(uri.partition("base64,")[2])

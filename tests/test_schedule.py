@@ -29,6 +29,7 @@ def test_an_entry_holds_from_its_epoch_on():
     assert [schedule(epoch) for epoch in range(7)] == [8, 8, 8, 8, 2, 2, 2]
     assert schedule.constant is None
     assert schedule.largest == 8
+    assert Schedule({0: 2, 4: 8}).largest == 8
 
 
 @given(TABLES, st.integers(0, 60))
@@ -41,7 +42,12 @@ def test_a_table_gives_the_entry_of_the_latest_epoch_that_has_begun(table, epoch
 
 def test_a_callable_is_asked_with_epoch_and_update():
     asked = []
-    schedule = Schedule(lambda epoch, update: asked.append((epoch, update)) or 1 + epoch + update)
+
+    def steps(epoch, update):
+        asked.append((epoch, update))
+        return 1 + epoch + update
+
+    schedule = Schedule(steps)
     assert [schedule(0, 0), schedule(2, 5)] == [1, 8]
     assert asked == [(0, 0), (2, 5)]
     assert schedule.constant is None

@@ -101,6 +101,15 @@ def test_sums_with_weights_are_divided_by_their_total():
     assert window.divisor == 45.0
 
 
+def test_a_weight_of_any_micro_batch_makes_the_sums_a_mean():
+    for weights in ([30, None], [None, 30]):
+        window = Window(steps=2, reduction="sum")
+        for weight in weights:
+            window.weigh(weight, default=15)
+            window.add(default=15)
+        assert window.divisor == 45.0
+
+
 def test_of_several_sums_in_a_micro_batch_one_says_the_weight():
     for weights in ([None, 30, None], [30, None, None], [None, None, 30]):
         window = Window(steps=1, reduction="sum")
@@ -254,9 +263,9 @@ def test_another_unit_changes_the_sum_and_the_divisor_alike(weights, unit):
     for index, weight in enumerate(weights):
         if index == 1:
             total *= window.rescale(unit)
-        total += window.weigh(weight) * index  # the index serves as a gradient
+        total += window.weigh(weight) * (index + 1)  # this number serves as a gradient
         window.add()
-    expected = sum(weight * index for index, weight in enumerate(weights)) / sum(weights)
+    expected = sum(weight * (index + 1) for index, weight in enumerate(weights)) / sum(weights)
     assert total / window.divisor == pytest.approx(expected, rel=1e-12)
 
 

@@ -5,7 +5,9 @@ Exit code 0: done; 1: checked and found different; 2: bad input, said in one lin
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import inspect
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -109,15 +111,15 @@ def demo(
     if batch_size % steps:
         raise BadInput(f"--batch-size must be a multiple of --steps. Received: {batch_size} and {steps}.")
     _require_framework(framework)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"--out {out}: {error.strerror}.") from None
     with Progress() as progress:
         try:
             data = load(dataset, folder, progress=progress)  # type: ignore[arg-type]  # click checked the choice
         except (DataError, ModuleNotFoundError) as error:
             raise BadInput(str(error)) from None
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(f"--out {out}: {error.strerror}.") from None
         progress.say(
             f"{data.name} from {data.source}: {len(data.train_x):,} rows to train, {len(data.test_x):,} to test"
         )
@@ -134,6 +136,129 @@ def demo(
     for name in ("report.png", "report.html"):
         click.echo(report.save(out / name).resolve())
     context.exit(0 if outcome.ok else DIFFERENT)
+
+
+@commands.command()
+@click.argument("target", required=False, metavar="FILE.py:MAKE")
+@click.option(
+    "--micro-batch-size", type=click.IntRange(min=1), help="Rows of a micro-batch; ragged sizes are tried too."
+)
+@click.option("--device", default="cpu", show_default=True, help="Where to compute, such as cuda.")
+@click.option("--json", is_flag=False, flag_value="-", help="Print the result as JSON, or write it to a file.")
+@click.option("--html", is_flag=False, flag_value="gradaccum-check.html", help="Write a report.")
+@click.pass_context
+def check(
+    context: click.Context,
+    target: str | None,
+    micro_batch_size: int | None,
+    device: str,
+    json: str | None,
+    html: str | None,
+) -> None:
+    """Check that micro-batches give the large batch's gradient, and name what keeps them from it.
+
+    FILE.py:MAKE is a function without arguments that returns (model, batch, loss_fn); in place of loss_fn, it may
+    return a dict of check_equivalence's keywords: {"compute_loss": ..., "weight": ...}.
+
+    Exit code 1 says that they differ.
+    """
+    from gradaccum.user_code import UserCodeError, one_line, subject
+
+    # An option whose value may be left out takes the argument for it.
+    if target is None and html is not None and ":" in html:
+        target, html = html, "gradaccum-check.html"
+    if target is None and json is not None and ":" in json:
+        target, json = json, "-"
+    if target is None:
+        raise BadInput("Name what to check: gradaccum check path/to/file.py:make")
+    for path, ending in ((json, ".json"), (html, ".html")):
+        if path not in (None, "-") and not str(path).lower().endswith(ending):
+            raise BadInput(f"--{ending[1:]} takes a file name that ends in {ending}. Received: {path}.")
+    _require_framework("torch")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the result
+            model, batch, keywords = subject(target)
+            from gradaccum.torch.equivalence import check_equivalence
+
+            result = check_equivalence(
+                model, batch, **{"micro_batch_size": micro_batch_size, **keywords}, device=device
+            )
+    except UserCodeError as error:
+        raise BadInput(str(error)) from None
+    except (TypeError, ValueError) as error:
+        raise BadInput(" ".join(str(error).split())) from None
+    except Exception as error:  # out of the user's model or loss
+        raise BadInput(f"{target}: the model or its loss raised {one_line(error)}") from None
+    try:
+        for path in (json, html):
+            if path not in (None, "-"):
+                result.save(str(path))
+    except OSError as error:
+        raise BadInput(f"{error.filename}: {error.strerror}.") from None
+    if json == "-":
+        click.echo(result.to_json())
+    else:
+        result.report().show()
+    context.exit(0 if result.ok else DIFFERENT)
+
+
+@commands.command()
+@click.argument("file", type=click.Path(path_type=pathlib.Path))
+@click.option("--html", help="Write the report to this file, too.")
+def report(file: pathlib.Path, html: str | None) -> None:
+    """Show what a Recorder has written, as far as FILE can be read."""
+    from gradaccum.run import read
+
+    if html is not None and not html.lower().endswith(".html"):
+        raise BadInput(f"--html takes a file name that ends in .html. Received: {html}.")
+    try:
+        run = read(file)
+        if not run.updates and not run.starts:
+            raise BadInput(f"{file} holds no record of a run.")
+        found = run.report()
+        found.show()
+        if html is not None:
+            click.echo()
+            click.echo(found.save(html).resolve())
+    except OSError as error:
+        raise BadInput(f"{error.filename}: {error.strerror}.") from None
+
+
+@commands.command()
+@click.argument("target", metavar="FILE.py:MAKE")
+@click.option("--memory", help="What the device has, such as 16GiB. Default: what is free on this one.")
+@click.option(
+    "--margin", type=click.FloatRange(0, 1, max_open=True), default=0.1, show_default=True, help="Part to leave free."
+)
+def size(target: str, memory: str | None, margin: float) -> None:
+    """Estimate the largest micro-batch that fits into memory, without the device that has it.
+
+    FILE.py:MAKE is a function without arguments that returns (model, batch, loss_fn), as for `gradaccum check`; a dict
+    in place of loss_fn may name the optimizer, too, whose state counts (Adam's, where it doesn't).
+
+    Exit code 1 says that not even one row fits.
+    """
+    from gradaccum.user_code import UserCodeError, one_line, subject
+
+    _require_framework("torch")
+    from gradaccum.torch.suggest import DoesNotFit, estimate_size
+
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the result
+            model, batch, keywords = subject(target)
+            known = inspect.signature(estimate_size).parameters
+            keywords = {name: value for name, value in keywords.items() if name in known}
+            estimate = estimate_size(model, batch, **({"memory_limit": memory, "margin": margin} | keywords))
+    except UserCodeError as error:
+        raise BadInput(str(error)) from None
+    except DoesNotFit as error:
+        click.echo(str(error))
+        sys.exit(DIFFERENT)
+    except (TypeError, ValueError) as error:
+        raise BadInput(" ".join(str(error).split())) from None
+    except Exception as error:  # out of the user's model or loss
+        raise BadInput(f"{target}: the model or its loss raised {one_line(error)}") from None
+    click.echo(str(estimate))
 
 
 def _require_framework(name: str) -> None:

@@ -15,7 +15,7 @@ __all__ = ["Climb", "MemoryLine"]
 
 MARGIN = 0.9
 """How much of the limit a predicted peak may take: allocators round up, and fragments stay unused."""
-WORTH_REPEATING = 1.5
+WORTH_REPEATING = 2.0
 """Sizes at most so much slower per row than the best are measured again: first runs are slower than later ones."""
 SAMPLES = 3
 WINDOWS = 2
@@ -109,6 +109,7 @@ class Climb:
         self.size = start
         """The best size so far; once settled, the one to use."""
         self._seconds: dict[int, list[float]] = {}
+        self._repeated: dict[int, list[float]] = {}
         self._candidate: int | None = start
         self._again: list[int] = []
         self._windows = 0
@@ -135,26 +136,31 @@ class Climb:
                 if self._candidate <= rows:
                     return self._candidate
             else:
+                # The same number of rows for each: one lucky micro-batch of few rows must not decide.
                 fitting = [size for size in self._again if size <= rows]
                 if fitting:
-                    return min(fitting, key=lambda size: (len(self._seconds[size]), -size))
+                    return min(fitting, key=lambda size: (size * len(self._repeated.get(size, ())), -size))
         return even_size(rows, self.size)
 
     def record(self, size: int, seconds: float, base: float | None = None, peak: float | None = None) -> None:
         """A micro-batch of `size` rows took so long, and so many bytes at its peak over `base` before it."""
+        if self._candidate is None and size in self._again:
+            self._repeated.setdefault(size, []).append(seconds)
         self._seconds.setdefault(size, []).append(seconds)
         if base is not None and peak is not None:
             self.line = self.line or MemoryLine(base)
             self.line.add(size, peak)
         if size == self._candidate:
             self._after_candidate(size)
-        elif self._candidate is None and all(len(self._seconds[again]) >= SAMPLES for again in self._again):
+        elif self._candidate is None and all(len(self._repeated.get(again, ())) >= SAMPLES for again in self._again):
             self._settle()
 
     def failed(self, size: int) -> None:
         """A micro-batch of `size` rows ran out of memory."""
         self.ceiling = min(self.ceiling or size, max(size - 1, 1))
-        self._seconds = {known: seconds for known, seconds in self._seconds.items() if known <= self.ceiling}
+        for measured in (self._seconds, self._repeated):
+            for known in [known for known in measured if known > self.ceiling]:
+                del measured[known]
         self._again = [again for again in self._again if again <= self.ceiling]
         largest = max(self._seconds, default=0)
         if self.settled or self._candidate is None:
@@ -186,8 +192,7 @@ class Climb:
             following = min(following, self.ceiling)
         if self.limit is not None and self.line is not None and self.line.predict(following) > MARGIN * self.limit:
             following = min(following, self.line.largest(MARGIN * self.limit) or 1)
-        slower = [known for known in self._seconds if known > self.size]
-        if following <= size or (len(slower) >= 2 and all(self._cost(n) > 1.1 * self._cost(self.size) for n in slower)):
+        if following <= size:
             self._candidate = None
             self._measure_again()
         else:
@@ -208,7 +213,9 @@ class Climb:
         self.size, self.settled, self._candidate = self._best(), True, None
 
     def _cost(self, size: int) -> float:
-        return min(self._seconds[size]) / size
+        """Seconds per row: the mean of what was measured again, else the first measurement."""
+        again = self._repeated.get(size)
+        return sum(again) / len(again) / size if again else min(self._seconds[size]) / size
 
     def _best(self) -> int:
         return min(self._seconds, key=self._cost)

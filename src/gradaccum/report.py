@@ -226,9 +226,11 @@ class Report:
                 continue
             console.print()
             if isinstance(block, Table):
-                shown = rich_table.Table(title=block.caption or None, title_justify="left", box=box.SIMPLE_HEAD)
+                narrow = {"pad_edge": False, "collapse_padding": True, "box": box.SIMPLE_HEAD}
+                shown = rich_table.Table(title=block.caption or None, title_justify="left", **narrow)
                 for name, right in zip(block.columns, block.numeric, strict=True):
-                    shown.add_column(markup.Text(name), justify="right" if right else "left")
+                    # Folded, not cut: no digit is ever lost.
+                    shown.add_column(markup.Text(name), justify="right" if right else "left", overflow="fold")
                 for cells in block.cells:
                     shown.add_row(*map(markup.Text, cells))
                 console.print(shown)

@@ -63,6 +63,11 @@ class Schedule:
         """The length of the longest window, or None for a callable, which cannot tell."""
         return max(self._table.values()) if self._table is not None else None
 
+    @property
+    def function(self) -> Callable[[int, int], int] | None:
+        """The callable, or None where it is a number or a table."""
+        return self._function
+
     def to_pairs(self) -> list[list[int]]:
         """`[[epoch, steps], ...]`, which survives JSON (JSON would turn the epochs of a dict into strings).
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import multiprocessing.connection
+import signal
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ class Run:
         activation_bytes: Of a micro-batch's rows and all that its forward pass keeps for the backward pass; None where
             the framework cannot tell.
         peak_bytes: At the peak of a window: parameters, gradients, activations and what is made on the way.
+        single_precision: Whether the framework computes some of it in float32, whatever the dtype.
     """
 
     plan: Plan
@@ -112,6 +114,7 @@ class Run:
     first_gradients: Sequence[np.ndarray] | None = None
     activation_bytes: int | None = None
     peak_bytes: int | None = None
+    single_precision: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,14 +139,19 @@ class Outcome:
         return None if large is None or accumulated is None else _difference(large, accumulated)
 
     @property
+    def precision(self) -> DType:
+        """The dtype that says how exact the runs can be."""
+        return "float32" if any(run.single_precision for run in self.runs) else self.setup.dtype
+
+    @property
     def allowed(self) -> float:
         """What `difference` may be: 1e-12 in float64; in float32 as much for each update as for one."""
-        return 1e-12 if self.setup.dtype == "float64" else self.gradient_allowed * self.runs[0].updates
+        return 1e-12 if self.precision == "float64" else self.gradient_allowed * self.runs[0].updates
 
     @property
     def gradient_allowed(self) -> float:
         """What `gradient_difference` may be."""
-        return 1e-12 if self.setup.dtype == "float64" else 1e-6
+        return 1e-12 if self.precision == "float64" else 1e-6
 
     @property
     def ok(self) -> bool:
@@ -218,6 +226,7 @@ def _in_a_process(setup: Setup, data: Data, plan: Plan, progress: Progress) -> R
 
 
 def _child(pipe: multiprocessing.connection.Connection, setup: Setup, data: Data, plan: Plan) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
     try:
         train = importlib.import_module(f"gradaccum.demo.{setup.framework}_experiment").train
         pipe.send(train(setup, data, plan, initial_parameters(data.features, setup.seed), pipe.send))

@@ -1,1 +1,7 @@
-"""gradaccum for Keras 3."""
+"""gradaccum for Keras 3, on TensorFlow, JAX and PyTorch."""
+
+from gradaccum.keras import callbacks, optimizers
+from gradaccum.keras.equivalence import check_equivalence
+from gradaccum.keras.micro_batched import micro_batched
+
+__all__ = ["callbacks", "check_equivalence", "micro_batched", "optimizers"]

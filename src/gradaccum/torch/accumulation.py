@@ -15,6 +15,7 @@ from gradaccum.torch.distributed import Alone, Total
 from gradaccum.torch.gradients import Arrivals, GradientSum, ScreenedGradientSum, all_finite, clip_norm_, scale_
 from gradaccum.torch.guard import Guard
 from gradaccum.torch.loss_scale import LossScale
+from gradaccum.torch.noise import NoiseMeter
 from gradaccum.window import Reduction, Window
 
 __all__ = ["Accumulation", "Nonfinite", "WindowLoss"]
@@ -77,6 +78,7 @@ class Accumulation:
         accumulate_dtype: What narrower parameters' gradients are summed in, or None.
         nonfinite: What to do about NaN and infinity.
         ranks: What keeps this window together with those of other ranks.
+        noise_scale: Whether to measure the noise scale.
     """
 
     def __init__(
@@ -88,11 +90,13 @@ class Accumulation:
         clip_grad_norm: float | None = None,
         accumulate_dtype: torch.dtype | None = None,
         nonfinite: Nonfinite = "propagate",
+        noise_scale: bool | None = None,
     ) -> None:
         self.window = Window(reduction=reduction)
         self.ranks = Alone() if ranks is None else ranks
         self.unit = 1.0
         """What all ranks' sums are multiples of, when they are reduced."""
+        self.noise = NoiseMeter() if noise_scale else None
         self.clip_grad_norm = clip_grad_norm
         self.nonfinite = nonfinite
         screened = nonfinite == "skip_micro_batch"
@@ -204,10 +208,20 @@ class Accumulation:
         self._counted = True
         self._scale_arrivals(1.0)
         self.sums.add()
+        if self.noise is not None and self.noise.waiting and window.weight > 0 and not self.ranks.reduced:
+            self._measure(self.noise)
         self.guard.next_micro_batch()
         if not closes and self.loss_scale.in_use:
             self.loss_scale.expect_backward()
         return closes
+
+    def _measure(self, noise: NoiseMeter) -> None:
+        """Show the meter the sum so far: unscaled and over the weight, it is the mean of the micro-batches so far."""
+        noise.unit = "rows" if self.window.weights_given or self._expecting else "micro-batches"
+        multiple: float | Tensor = self.window.weight / (self.window.unit or 1.0)
+        if self.loss_scale.scale is not None:
+            multiple = multiple * self.loss_scale.scale
+        noise.micro_batch([g for g in self.sums.held() if g is not None], self.window.weight, multiple)
 
     def skip(self) -> None:
         """The micro-batch that was expected is over, counted or not: if not, it must not have left a gradient."""
@@ -269,6 +283,10 @@ class Accumulation:
         if self.nonfinite == "skip_window" and not self._finite():
             logger.warning("No update: the gradient of this window is not finite")
             return False
+        if self.noise is not None:
+            window = self.window
+            multiple = window.weight / (window.unit or 1.0) / divisor / self.ranks.size
+            self.noise.window(self.sums.gradients(), window.weight, multiple)
         if self.clip_grad_norm is not None:
             self.grad_norm = clip_norm_(self.sums.gradients(), self.clip_grad_norm)
         return True
@@ -319,6 +337,8 @@ class Accumulation:
         self.loss_scale.close()
         self.guard.restart()
         self.weights = []
+        if self.noise is not None:
+            self.noise.restart()
 
     def empty(self, set_to_none: bool = True) -> None:
         """Clear the gradients, too."""
@@ -327,6 +347,8 @@ class Accumulation:
         self.guard.restart()
         self.weights, self._broken, self._weighed_arrivals = [], None, 0
         self.ranks.clear()
+        if self.noise is not None:
+            self.noise.restart()
         self.sums.clear(set_to_none)
 
     # Misuse.

@@ -135,6 +135,8 @@ class ExactCall(Call):
             buffers = Buffers(nn.ModuleList(segment.modules))
             self.segment_buffers.append(buffers)
             made: dict[fx.Node, list[Kept]] = {node: [] for node in segment.stores}
+            source = None if segment.boundary is None else segment.boundary.source
+            pool = self._pooled_before(source)
             for index, rows in enumerate(self.slices):
                 self.surroundings[number, index] = Surroundings(self.devices)
                 values = self._values(segment, tensors, index)
@@ -144,6 +146,7 @@ class ExactCall(Call):
                 versions = [[tensor._version for tensor in kept.tensors] for _, kept in loaded]
                 with buffers.lent(rows.stop - rows.start):
                     self.cut.run(segment, values)
+                self.surroundings[number, index].forget_what_nobody_drew()
                 for (node, kept), before in zip(loaded, versions, strict=True):
                     if [tensor._version for tensor in kept.tensors] != before:
                         raise ValueError(
@@ -153,6 +156,8 @@ class ExactCall(Call):
                         )
                 for node in segment.stores:
                     made[node].append(Kept.of(values[node], self.offload))
+                    if node is source:
+                        pool = Pool.of(values[node]).onto(pool)
                 if segment.boundary is None:
                     outputs.append(self.cut.returned(values))
                     self._check_rows(outputs[-1], index)
@@ -160,7 +165,8 @@ class ExactCall(Call):
             buffers.move()
             self.kept.update(made)
             if segment.boundary is not None:
-                self._normalise(segment.boundary)
+                assert pool is not None
+                self._normalise(segment.boundary, pool)
             if not keep:
                 for node in set(self.kept) - self.cut.read_after(number):
                     del self.kept[node]
@@ -182,13 +188,15 @@ class ExactCall(Call):
                 values[node] = with_tensors(kept.skeleton, kept.fetched())
         return values
 
-    def _normalise(self, boundary: Boundary) -> None:
-        """Pool a layer's statistics over all rows, and move its running ones."""
+    def _pooled_before(self, source: fx.Node | None) -> Pool | None:
+        """The statistics of what an earlier segment has made for the next layer, if so."""
         pool: Pool | None = None
-        for kept in self.kept[boundary.source]:
-            new = Pool.of(*kept.fetched())
-            pool = new if pool is None else pool.merged(new)
-        assert pool is not None
+        for kept in self.kept.get(source, []) if source is not None else []:
+            pool = Pool.of(*kept.fetched()).onto(pool)
+        return pool
+
+    def _normalise(self, boundary: Boundary, pool: Pool) -> None:
+        """Fix what a layer normalises with, given its statistics over all rows, and move its running ones."""
         pool = pool.over_ranks(boundary.layer)
         if pool.count < 2:
             raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Arrivals", "GradientSum", "ScreenedGradientSum", "all_finite", "clip_norm_", "scale_"]
+__all__ = ["Arrivals", "GradientSum", "ScreenedGradientSum", "all_finite", "clip_norm_", "norms", "scale_"]
 
 
 class GradientSum:
@@ -262,3 +262,13 @@ def clip_norm_(tensors: list[Tensor], max_norm: float | None) -> Tensor:
     if max_norm is not None and tensors:
         scale_(tensors, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
+
+
+@torch.no_grad()
+def norms(tensors: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of each tensor, in one vector on the first one's device; half precision is summed in float32."""
+    dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
+    narrow = any(t.dtype in (torch.float16, torch.bfloat16) for t in dense)
+    found = torch._foreach_norm(dense, 2, dtype=torch.float32 if narrow else None)
+    device = dense[0].device
+    return torch.stack([norm if norm.device == device else norm.to(device) for norm in found])

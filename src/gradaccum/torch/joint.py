@@ -32,10 +32,8 @@ class JointBatch:
 
         They must be so in the backward pass already: it spans the ranks where SyncBatchNorm does.
         """
-        if not self.ranks.several:
-            return objective.tally(batch)
-        mine = objective.total(batch)
-        return Tally(objective, None if mine is None else self.ranks.add_up(float(mine)))
+        mine = objective.total(batch) if self.ranks.several else None
+        return objective.tally(batch, None if mine is None else self.ranks.add_up(float(mine)))
 
     def close(self, tally: Tally) -> tuple[Tensor, Weight | None, bool]:
         """The loss over all ranks' rows; what the summed gradients are to be divided by; whether anything weighs.

@@ -63,6 +63,11 @@ class LossScale:
         """Whether a GradScaler has stepped in this window."""
         return self.overflow is not None
 
+    @property
+    def scale(self) -> Tensor | None:
+        """What the sum is multiplied by; None where no GradScaler has stepped in this window."""
+        return self._scale if self.in_use else None
+
     def add(self, live: Tensor | None, found_inf: Tensor) -> None:
         """A micro-batch is done.
 

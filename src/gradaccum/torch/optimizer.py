@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from gradaccum.noise import NoiseScale
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch import optimizer_state
 from gradaccum.torch.accumulation import Accumulation, Nonfinite
@@ -53,7 +54,7 @@ class Optimizer(torch.optim.Optimizer):
         nonfinite: `"propagate"` NaN and infinity as a plain loop does; `"skip_window"`: no update from a gradient that
             is not finite; `"skip_micro_batch"`: leave such a micro-batch out and keep the other rows exact, for one
             more copy of the gradients.
-        noise_scale: Measure the gradient noise scale while training.
+        noise_scale: Measure the gradient noise scale while training, for `noise_scale`.
         sync: `"window"`: data-parallel ranks reduce once per window; `"micro_batch"`: once per micro-batch, for sharded
             models whose unsharded gradients don't fit.
 
@@ -97,6 +98,7 @@ class Optimizer(torch.optim.Optimizer):
             "clip_grad_norm": checked_norm(clip_grad_norm),
             "accumulate_dtype": checked_dtype(accumulate_dtype),
             "nonfinite": checked_choice("nonfinite", nonfinite, get_args(Nonfinite)),
+            "noise_scale": noise_scale or None,
         }
         self._model = None if model is None else checked_model(model)
         schedule = Schedule(steps)
@@ -236,6 +238,17 @@ class Optimizer(torch.optim.Optimizer):
     def grad_norm(self) -> Tensor | None:
         """2-norm of the last finished gradient, before clipping; None without `clip_grad_norm`."""
         return self._accumulation.grad_norm
+
+    @property
+    def noise_scale(self) -> NoiseScale:
+        """How many rows an update can use, measured over the last 500 windows; reading it waits for the device.
+
+        Raises:
+            ValueError: It is not measured.
+        """
+        if self._accumulation.noise is None:
+            raise ValueError("The noise scale is not measured. Pass noise_scale=True to the optimizer.")
+        return self._accumulation.noise.estimate()
 
     def backward(
         self,

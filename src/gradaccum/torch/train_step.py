@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from gradaccum.noise import NoiseScale
 from gradaccum.torch.additivity import verify_additivity
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.torch.batch import BatchDims, per_row_leaves
@@ -24,6 +25,7 @@ from gradaccum.torch.distributed import check_noticed, synchronizer
 from gradaccum.torch.joint import JointBatch
 from gradaccum.torch.loss import Objective, Tally
 from gradaccum.torch.memory import Gauge, is_out_of_memory, parse_bytes
+from gradaccum.torch.noise import NoiseMeter
 from gradaccum.torch.pieces import Piece, Rows, TokenBudget, Tokens
 from gradaccum.torch.shapes import Sizers
 from gradaccum.torch.tokens import Left, extents, trimmed, verified_left
@@ -66,7 +68,7 @@ class TrainStep:
         batch_norm: What is done about BatchNorm: `"warn"`, `"micro"` (as is, silent), `"pooled"` (statistics once per
             update, pooled over the window), `"frozen"`, or `"exact"`.
         memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
-        noise_scale: Measure the gradient noise scale.
+        noise_scale: Measure the gradient noise scale while training, for `noise_scale`.
         verify: Check at the first update, on a few rows, that the loss is additive over rows with these weights.
 
     Raises:
@@ -101,6 +103,7 @@ class TrainStep:
         autocast: torch.dtype | None = None,
         accumulate_dtype: torch.dtype | None = None,
         batch_norm: BatchNormChoice = "warn",
+        offload: bool = False,
         memory_limit: int | str | None = None,
         noise_scale: bool = False,
         verify: bool = True,
@@ -113,7 +116,9 @@ class TrainStep:
             remedy='Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.',
         )
         self.sync = checked_choice("sync", sync, get_args(Sync))
-        self._whole = WholeBatch(model, batch_dims, loss_fn is not None) if self.batch_norm.choice == "exact" else None
+        self._whole: WholeBatch | None = None
+        if self.batch_norm.choice == "exact":
+            self._whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=offload)
         self.objective = Objective(
             model if self._whole is None else self._whole.model,
             loss_fn=loss_fn,
@@ -128,6 +133,7 @@ class TrainStep:
             clip_grad_norm=checked_norm(clip_grad_norm),
             scaler=scaler,
             accumulate_dtype=checked_dtype(accumulate_dtype),
+            noise=NoiseMeter() if noise_scale else None,
         )
         self.gauge = Gauge(self.objective.device, parse_bytes(memory_limit))
         if self._whole is not None and micro_batch_size == "auto":
@@ -162,6 +168,17 @@ class TrainStep:
     def grad_norm(self) -> Tensor | None:
         """The 2-norm of the last finished gradient before clipping, a tensor; None without `clip_grad_norm`."""
         return self.update.grad_norm
+
+    @property
+    def noise_scale(self) -> NoiseScale:
+        """How many rows an update can use, measured over the last 500 updates; reading it waits for the device.
+
+        Raises:
+            ValueError: It is not measured.
+        """
+        if self.update.noise is None:
+            raise ValueError("The noise scale is not measured. Pass noise_scale=True to TrainStep.")
+        return self.update.noise.estimate()
 
     def __call__(self, *batch: Any) -> Tensor:
         """Make one update with this batch. Returns the large batch's loss, a detached scalar on the device.
@@ -208,7 +225,7 @@ class TrainStep:
         """
         self.update.clear()
         self.ranks.expect(closes=False, steps=1)
-        start = self._transaction.begin()
+        start = self._transaction.open()
         tally = self.joint.open(self.objective, batch)
         plan = self._plan(batch, rows)
         try:
@@ -222,7 +239,8 @@ class TrainStep:
                         self._run(piece, batch, tally, plan)
             loss, divisor, weighs = self.joint.close(tally)
             if weighs:
-                self.update.finish(divisor)
+                everybody_s = round(self.ranks.add_up(rows)) if self.update.noise is not None else rows
+                self.update.finish(divisor, everybody_s, mean=tally.is_mean)
         except BaseException:
             self.update.clear()
             self._transaction.restore(start)
@@ -295,12 +313,14 @@ class TrainStep:
             base, mark, began = self.gauge.live(), self.gauge.mark(), time.perf_counter()
         self._transaction.begin()
         with self.batch_norm.micro_batch():
-            part = tally.part(self._take(batch, piece))
+            part = tally.part(self._take(batch, piece), piece.size, share=self.update.noise is not None)
         if measuring:
             live = self.gauge.live()
         if part.loss is not None:
             self.update.scale(part.loss).backward()
         tally.add(part)
+        if part.loss is not None:
+            self.update.measure(tally.multiple(part, piece.size), piece.size)
         self._transaction.commit()
         self.batch_norm.commit()
         if measuring:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradaccum.torch.gradients import GradientSum, clip_norm_, scale_
 from gradaccum.torch.memory import is_out_of_memory
+from gradaccum.torch.noise import NoiseMeter
 
 __all__ = ["Update"]
 
@@ -23,6 +24,7 @@ class Update:
         clip_grad_norm: Largest 2-norm of the finished gradient over all of them, or None.
         scaler: A `torch.amp.GradScaler`, or None.
         accumulate_dtype: What narrower parameters' gradients are summed in, or None.
+        noise: Measures the noise scale, or None.
 
     Raises:
         TypeError: Something else than optimizers.
@@ -36,7 +38,9 @@ class Update:
         clip_grad_norm: float | None = None,
         scaler: Any = None,
         accumulate_dtype: torch.dtype | None = None,
+        noise: NoiseMeter | None = None,
     ) -> None:
+        self.noise = noise
         self.optimizers: list[torch.optim.Optimizer] = _checked_optimizers(optimizers)
         self.closures = [optimizer for optimizer in self.optimizers if _needs_closure(optimizer)]
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -58,17 +62,36 @@ class Update:
     def clear(self) -> None:
         """Empty the sum of gradients."""
         self.sums.clear()
+        if self.noise is not None:
+            self.noise.restart()
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss as the scaler wants it for the backward pass."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def finish(self, divisor: float | Tensor | None) -> None:
-        """Make the sum the finished gradient: divide, unscale, clip, and give it the parameter's own dtype."""
+    def measure(self, multiple: float | Tensor, rows: int) -> None:
+        """A micro-batch of so many rows is in, and the sum is this multiple of its mean gradient."""
+        if self.noise is not None and self.noise.waiting:
+            self.noise.micro_batch(self.sums.gradients(), rows, self._scale() * multiple)
+
+    def _scale(self) -> float | Tensor:
+        """What the scaler multiplies with, on its device."""
+        return 1.0 if self.scaler is None else self.scaler.scale(torch.ones((), device=self.parameters()[0].device))
+
+    def finish(self, divisor: float | Tensor | None, rows: int, mean: bool = True) -> None:
+        """Make the sum the finished gradient: divide, unscale, clip, and give it the parameter's own dtype.
+
+        Args:
+            divisor: What the sum is to be divided by; None where it is complete.
+            rows: Rows of the window.
+            mean: Whether the result is a mean over the rows, not a sum.
+        """
         if isinstance(divisor, Tensor):
             scale_(self.sums.gradients(), torch.where(divisor > 0, 1.0 / divisor, 0.0))
         elif divisor is not None:
             self.sums.finish(divisor)
+        if self.noise is not None:
+            self.noise.window(self.sums.gradients(), rows, self._scale() * (1.0 if mean else float(rows)))
         if self.clip_grad_norm is not None:
             if self.scaler is not None:
                 for optimizer in self.optimizers:

@@ -1,0 +1,1 @@
+"""Gradient accumulation for PyTorch (`runai.ga.torch`) and Keras (`runai.ga.keras`)."""

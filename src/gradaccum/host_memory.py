@@ -1,0 +1,79 @@
+"""How much memory the host, or the container that this process runs in, has free. Read from Linux' own files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["container_limits", "free_host_memory", "process_memory"]
+
+NO_LIMIT = 1 << 60
+"""cgroup v1 says 'no limit' with a number near 2**63."""
+
+
+def process_memory(status: Path = Path("/proc/self/status")) -> dict[str, int]:
+    """`VmRSS` and `VmHWM` of this process in bytes: what it holds and the most it ever held; 0 where that's unknown."""
+    found = {"VmRSS": 0, "VmHWM": 0}
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name in found:
+            found[name] = int(value.split()[0]) * 1024
+    return found
+
+
+def free_host_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that this process can still take: what the machine has, or its container's limit leaves; the smaller."""
+    free = [_available(root), *(limit - used for limit, used in container_limits(root))]
+    known = [max(number, 0) for number in free if number is not None]
+    return min(known, default=None)
+
+
+def container_limits(root: Path = Path("/")) -> list[tuple[int, int]]:
+    """`(limit, in use)` in bytes of every cgroup, version 1 or 2, that limits this process' memory."""
+    groups = root / "sys/fs/cgroup"
+    kinds = [
+        (groups, "", "memory.max", "memory.current", "inactive_file"),
+        (groups / "memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ]
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    paths = {controller: path for line in lines for _, controllers, path in [line.split(":", 2)]
+             for controller in controllers.split(",")}  # fmt: skip
+    found = []
+    for top, controller, limit_name, usage_name, cache_name in kinds:
+        # A container sees its own group at the top or at the path that the host gave it; a parent's limit holds too.
+        relative = Path(paths.get(controller, "/").lstrip("/"))
+        for folder in {top, *(top / part for part in (relative, *relative.parents))}:
+            limit, used = _number(folder / limit_name), _number(folder / usage_name)
+            if limit is not None and used is not None and limit < NO_LIMIT:
+                found.append((limit, used - _cache(folder / "memory.stat", cache_name)))
+    return sorted(found)
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # "max" is no limit
+        return None
+
+
+def _cache(path: Path, name: str) -> int:
+    """Cached files count as used, but are given back on demand."""
+    try:
+        pairs = dict(line.split() for line in path.read_text().splitlines())
+        return int(pairs.get(name, 0))
+    except (OSError, ValueError):
+        return 0
+
+
+def _available(root: Path) -> int | None:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

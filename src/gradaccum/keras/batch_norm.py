@@ -1,0 +1,161 @@
+"""What BatchNormalization does while a batch runs in micro-batches.
+
+It normalises each micro-batch by that micro-batch's mean and variance, so its gradients differ from the large batch's.
+What can be chosen is what becomes of its moving statistics, or that it normalises by these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import keras
+from keras import ops
+
+__all__ = ["BatchNorm", "Pool", "batch_norms_of", "during_micro_batch", "warn"]
+
+BatchNorm = Literal["warn", "micro", "pooled", "frozen"]
+
+
+def batch_norms_of(model: Any) -> list[Any]:
+    """The BatchNormalization layers that normalise by the statistics of what they see in training."""
+    return [
+        layer
+        for layer in model._flatten_layers(include_self=False)
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+    ]
+
+
+def warn(model: Any, named: set[str], stacklevel: int = 2) -> None:
+    """Name the BatchNormalization layers that aren't in `named` yet, which then holds them."""
+    names = [layer.name for layer in batch_norms_of(model) if layer.name not in named]
+    if names:
+        named.update(names)
+        warnings.warn(
+            "BatchNormalization normalises each micro-batch by itself, so updates differ from the large batch's: "
+            f"{', '.join(map(repr, names))}. Use GroupNormalization or LayerNormalization, or say what you want: "
+            'batch_norm="micro" (as it is), "pooled" (moving statistics once per update, those of the whole batch) or '
+            '"frozen" (normalise by the moving statistics).',
+            stacklevel=stacklevel + 1,
+        )
+
+
+@dataclass
+class _Seen:
+    """Of each layer: how many values its mask let through (None: no mask), in the forward pass that just ran."""
+
+    valid: dict[int, Any] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def during_micro_batch(layers: list[Any], batch_norm: BatchNorm) -> Iterator[_Seen]:
+    """While this is open, the layers do what `batch_norm` says.
+
+    For `"pooled"`, the moving statistics hold the mean and variance of the latest micro-batch, as these are: pool them
+    with `Pool`.
+
+    Raises:
+        ValueError: Pooled statistics are asked of a layer that is called more than once per forward pass.
+    """
+    seen = _Seen()
+    if batch_norm not in ("pooled", "frozen"):
+        yield seen
+        return
+    before = [dict(layer.__dict__) for layer in layers]
+
+    def replacement(index: int, layer: Any) -> Any:
+        call = layer.call
+
+        def frozen(inputs: Any, training: Any = None, mask: Any = None) -> Any:
+            return call(inputs, training=False, mask=mask)
+
+        def pooled(inputs: Any, training: Any = None, mask: Any = None) -> Any:
+            if training:
+                if index in seen.valid:
+                    raise ValueError(
+                        f'batch_norm="pooled" needs layers that are called once per forward pass. Received: '
+                        f'{layer.name!r}, which is called several times. Use batch_norm="micro" or "frozen".'
+                    )
+                seen.valid[index] = None if mask is None else ops.sum(ops.cast(mask, layer.moving_mean.dtype))
+            return call(inputs, training=training, mask=mask)
+
+        return frozen if batch_norm == "frozen" else pooled
+
+    # Straight into __dict__: Keras would track what is set as attributes of a layer.
+    for index, layer in enumerate(layers):
+        layer.__dict__["call"] = replacement(index, layer)
+        if batch_norm == "pooled":
+            layer.__dict__["momentum"] = 0.0  # the moving statistics become those of this micro-batch, exactly
+    try:
+        yield seen
+    finally:
+        for layer, own in zip(layers, before):
+            for name in ("call", "momentum"):
+                layer.__dict__.pop(name, None)
+                if name in own:
+                    layer.__dict__[name] = own[name]
+
+
+class Pool:
+    """Mean and variance over all micro-batches, from those of each.
+
+    After micro-batch i of `w_i` values per channel, with mean `m_i` and variance `v_i`:
+
+        mean = sum_i w_i m_i / W        variance = sum_i w_i (v_i + (m_i - mean)^2) / W        W = sum_i w_i
+
+    so that the variance between the micro-batches is in. Both are updated one micro-batch at a time (Chan, Golub and
+    LeVeque, 1979), so nothing cancels. The state is a flat list of tensors that rides along in a backend's loop.
+    """
+
+    def __init__(self, layers: list[Any]) -> None:
+        for layer in layers:
+            if layer.renorm:
+                raise ValueError(f'batch_norm="pooled" does not know renorm=True. Received: layer {layer.name!r}.')
+        self.layers = layers
+
+    @property
+    def variables(self) -> list[Any]:
+        """The moving statistics: mean and variance of each layer in turn."""
+        return [variable for layer in self.layers for variable in (layer.moving_mean, layer.moving_variance)]
+
+    def zeros(self) -> list[Any]:
+        """The state before the first micro-batch: `W, mean, W * variance` of each layer."""
+        state = []
+        for layer in self.layers:
+            dtype = layer.moving_mean.dtype
+            shape = layer.moving_mean.shape
+            state += [ops.zeros((), dtype), ops.zeros(shape, dtype), ops.zeros(shape, dtype)]
+        return state
+
+    def add(self, state: list[Any], statistics: list[Any], valid: dict[int, Any], rows: Any) -> list[Any]:
+        """The state after a micro-batch of so many rows, whose means and variances `variables` held as `statistics`."""
+        after = []
+        for index in range(len(self.layers)):
+            weight, mean, squares = state[3 * index : 3 * index + 3]
+            new_mean, new_variance = statistics[2 * index : 2 * index + 2]
+            masked = valid.get(index)
+            new = ops.cast(rows if masked is None else masked, mean.dtype)
+            total = weight + new
+            part = new / ops.where(total > 0, total, ops.ones_like(total))
+            difference = new_mean - mean
+            after += [
+                total,
+                mean + difference * part,
+                squares + new_variance * new + difference * difference * weight * part,
+            ]
+        return after
+
+    def moved(self, state: list[Any], before: list[Any]) -> list[Any]:
+        """The values of `variables` after the update: one step from `before` towards the pooled statistics."""
+        after = []
+        for index, layer in enumerate(self.layers):
+            weight, mean, squares = state[3 * index : 3 * index + 3]
+            momentum = layer.momentum
+            for old, new in zip(
+                before[2 * index :], (mean, squares / ops.where(weight > 0, weight, ops.ones_like(weight)))
+            ):
+                after.append(old * momentum + new * (1.0 - momentum))
+        return after

@@ -1,0 +1,236 @@
+"""An optimizer that is told sizes in rows: the batch that fits, the batch that is wanted, and the epoch."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from gradaccum.keras.callbacks import GradientAccumulation
+from gradaccum.keras.counts import Counts, minimum, where
+from gradaccum.keras.optimizer import Optimizer, wrapped_optimizer
+from gradaccum.schedule import checked_count, steps_for
+
+__all__ = ["BatchOptimizer"]
+
+logger = logging.getLogger("gradaccum")
+
+
+@keras.saving.register_keras_serializable(package="gradaccum")
+class BatchOptimizer(Optimizer):
+    """An optimizer that reaches the desired batch size in micro-batches of the largest size that fits.
+
+    A window closes with the micro-batch that brings it to `desired_batch_size` rows, or with the epoch's last one. Its
+    gradient is `sum_i rows_i g_i / sum_i rows_i`, so that a ragged last micro-batch and a short last window are exact
+    for any sizes. No callback is needed: `train_size` tells where an epoch ends.
+
+    Use it with `fit(batch_size=maximum_batch_size)`. `fit` on the model that is given here is checked against that.
+
+    Args:
+        optimizer: The inner optimizer, any `keras.optimizers.Optimizer`.
+        maximum_batch_size: Rows of a micro-batch.
+        desired_batch_size: Rows of an update. If it is no multiple of the maximum, windows are rounded up to whole
+            micro-batches, and the start-up line states the effective size.
+        train_size: Rows of an epoch, without those of a validation split.
+        model: The model to be trained. None, after `load_model`: sizes are taken as promised.
+        name: The name of this wrapper.
+
+    Raises:
+        TypeError: A size is no int, or `model` is no Keras model.
+        ValueError: A size is below 1.
+
+    Example:
+        >>> import numpy as np
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> optimizer = BatchOptimizer(keras.optimizers.Adam(), 16, 64, 100, model)
+        >>> model.compile(optimizer=optimizer, loss="mse")
+        >>> history = model.fit(np.zeros((100, 3)), np.zeros((100, 1)), batch_size=16, verbose=0)
+        >>> int(optimizer.iterations)      # an update from 64 rows, and one from 36
+        2
+    """
+
+    _steps_are_fixed = True
+
+    def __init__(
+        self,
+        optimizer: Any,
+        maximum_batch_size: int,
+        desired_batch_size: int,
+        train_size: int,
+        model: Any = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        self.__dict__["maximum_batch_size"] = checked_count(maximum_batch_size, "maximum_batch_size")
+        self.__dict__["desired_batch_size"] = checked_count(desired_batch_size, "desired_batch_size")
+        self.__dict__["train_size"] = checked_count(train_size, "train_size")
+        if model is not None and not isinstance(model, keras.Model):
+            raise TypeError(f"`model` must be a keras.Model. Received: model of type {type(model).__name__}.")
+        super().__init__(optimizer, steps_for(desired_batch_size, maximum_batch_size), name=name)
+        self.__dict__["_model"] = model  # not a part of the optimizer that Keras should save
+        if model is not None:
+            _check_every_fit(model)
+
+    def _log_wrapping(self) -> None:
+        super()._log_wrapping()
+        effective = min(self._schedule() * self.maximum_batch_size, self.train_size)
+        if effective != self.desired_batch_size:
+            logger.warning(
+                "The effective batch size is %d, not the desired %d: micro-batches of %d rows, %d rows in an epoch",
+                effective,
+                self.desired_batch_size,
+                self.maximum_batch_size,
+                self.train_size,
+            )
+
+    @property
+    def steps(self) -> int:
+        """Micro-batches in a full window; it follows from the sizes."""
+        return self._schedule()
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        raise ValueError(f"The steps of a BatchOptimizer follow from its batch sizes. Received: steps={steps!r}.")
+
+    @property
+    def _rows_of_epoch(self) -> int:  # type: ignore[override]  # a constant in the class above
+        return self.train_size
+
+    def _weigh(self, counts: Counts, rows: Any) -> Any:
+        if rows is None:
+            return minimum(counts.rows_left, self.maximum_batch_size)
+        return self._checked_rows(rows)
+
+    def _add(self, counts: Counts, weight: Any) -> tuple[Counts, Any]:
+        counts = counts.added(weight)._replace(rows_left=counts.rows_left - weight)
+        return counts, (counts.weight >= self.desired_batch_size) | (counts.rows_left <= 0)
+
+    def _checked_rows(self, rows: Any) -> Any:
+        """The rows, if they can be those of a micro-batch as it was promised."""
+        last = self.train_size % self.maximum_batch_size or self.maximum_batch_size
+        if isinstance(rows, int):
+            if rows not in (self.maximum_batch_size, last):
+                raise ValueError(f"{self._other_size} {last}. Received: {rows} rows.")
+            return rows
+        import tensorflow as tf  # the only backend that doesn't know before it runs
+
+        promised = (rows == self.maximum_batch_size) | (rows == last)
+        with tf.control_dependencies([tf.debugging.Assert(promised, [f"{self._other_size} {last}. Received:", rows])]):
+            return tf.identity(rows)
+
+    @property
+    def _other_size(self) -> str:
+        return (
+            f"A micro-batch must have the maximum_batch_size={self.maximum_batch_size} that this BatchOptimizer was "
+            f"promised, or be the last of train_size={self.train_size} rows, with"
+        )
+
+    def _check_fit(self, arguments: dict[str, Any]) -> None:
+        """Whether `fit` was called as promised, as far as its arguments tell."""
+        maximum, train_size = self.maximum_batch_size, self.train_size
+        leaf = next((leaf for leaf in keras.tree.flatten(arguments.get("x")) if leaf is not None), None)
+        shape = getattr(leaf, "shape", None)
+        rows = shape[0] if shape else None
+        batch_size = arguments.get("batch_size")
+        if batch_size != maximum and not (batch_size is None and (rows is None or maximum == 32)):
+            raise ValueError(
+                f"A BatchOptimizer is used with fit(batch_size=maximum_batch_size). Received: batch_size={batch_size}"
+                f"{'' if batch_size else ', which is 32'}, where maximum_batch_size={maximum}."
+            )
+        split = arguments.get("validation_split") or 0.0
+        if rows is not None:
+            rows = math.floor(rows * (1.0 - split))
+            if rows != train_size:
+                raise ValueError(
+                    f"`train_size` must be the rows that fit() trains on. Received: train_size={train_size}, where "
+                    f"fit() has {rows} rows{' after its validation split' if split else ''}."
+                )
+        batches = arguments.get("steps_per_epoch")
+        if batches is not None and batches != -(-train_size // maximum):
+            raise ValueError(
+                f"`steps_per_epoch` must be that of train_size={train_size} rows in micro-batches of {maximum}, "
+                f"{-(-train_size // maximum)}. Received: steps_per_epoch={batches}."
+            )
+
+    def _closed(self, counts: Counts, updated: Any) -> Counts:
+        rows_left = where(counts.rows_left <= 0, self.train_size, counts.rows_left)
+        return counts.closed(updated)._replace(rows_left=rows_left)
+
+    def _begin_epoch(self) -> None:
+        if self.built:
+            self._write_counts(self._read_counts()._replace(rows_left=self.train_size))
+
+    def _check_variables(self, variables: Sequence[Any]) -> None:
+        if self._model is None:
+            return
+        own = {self._var_key(variable) for variable in self._model.trainable_variables}
+        if own != {self._var_key(variable) for variable in variables}:
+            raise ValueError(
+                "This BatchOptimizer was made for another model. Received: the variables "
+                f"{[getattr(v, 'path', v.name) for v in variables][:4]} ..., which are not the trainable ones of "
+                f"{self._model.name!r}. Pass the model that is compiled with it."
+            )
+
+    def _settings(self) -> list[list[int]]:
+        return [[self.maximum_batch_size, self.desired_batch_size, self.train_size]]
+
+    def get_config(self) -> dict[str, Any]:
+        config = super().get_config()
+        del config["steps"]
+        sizes = {name: getattr(self, name) for name in ("maximum_batch_size", "desired_batch_size", "train_size")}
+        return config | sizes
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Any:
+        config = dict(config)
+        inner = keras.saving.deserialize_keras_object(config.pop("optimizer"), custom_objects=custom_objects)
+        return cls(inner, **config)
+
+
+def _check_every_fit(model: Any) -> None:
+    """Let `model.fit` check its arguments against the model's BatchOptimizer, and tell it of epochs."""
+    fit = model.fit
+    if hasattr(fit, "checks_batch_sizes"):
+        return
+    signature = inspect.signature(fit)
+
+    @functools.wraps(fit)
+    def checked_fit(*args: Any, **kwargs: Any) -> Any:
+        optimizer = wrapped_optimizer(getattr(model, "optimizer", None))
+        if not isinstance(optimizer, BatchOptimizer):
+            return fit(*args, **kwargs)
+        arguments = dict(signature.bind(*args, **kwargs).arguments)
+        optimizer._check_fit(arguments)
+        arguments["callbacks"] = _with_epochs(arguments.get("callbacks"), model)
+        try:
+            return fit(**arguments)
+        except Exception as error:
+            if optimizer._other_size in str(error) and not isinstance(error, ValueError):
+                # TensorFlow finds out in its graph, and says so with many lines about the graph.
+                message = str(error)[str(error).index(optimizer._other_size) :].splitlines()[0]
+                raise ValueError(message.replace("] [", " ").rstrip("]").replace("'", "")) from None
+            raise
+
+    checked_fit.checks_batch_sizes = True  # type: ignore[attr-defined]  # a mark for the next BatchOptimizer
+    model.fit = checked_fit
+
+
+def _with_epochs(callbacks: Any, model: Any) -> Any:
+    """The callbacks, with one that tells the optimizer of epochs first."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        if not any(isinstance(callback, GradientAccumulation) for callback in callbacks.callbacks):
+            callbacks.append(GradientAccumulation())
+            callbacks.callbacks[-1].set_model(model)
+            callbacks.callbacks[-1].set_params(callbacks.params)
+        return callbacks
+    callbacks = keras.tree.flatten(callbacks) if callbacks else []
+    return (
+        callbacks
+        if any(isinstance(c, GradientAccumulation) for c in callbacks)
+        else [GradientAccumulation(), *callbacks]
+    )

@@ -1,0 +1,145 @@
+"""What only `fit` knows: when an epoch begins and ends, and how many rows a micro-batch has."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import keras
+
+from gradaccum.keras.optimizer import Optimizer, wrapped_optimizer
+from gradaccum.keras.rows import RowWatch
+from gradaccum.schedule import Schedule, Steps
+
+__all__ = ["GradientAccumulation"]
+
+logger = logging.getLogger("gradaccum")
+
+
+class GradientAccumulation(keras.callbacks.Callback):
+    """Closes the window at each epoch's end, weighs micro-batches by their rows, and applies a schedule.
+
+    A short last window, and a ragged last micro-batch, are divided by the rows that they hold. Where `fit` knows the
+    number of batches, the epoch's last window closes with its last batch, before validation and before any callback's
+    `on_epoch_end`. Where it doesn't (a generator), list this callback before those that save or read the model there.
+
+    Args:
+        steps: Micro-batches in a window, in place of the optimizer's own: an int, `{epoch: steps}`, or a callable
+            `(epoch, update) -> steps`, asked when a window opens; `update` counts from the start of training. None
+            keeps the optimizer's. Another length compiles nothing anew. A callable costs one look at the device per
+            micro-batch.
+
+    Raises:
+        TypeError, ValueError: `steps` is none of these; or the model's optimizer is not one of
+            `gradaccum.keras.optimizers`.
+
+    Example:
+        >>> import numpy as np, gradaccum.keras
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(gradaccum.keras.optimizers.Adam(steps=4), loss="mse")
+        >>> x, y = np.zeros((50, 3)), np.zeros((50, 1))
+        >>> callback = gradaccum.keras.callbacks.GradientAccumulation({0: 8, 1: 2})
+        >>> history = model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[callback])
+        >>> int(model.optimizer.iterations)      # a window of 7, then windows of 2, 2, 2 and 1
+        5
+    """
+
+    def __init__(self, steps: Steps | None = None) -> None:
+        super().__init__()
+        self._schedule = None if steps is None else Schedule(steps)
+        self._optimizer: Optimizer | None = None
+        self._rows: RowWatch | None = None
+        self._epoch = 0
+        self._in_epoch = False
+        self._told_of_short_epochs = False
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        optimizer = wrapped_optimizer(getattr(model, "optimizer", None))
+        if optimizer is None:
+            raise ValueError(
+                "The GradientAccumulation callback needs a model whose optimizer is wrapped. Received: "
+                f"{type(getattr(model, 'optimizer', None)).__name__}. Compile it with "
+                "gradaccum.keras.optimizers.Optimizer(optimizer, steps=4)."
+            )
+        if self._schedule is not None and optimizer._steps_are_fixed:
+            raise ValueError(
+                f"The steps of a {type(optimizer).__name__} follow from its batch sizes. Received: "
+                f"GradientAccumulation({self._schedule}). Use Optimizer(optimizer, steps=...) for a schedule."
+            )
+        self._optimizer = optimizer
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        optimizer = self._wrapped
+        schedule = self._schedule or optimizer._schedule
+        per_execution = getattr(self._model, "steps_per_execution", 1)
+        if schedule.largest is None and per_execution > 1:
+            raise ValueError(
+                "A callable schedule is asked between micro-batches, which needs steps_per_execution=1. Received: "
+                f"steps_per_execution={per_execution}. Use {{epoch: steps}}, or compile with 1."
+            )
+        optimizer._driven = True
+        self._rows = RowWatch(self._model, optimizer)
+        self._rows.start()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        optimizer = self._wrapped
+        optimizer._driven = False
+        if self._rows is not None:
+            self._rows.stop()
+        if self._schedule is not None and optimizer._schedule.constant is not None:
+            optimizer._plan(optimizer._schedule.constant)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        optimizer = self._wrapped
+        self._epoch, self._in_epoch = epoch, True
+        optimizer._begin_epoch()
+        schedule = self._schedule or optimizer._schedule
+        if schedule.largest is not None and not optimizer._steps_are_fixed:
+            steps = schedule(epoch)
+            optimizer._plan(steps)
+            self._tell_of_short_epochs(steps)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        schedule = self._schedule or self._wrapped._schedule
+        if schedule.largest is None:
+            self._sync()
+            if not self._wrapped.micro_batches:
+                self._wrapped._plan(schedule(self._epoch, int(self._wrapped.iterations)))
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        batches = (self.params or {}).get("steps")
+        if batches and batch >= batches - 1:
+            self._end_epoch()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._end_epoch()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        if self._in_epoch:
+            self._in_epoch = False
+            self._sync()
+            self._wrapped.flush()
+
+    def _sync(self) -> None:
+        # On JAX the values of the variables are in the training loop until somebody asks for the model.
+        _ = self.model
+
+    @property
+    def _wrapped(self) -> Optimizer:
+        assert self._optimizer is not None, "Keras calls set_model first"
+        return self._optimizer
+
+    def _tell_of_short_epochs(self, steps: int) -> None:
+        batches = (self.params or {}).get("steps")
+        if batches and steps > batches and not self._told_of_short_epochs:
+            self._told_of_short_epochs = True
+            logger.warning(
+                "A window of %d micro-batches is longer than an epoch of %d: one update per epoch, of %d micro-batches",
+                steps,
+                batches,
+                batches,
+            )

@@ -1,0 +1,219 @@
+"""What each compiled loss of a Keras model divides by.
+
+A large batch's loss is `sum_j N_j / D_j` over the compiled losses j (one or several per output), where `N_j` is a sum
+over rows and `D_j` what `keras.losses.Loss` divides it by:
+
+| `reduction` | `D_j` |
+|---|---|
+| `"sum_over_batch_size"`, `"mean"` | the number of values: proportional to rows |
+| the same, with a mask (`Masking`, `Embedding(mask_zero=True)`, `ignore_class`) | what it lets through |
+| `"mean_with_sample_weight"` | the sum of the weights, of those that the mask lets through |
+| `"sum"`, `None` | nothing |
+
+A micro-batch i of `rows_i` rows returns `N_ij / D_ij`. Its part of the large batch's loss is `N_ij / D_j`, so each loss
+is multiplied with
+
+    c_ij  =  (D_ij / D_j) / share_i          share_i = rows_i / rows
+
+and what `compute_loss` returns, with `share_i`. The factor `c_ij` is exactly 1 where the loss divides by rows, and
+everything else that `compute_loss` adds (weight and activity regularisers, `add_loss`, the user's own terms) is a mean
+over rows, or the same for all of them, and comes out right with `share_i` alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from keras import ops
+from keras.src import backend
+from keras.src.losses.loss import squeeze_or_expand_to_same_rank
+
+__all__ = ["Measured", "denominators_of", "tell_trackers", "weighed", "weighed_losses"]
+
+
+@dataclass
+class Measured:
+    """What `weighed_losses` saw while the loss of one micro-batch was computed.
+
+    Attributes:
+        counts: Of each loss that divides by neither rows nor nothing, by its index: `D_ij`, a scalar tensor.
+        calls: Of each loss, by its index: the loss object and the arguments it was called with.
+        values: Of each loss that has a tracker (with several losses, `fit` logs each): what the tracker would have
+            been told, which is the micro-batch's part of the large batch's value, over `share`.
+    """
+
+    counts: dict[int, Any] = field(default_factory=dict)
+    calls: dict[int, tuple[Any, Any, Any, Any]] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def weighed_losses(model: Any, share: Any = 1.0, totals: dict[int, Any] | None = None) -> Iterator[Measured]:
+    """While this is open, `model.compute_loss` returns a micro-batch's part of the large batch's loss, over `share`.
+
+    Args:
+        model: A compiled model whose losses are built.
+        share: `rows_i / rows`, a float or a scalar tensor.
+        totals: `D_j` of the losses that are counted; None: only measure.
+
+    Yields:
+        A `Measured` that fills as the losses are computed.
+    """
+    measured = Measured()
+    compiled = model._compile_loss
+    if compiled is None:
+        yield measured
+        return
+    flat, trackers = compiled._flat_losses, compiled._metrics
+    compiled._flat_losses = [
+        entry._replace(loss=_Weighed(index, entry.loss, measured, share, totals)) for index, entry in enumerate(flat)
+    ]
+    compiled._metrics = [_Untold(index, tracker, measured) for index, tracker in enumerate(trackers)]
+    try:
+        yield measured
+    finally:
+        compiled._flat_losses, compiled._metrics = flat, trackers
+
+
+def tell_trackers(model: Any, values: list[Any], rows: int | None) -> None:
+    """Tell the trackers of the single losses their values over the whole batch, as plain `fit` does once per update."""
+    if model._compile_loss is not None:
+        for tracker, value in zip(model._compile_loss.metrics, values):
+            tracker.update_state(value, sample_weight=rows)
+
+
+class _Untold:
+    """Stands in for the tracker of one loss, and keeps what it is told to itself."""
+
+    def __init__(self, index: int, tracker: Any, measured: Measured) -> None:
+        self.index, self.tracker, self.measured = index, tracker, measured
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tracker, name)
+
+    def update_state(self, value: Any, sample_weight: Any = None) -> None:
+        self.measured.values[self.index] = value
+
+
+class _Weighed:
+    """Stands in for one loss of `compile`."""
+
+    def __init__(self, index: int, loss: Any, measured: Measured, share: Any, totals: dict[int, Any] | None) -> None:
+        self.index, self.loss, self.measured, self.share, self.totals = index, loss, measured, share, totals
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        self.measured.calls[self.index] = (self.loss, y_true, y_pred, sample_weight)
+        total = None if self.totals is None else self.totals.get(self.index)
+        value, count = weighed(self.loss, y_true, y_pred, sample_weight, self.share, total)
+        if count is not None:
+            self.measured.counts[self.index] = count
+        return value
+
+
+def weighed(
+    loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None, share: Any = 1.0, total: Any = None
+) -> tuple[Any, Any]:
+    """`c_ij` times the loss of a micro-batch, and `D_ij`, or None where it isn't counted.
+
+    Args:
+        loss: A `keras.losses.Loss`.
+        y_true, y_pred, sample_weight: What it is called with.
+        share: `rows_i / rows`.
+        total: `D_j`; None: as if this were the whole batch.
+    """
+    in_mask = backend.get_keras_mask(y_pred)
+    values: list[Any] = []
+    with _recorded(loss, values):
+        value = loss(y_true, y_pred, sample_weight)
+    if not values or len(values[-1].shape) == 0:
+        return value, None  # a scalar that the loss reduced by itself: a mean over rows, or it is refused
+    reduction = getattr(loss, "reduction", "sum_over_batch_size")
+    if reduction in ("sum", "none", None):
+        return value / ops.cast(share, value.dtype), None
+    count = _count(reduction, values[-1], in_mask, sample_weight)
+    if count is None:
+        return value, None
+    count = ops.cast(ops.stop_gradient(count), value.dtype)
+    if total is None:
+        return value, count
+    divisor = ops.cast(total, value.dtype) * ops.cast(share, value.dtype)
+    # A total of 0 has counts of 0. `ops.divide_no_nan` would fall back to float32 on PyTorch.
+    return value * (count / ops.where(divisor != 0, divisor, ops.ones_like(divisor))), count
+
+
+@contextlib.contextmanager
+def _recorded(loss: Any, values: list[Any]) -> Iterator[None]:
+    """While this is open, what `loss.call` returns before it is reduced is appended to `values`."""
+    call, own = loss.call, loss.__dict__.get("call")
+
+    def recording(y_true: Any, y_pred: Any) -> Any:
+        values.append(call(y_true, y_pred))
+        return values[-1]
+
+    loss.call = recording
+    try:
+        yield
+    finally:
+        del loss.call
+        if own is not None:
+            loss.call = own
+
+
+def _count(reduction: str, values: Any, in_mask: Any, sample_weight: Any) -> Any:
+    """`D_ij` up to a factor that is the same for all micro-batches; None where it is the number of rows.
+
+    Mirrors `keras.losses.Loss.__call__` and `reduce_weighted_values`.
+    """
+    out_mask = backend.get_keras_mask(values)
+    if in_mask is not None and out_mask is not None:
+        mask = ops.logical_and(in_mask, out_mask)
+    else:
+        mask = in_mask if in_mask is not None else out_mask
+    dtype = backend.standardize_dtype(values.dtype)
+    if reduction == "mean_with_sample_weight":
+        if sample_weight is None:
+            return None if mask is None else ops.sum(ops.cast(mask, dtype))
+        sample_weight = ops.cast(sample_weight, dtype)
+        if mask is not None:
+            mask, sample_weight = squeeze_or_expand_to_same_rank(ops.cast(mask, dtype), sample_weight)
+            sample_weight = sample_weight * mask
+        return ops.sum(sample_weight)
+    return None if mask is None else ops.sum(ops.cast(mask, dtype))
+
+
+def denominators_of(
+    model: Any,
+    state: Sequence[Any],
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    share: Any = 1.0,
+    totals: dict[int, Any] | None = None,
+) -> tuple[list[Any], Measured, Any, Any]:
+    """One forward pass without side effects, for what it tells: masks are known only after it.
+
+    Args:
+        model: A built and compiled model.
+        state: Values of its trainable, non-trainable and metric variables.
+        x, y, sample_weight: A micro-batch.
+        share, totals: As for `weighed_losses`.
+
+    Returns:
+        The non-trainable variables afterwards (random masks need them), what was measured, `y_pred`, and the loss.
+    """
+    trainable, non_trainable, metrics = state
+    kwargs = {"training": True} if model._call_has_training_arg else {}
+    y_pred, non_trainable, losses = model.stateless_call(trainable, non_trainable, x, return_losses=True, **kwargs)
+    # As JAXTrainer does it: `add_loss` terms would be lost with the stateless scope.
+    model._losses_override = list(losses)
+    try:
+        with weighed_losses(model, share, totals) as measured:
+            loss, _ = model.stateless_compute_loss(
+                trainable, non_trainable, metrics, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
+            )
+    finally:
+        model._losses_override = []
+    return non_trainable, measured, y_pred, loss

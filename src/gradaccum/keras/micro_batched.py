@@ -1,0 +1,87 @@
+"""`micro_batched(model, 16)`: `fit` at the large batch, in the memory of the small one.
+
+```python
+model = gradaccum.keras.micro_batched(model, 16)
+model.compile(optimizer="adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+model.fit(x, y, batch_size=256)          # each update: 16 micro-batches of 16 rows
+```
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import keras
+
+from gradaccum.keras.batch_norm import BatchNorm
+from gradaccum.keras.step import MicroBatchedStep
+from gradaccum.schedule import checked_count
+
+__all__ = ["micro_batched"]
+
+
+def micro_batched(model: Any, micro_batch_size: int | Literal["auto"], *, batch_norm: BatchNorm = "warn") -> Any:
+    """Let `fit` and `train_on_batch` run each batch in micro-batches, with the update of the whole batch.
+
+    The update after micro-batches i of `rows_i` rows is the one plain `fit` makes from the whole batch:
+
+        gradient of  sum_j N_j / D_j,     N_j = sum_i N_ij,   D_j = sum_i D_ij
+
+    where `N_ij` is what loss j sums over micro-batch i, and `D_ij` what it divides by: rows, the sum of sample weights,
+    or what a mask lets through.
+
+    Args:
+        model: Any `keras.Model` that doesn't override `train_step`: functional, sequential or subclassed, built or not,
+            compiled or not. It is changed in place: its training step becomes this one. Nothing of that is saved.
+        micro_batch_size: Rows that one forward and backward pass holds at most; or `"auto"`, the fastest that fits.
+        batch_norm: What `BatchNormalization` does. `"warn"`: as `"micro"`, and says so in a warning. `"micro"`: each
+            micro-batch is normalised by itself, and the moving statistics move with every one. `"pooled"`: the moving
+            statistics move once per update, by mean and variance of the whole batch. `"frozen"`: normalises by the
+            moving statistics, which stay as they are.
+
+    Returns:
+        `model`.
+
+    Raises:
+        TypeError: `model` is no `keras.Model`, or `micro_batch_size` no int.
+        ValueError: `micro_batch_size` is below 1, `batch_norm` is none of these, or the model has its own `train_step`.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> model = keras.Sequential([keras.layers.Dense(1)])
+        >>> model = micro_batched(model, 4)
+        >>> model.compile(optimizer="sgd", loss="mse")
+        >>> history = model.fit(np.ones((20, 3)), np.ones((20, 1)), batch_size=10, verbose=0)
+        >>> int(model.optimizer.iterations)                 # two batches, two updates
+        2
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"`model` must be a keras.Model. Received: model={model!r} of type {type(model).__name__}.")
+    if micro_batch_size != "auto":
+        checked_count(micro_batch_size, "micro_batch_size")
+    if batch_norm not in get_args(BatchNorm):
+        raise ValueError(f"`batch_norm` must be one of {get_args(BatchNorm)}. Received: batch_norm={batch_norm!r}.")
+    if type(model).train_step is not keras.Model.train_step:
+        raise ValueError(
+            f"{type(model).__name__} overrides `train_step`, which micro_batched replaces. Override `compute_loss` "
+            "instead, whose result is taken to be a mean over rows, or pass a loss to `compile`."
+        )
+    _step_class()(model, micro_batch_size, batch_norm).install()
+    return model
+
+
+def _step_class() -> type[MicroBatchedStep]:
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        from gradaccum.keras.step_tensorflow import TensorFlowStep
+
+        return TensorFlowStep
+    if backend == "jax":
+        from gradaccum.keras.step_jax import JaxStep
+
+        return JaxStep
+    if backend == "torch":
+        from gradaccum.keras.step_torch import TorchStep
+
+        return TorchStep
+    raise ValueError(f"micro_batched trains on TensorFlow, JAX and PyTorch. Received: Keras' {backend} backend.")

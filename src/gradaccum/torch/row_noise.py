@@ -1,0 +1,238 @@
+"""Random numbers that belong to a row, so that dropout is the same in a micro-batch as in the large batch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Replay", "random_state_kept", "set_random_state"]
+
+
+class Replay(TorchDispatchMode):
+    """While active, every random tensor is cut out of the one that the large batch has drawn.
+
+    A random operation draws one number from the user's generator and seeds its own noise with it. That noise always has
+    the large batch's shape; a micro-batch takes its rows of it. As the generator moves by one number per operation,
+    whatever the shapes, the micro-batches stay in step with the large batch, and checkpointing replays as ever.
+
+    Args:
+        rows: Rows of the large batch.
+        neutral: Replace noise by its mean: dropout keeps everything. For models whose noise has no rows.
+    """
+
+    def __init__(self, rows: int, *, neutral: bool = False) -> None:
+        super().__init__()
+        self.rows = rows
+        self.neutral = neutral
+        self.unreplayed: set[str] = set()
+        """Operations whose random numbers could not be assigned to rows."""
+        self.used = False
+        """Whether there were random numbers at all."""
+        self.precision = torch.float64
+        """The narrowest floating dtype that was computed in."""
+        self._shapes: dict[int, torch.Size] = {}
+        self._taken: Tensor | None = None
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
+
+    def start(self, taken: Tensor | None) -> None:
+        """A forward pass begins: of these rows, or of the large batch (None), from the same random state each time."""
+        self._taken = taken
+        set_random_state(0)
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Set the user's own generators back to where they were found."""
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self._random(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.is_floating_point() and result.numel() > 1:
+            self.precision = min(self.precision, result.dtype, key=lambda dtype: torch.finfo(dtype).bits)
+        return result
+
+    def _random(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = {argument.name: argument.default_value for argument in func._schema.arguments}
+        given.update({argument.name: value for argument, value in zip(func._schema.arguments, args)})
+        given.update(kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        base = name.rstrip("_").removesuffix("_like").removeprefix("_fused_").removeprefix("native_")
+        if given.get("dropout_p") == 0.0 or given.get("train") is False or given.get("training") is False:
+            return func(*args, **kwargs)
+        self.used = True
+        sampler = _SAMPLERS.get(base)
+        if sampler is None:
+            self.unreplayed.add(name)
+            return func(*args, **kwargs)
+        template = _template(given)
+        noise = _Noise(self, given.get("generator"))
+        result = sampler(template, given, noise)
+        if name.endswith("_"):
+            return template.copy_(result)
+        return result
+
+    def noise(self, generator: torch.Generator | None, shape: torch.Size, device: torch.device) -> Tensor:
+        """Uniform noise in [0, 1) of this shape: the rows in progress of the large batch's."""
+        seed = self._seed(generator)
+        if self._taken is None:
+            self._shapes[seed] = shape
+        full = self._shapes.get(seed)
+        fitting = _row_dimension(full, shape, self.rows, self._taken) if full is not None else None
+        if self.neutral:
+            return torch.full(shape, 0.5, dtype=torch.float64, device=device)
+        source = torch.Generator(device).manual_seed(seed)
+        if full is None or fitting is None:
+            self.unreplayed.add("of a shape that doesn't follow the rows")
+            return torch.rand(shape, dtype=torch.float64, device=device, generator=source)
+        values = torch.rand(full, dtype=torch.float64, device=device, generator=source)
+        if fitting < 0:
+            return values
+        assert self._taken is not None
+        split = values.unflatten(fitting, (self.rows, -1))
+        return split.index_select(fitting, self._taken.to(device)).flatten(fitting, fitting + 1)
+
+    def _seed(self, generator: torch.Generator | None) -> int:
+        if generator is not None and all(generator is not known for known, _ in self._generators):
+            self._generators.append((generator, generator.get_state()))
+        device = generator.device if generator is not None else "cpu"
+        return int(torch.randint(2**62, (), generator=generator, device=device).item())
+
+
+class _Noise:
+    """Draws for one operation."""
+
+    def __init__(self, replay: Replay, generator: torch.Generator | None) -> None:
+        self._replay, self._generator = replay, generator
+        self.neutral = replay.neutral
+
+    def uniform(self, template: Tensor, *more: int) -> Tensor:
+        return self._replay.noise(self._generator, torch.Size([*template.shape, *more]), template.device)
+
+    def normal(self, template: Tensor) -> Tensor:
+        # Never exactly 0, which the quantile would send to -inf.
+        return torch.special.ndtri(self.uniform(template).clamp(min=2.0**-60))
+
+
+def _row_dimension(full: torch.Size, shape: torch.Size, rows: int, taken: Tensor | None) -> int | None:
+    """The dimension that holds the rows; -1 where the micro-batch shares all of it, None where neither fits."""
+    if full == shape:
+        return -1
+    if taken is None or len(full) != len(shape):
+        return None
+    different = [dim for dim, (a, b) in enumerate(zip(full, shape)) if a != b]
+    if len(different) == 1:
+        dim = different[0]
+        if full[dim] % rows == 0 and full[dim] // rows * len(taken) == shape[dim]:
+            return dim
+    return None
+
+
+def _template(given: dict[str, Any]) -> Tensor:
+    """An empty tensor like the result; for operations in place, the tensor itself."""
+    own = given.get("self", given.get("input"))
+    if isinstance(own, Tensor):
+        return torch.empty_like(own, dtype=given["dtype"]) if isinstance(given.get("dtype"), torch.dtype) else own
+    for name in ("mean", "std"):
+        if isinstance(given.get(name), Tensor):
+            return given[name]
+    shape = given["size"] if given.get("size") is not None else [given["n"]]
+    integral = torch.int64 if "high" in given or "n" in given else None
+    dtype = given.get("dtype")  # its default in the schema is a number
+    return torch.empty(shape, dtype=dtype if isinstance(dtype, torch.dtype) else integral, device=given.get("device"))
+
+
+def _bernoulli(template: Tensor, given: dict[str, Any], noise: _Noise) -> Tensor:
+    probability = given.get("p")
+    if probability is None:
+        probability = given["self"]
+    kept = noise.uniform(template) < probability
+    if noise.neutral and template.is_floating_point():
+        return torch.zeros_like(template) + probability
+    return kept.to(template.dtype)
+
+
+def _dropout(template: Tensor, given: dict[str, Any], noise: _Noise) -> tuple[Tensor, Tensor]:
+    probability = given["p"]
+    kept = noise.uniform(template) >= probability
+    if noise.neutral:
+        return template.clone(), torch.ones_like(template, dtype=torch.bool)
+    scale = 1 / (1 - probability) if probability < 1 else 0.0
+    return template * kept * scale, kept
+
+
+def _multinomial(template: Tensor, given: dict[str, Any], noise: _Noise) -> Tensor:
+    # An exponential race: the category that arrives first is drawn with its probability, without replacement.
+    draws = given["num_samples"]
+    if given["replacement"]:
+        arrivals = -torch.log1p(-noise.uniform(template.unsqueeze(-2).expand(*template.shape[:-1], draws, -1)))
+        return (arrivals / template.unsqueeze(-2)).argmin(-1)
+    arrivals = -torch.log1p(-noise.uniform(template)) / template
+    return arrivals.topk(draws, largest=False, sorted=True).indices
+
+
+def _normal(template: Tensor, given: dict[str, Any], noise: _Noise) -> Tensor:
+    return (noise.normal(template) * given.get("std", 1.0) + given.get("mean", 0.0)).to(template.dtype)
+
+
+def _uniform(template: Tensor, given: dict[str, Any], noise: _Noise) -> Tensor:
+    low, high = given.get("from", 0.0), given.get("to", 1.0)
+    return (low + (high - low) * noise.uniform(template)).to(template.dtype)
+
+
+def _randint(template: Tensor, given: dict[str, Any], noise: _Noise) -> Tensor:
+    low, high = given.get("low") or 0, given["high"]
+    return (low + (high - low) * noise.uniform(template)).floor().to(template.dtype)
+
+
+_SAMPLERS: dict[str, Callable[[Tensor, dict[str, Any], _Noise], Any]] = {
+    "bernoulli": _bernoulli,
+    "dropout": _dropout,
+    "multinomial": _multinomial,
+    "normal": _normal,
+    "randn": _normal,
+    "log_normal": lambda template, given, noise: _normal(template.double(), given, noise).exp().to(template.dtype),
+    "rand": _uniform,
+    "uniform": _uniform,
+    "randint": _randint,
+    "randperm": lambda template, given, noise: noise.uniform(template).argsort(),
+    "exponential": lambda template, given, noise: (-torch.log1p(-noise.uniform(template)) / given["lambd"]).to(
+        template.dtype
+    ),
+    "cauchy": lambda template, given, noise: (
+        given["median"] + given["sigma"] * torch.tan(math.pi * (noise.uniform(template) - 0.5))
+    ).to(template.dtype),
+}
+
+
+def set_random_state(seed: int) -> None:
+    """Seed torch's, Python's and NumPy's global generators."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Leave torch's (all devices), Python's and NumPy's global generators as they were found."""
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
+    arrays = numpy.random.get_state() if numpy is not None else None
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(arrays)

@@ -1,0 +1,93 @@
+"""`runai.ga.torch`, as Run:AI's readme and the guide print it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import runai.ga.torch
+from tests.reference import relative_error, torch_updates
+
+x, y = torch.randn(16, 5, dtype=torch.float64), torch.randn(16, 3, dtype=torch.float64)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Linear(5, 3, dtype=torch.float64)
+
+
+def train(model, optimizer, divide_by=1):
+    for start in range(0, 16, 4):
+        optimizer.zero_grad()
+        (nn.functional.mse_loss(model(x[start : start + 4]), y[start : start + 4]) / divide_by).backward()
+        optimizer.step()
+
+
+def expected():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch_updates(model, optimizer, [(x[:8], y[:8]), (x[8:], y[8:])], lambda m, a, b: nn.functional.mse_loss(m(a), b))
+    return model
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+MAKES = {
+    "keyword": lambda m: runai.ga.torch.optim.Optimizer(sgd(m), steps=2),
+    "positional": lambda m: runai.ga.torch.optim.Optimizer(sgd(m), 2),
+    "named": lambda m: runai.ga.torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, steps=2),
+    "named, steps first": lambda m: runai.ga.torch.optim.SGD(2, m.parameters(), lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("how", MAKES)
+def test_gradients_are_averaged_over_a_window_and_the_line_says_so(how, capsys):
+    model = network()
+    optimizer = MAKES[how](model)
+    printed = capsys.readouterr().out
+    assert printed == "Wrapping 'SGD' PyTorch optimizer with GA of 2 steps (gradients are averaged)\n"
+    train(model, optimizer)
+    assert relative_error(model.parameters(), expected().parameters()) <= 1e-12
+
+
+def test_reduction_sum_is_the_originals(capsys):
+    model = network()
+    optimizer = runai.ga.torch.optim.Optimizer(sgd(model), steps=2, reduction="sum")
+    assert capsys.readouterr().out.endswith("with GA of 2 steps (gradients are summed)\n")
+    train(model, optimizer, divide_by=2)  # as the original's scripts do
+    assert relative_error(model.parameters(), expected().parameters()) <= 1e-12
+
+
+def test_what_scripts_read():
+    model = network()
+    inner = sgd(model)
+    optimizer = runai.ga.torch.optim.Optimizer(inner, steps=3)
+    assert optimizer.optimizer is inner
+    assert optimizer.runai.steps == 3
+    seen = []
+    for _ in range(4):
+        seen.append(optimizer.runai.step)
+        nn.functional.mse_loss(model(x[:4]), y[:4]).backward()
+        optimizer.step()
+    assert seen == [0, 1, 2, 0]
+    assert isinstance(optimizer, torch.optim.Optimizer)
+
+
+def test_every_torch_optimizer_is_there_and_pickles():
+    model = network()
+    adam = runai.ga.torch.optim.Adam(4, model.parameters())
+    assert type(pickle.loads(pickle.dumps(adam))) is type(adam)
+    assert type(copy.deepcopy(adam).optimizer) is torch.optim.Adam
+    assert {"Adam", "AdamW", "RMSprop"} <= set(dir(runai.ga.torch.optim))
+    with pytest.raises(AttributeError, match="Nothing"):
+        _ = runai.ga.torch.optim.Nothing
+
+
+@pytest.mark.parametrize("steps", [0, {}])
+def test_wrong_steps_are_refused(steps):
+    with pytest.raises(ValueError, match="Received: steps="):
+        runai.ga.torch.optim.Optimizer(sgd(network()), steps=steps)

@@ -1,0 +1,68 @@
+"""The backend is that of the process (`KERAS_BACKEND`): each one's tests run in a process of their own."""
+
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+BACKEND = os.environ["KERAS_BACKEND"]
+if BACKEND == "jax":  # before JAX starts: two devices to train on at once
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=2".strip()
+
+import keras  # noqa: E402  # Keras reads the environment when it is imported
+import pytest  # noqa: E402
+
+from tests.reference import FLOAT32, FLOAT64  # noqa: E402
+
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+
+
+# Warnings of the frameworks' own making, about each other; all others are errors.
+IGNORED = ["ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"]
+
+
+def pytest_configure(config):
+    for line in IGNORED:
+        config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture(autouse=True)
+def leave_keras_as_found():
+    keras.utils.set_random_seed(0)
+    yield
+    keras.backend.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+    keras.backend.clear_session()
+
+
+@pytest.fixture
+def float64():
+    """Double precision by default. Yields the error that is then allowed for whole models (see `fit_bound`)."""
+    keras.backend.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    if BACKEND == "jax":
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
+    yield FLOAT32 if BACKEND == "torch" else FLOAT64
+    if BACKEND == "jax":
+        jax.config.update("jax_enable_x64", False)
+
+
+@pytest.fixture
+def bound(float64):
+    """The relative error that is allowed, in double precision."""
+    return 1e-12
+
+
+@pytest.fixture
+def fit_bound(request):
+    """The same for whole models. Keras' losses, on JAX and PyTorch, compute in single precision whatever is set."""
+    if BACKEND != "tensorflow":
+        return 1e-6
+    request.getfixturevalue("float64")
+    return 1e-12

@@ -1,0 +1,108 @@
+"""Small problems that the Keras tests share: models, rows, micro-batches, and custom loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from tests.reference import keras_updates, ragged, relative_error, windows_of
+
+BACKEND = keras.backend.backend()
+Batch = tuple[np.ndarray, ...]
+
+
+def network(seed: int = 0, **hidden: Any) -> keras.Model:
+    """5 -> 7 -> 3; tanh, so that every gradient is of ordinary size."""
+    keras.utils.set_random_seed(seed)
+    layers = [keras.Input((5,)), keras.layers.Dense(7, activation="tanh", **hidden), keras.layers.Dense(3)]
+    return keras.Sequential(layers)
+
+
+def regression(rows: int, seed: int = 1) -> Batch:
+    generator = np.random.default_rng(seed)
+    x, y = generator.normal(size=(rows, 5)), generator.normal(size=(rows, 3))
+    return x.astype(keras.backend.floatx()), y.astype(keras.backend.floatx())
+
+
+def split(data: Batch, sizes: Sequence[int]) -> list[Batch]:
+    return [tuple(array[rows] for array in data) for rows in ragged(len(data[0]), sizes)]
+
+
+def join(window: Sequence[Batch]) -> Batch:
+    return tuple(np.concatenate(parts) for parts in zip(*window))
+
+
+class Batches(keras.utils.PyDataset):
+    """These batches, in this order, in every epoch."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        super().__init__()
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.batches[index]
+
+
+def adam() -> Any:
+    return keras.optimizers.Adam(0.01)
+
+
+def sgd() -> Any:
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def plain(model: keras.Model, optimizer: Any, micro_batches: list[Batch], steps: int, epochs: int) -> keras.Model:
+    """The model after plain training on the large batches."""
+    model.compile(optimizer=optimizer, loss="mse")
+    keras_updates(model, [join(window) for window in windows_of(micro_batches, steps)] * epochs)
+    return model
+
+
+def error(actual: keras.Model, expected: keras.Model) -> float:
+    """The largest relative error of the weights."""
+    return relative_error(actual.get_weights(), expected.get_weights())
+
+
+def variables_like(shapes: Sequence[tuple[int, ...]], dtype: str | None = None, seed: int = 0) -> list[Any]:
+    generator = np.random.default_rng(seed)
+    dtype = dtype or keras.backend.floatx()
+    return [keras.Variable(generator.normal(size=shape), dtype=dtype, name=f"w{i}") for i, shape in enumerate(shapes)]
+
+
+def _tensor(gradient: Any) -> Any:
+    is_array = isinstance(gradient, np.ndarray)
+    return keras.ops.convert_to_tensor(gradient, keras.backend.floatx()) if is_array else gradient
+
+
+def train_by_hand(optimizer: Any, variables: list[Any], gradients: Sequence[Sequence[Any]], by: str = "") -> None:
+    """Give the optimizer one list of gradients after the other, in the custom loop of the backend."""
+    if not optimizer.built:
+        optimizer.build(variables)
+    tensors = [[None if g is None else _tensor(g) for g in some] for some in gradients]
+    if BACKEND == "jax" and by != "eager":
+        import jax
+
+        step = jax.jit(optimizer.stateless_apply)
+        weights, state = [v.value for v in variables], [v.value for v in optimizer.variables]
+        for some in tensors:
+            weights, state = step(state, some, weights)
+        for variable, value in zip([*variables, *optimizer.variables], [*weights, *state]):
+            variable.assign(value)
+    elif BACKEND == "tensorflow" and by != "eager":
+        import tensorflow as tf
+
+        steps: dict[Any, Any] = {}
+        for some in tensors:
+            which = tuple(g is None for g in some)
+            if which not in steps:
+                steps[which] = tf.function(lambda some: optimizer.apply_gradients(zip(some, variables)))
+            steps[which](some)
+    else:
+        for some in tensors:
+            optimizer.apply(some, variables)

@@ -1,0 +1,180 @@
+"""BatchOptimizer: exact for every combination of sizes, without a callback; and what it notices."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+
+from gradaccum.keras.callbacks import GradientAccumulation
+from gradaccum.keras.optimizers import BatchOptimizer
+from tests.keras.problems import BACKEND, Batches, adam, error, join, network, plain, regression, sgd, split
+from tests.reference import keras_updates, windows_of
+
+SIZES = {
+    # maximum, desired, train_size
+    "all divide": (4, 16, 48),
+    "a ragged last micro-batch": (4, 12, 42),
+    "the last micro-batch is a window": (4, 8, 34),
+    "desired is no multiple of maximum": (4, 10, 41),
+    "desired is greater than the epoch": (4, 100, 18),
+    "desired is less than maximum": (8, 3, 20),
+    "maximum is greater than the epoch": (32, 64, 10),
+    "one row at a time": (1, 3, 7),
+}
+
+
+def micro_batches(maximum, train_size):
+    sizes = [maximum] * (train_size // maximum) + [train_size % maximum] * (train_size % maximum > 0)
+    return split(regression(train_size), sizes)
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_fit_matches_the_desired_batches(sizes, make, fit_bound):
+    maximum, desired, train_size = SIZES[sizes]
+    batches = micro_batches(maximum, train_size)
+    model = network()
+    optimizer = BatchOptimizer(make(), maximum, desired, train_size, model)
+    model.compile(optimizer=optimizer, loss="mse")
+    model.fit(*join(batches), batch_size=maximum, epochs=2, shuffle=False, verbose=0)
+    steps = -(-desired // maximum)
+    assert int(optimizer.iterations) == 2 * len(windows_of(batches, steps))
+    assert error(model, plain(network(), make(), batches, steps, 2)) <= fit_bound
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("maximum", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("desired", [1, 2, 5, 8, 14, 40])
+@pytest.mark.parametrize("train_size", [1, 5, 14, 21])
+def test_fit_matches_the_desired_batches_for_all_sizes(maximum, desired, train_size, fit_bound):
+    batches = micro_batches(maximum, train_size)
+    model = network()
+    model.compile(optimizer=BatchOptimizer(sgd(), maximum, desired, train_size, model), loss="mse")
+    model.fit(*join(batches), batch_size=maximum, epochs=2, shuffle=False, verbose=0)
+    assert error(model, plain(network(), sgd(), batches, -(-desired // maximum), 2)) <= fit_bound
+
+
+def test_train_size_alone_tells_a_custom_loop(fit_bound):
+    batches = micro_batches(4, 18)
+    model = network()
+    model.compile(optimizer=BatchOptimizer(sgd(), 4, 12, 18, model), loss="mse")
+    for _ in range(2):
+        for batch in batches:
+            model.train_on_batch(*batch)
+    assert int(model.optimizer.iterations) == 4
+    assert error(model, plain(network(), sgd(), batches, 3, 2)) <= fit_bound
+
+
+def test_a_model_with_batch_normalization_trains():
+    keras.utils.set_random_seed(0)
+    layers = [keras.Input((5,)), keras.layers.Dense(7), keras.layers.BatchNormalization(), keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
+    model.compile(optimizer=BatchOptimizer(adam(), 4, 8, 18, model), loss="mse")
+    x, y = regression(18)
+    history = model.fit(x, y, batch_size=4, epochs=30, verbose=0)
+    assert history.history["loss"][-1] < history.history["loss"][0]
+    assert np.isfinite(model.evaluate(x, y, verbose=0))
+
+
+def test_float64_weights(float64):
+    batches = micro_batches(4, 18)
+    model = network()
+    model.compile(optimizer=BatchOptimizer(sgd(), 4, 12, 18, model), loss="mse")
+    model.fit(*join(batches), batch_size=4, shuffle=False, verbose=0)
+    assert {w.dtype for w in model.get_weights()} == {np.dtype("float64")}
+    bound = 1e-12 if BACKEND == "tensorflow" else 1e-6
+    assert error(model, plain(network(), sgd(), batches, 3, 1)) <= bound
+
+
+def test_the_start_up_line_states_the_effective_size_where_it_differs(caplog):
+    with caplog.at_level(logging.INFO, "gradaccum"):
+        BatchOptimizer(adam(), 16, 256, 1000, network())
+        BatchOptimizer(adam(), 48, 100, 1000, network())
+        BatchOptimizer(adam(), 16, 256, 100, network())
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if "Wrapping" in line] == [
+        f"Wrapping 'Adam' Keras optimizer with GA of {steps} steps" for steps in (16, 3, 16)
+    ]
+    assert [line.split(":")[0] for line in lines if "effective" in line] == [
+        "The effective batch size is 144, not the desired 100",
+        "The effective batch size is 100, not the desired 256",
+    ]
+
+
+def test_an_epoch_that_was_interrupted_leaves_the_next_ones_aligned(fit_bound):
+    batches = micro_batches(4, 18)
+
+    class Interrupts(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                raise KeyboardInterrupt
+
+    model = network()
+    model.compile(optimizer=BatchOptimizer(sgd(), 4, 12, 18, model), loss="mse")
+    arguments = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(*join(batches), **arguments, callbacks=[Interrupts()])
+    model.fit(*join(batches), **arguments)
+    expected = network()
+    expected.compile(optimizer=sgd(), loss="mse")
+    keras_updates(expected, [join(batches[:3]), join(batches[:3]), join(batches[3:])])
+    assert error(model, expected) <= fit_bound
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize("batch_size", [8, 2, None])
+def test_fit_with_another_batch_size_is_an_error(batch_size):
+    model, (x, y) = network(), regression(18)
+    model.compile(optimizer=BatchOptimizer(sgd(), 4, 12, 18, model), loss="mse")
+    with pytest.raises(ValueError, match=rf"batch_size=maximum_batch_size.*Received: batch_size={batch_size}"):
+        model.fit(x, y, batch_size=batch_size, verbose=0)
+
+
+def test_data_with_another_batch_size_is_an_error():
+    model = network()
+    model.compile(optimizer=BatchOptimizer(sgd(), 4, 12, 18, model), loss="mse")
+    with pytest.raises(ValueError, match=r"maximum_batch_size=4 .* last of train_size=18 rows, with 2\. Received: 6"):
+        model.fit(Batches(split(regression(18), [6] * 3)), verbose=0)
+
+
+def test_rows_other_than_train_size_are_an_error():
+    model, (x, y) = network(), regression(20)
+    model.compile(optimizer=BatchOptimizer(sgd(), 4, 12, 20, model), loss="mse")
+    with pytest.raises(ValueError, match=r"train_size=20, where fit\(\) has 16 rows after its validation split"):
+        model.fit(x, y, batch_size=4, validation_split=0.2, verbose=0)
+    with pytest.raises(ValueError, match=r"Received: steps_per_epoch=3"):
+        model.fit(x, y, batch_size=4, steps_per_epoch=3, verbose=0)
+
+
+def test_another_model_is_an_error():
+    other, (x, y) = network(), regression(18)
+    other.compile(optimizer=BatchOptimizer(sgd(), 4, 12, 18, network()), loss="mse")
+    with pytest.raises(ValueError, match="made for another model"):
+        other.fit(x, y, batch_size=4, verbose=0)
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 16), (4, -1, 16), (4, 8, 0)])
+def test_sizes_below_one_are_errors(sizes):
+    with pytest.raises(ValueError, match=r"must be an int >= 1\. Received"):
+        BatchOptimizer(sgd(), *sizes, network())
+
+
+def test_wrong_types_are_errors():
+    with pytest.raises(TypeError, match=r"maximum_batch_size=4\.5"):
+        BatchOptimizer(sgd(), 4.5, 8, 16, network())
+    with pytest.raises(TypeError, match=r"must be a keras\.Model"):
+        BatchOptimizer(sgd(), 4, 8, 16, "model")
+    model, (x, y) = network(), regression(16)
+    model.compile(optimizer=BatchOptimizer(sgd(), 4, 8, 16, model), loss="mse")
+    with pytest.raises(ValueError, match="follow from its batch sizes"):
+        model.fit(x, y, batch_size=4, verbose=0, callbacks=[GradientAccumulation(2)])
+
+
+def test_a_model_that_is_compiled_anew_is_checked_no_more():
+    model, (x, y) = network(), regression(18)
+    BatchOptimizer(sgd(), 4, 12, 18, model)
+    model.compile(optimizer=sgd(), loss="mse")
+    model.fit(x, y, batch_size=9, verbose=0)

@@ -1,0 +1,308 @@
+"""`micro_batched(model, k)` trains as plain `fit` does at the large batch: weights, losses and metrics."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, losses, ops
+
+from gradaccum.keras.micro_batched import micro_batched
+from tests.reference import relative_error
+
+BACKEND = keras.backend.backend()
+ROWS, BATCH, MICRO = 22, 9, 4
+"""Batches of 9, 9 and 4 rows; micro-batches of 3, 3 and 3, and of 4."""
+
+random = np.random.default_rng(0)
+X = random.normal(size=(ROWS, 5))
+CLASSES = random.integers(0, 3, ROWS)
+WEIGHTS = random.uniform(0.5, 2, ROWS)
+TOKENS = random.integers(1, 7, (ROWS, 6))
+for row, length in enumerate(random.integers(1, 7, ROWS)):
+    TOKENS[row, length:] = 0
+TAGS = random.integers(0, 3, (ROWS, 6))
+
+
+def sgd():
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def run(make, compiled, x, y=None, micro_batch_size=None, batch_norm="warn", **fit):
+    """Train a model made by `make`; in micro-batches where a size is given. Returns it and its history."""
+    keras.utils.set_random_seed(1)
+    model = make()
+    if micro_batch_size is not None:
+        model = micro_batched(model, micro_batch_size, batch_norm=batch_norm)
+    keras.utils.set_random_seed(2)
+    model.compile(**{"optimizer": sgd(), **compiled()})
+    fit = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0, **fit}
+    history = model.fit(x() if callable(x) else x, y, **fit)
+    return model, history.history
+
+
+def assert_same(make, compiled, x, y=None, tolerance=1e-6, micro_batch_size=MICRO, **fit):
+    """Both ways of training end with the same weights, the same optimizer state and the same logs."""
+    plain, expected = run(make, compiled, x, y, **fit)
+    ours, logs = run(make, compiled, x, y, micro_batch_size, **fit)
+    assert relative_error(ours.get_weights(), plain.get_weights()) <= tolerance
+    states = [[keras.ops.convert_to_numpy(v) for v in model.optimizer.variables] for model in (ours, plain)]
+    assert relative_error(*states) <= 10 * tolerance
+    assert logs.keys() == expected.keys()
+    for name, values in expected.items():
+        assert relative_error([logs[name]], [values]) <= 10 * tolerance, name
+    return ours, plain
+
+
+def classifier(**kwargs):
+    inputs = layers.Input((5,))
+    hidden = layers.Dense(7, activation="tanh", **kwargs)(inputs)
+    return keras.Model(inputs, layers.Dense(3, activation="softmax")(hidden))
+
+
+def crossentropy(**kwargs):
+    return {"loss": losses.SparseCategoricalCrossentropy(**kwargs), "metrics": ["accuracy"]}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_ragged_batches_match_plain_fit(float64, optimizer):
+    make = {"sgd": sgd, "adam": lambda: keras.optimizers.Adam(0.01)}[optimizer]
+    assert_same(classifier, lambda: {"optimizer": make(), **crossentropy()}, X, CLASSES, float64)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 8, 100])
+def test_any_micro_batch_size_matches_plain_fit(float64, micro_batch_size):
+    assert_same(classifier, crossentropy, X, CLASSES, float64, micro_batch_size)
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean", "sum", "mean_with_sample_weight"])
+@pytest.mark.parametrize("weights", ["none", "sample_weight", "class_weight"])
+def test_every_reduction_matches_plain_fit_with_any_weights(float64, reduction, weights):
+    fit = {
+        "none": {},
+        "sample_weight": {"sample_weight": WEIGHTS},
+        "class_weight": {"class_weight": {0: 1, 1: 3, 2: 0.5}},
+    }
+
+    def compiled():
+        small = keras.optimizers.SGD(0.01, momentum=0.9)
+        return {"optimizer": small, **crossentropy(reduction=reduction), "weighted_metrics": ["accuracy"]}
+
+    assert_same(classifier, compiled, X, CLASSES, float64, **fit[weights])
+
+
+def test_zero_weights_match_plain_fit(float64):
+    weights = np.where(np.arange(ROWS) % 9 < 4, 0.0, WEIGHTS)  # a whole micro-batch of them
+    compiled = lambda: crossentropy(reduction="mean_with_sample_weight")  # noqa: E731
+    assert_same(classifier, compiled, X, CLASSES, float64, sample_weight=weights)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="Plain Keras trains on an unreduced loss on TensorFlow only.")
+def test_no_reduction_matches_plain_fit(float64):
+    def compiled():
+        return {"optimizer": keras.optimizers.SGD(0.01), **crossentropy(reduction=None)}
+
+    assert_same(classifier, compiled, X, CLASSES, float64)
+
+
+def tagger(mask=True, **kwargs):
+    inputs = layers.Input((6,), dtype="int32")
+    embedded = layers.Embedding(7, 3, mask_zero=mask)(inputs)
+    hidden = layers.Dense(4, activation="tanh")(embedded)
+    return keras.Model(inputs, layers.Dense(3, activation="softmax", **kwargs)(hidden))
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum", "mean_with_sample_weight"])
+@pytest.mark.parametrize("weights", [None, np.broadcast_to(WEIGHTS[:, None], (ROWS, 6)).copy()])
+def test_masks_that_only_the_forward_pass_knows_match_plain_fit(float64, reduction, weights):
+    def compiled():
+        return {"optimizer": keras.optimizers.SGD(0.01, momentum=0.9), **crossentropy(reduction=reduction)}
+
+    assert_same(tagger, compiled, TOKENS, TAGS, float64, sample_weight=weights)
+
+
+def test_masks_beside_other_terms_of_the_loss_match_plain_fit(float64):
+    make = lambda: tagger(kernel_regularizer="l2", activity_regularizer="l2")  # noqa: E731
+    assert_same(make, crossentropy, TOKENS, TAGS, float64)
+
+
+def test_masks_that_end_inside_the_model_match_plain_fit(float64):
+    def make():
+        return keras.Sequential(
+            [layers.Embedding(7, 3, mask_zero=True), layers.LSTM(4), layers.Dense(3, activation="softmax")]
+        )
+
+    adam = lambda: {"optimizer": keras.optimizers.Adam(0.01), **crossentropy()}  # noqa: E731
+    assert_same(make, adam, TOKENS, CLASSES, float64, epochs=1)
+
+
+def test_a_masking_layer_matches_plain_fit(float64):
+    def make():
+        return keras.Sequential(
+            [layers.Masking(0.0), layers.SimpleRNN(4, return_sequences=True), layers.Dense(3, activation="softmax")]
+        )
+
+    x = random.normal(size=(ROWS, 6, 2)) * (TOKENS > 0)[..., None]
+    assert_same(make, crossentropy, x, TAGS, float64, epochs=1)
+
+
+def test_ignored_classes_match_plain_fit(float64):
+    y = np.where(TOKENS == 0, -1, TAGS)
+    y[:4] = -1  # a whole micro-batch
+    assert_same(lambda: tagger(mask=False), lambda: crossentropy(ignore_class=-1), TOKENS, y, float64)
+
+
+def two_outputs():
+    inputs = {"tokens": layers.Input((6,), dtype="int32", name="tokens"), "numbers": layers.Input((5,), name="numbers")}
+    sequence = layers.Dense(4)(layers.Embedding(7, 3, mask_zero=True)(inputs["tokens"]))
+    tags = layers.Dense(3, activation="softmax", name="tags")(sequence)
+    joined = layers.Concatenate()([layers.Dense(4)(inputs["numbers"]), layers.GlobalAveragePooling1D()(sequence)])
+    return keras.Model(inputs, {"tags": tags, "value": layers.Dense(2, name="value")(joined)})
+
+
+TWO_INPUTS = {"tokens": TOKENS, "numbers": X}
+TWO_TARGETS = {"tags": TAGS, "value": X[:, :2]}
+
+
+def two_losses(first="mean_with_sample_weight", second="sum_over_batch_size"):
+    return {
+        "loss": {
+            "tags": losses.SparseCategoricalCrossentropy(reduction=first),
+            "value": losses.Huber(reduction=second),
+        },
+        "loss_weights": {"tags": 0.3, "value": 2.0},
+        "metrics": {"tags": ["accuracy"], "value": ["mae"]},
+        "optimizer": keras.optimizers.SGD(0.01, momentum=0.9),
+    }
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "weighted"),
+    [
+        ("sum_over_batch_size", "sum_over_batch_size", True),
+        ("mean_with_sample_weight", "mean_with_sample_weight", True),
+        ("mean_with_sample_weight", "sum", False),
+    ],
+)
+def test_several_outputs_have_a_denominator_each(float64, first, second, weighted):
+    weights = {"tags": np.broadcast_to(WEIGHTS[:, None], (ROWS, 6)).copy(), "value": WEIGHTS[::-1].copy()}
+    assert_same(
+        two_outputs,
+        lambda: two_losses(first, second),
+        TWO_INPUTS,
+        TWO_TARGETS,
+        float64,
+        sample_weight=weights if weighted else None,
+    )
+
+
+@keras.saving.register_keras_serializable("gradaccum_tests")
+class Subclassed(keras.Model):
+    """Unbuilt until it sees data; adds a loss in its call."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.hidden = layers.Dense(6, activation="tanh", kernel_regularizer="l1")
+        self.out = layers.Dense(3, activation="softmax", activity_regularizer="l2")
+
+    def call(self, inputs, training=False):
+        hidden = self.hidden(inputs)
+        self.add_loss(0.1 * ops.mean(ops.square(hidden)))
+        return self.out(hidden)
+
+
+def test_an_unbuilt_subclassed_model_with_added_losses_matches_plain_fit(float64):
+    assert_same(Subclassed, crossentropy, X, CLASSES, float64)
+
+
+def test_regularisers_count_once(float64):
+    make = lambda: classifier(kernel_regularizer="l2", bias_regularizer="l1", activity_regularizer="l2")  # noqa: E731
+    assert_same(make, crossentropy, X, CLASSES, float64)
+
+
+@keras.saving.register_keras_serializable("gradaccum_tests")
+class OwnLoss(keras.Model):
+    """Overrides compute_loss and compute_metrics."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return loss + 0.5 * ops.mean(ops.square(y_pred))
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        logs = super().compute_metrics(x, y, y_pred, sample_weight)
+        return {**logs, "largest": ops.max(y_pred)}
+
+
+def test_overridden_compute_loss_and_compute_metrics_match_plain_fit(float64):
+    def make():
+        inputs = layers.Input((5,))
+        return OwnLoss(inputs, layers.Dense(3, activation="softmax")(inputs))
+
+    assert_same(
+        make, lambda: crossentropy(reduction="mean_with_sample_weight"), X, CLASSES, float64, sample_weight=WEIGHTS
+    )
+
+
+ADDITIVE = {
+    "MeanSquaredError": "regression",
+    "MeanAbsoluteError": "regression",
+    "MeanAbsolutePercentageError": "positive",
+    "MeanSquaredLogarithmicError": "positive",
+    "CosineSimilarity": "regression",
+    "Huber": "regression",
+    "LogCosh": "regression",
+    "Hinge": "binary",
+    "SquaredHinge": "binary",
+    "CategoricalHinge": "one_hot",
+    "KLDivergence": "one_hot",
+    "Poisson": "positive",
+    "BinaryCrossentropy": "binary",
+    "BinaryFocalCrossentropy": "binary",
+    "CategoricalCrossentropy": "one_hot",
+    "CategoricalFocalCrossentropy": "one_hot",
+    "SparseCategoricalCrossentropy": "sparse",
+    "CategoricalGeneralizedCrossEntropy": "sparse",
+}
+TARGETS = {
+    "regression": random.normal(size=(ROWS, 3)),
+    "positive": random.uniform(1, 2, size=(ROWS, 3)),
+    "binary": random.integers(0, 2, (ROWS, 3)),
+    "one_hot": np.eye(3)[CLASSES],
+    "sparse": CLASSES,
+}
+
+
+def step_with(name, reduction, float64):
+    if not hasattr(losses, name):
+        pytest.skip(f"This Keras has no {name}.")
+
+    def compiled():
+        return {
+            "loss": getattr(losses, name)(reduction=reduction),
+            "optimizer": keras.optimizers.SGD(1e-3, momentum=0.9),
+        }
+
+    y = TARGETS[ADDITIVE[name]]
+    assert_same(
+        classifier, compiled, X, y, float64, sample_weight=WEIGHTS, epochs=1, batch_size=ROWS, micro_batch_size=8
+    )
+
+
+@pytest.mark.parametrize("name", ADDITIVE)
+def test_every_built_in_loss_matches_plain_fit(float64, name):
+    step_with(name, "sum_over_batch_size", float64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADDITIVE)
+@pytest.mark.parametrize("reduction", ["sum", "mean", "mean_with_sample_weight"])
+def test_every_built_in_loss_with_every_reduction_matches_plain_fit(float64, name, reduction):
+    step_with(name, reduction, float64)
+
+
+def test_ctc_matches_plain_fit(float64):
+    def make():
+        return keras.Sequential([layers.Input((6, 2)), layers.LSTM(4, return_sequences=True), layers.Dense(4)])
+
+    x, y = random.normal(size=(ROWS, 6, 2)), random.integers(1, 4, (ROWS, 2))
+    assert_same(make, lambda: {"loss": losses.CTC()}, x, y, max(float64, 1e-6), epochs=1)

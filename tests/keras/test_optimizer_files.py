@@ -1,0 +1,203 @@
+"""Saving and loading, in the middle of a window too."""
+
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import gradaccum
+from gradaccum.keras.callbacks import GradientAccumulation
+from gradaccum.keras.optimizers import Adam, BatchOptimizer, Optimizer
+from tests.keras.problems import (
+    BACKEND,
+    adam,
+    error,
+    network,
+    plain,
+    regression,
+    sgd,
+    split,
+    train_by_hand,
+    variables_like,
+)
+from tests.keras.test_optimizer import SHAPES, HeavyBall, means, micro_gradients
+from tests.reference import relative_error
+
+
+def trained(optimizer, batches):
+    model = network()
+    model.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError())
+    for batch in batches:
+        model.train_on_batch(*batch)
+    return model
+
+
+def test_saved_in_the_middle_of_a_window_a_model_continues_exactly(tmp_path):
+    batches = split(regression(24), [4] * 6)
+    whole = trained(Optimizer(adam(), 3), batches)
+    model = trained(Optimizer(adam(), 3), batches[:4])
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert (loaded.optimizer.micro_batches, loaded.optimizer.steps) == (1, 3)
+    for batch in batches[4:]:
+        loaded.train_on_batch(*batch)
+    assert error(loaded, whole) == 0.0
+    assert int(loaded.optimizer.iterations) == 2
+
+
+def test_a_file_continues_in_a_fresh_process(tmp_path):
+    batches = split(regression(12), [4] * 3)
+    model = trained(Adam(3, 0.01), batches[:2])
+    model.save(tmp_path / "model.keras")
+    np.savez(tmp_path / "batch.npz", x=batches[2][0], y=batches[2][1])
+    program = (
+        "import sys, keras, numpy as np, gradaccum.keras\n"
+        "model = keras.models.load_model('model.keras')\n"
+        "batch = np.load('batch.npz')\n"
+        "model.train_on_batch(batch['x'], batch['y'])\n"
+        "assert type(model.optimizer) is gradaccum.keras.optimizers.Adam, type(model.optimizer)\n"
+        "np.savez('weights.npz', *model.get_weights())\n"
+    )
+    environment = {**os.environ, "KERAS_BACKEND": BACKEND}
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True, timeout=120)
+    weights = np.load(tmp_path / "weights.npz")
+    model.train_on_batch(*batches[2])
+    assert relative_error([weights[name] for name in weights.files], model.get_weights()) <= 1e-6
+
+
+def test_a_plain_optimizers_checkpoint_loads(tmp_path):
+    batches = split(regression(24), [4] * 6)
+    model = trained(adam(), batches[:2])
+    model.save_weights(tmp_path / "model.weights.h5")
+    wrapped = trained(Optimizer(adam(), 1), [])
+    wrapped.optimizer.build(wrapped.trainable_variables)
+    wrapped.load_weights(tmp_path / "model.weights.h5")
+    assert int(wrapped.optimizer.iterations) == 2
+    for batch in batches[2:]:
+        model.train_on_batch(*batch)
+        wrapped.train_on_batch(*batch)
+    assert error(wrapped, model) <= 1e-6
+
+
+def wrapped_after(count, steps=3, make=sgd):
+    optimizer, variables = Optimizer(make(), steps), variables_like(SHAPES)
+    train_by_hand(optimizer, variables, micro_gradients(count))
+    return optimizer, variables
+
+
+def stored(optimizer):
+    store = {}
+    optimizer.save_own_variables(store)
+    return store
+
+
+def test_a_plain_store_loads_into_a_wrapped_optimizer_and_empties_its_window(bound):
+    plain_optimizer, expected = sgd(), variables_like(SHAPES)
+    train_by_hand(plain_optimizer, expected, micro_gradients(3))
+    optimizer, variables = wrapped_after(2)
+    optimizer.load_own_variables(stored(plain_optimizer))
+    assert optimizer.micro_batches == 0
+    for variable, value in zip(variables, expected):
+        variable.assign(value)
+    gradients = micro_gradients(3, seed=5)
+    train_by_hand(optimizer, variables, gradients)
+    train_by_hand(plain_optimizer, expected, means(gradients, 3))
+    assert relative_error(variables, expected) <= bound
+
+
+def test_a_checkpoint_of_other_steps_loads_between_windows(bound):
+    saved, expected = wrapped_after(6, steps=3)
+    optimizer, variables = wrapped_after(1, steps=2)
+    optimizer.load_own_variables(stored(saved))
+    assert (optimizer.micro_batches, optimizer.steps, int(optimizer.iterations)) == (0, 2, 2)
+    for variable, value in zip(variables, expected):
+        variable.assign(value)
+    gradients = micro_gradients(2, seed=5)
+    train_by_hand(optimizer, variables, gradients)
+    saved.steps = 1
+    train_by_hand(saved, expected, means(gradients, 2))
+    assert relative_error(variables, expected) <= bound
+
+
+def test_a_checkpoint_of_other_steps_in_the_middle_of_a_window_is_an_error():
+    saved, _ = wrapped_after(4, steps=3)
+    optimizer, _ = wrapped_after(0, steps=2)
+    with pytest.raises(gradaccum.WindowError, match=r"1 of 3 micro-batches.*steps=3.*This one has steps=2"):
+        optimizer.load_own_variables(stored(saved))
+
+
+def test_a_window_of_other_variables_is_an_error():
+    saved, _ = wrapped_after(1)
+    other = Optimizer(sgd(), 3)
+    other.build(variables_like([(4, 3), (3,), (3, 5)]))
+    with pytest.raises(ValueError, match="other variables than this model's"):
+        other.load_own_variables(stored(saved))
+
+
+@pytest.mark.parametrize("steps", [4, {0: 8, 4: 2}])
+def test_config_round_trip(steps):
+    optimizer = Optimizer(keras.optimizers.Adam(0.5, beta_1=0.8), steps, name="mine")
+    copy = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+    assert type(copy) is Optimizer
+    assert copy.get_config() == optimizer.get_config()
+    assert (copy.name, copy.beta_1, float(copy.inner_optimizer.learning_rate)) == ("mine", 0.8, 0.5)
+    assert copy._schedule == gradaccum.Schedule(steps)
+
+
+def test_config_of_custom_named_and_batch_optimizers():
+    for optimizer in (
+        Optimizer(HeavyBall(momentum=0.7), 2),
+        Adam(3),
+        BatchOptimizer(sgd(), 4, 12, 18, network()),
+        Optimizer(keras.optimizers.LossScaleOptimizer(sgd()), 2),
+    ):
+        copy = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+        assert type(copy) is type(optimizer)
+        assert copy.get_config() == optimizer.get_config()
+
+
+@keras.saving.register_keras_serializable("tests")
+def growing(epoch, update):
+    return 1 + epoch
+
+
+def test_a_registered_callable_is_written_to_a_config():
+    optimizer = Optimizer(sgd(), growing)
+    copy = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+    assert copy._schedule == optimizer._schedule
+
+
+def test_a_schedule_from_the_callback_survives_a_file_in_the_middle_of_a_window(tmp_path):
+    batches = split(regression(20), [4] * 5)
+
+    class Saves(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                self.model.save(tmp_path / "model.keras")
+
+    model, (x, y) = network(), [np.concatenate(parts) for parts in zip(*batches)]
+    model.compile(optimizer=Optimizer(sgd(), 4), loss="mse")
+    callbacks = [GradientAccumulation({0: 2}), Saves()]
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=callbacks)
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert (loaded.optimizer.micro_batches, loaded.optimizer.steps) == (1, 2)
+    for x, y in batches[3:]:
+        loaded.fit(x, y, batch_size=4, verbose=0, callbacks=[GradientAccumulation({0: 2})])
+    assert error(loaded, plain(network(), sgd(), [*batches[:2], *batches[2:4], batches[4]], 2, 1)) <= 1e-6
+
+
+def test_a_batch_optimizers_model_is_loaded_in_the_middle_of_a_window(tmp_path, fit_bound):
+    batches = split(regression(18), [4, 4, 4, 4, 2])
+    model = network()
+    model.compile(optimizer=BatchOptimizer(adam(), 4, 12, 18, model), loss="mse")
+    for batch in batches[:4]:
+        model.train_on_batch(*batch)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert loaded.optimizer.micro_batches == 1
+    loaded.train_on_batch(*batches[4])
+    assert int(loaded.optimizer.iterations) == 2
+    assert error(loaded, plain(network(), adam(), batches, 3, 1)) <= fit_bound

@@ -1,0 +1,61 @@
+"""`runai.ga.keras`, as Run:AI's readme and the guide print it."""
+
+import keras
+import pytest
+
+import runai.ga.keras
+from tests.keras.problems import adam, error, network, plain, regression, split
+
+
+def test_the_guides_lines(capsys, fit_bound):
+    optimizer = keras.optimizers.Adam(0.01)
+    optimizer = runai.ga.keras.optimizers.Optimizer(optimizer, steps=4)
+    assert capsys.readouterr().out == "Wrapping 'Adam' Keras optimizer with GA of 4 steps\n"
+    x, y = regression(32)
+    model = network()
+    model.compile(optimizer=optimizer, loss="mse")
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    assert error(model, plain(network(), adam(), split((x, y), [4] * 8), 4, 1)) <= fit_bound
+
+
+def test_the_guides_line_with_tf_keras(capsys):
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("tf.keras is Keras on TensorFlow")
+    import tensorflow as tf
+
+    runai.ga.keras.optimizers.Optimizer(tf.keras.optimizers.Adam(), steps=4)
+    assert capsys.readouterr().out == "Wrapping 'Adam' Keras optimizer with GA of 4 steps\n"
+
+
+def test_named_optimizers_with_steps_positional_or_not(capsys):
+    for make in (
+        lambda: runai.ga.keras.optimizers.Adam(steps=4),
+        lambda: runai.ga.keras.optimizers.Adam(4),
+        lambda: runai.ga.keras.optimizers.Optimizer(keras.optimizers.Adam(), 4),
+    ):
+        optimizer = make()
+        assert capsys.readouterr().out == "Wrapping 'Adam' Keras optimizer with GA of 4 steps\n"
+        assert isinstance(optimizer, runai.ga.keras.optimizers.Optimizer)
+        assert (optimizer.runai.steps, optimizer.runai.step) == (4, 0)
+        assert type(optimizer.optimizer).__name__ == "Adam"
+    assert {"Adam", "SGD", "RMSprop"} <= set(dir(runai.ga.keras.optimizers))
+
+
+def test_a_model_is_saved_in_the_middle_of_a_window(tmp_path, capsys):
+    x, y = regression(12)
+    model = network()
+    model.compile(optimizer=runai.ga.keras.optimizers.SGD(2, 0.1), loss="mse")
+    for start in (0, 4, 8):
+        model.train_on_batch(x[start : start + 4], y[start : start + 4])
+    assert model.optimizer.runai.step == 1
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert (loaded.optimizer.runai.step, type(loaded.optimizer)) == (1, type(model.optimizer))
+    assert loaded.optimizer.flush()
+    assert model.optimizer.flush()
+    assert error(loaded, model) == 0.0
+
+
+def test_a_loss_scale_inside_is_refused():
+    with pytest.raises(ValueError, match="goes around"):
+        runai.ga.keras.optimizers.Optimizer(keras.optimizers.LossScaleOptimizer(adam()), 4)

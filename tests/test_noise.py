@@ -1,0 +1,127 @@
+"""The noise scale's estimators against problems whose answer is known in closed form."""
+
+import math
+
+import numpy as np
+import pytest
+
+from gradaccum.noise import Norms, effective_size, estimate
+
+GRADIENT = np.array([1.0, -0.5, 0.25, 0.0, 0.5])
+NOISE = np.array([4.0, 1.0, 2.0, 3.0, 0.5])
+"""True gradient, and the variances of a row's gradient: the noise scale is sum(NOISE) / |GRADIENT|^2 = 6.72 rows."""
+TRUE_TRACE = NOISE.sum()
+TRUE_SQUARE = GRADIENT @ GRADIENT
+TRUE = TRUE_TRACE / TRUE_SQUARE
+
+
+def windows(seed: int, count: int, sizes=(4, 4, 4, 4), weights=None) -> list[Norms]:
+    """Windows of that problem, from micro-batches of these sizes, weighed by rows or as given."""
+    rng = np.random.default_rng(seed)
+    sizes, weights = np.array(sizes, float), np.array(sizes if weights is None else weights, float)
+    scale = np.sqrt(NOISE / sizes[:, None])
+    gradients = GRADIENT + rng.normal(size=(count, len(sizes), len(NOISE))) * scale
+    large = np.einsum("wkd,k->wd", gradients, weights / weights.sum())
+    large_size = effective_size(zip(weights, sizes))
+    return [
+        Norms(float(first @ first), float(sizes[0]), float(mean @ mean), large_size)
+        for first, mean in zip(gradients[:, 0], large)
+    ]
+
+
+def assert_unbiased(values, truth):
+    """The mean is the truth to within four of its standard errors, and these are small."""
+    error = np.std(values, ddof=1) / math.sqrt(len(values))
+    assert error < 0.03 * truth
+    assert abs(np.mean(values) - truth) < 4 * error
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights"),
+    [((4, 4, 4, 4), None), ((2, 5, 3, 1), None), ((2, 5, 3, 1), (1, 1, 1, 1)), ((2, 4, 6), (3, 5, 7))],
+    ids=["even", "ragged", "ragged, equal weights", "ragged, other weights"],
+)
+def test_both_estimators_are_unbiased(sizes, weights):
+    drawn = windows(1, 40_000, sizes, weights)
+    assert_unbiased([norms.trace for norms in drawn], TRUE_TRACE)
+    assert_unbiased([norms.squared_gradient for norms in drawn], TRUE_SQUARE)
+
+
+def test_taking_rows_for_effective_rows_would_be_biased():
+    drawn = [norms._replace(large_size=11.0) for norms in windows(1, 40_000, (2, 5, 3, 1), (1, 1, 1, 1))]
+    with pytest.raises(AssertionError):
+        assert_unbiased([norms.squared_gradient for norms in drawn], TRUE_SQUARE)
+
+
+def test_over_many_seeds_the_noise_scale_centres_on_the_truth_with_shrinking_spread():
+    few = np.array([estimate(windows(seed, 100)).value for seed in range(300)])
+    many = np.array([estimate(windows(seed, 1600)).value for seed in range(300)])
+    assert abs(np.median(many) / TRUE - 1) < 0.02
+    assert abs(np.mean(many) / TRUE - 1) < 0.02
+    assert np.std(many) < 0.1 * TRUE
+    assert np.std(many) < 0.35 * np.std(few)  # four times less, were it linear
+
+
+@pytest.mark.parametrize("count", [20, 200])
+def test_the_interval_holds_the_truth_as_often_as_it_says(count):
+    intervals = [estimate(windows(seed, count)).interval for seed in range(500)]
+    inside = np.mean([low <= TRUE <= high for low, high in intervals])
+    assert 0.92 <= inside <= 0.99
+
+
+def test_without_a_gradient_the_scale_is_bounded_from_below_only():
+    pure_noise = [Norms(a, 4, b, 16) for a, b in [(1.0, 0.26), (1.1, 0.24), (0.9, 0.25), (1.05, 0.27), (0.95, 0.23)]]
+    scale = estimate(pure_noise)
+    assert scale.interval[1] == math.inf
+    assert scale.interval[0] > 16
+    assert "larger batch pays" in scale.advice()
+
+
+def test_one_update_or_windows_of_one_micro_batch_measure_nothing():
+    for nothing in ([], windows(0, 1), [Norms(1.0, 4, 1.0, 4)] * 5, [Norms(math.nan, 4, 1.0, 16)] * 5):
+        scale = estimate(nothing)
+        assert math.isnan(scale.value)
+        assert scale.interval == (0.0, math.inf)
+        assert "Not measured yet" in scale.advice()
+        assert "not measured" in str(scale)
+
+
+def test_a_window_with_nan_or_of_one_micro_batch_is_left_out():
+    drawn = windows(3, 50)
+    assert estimate([*drawn, Norms(math.inf, 4, 1.0, 16), Norms(1.0, 16, 1.0, 16)]) == estimate(drawn)
+
+
+@pytest.mark.parametrize(
+    ("noise_scale", "sentence", "learning_rate"),
+    [
+        (6400.0, "larger batch pays", "learning rate by 100 for SGD, by 10 for Adam"),
+        (1.0, "Stop accumulating", "learning rate by 0.016 for SGD, by 0.12 for Adam"),
+        (64.0, "Keep it", ""),
+    ],
+)
+def test_the_advice_follows_from_where_the_batch_stands(noise_scale, sentence, learning_rate):
+    square, sizes = 1.0, (16, 64)
+    drawn = [
+        Norms(square + noise_scale / sizes[0] * (1 + wobble), sizes[0], square + noise_scale / sizes[1], sizes[1])
+        for wobble in (-0.001, 0.001) * 10
+    ]
+    advice = estimate(drawn).advice()
+    assert sentence in advice
+    assert learning_rate in advice
+    assert "Zhang et al. 2024" in advice
+    assert "Marek et al. 2025" in advice
+
+
+def test_adams_betas_keep_their_memory_in_rows():
+    drawn = [Norms(1 + 640 / 16 + wobble, 16, 1 + 640 / 64, 64) for wobble in (-0.001, 0.001) * 10]
+    assert f"beta2 = 0.999 becomes {0.999**10:.4g}" in estimate(drawn).advice()
+
+
+def test_too_few_updates_decide_nothing():
+    advice = estimate(windows(0, 6, (1, 1, 1, 1))).advice()
+    assert "measure over more updates" in advice
+
+
+def test_confidence_must_be_a_probability():
+    with pytest.raises(ValueError, match=r"between 0 and 1\. Received: confidence=95"):
+        estimate(windows(0, 5), confidence=95)

@@ -1,0 +1,723 @@
+"""check_equivalence: a certificate where micro-batches are exact, the culprit's name where they aren't."""
+
+import copy
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import checkpoint
+
+import gradaccum
+from gradaccum.torch import check_equivalence
+
+CE = nn.CrossEntropyLoss()
+
+
+def net(*middle):
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), *middle, nn.Linear(8, 4))
+
+
+def rows(count=16):
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(count, 6, generator=generator), torch.randint(4, (count,), generator=generator)
+
+
+X, Y = rows()
+IGNORED = torch.where(torch.arange(16) % 3 == 0, -100, Y)
+TOKENS = torch.randint(1, 20, (10, 7), generator=torch.Generator().manual_seed(6))
+MASK = (torch.arange(7) < 2 + torch.arange(10)[:, None] % 6).long()
+LABELS = Y[:10]
+CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 4.0])
+SAMPLE_WEIGHTS = torch.rand(16, generator=torch.Generator().manual_seed(7))
+
+
+class Apply(nn.Module):
+    """A module of one function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class Embedded(nn.Module):
+    """Tokens, optionally with their mask, through some layers into a mean."""
+
+    def __init__(self, layers=None, **embedding):
+        super().__init__()
+        self.embed = nn.Embedding(20, 8, **embedding)
+        self.layers = layers
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, tokens):
+        tokens, mask = tokens if isinstance(tokens, tuple) else (tokens, None)
+        h = self.embed(tokens)
+        if isinstance(self.layers, nn.TransformerEncoder):
+            h = self.layers(h, src_key_padding_mask=mask == 0)
+        elif isinstance(self.layers, nn.LSTM):
+            h, _ = self.layers(h)
+        elif self.layers is not None:
+            h = self.layers(h)
+        return self.head(h).mean(1)
+
+
+class Packed(Embedded):
+    """Rows of different lengths in one packed sequence: noise inside it belongs to no row that could be told."""
+
+    def forward(self, tokens):
+        tokens, mask = tokens
+        lengths = mask.sum(1)
+        h = nn.utils.rnn.pack_padded_sequence(self.embed(tokens), lengths, batch_first=True, enforce_sorted=False)
+        return self.head(self.layers(h)[1][0][-1])
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 8, padding_idx=0)
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens)).mean(1)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.ReLU(inplace=True))
+        self.head = nn.Linear(8, 4)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        return self.head(checkpoint.checkpoint(self.body, x, use_reentrant=self.use_reentrant))
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x
+
+
+class Forgetful(nn.Module):
+    """Not the same twice."""
+
+    calls = 0
+
+    def forward(self, x):
+        Forgetful.calls += 1
+        return x * (1 + 0.01 * Forgetful.calls)
+
+
+class Graph(nn.Module):
+    """Takes (x, shared matrix)."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, inputs):
+        x, matrix = inputs
+        return self.head(x @ matrix)
+
+
+class BackwardMixes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient - gradient.mean(0)
+
+
+def transformer(dropout=0.2):
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=dropout, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def transformer_first():
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.2)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+class Codebook(nn.Module):
+    """Vector quantisation whose codes follow an average of what they stand for."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("code", torch.randn(5, 8))
+
+    def forward(self, h):
+        nearest = torch.cdist(h, self.code).argmin(1)
+        quantised = self.code[nearest]
+        with torch.no_grad():
+            for index in nearest.unique():
+                self.code[index] = 0.9 * self.code[index] + 0.1 * h[nearest == index].mean(0)
+        return h + (quantised - h).detach()
+
+
+def keep_the_largest(x):
+    """Routes the half of the batch with the largest sums, and drops the rest: no gradient tells."""
+    kept = x.detach().sum(1).topk(len(x) // 2).indices
+    return x * torch.zeros(len(x), 1, dtype=x.dtype).index_fill(0, kept, 1.0)
+
+
+def gradient_penalty(model, x, y):
+    x = x.clone().requires_grad_()
+    outputs = model(x)
+    (gradient,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+    return F.cross_entropy(outputs, y) + gradient.square().sum(1).mean()
+
+
+def squares(model):
+    return sum(p.square().sum() for p in model.parameters())
+
+
+def contrastive(model, x, y):
+    z = F.normalize(model(x), dim=1)
+    return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)).roll(1))
+
+
+EXACT = {
+    "plain": (net, (X, Y), CE),
+    "layer norm and group norm": (lambda: net(nn.LayerNorm(8), nn.GroupNorm(2, 8)), (X, Y), CE),
+    "dropout": (lambda: net(nn.Dropout(0.5), nn.AlphaDropout(0.3)), (X, Y), CE),
+    "noise": (lambda: net(Apply(lambda x: x + torch.randn_like(x) * torch.rand(len(x), 1))), (X, Y), CE),
+    "Gumbel noise": (lambda: net(Apply(F.gumbel_softmax)), (X, Y), CE),
+    "sampling": (lambda: net(Apply(lambda x: x * torch.multinomial(x.softmax(1).detach(), 2)[:, :1])), (X, Y), CE),
+    "stochastic depth by Python's random": (lambda: net(Apply(lambda x: x * (random.random() < 0.5))), (X, Y), CE),
+    "BatchNorm in eval mode": (lambda: net(nn.BatchNorm1d(8)).eval(), (X, Y), CE),
+    "softmax shifted by the batch's maximum": (lambda: net(Apply(lambda x: (x - x.max()).softmax(1))), (X, Y), CE),
+    "attention with masks and dropout": (lambda: Embedded(transformer()), ((TOKENS, MASK), LABELS), CE),
+    "recurrent with dropout": (lambda: Embedded(nn.LSTM(8, 8, 2, dropout=0.3, batch_first=True)), (TOKENS, LABELS), CE),
+    "packed sequences": (
+        lambda: Packed(nn.LSTM(8, 8, 2, dropout=0.3, batch_first=True)),
+        ((TOKENS, MASK), LABELS),
+        CE,
+    ),
+    "sparse gradients": (lambda: Embedded(sparse=True), (TOKENS, LABELS), CE),
+    "tied weights": (Tied, (TOKENS, LABELS), CE),
+    "checkpointing": (lambda: Checkpointed(False), (X, Y), CE),
+    "reentrant checkpointing": (lambda: Checkpointed(True), (X, Y), CE),
+    "gradient penalty": (lambda: net(nn.Tanh()), (X, Y), {"compute_loss": gradient_penalty}),
+    "class weights and ignored targets": (net, (X, IGNORED), nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)),
+    "a sum": (net, (X, Y), nn.CrossEntropyLoss(reduction="sum")),
+    "a regulariser beside a mean": (
+        net,
+        (X, Y),
+        {"compute_loss": lambda model, x, y: F.cross_entropy(model(x), y) + 0.1 * squares(model)},
+    ),
+    "the right weight": (
+        net,
+        (X, IGNORED),
+        {
+            "compute_loss": lambda model, x, y: F.cross_entropy(model(x), y),
+            "weight": lambda x, y: (y != -100).sum(),
+        },
+    ),
+    "loss and weight": (
+        net,
+        (X, IGNORED),
+        {"compute_loss": lambda model, x, y: (F.cross_entropy(model(x), y), (y != -100).sum())},
+    ),
+    "a shared input, said": (Graph, ((X[:6], torch.rand(6, 6)), Y[:6]), {"loss_fn": CE, "batch_dims": ((0, None), 0)}),
+    "rows in the second dimension, said": (
+        lambda: nn.Sequential(transformer_first(), Apply(lambda h: h.mean(0)), nn.Linear(8, 4)),
+        (torch.randn(8, 8, 8), Y[:8]),
+        {"loss_fn": CE, "batch_dims": (1, 0)},
+    ),
+    "two rows": (net, (X[:2], Y[:2]), CE),
+}
+
+
+def run(model, batch, loss):
+    torch.manual_seed(0)
+    return check_equivalence(model(), batch, **(loss if isinstance(loss, dict) else {"loss_fn": loss}))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_there_is_no_false_alarm_for(name):
+    result = run(*EXACT[name])
+    assert result.ok, str(result)
+    assert result.max_error <= 1e-12
+    assert result.raise_if_different() is result
+    assert result.causes == ()
+
+
+TOKEN_MEAN = {"compute_loss": lambda model, x, y: F.cross_entropy(model(x), y)}
+DIFFERENT = {
+    "BatchNorm": (lambda: net(nn.BatchNorm1d(8)), (X, Y), CE, "batch_norm", "2", ["BatchNorm1d", 'batch_norm="exact"']),
+    "a BatchNorm inside": (
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Dropout(0.1), nn.BatchNorm1d(8)), nn.Linear(8, 4)),
+        (X, Y),
+        CE,
+        "batch_norm",
+        "1.1",
+        ["'1.1' is a BatchNorm1d"],
+    ),
+    "BatchNorm on two rows": (lambda: net(nn.BatchNorm1d(8)), (X[:2], Y[:2]), CE, "batch_norm", "2", ["1 rows"]),
+    "a detached batch mean": (
+        lambda: net(Apply(lambda x: x - x.mean(0).detach())),
+        (X, Y),
+        CE,
+        "mixes_rows",
+        "2",
+        ["'2' (Apply) mixes rows"],
+    ),
+    "routing by rank": (lambda: net(Apply(keep_the_largest)), (X, Y), CE, "mixes_rows", "2", ["mixes rows"]),
+    "mixing in a row permutation": (
+        lambda: net(Apply(lambda x: x + x[torch.randperm(len(x))])),
+        (X, Y),
+        CE,
+        "mixes_rows",
+        "2",
+        ["mixes rows"],
+    ),
+    "mixing in the model's own forward": (
+        lambda: Centred(),
+        (X, Y),
+        CE,
+        "mixes_rows",
+        "model",
+        ["'model' (Centred) mixes rows"],
+    ),
+    "a contrastive loss": (net, (X, Y), {"compute_loss": contrastive}, "loss", "loss", ["not additive", "chunked"]),
+    "a root of a mean": (
+        net,
+        (X, torch.randn(16, 4)),
+        lambda outputs, targets: F.mse_loss(outputs, targets).sqrt(),
+        "loss",
+        "loss",
+        ["not additive"],
+    ),
+    "ignored targets": (net, (X, IGNORED), TOKEN_MEAN, "weight", "loss", ["weight=lambda x, y: (y != -100).sum()"]),
+    "class weights": (
+        net,
+        (X, IGNORED),
+        lambda outputs, targets: F.cross_entropy(outputs, targets, weight=CLASS_WEIGHTS),
+        "weight",
+        "loss",
+        ["sum of the class weights `CLASS_WEIGHTS`", "CLASS_WEIGHTS[y[y != -100]].sum()"],
+    ),
+    "sample weights": (
+        net,
+        (X, Y, SAMPLE_WEIGHTS),
+        {"compute_loss": lambda model, x, y, w: (F.cross_entropy(model(x), y, reduction="none") * w).sum() / w.sum()},
+        "weight",
+        "loss",
+        ["weight=lambda x, y, w: w.sum()"],
+    ),
+    "tokens where rows are right": (
+        net,
+        (X, Y),
+        {**TOKEN_MEAN, "weight": lambda x, y: (y + 1).sum()},
+        "weight",
+        "loss",
+        ["mean over rows", "Leave `weight` out"],
+    ),
+    "a wrong weight beside the loss": (
+        net,
+        (X, Y),
+        {"compute_loss": lambda model, x, y: (F.cross_entropy(model(x), y), 1)},
+        "weight",
+        "loss",
+        ["what `compute_loss` returns with the loss", "or its rows with it"],
+    ),
+    "an unknown divisor": (
+        net,
+        (X, Y),
+        {
+            "compute_loss": lambda model, x, y: (
+                (F.cross_entropy(model(x), y, reduction="none") * x[:, 0].abs()).sum() / x[:, 0].abs().sum()
+            )
+        },
+        "weight",
+        "loss",
+        ["would have to weigh", "Return (loss, weight)"],
+    ),
+    "a sum taken for a mean": (
+        net,
+        (X, Y),
+        lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="sum"),
+        "reduction",
+        "loss",
+        ['reduction="sum"'],
+    ),
+    "a mean taken for a sum": (
+        net,
+        (X, Y),
+        {**TOKEN_MEAN, "reduction": "sum"},
+        "weight",
+        "loss",
+        ['Pass reduction="mean"'],
+    ),
+    "a regulariser beside a sum": (
+        net,
+        (X, Y),
+        {
+            "compute_loss": lambda model, x, y: F.cross_entropy(model(x), y, reduction="sum") + squares(model),
+            "reduction": "sum",
+        },
+        "regulariser",
+        "loss",
+        ["once per micro-batch"],
+    ),
+    "an input with another number of rows": (
+        Graph,
+        ((X, torch.rand(6, 6)), Y),
+        CE,
+        "input",
+        "batch[0][1]",
+        ["6 entries in dimension 0", "batch_dims=((0, None), 0)"],
+    ),
+    "a shared input with as many entries as rows": (
+        Graph,
+        ((X[:6], torch.rand(6, 6)), Y[:6]),
+        CE,
+        "input",
+        "batch[0][1]",
+        ["not per-row", "batch_dims=((0, None), 0)"],
+    ),
+    "rows in the second dimension": (
+        lambda: nn.Sequential(Apply(lambda x: x.mean(0)), nn.Linear(6, 4)),
+        (torch.randn(5, 16, 6), Y),
+        CE,
+        "input",
+        "batch[0]",
+        ["batch_dims=(1, 0)"],
+    ),
+    "rows in the second dimension of as many steps as rows": (
+        lambda: nn.Sequential(transformer_first(), Apply(lambda h: h.mean(0)), nn.Linear(8, 4)),
+        (torch.randn(8, 8, 8), Y[:8]),
+        CE,
+        "input",
+        "batch[0]",
+        ["not per-row", "has its rows in dimension 1", "batch_dims=(1, 0)"],
+    ),
+    "attention over the batch": (
+        lambda: net(Apply(lambda h: (h @ h.T).softmax(1) @ h)),
+        (X, Y),
+        CE,
+        "mixes_rows",
+        "2",
+        ["mixes rows"],
+    ),
+    "Dice": (
+        net,
+        (X, (torch.rand(16, 4) > 0.5).float()),
+        lambda o, t: 1 - 2 * (o.sigmoid() * t).sum() / (o.sigmoid().sum() + t.sum()),
+        "loss",
+        "loss",
+        ["not additive"],
+    ),
+    "a codebook that moves": (lambda: net(Codebook()), (X, Y), CE, "buffer", "2", ["code"]),
+    "a buffer that counts": (lambda: net(Counting()), (X, Y), CE, "buffer", "2", ["calls", "once per micro-batch"]),
+    "running statistics of InstanceNorm": (
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten(), nn.Linear(6, 4)
+        ),
+        (X, Y),
+        CE,
+        "buffer",
+        "1",
+        ["running_mean"],
+    ),
+    "nondeterminism": (lambda: net(Forgetful()), (X, Y), CE, "nondeterminism", "2", ["another gradient each time"]),
+    "a backward pass that mixes": (
+        lambda: net(Apply(BackwardMixes.apply)),
+        (X, Y),
+        CE,
+        "unknown",
+        "0",
+        ["The last module whose gradient differs is '0'", "custom backward pass"],
+    ),
+}
+
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.second(h - h.detach().mean(0))
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_the_culprit_is_named_for(name):
+    *setup, kind, where, parts = DIFFERENT[name]
+    result = run(*setup)
+    assert not result.ok
+    assert (result.max_buffer_error if kind == "buffer" else result.max_error) > 1e-3
+    assert kind != "buffer" or "buffers left behind are NOT" in str(result) or name == "a codebook that moves"
+    assert [(cause.kind, cause.where) for cause in result.causes] == [(kind, where)]
+    for part in parts:
+        assert part in result.causes[0].message
+    with pytest.raises(gradaccum.NotEquivalentError) as raised:
+        result.raise_if_different()
+    assert "differ from the large batch's" in str(raised.value)
+    assert result.causes[0].message in str(raised.value)
+    assert result.causes[0].message.split()[0] in str(result)
+
+
+def test_two_causes_are_both_named():
+    result = run(lambda: net(nn.BatchNorm1d(8)), (X, IGNORED), TOKEN_MEAN)
+    assert [(cause.kind, cause.where) for cause in result.causes] == [("batch_norm", "2"), ("weight", "loss")]
+
+
+def test_every_batch_norm_is_named_though_the_first_hides_the_others():
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4), nn.BatchNorm1d(4))
+    result = check_equivalence(model, (X, Y), loss_fn=CE)
+    assert [cause.where for cause in result.causes] == ["1", "3"]
+
+
+def test_the_advised_weight_is_exact():
+    keywords = {**TOKEN_MEAN, "weight": lambda x, y: (y != -100).sum()}
+    assert not check_equivalence(net(), (X, IGNORED), **TOKEN_MEAN).ok
+    assert check_equivalence(net(), (X, IGNORED), **keywords).ok
+
+
+def test_a_language_model_divides_by_shifted_labels():
+    labels = torch.where(MASK == 1, TOKENS, -100)
+
+    def next_token(model, tokens, labels):
+        logits = model.head(model.embed(tokens))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    result = check_equivalence(Tied(), (TOKENS, labels), compute_loss=next_token)
+    (cause,) = result.causes
+    assert "weight=lambda tokens, labels: (labels[:, 1:] != -100).sum()" in cause.message
+    weight = lambda tokens, labels: (labels[:, 1:] != -100).sum()  # noqa: E731  # as the message has it
+    assert check_equivalence(Tied(), (TOKENS, labels), compute_loss=next_token, weight=weight).ok
+
+
+def test_a_model_that_returns_its_own_loss_in_a_dict_is_judged_as_a_whole():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net(nn.Dropout(0.1))
+
+        def forward(self, x, y):
+            logits = self.net(x)
+            return {"loss": F.cross_entropy(logits, y), "logits": logits}
+
+    def loss(model, batch):
+        return model(**batch)["loss"]
+
+    assert check_equivalence(Own(), {"x": X, "y": Y}, compute_loss=loss).ok
+    (cause,) = check_equivalence(Own(), {"x": X, "y": IGNORED}, compute_loss=loss).causes
+    assert cause.kind == "weight"
+    assert "weight=lambda batch: (batch['y'] != -100).sum()" in cause.message
+
+
+def test_the_largest_error_is_that_of_a_hand_written_comparison():
+    torch.manual_seed(0)
+    model = net().double()
+    x, y = X.double(), IGNORED
+    result = check_equivalence(model, (x, y), micro_batch_size=8, **TOKEN_MEAN)
+    (expected,) = torch.autograd.grad(F.cross_entropy(model(x), y), [model[0].weight])
+    halves = [(x[:8], y[:8]), (x[8:], y[8:])]
+    parts = [torch.autograd.grad(F.cross_entropy(model(a), b), [model[0].weight])[0] for a, b in halves]
+    by_hand = ((parts[0] + parts[1]) / 2 - expected).abs().max() / expected.abs().max()
+    found = next(difference.error for difference in result.differences if difference.name == "0.weight")
+    assert found >= by_hand.item() - 1e-12
+    assert result.partitions[0] == (8, 8)
+    assert all(sum(sizes) == 16 for sizes in result.partitions)
+    assert any(len(set(sizes)) > 1 for sizes in result.partitions)
+
+
+def numpy_state():
+    return np.random.get_state()[1].tolist()  # noqa: NPY002  # the global generator is what users have
+
+
+def test_model_optimizer_gradients_batch_and_random_state_stay_as_they_were():
+    model = net(nn.BatchNorm1d(8), nn.Dropout(0.5))
+    teacher = nn.Sequential(nn.BatchNorm1d(6))
+    optimizer = torch.optim.Adam(model.parameters())
+    CE(model(X), Y).backward()
+    optimizer.step()
+    batch = (X.clone(), Y.clone())
+
+    def loss(model, x, y):
+        x.mul_(0.5)  # in place, as some do
+        return F.cross_entropy(model(x), y) + teacher(x).square().mean()
+
+    def everything():
+        return copy.deepcopy(
+            [
+                model.state_dict(),
+                [p.grad for p in model.parameters()],
+                optimizer.state_dict(),
+                teacher.state_dict(),
+                batch,
+            ]
+        )
+
+    before, states = everything(), (torch.get_rng_state(), random.getstate(), numpy_state())
+    assert not check_equivalence(model, batch, compute_loss=loss).ok
+    torch.testing.assert_close(everything(), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert numpy_state() == states[2]
+    assert model.training
+    assert model[0].weight.dtype == torch.float32
+    assert not model._forward_hooks
+
+
+def test_a_generator_of_the_users_own_stays_as_it_was():
+    generator = torch.Generator().manual_seed(1)
+    before = generator.get_state()
+    model = net(Apply(lambda x: x * torch.rand(x.shape, generator=generator)))
+    assert check_equivalence(model, (X, Y), loss_fn=CE).ok
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_it_works_where_gradients_are_off():
+    with torch.no_grad():
+        assert check_equivalence(net(), (X, Y), loss_fn=CE).ok
+    with torch.inference_mode():
+        assert check_equivalence(net(), (X, Y), loss_fn=CE).ok
+
+
+def test_a_model_that_computes_in_float32_inside_gets_its_rounding_allowed_with_a_note():
+    model = net(Apply(lambda x: (x.float() @ torch.ones(8, 8, dtype=torch.float32)).double()), nn.Tanh())
+    result = check_equivalence(model, (X, Y), loss_fn=lambda o, t: F.cross_entropy(o.float() / 3, t))
+    assert result.ok
+    assert 1e-9 < result.max_error < 1e-5
+    assert result.tolerance == 1e-4
+    assert any("computes in float32" in note for note in result.notes)
+
+
+def test_a_loss_that_cannot_run_in_float64_is_checked_in_float32():
+    def loss(outputs, targets):
+        return F.cross_entropy(outputs, targets, weight=torch.ones(4))
+
+    result = check_equivalence(net(), (X, Y), loss_fn=loss)
+    assert result.ok
+    assert result.precision == "float32"
+    assert any("own dtype" in note for note in result.notes)
+    assert not check_equivalence(net(nn.BatchNorm1d(8)), (X, Y), loss_fn=loss).ok
+
+
+def test_what_it_cannot_exclude_it_says():
+    result = check_equivalence(net().eval(), (X, Y), loss_fn=CE)
+    assert any("eval mode" in note for note in result.notes)
+    assert "evidence from one batch, not a proof" in result.notes[-1]
+    assert "evidence" in str(result)
+
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = net(), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.used(x)
+
+    notes = check_equivalence(Half(), (X, Y), loss_fn=CE).notes
+    assert any("No gradient reached 2 parameters" in note and "unused.weight" in note for note in notes)
+    notes = run(*EXACT["packed sequences"]).notes
+    assert any("belong to no row" in note for note in notes)
+
+
+class Uncopyable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "keywords", "error", "message"),
+    [
+        (net(), (X[:1], Y[:1]), {"loss_fn": CE}, ValueError, "at least 2 rows, to be split. Received: 1"),
+        (net(Uncopyable()), (X, Y), {"loss_fn": CE}, TypeError, "model can't be copied"),
+        (net(), (X, Y), {"compute_loss": lambda m, x, y: m(x).detach().mean()}, ValueError, "loss has no gradient"),
+        (net(), (X, Y), {"compute_loss": lambda m, x, y: m(x).argmax(1) * 1.0}, ValueError, "must be one number"),
+        (net(), (X * float("nan"), Y), {"loss_fn": CE}, ValueError, "own loss is nan"),
+        (net().requires_grad_(False), (X, Y), {"loss_fn": CE}, ValueError, "No parameter of the model requires"),
+        (nn.Sequential(nn.LazyLinear(4)), (X, Y), {"loss_fn": CE}, ValueError, "run it once before the check"),
+        (net(), (X, Y), {}, ValueError, "exactly one of `loss_fn`"),
+        (net(), (X, Y), {"loss_fn": CE, "micro_batch_size": 0}, ValueError, "micro_batch_size"),
+        (net(), (X, Y), {"loss_fn": CE, "reductoin": "sum"}, TypeError, "unexpected keyword argument 'reductoin'"),
+        (lambda x: x, (X, Y), {"loss_fn": CE}, TypeError, "must be a torch.nn.Module"),
+        (net(), ("text", 3), {"loss_fn": CE}, ValueError, "No tensor with rows"),
+    ],
+)
+def test_bad_input_is_one_clear_line(model, batch, keywords, error, message):
+    with pytest.raises(error, match=message) as raised:
+        check_equivalence(model, batch, **keywords)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_loss_on_another_model_is_told_and_leaves_that_model_alone():
+    class Holder:
+        model = net()
+
+    def loss(model, x, y):
+        return Holder.model(x).mean()
+
+    with pytest.raises(ValueError, match="must use the model that it is given"):
+        check_equivalence(net(), (X, Y), compute_loss=loss)
+
+
+def test_train_steps_keywords_are_taken_as_they_are():
+    keywords = {"clip_grad_norm": 1.0, "accumulate_dtype": torch.float32, "verify": False, "memory_limit": "1GiB"}
+    assert check_equivalence(net(), (X, Y), loss_fn=CE, micro_batch_size="auto", **keywords).ok
+
+
+def test_what_train_step_does_about_batch_norm_is_what_is_checked():
+    def model():
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4), nn.BatchNorm1d(4))
+
+    for batch_norm in ("exact", "frozen"):
+        result = check_equivalence(model(), (X, Y), loss_fn=CE, batch_norm=batch_norm)
+        assert result.ok, str(result)
+        assert result.max_error < 1e-12
+    for batch_norm in ("warn", "micro", "pooled"):
+        result = check_equivalence(model(), (X, Y), loss_fn=CE, batch_norm=batch_norm)
+        assert {cause.kind for cause in result.causes} == {"batch_norm"}
+    assert check_equivalence(model(), (X, IGNORED), batch_norm="exact", **TOKEN_MEAN).ok  # the loss sees all rows
+    with pytest.raises(ValueError, match="batch_norm"):
+        check_equivalence(model(), (X, Y), loss_fn=CE, batch_norm="exakt")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_is_computed_there():
+    result = check_equivalence(net(nn.Dropout(0.5)), (X, Y), loss_fn=CE, device="cuda")
+    assert result.ok
+    assert result.device == "cuda"
+    assert check_equivalence(net(nn.BatchNorm1d(8)).cuda(), (X.cuda(), Y.cuda()), loss_fn=CE).causes[0].where == "2"
+
+
+@pytest.mark.slow
+def test_transformers_models_raise_no_false_alarm_and_their_token_mean_is_named():
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+    bert = transformers.BertForSequenceClassification(
+        transformers.BertConfig(**small, intermediate_size=24, num_labels=4)
+    ).train()
+    batch = {"input_ids": TOKENS, "attention_mask": MASK, "labels": LABELS}
+    assert check_equivalence(bert, batch, compute_loss=lambda model, b: model(**b).loss).max_error < 1e-12
+
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, intermediate_size=24)).train()
+    batch = {"input_ids": TOKENS, "attention_mask": MASK, "labels": torch.where(MASK == 1, TOKENS, -100)}
+
+    def loss(model, batch):
+        return model(**batch).loss
+
+    (cause,) = check_equivalence(llama, batch, compute_loss=loss).causes
+    assert cause.kind == "weight"
+    count = {"weight": lambda batch: (batch["labels"][:, 1:] != -100).sum()}
+    assert check_equivalence(llama, batch, compute_loss=loss, **count).ok

@@ -1,0 +1,150 @@
+"""The Recorder: one complete line per update, and a report at any time."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from gradaccum.run import read
+from gradaccum.torch import Recorder, TrainStep
+from gradaccum.torch.optim import SGD
+
+
+def train_step(**options):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TrainStep(model, optimizer, loss_fn=nn.MSELoss(), micro_batch_size=4, **options)
+
+
+def batch(count=8):
+    return torch.randn(count, 3), torch.randn(count, 1)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_line_per_update_with_what_is_known(tmp_path):
+    path, step = tmp_path / "new" / "run.jsonl", train_step(clip_grad_norm=1.0, noise_scale=True)
+    losses = []
+    with Recorder(path, step) as recorder:
+        for _ in range(25):
+            losses.append(step(*batch()))
+            assert recorder.record(losses[-1], accuracy=0.5)
+            assert len(lines(path)) == len(losses) + 1  # on disk at once
+    start, *updates = lines(path)
+    assert start["start"]["source"] == "TrainStep"
+    assert [line["update"] for line in updates] == list(range(1, 26))
+    assert [line["loss"] for line in updates] == [loss.item() for loss in losses]
+    assert all(line["micro_batch_size"] == 4 and line["accuracy"] == 0.5 for line in updates)
+    assert all(line["grad_norm"] > 0 and line["seconds"] > 0 and line["peak_memory"] > 2**20 for line in updates)
+    measured = [line["update"] for line in updates if "noise_scale" in line]
+    assert measured == [2, 22]  # as soon as there are two windows, then every now and then
+    titles = {figure.title for figure in recorder.report().figures}
+    assert {"Loss", "Gradient norm, before clipping", "Micro-batch size", "Noise scale"} <= titles
+
+
+def test_with_a_wrapped_optimizer_it_may_be_called_after_every_micro_batch(tmp_path):
+    model = nn.Linear(3, 1)
+    optimizer = SGD(model.parameters(), lr=0.1, steps=2)
+    with Recorder(tmp_path / "run.jsonl", optimizer) as recorder:
+        written = []
+        for x, y in optimizer.batches([batch(4) for _ in range(5)]):
+            optimizer.zero_grad()
+            optimizer.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            written.append(recorder.record())
+    assert written == [False, True, False, True, True]
+    updates = lines(tmp_path / "run.jsonl")[1:]
+    assert [line["update"] for line in updates] == [1, 2, 3]
+    assert updates[-1]["loss"] == optimizer.loss.item()
+    assert "noise_scale" not in updates[-1]
+
+
+def test_a_file_that_exists_is_continued_after_a_line_that_was_cut_off(tmp_path):
+    path, step = tmp_path / "run.jsonl", train_step()
+    for cut in (True, False):
+        with Recorder(path, step) as recorder:
+            for _ in range(3):
+                recorder.record(step(*batch()))
+        if cut:
+            path.write_bytes(path.read_bytes()[:-10])
+    run = read(path)
+    assert [line["update"] for line in run.updates] == [1, 2, 4, 5, 6]
+    assert run.damaged == 1
+    assert "started 2 times" in str(recorder.report())
+
+
+def test_a_run_that_is_killed_still_becomes_a_report(tmp_path):
+    path = tmp_path / "run.jsonl"
+    code = f"""
+import torch, gradaccum.torch
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+step = gradaccum.torch.TrainStep(model, optimizer, loss_fn=torch.nn.MSELoss(), micro_batch_size=4)
+recorder = gradaccum.torch.Recorder({str(path)!r}, step)
+while True:
+    recorder.record(step(torch.randn(8, 3), torch.randn(8, 1)))
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (path.exists() and path.stat().st_size > 5000):
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    run = read(path)
+    assert len(run.updates) > 10
+    assert run.report().save(tmp_path / "run.html").stat().st_size > 10_000
+
+
+def test_values_that_are_no_numbers_are_told(tmp_path):
+    step = train_step()
+    with Recorder(tmp_path / "run.jsonl", step) as recorder:
+        loss = step(*batch())
+        with pytest.raises(ValueError, match="`note` must be a number. Received: note='text'"):
+            recorder.record(loss, note="text")
+    with pytest.raises(ValueError, match="is closed"):
+        recorder.record(loss)
+    with pytest.raises(TypeError, match="must be a TrainStep or a"):
+        Recorder(tmp_path / "run.jsonl", nn.Linear(1, 1))
+
+
+def test_without_tensorboard_a_line_says_so(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    step = train_step()
+    with (
+        caplog.at_level(logging.WARNING, "gradaccum"),
+        Recorder(tmp_path / "r.jsonl", step, tensorboard=tmp_path / "b") as r,
+    ):
+        assert r.record(step(*batch()))
+    assert "TensorBoard is not installed" in caplog.text
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.slow
+def test_tensorboard_gets_every_number(tmp_path):
+    pytest.importorskip("tensorboard")
+    code = f"""
+import torch, gradaccum.torch
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+step = gradaccum.torch.TrainStep(model, optimizer, loss_fn=torch.nn.MSELoss(), micro_batch_size=4)
+path, board = {str(tmp_path / "run.jsonl")!r}, {str(tmp_path / "board")!r}
+with gradaccum.torch.Recorder(path, step, tensorboard=board) as recorder:
+    recorder.record(step(torch.randn(8, 3), torch.randn(8, 1)))
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+events = EventAccumulator({str(tmp_path / "board")!r})
+events.Reload()
+print(*sorted(events.Tags()["scalars"]))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.stdout.split() == ["loss", "micro_batch_size", "peak_memory", "seconds"], result.stderr
