@@ -78,6 +78,13 @@ def commands() -> None:
 @click.option(
     "--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Micro-batches per update in (b)."
 )
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Processes that share (b)'s micro-batches.",
+)
 @click.option("--epochs", type=click.IntRange(min=1), help="Default: 6 of FashionMNIST, 100 of the digits.")
 @click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
 @click.option(
@@ -95,6 +102,7 @@ def demo(
     folder: pathlib.Path | None,
     batch_size: int,
     steps: int,
+    ranks: int,
     epochs: int | None,
     dtype: str,
     out: pathlib.Path,
@@ -110,6 +118,10 @@ def demo(
 
     if batch_size % steps:
         raise BadInput(f"--batch-size must be a multiple of --steps. Received: {batch_size} and {steps}.")
+    if steps % ranks:
+        raise BadInput(f"--steps must be a multiple of --ranks. Received: {steps} and {ranks}.")
+    if ranks > 1 and framework != "torch":
+        raise BadInput("--ranks is for --framework torch. With Keras, use keras.distribution.")
     _require_framework(framework)
     with Progress() as progress:
         try:
@@ -124,7 +136,7 @@ def demo(
             f"{data.name} from {data.source}: {len(data.train_x):,} rows to train, {len(data.test_x):,} to test"
         )
         epochs = epochs or {"digits": 100}.get(data.name, Setup.epochs)
-        setup = Setup(framework, batch_size, steps, epochs, dtype)  # type: ignore[arg-type]  # click checked the choices
+        setup = Setup(framework, batch_size, steps, epochs, dtype, ranks=ranks)  # type: ignore[arg-type]  # click checked the choices
         try:
             outcome = perform(setup, data, progress)
         except RunError as error:

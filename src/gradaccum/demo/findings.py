@@ -63,12 +63,15 @@ def _verdict(outcome: Outcome) -> str:
 
 def _what_was_done(outcome: Outcome) -> str:
     setup, small = outcome.setup, outcome.setup.batch_size // outcome.setup.steps
+    each = "each in a process of its own"
+    if setup.ranks > 1:
+        each += f", and (b) in {setup.ranks}, each of which has its part of every window"
     return (
         f"A network of two hidden layers with 512 units, plain SGD with learning rate {setup.learning_rate:g}, "
         f"{setup.epochs} epochs of {outcome.rows:,} rows from {outcome.data_source}, in {setup.dtype}. (a) takes "
         f"{setup.batch_size} rows at once. (b) takes {small} rows at a time and wraps its optimizer with "
-        f"{setup.steps} steps; nothing else differs. (c) takes {small} rows at a time and wraps nothing. All three "
-        "start from the same weights and see the same rows in the same order, each in a process of its own. "
+        f"{setup.steps // setup.ranks} steps; nothing else differs. (c) takes {small} rows at a time and wraps "
+        f"nothing. All three start from the same weights and see the same rows in the same order, {each}. "
         f"(c) makes {setup.steps} times as many updates with the same learning rate: another training."
     )
 
