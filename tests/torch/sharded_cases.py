@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from gradaccum.torch.optim import Optimizer
@@ -216,3 +218,60 @@ def sharded_later(rank: int) -> None:
     model = network()
     inner = OPTIMIZERS["sgd"](model.parameters())
     Optimizer(inner, steps=2, model=shard(model))
+
+
+def resumed(rank: int, sync: str) -> float:
+    """Each rank saves in the middle of a window, trains on; and a new model and optimizer go on from there."""
+    ranks = data([[4, 3, 5, 1], [2, 5, 1, 4]])
+    model = network()
+    oracle = Oracle(model)
+    for window in windows(ranks, 4):
+        oracle.update(concatenated(window))
+    sharded = shard(model)
+    optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=4, model=sharded, sync=sync)
+
+    def train(model: nn.Module, optimizer: Optimizer, rows: Any) -> None:
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, rows), weight=len(rows[0]))
+        optimizer.step()
+
+    for rows in ranks[rank][:2]:
+        train(sharded, optimizer, rows)
+    state = copy.deepcopy(optimizer.state_dict())
+    for rows in ranks[rank][2:]:
+        train(sharded, optimizer, rows)
+    error = relative_error(whole(sharded), list(oracle.model.parameters()))
+    again = shard(network())
+    optimizer = Optimizer(OPTIMIZERS["sgd"](again.parameters()), steps=4, model=again, sync=sync)
+    optimizer.load_state_dict(state)
+    for rows in ranks[rank][2:]:
+        train(again, optimizer, rows)
+    return max(error, relative_error(whole(again), list(oracle.model.parameters())))
+
+
+def distributed_checkpoint(rank: int, folder: str) -> float:
+    """torch.distributed.checkpoint at a closed window, into a new model and optimizer."""
+    ranks = data([[4, 3, 5, 1], [2, 5, 1, 4]])
+    model = network()
+    oracle = Oracle(model, "adam")
+    for window in windows(ranks, 2):
+        oracle.update(concatenated(window))
+
+    def train(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
+        for rows in optimizer.batches(batches):
+            optimizer.zero_grad()
+            loss_of(model, rows).backward()
+            optimizer.step()
+
+    sharded = shard(model)
+    optimizer = Optimizer(OPTIMIZERS["adam"](sharded.parameters()), steps=2, model=sharded)
+    train(sharded, optimizer, ranks[rank][:2])
+    model_state, optimizer_state = get_state_dict(sharded, optimizer.inner)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    again = shard(network())
+    optimizer = Optimizer(OPTIMIZERS["adam"](again.parameters()), steps=2, model=again)
+    model_state, optimizer_state = get_state_dict(again, optimizer.inner)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(again, optimizer.inner, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    train(again, optimizer, ranks[rank][2:])
+    return relative_error(whole(again), list(oracle.model.parameters()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -80,6 +81,15 @@ def test_a_model_sharded_after_the_optimizer_was_built_is_refused(ranks: Process
     for result in ranks.try_run(cases.sharded_later, limit=20):
         assert isinstance(result, Raised)
         assert result.kind == "ValueError"
+
+
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+def test_every_rank_resumes_its_part_of_an_open_window(ranks: Processes, sync: str) -> None:
+    assert max(ranks.run(cases.resumed, sync)) <= FLOAT64
+
+
+def test_a_distributed_checkpoint_at_a_closed_window(ranks: Processes, tmp_path: Path) -> None:
+    assert max(ranks.run(cases.distributed_checkpoint, str(tmp_path))) <= FLOAT64
 
 
 @pytest.mark.slow

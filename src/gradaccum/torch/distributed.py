@@ -122,6 +122,9 @@ class Alone:
     def begin(self) -> None:
         """The epoch is over on all ranks: the next one may begin."""
 
+    def gather(self) -> None:
+        """Have all that an open window of a sharded model has added up in `p.grad`, to be saved. All ranks take part."""
+
     def restored(self) -> None:
         """The open window came from a checkpoint: DDP has not seen where its gradients came from."""
 
@@ -288,8 +291,12 @@ class Together(Alone):
         self._check_present(said, _Round.NUMBER)
         return sum(numbers[1] for numbers in said)
 
+    def gather(self) -> None:
+        # The mean over the ranks of a part of the sum; what comes is added to it, and the mean of that is right.
+        self._engine.reduce()
+
     def restored(self) -> None:
-        self._restored = True
+        self._restored = not self.in_step
 
     def end(self) -> None:
         self._last = True

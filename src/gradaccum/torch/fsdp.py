@@ -73,7 +73,7 @@ class Shards:
         self.members: list[int] = mesh.mesh.flatten().tolist()
         self._group: Any = mesh.get_group() if mesh.ndim == 1 else None
         self._mesh = mesh
-        self._reduces = False
+        self._reduces = self._closes = False
         self._factor = 1.0
         this_forward, this_backward = weakref.WeakMethod(on_forward), weakref.WeakMethod(on_backward)
         this = weakref.ref(self)
@@ -114,7 +114,7 @@ class Shards:
 
     def hold(self, closes: bool, reduces: bool = False) -> None:
         """Whether the next backward pass closes the window, or reduces it."""
-        self._reduces = closes or reduces
+        self._reduces, self._closes = closes or reduces, closes
         self._set(closes)
 
     def _set(self, closes: bool) -> None:
@@ -141,6 +141,7 @@ class Shards:
         with torch.no_grad():
             for module in self.modules:
                 module._get_fsdp_state()._root_post_backward_final_callback()
+        self._set(self._closes)
 
     def settle(self) -> None:
         """After a window."""

@@ -35,6 +35,9 @@ def window_state(optimizer: Optimizer) -> dict[str, Any]:
         state["unit"], state["rank"] = accumulation.unit, accumulation.ranks.place
     if not accumulation.window.is_open:
         return state
+    if accumulation.ranks.in_step:
+        accumulation.ranks.gather()
+        accumulation.guard.next_micro_batch()
     scale, loss = accumulation.loss_scale, accumulation.loss
     sums = scale.restored or scale.unscaled(accumulation.sums.held())
     state["gradients"] = {index: s.detach() for index, s in enumerate(sums) if s is not None}
