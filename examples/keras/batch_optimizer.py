@@ -60,6 +60,7 @@ def main() -> None:
     print("dtype    maximum  desired  powers of two  largest relative difference")
     for dtype in ("float32", "float64"):
         keras.backend.set_floatx(dtype)
+        keras.config.set_dtype_policy(dtype)  # the one that layers have made by now is kept otherwise
         for maximum, desired in sizes:
             expected = trained(data, rows, desired, None, epochs)
             actual = trained(data, rows, maximum, desired, epochs)

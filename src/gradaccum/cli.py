@@ -170,7 +170,8 @@ def check(
     """Check that micro-batches give the large batch's gradient, and name what keeps them from it.
 
     FILE.py:MAKE is a function without arguments that returns (model, batch, loss_fn); in place of loss_fn, it may
-    return a dict of check_equivalence's keywords: {"compute_loss": ..., "weight": ...}.
+    return a dict of check_equivalence's keywords: {"compute_loss": ..., "weight": ...}. For a compiled Keras model it
+    returns (model, (x, y), None).
 
     Exit code 1 says that they differ.
     """
@@ -186,17 +187,14 @@ def check(
     for path, ending in ((json, ".json"), (html, ".html")):
         if path not in (None, "-") and not str(path).lower().endswith(ending):
             raise BadInput(f"--{ending[1:]} takes a file name that ends in {ending}. Received: {path}.")
-    _require_framework("torch")
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the result
             model, batch, keywords = subject(target)
-            from gradaccum.torch.equivalence import check_equivalence
-
-            result = check_equivalence(
-                model, batch, **{"micro_batch_size": micro_batch_size, **keywords}, device=device
-            )
+            result = _checked(model, batch, {"micro_batch_size": micro_batch_size, **keywords}, device)
     except UserCodeError as error:
         raise BadInput(str(error)) from None
+    except click.ClickException:
+        raise
     except (TypeError, ValueError) as error:
         raise BadInput(" ".join(str(error).split())) from None
     except Exception as error:  # out of the user's model or loss
@@ -212,6 +210,21 @@ def check(
     else:
         result.report().show()
     context.exit(0 if result.ok else DIFFERENT)
+
+
+def _checked(model: Any, batch: Any, keywords: dict[str, Any], device: str) -> Any:
+    """What the check of the model's own framework finds."""
+    if any(base.__module__.partition(".")[0] == "keras" for base in type(model).__mro__):
+        if device != "cpu":
+            raise BadInput("--device is for PyTorch models: Keras computes where its backend does.")
+        import gradaccum.keras
+
+        given = {name: value for name, value in keywords.items() if value is not None}  # its loss is compiled in
+        return gradaccum.keras.check_equivalence(model, *(batch if isinstance(batch, tuple) else (batch,)), **given)
+    _require_framework("torch")
+    import gradaccum.torch
+
+    return gradaccum.torch.check_equivalence(model, batch, **keywords, device=device)
 
 
 @commands.command()

@@ -125,6 +125,12 @@ class Optimizer(KerasOptimizer):
             return getattr(self.inner_optimizer, name)
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "steps":  # TensorFlow's tracking skips an assignment of what is read, which is this window's
+            type(self).steps.fset(self, value)  # type: ignore[attr-defined]  # a property
+        else:
+            super().__setattr__(name, value)
+
     def __dir__(self) -> list[str]:
         # Keras saves whatever it finds here. The inner optimizer is saved with us, in the layout that it has alone.
         return [name for name in super().__dir__() if name != "inner_optimizer"]

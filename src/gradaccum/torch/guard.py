@@ -60,9 +60,14 @@ class Guard:
             now = self._now()
             if now is None or now[0] != self._seen[0]:
                 self._trouble = "cleared"
-            elif now[1] != self._seen[1]:
+            elif now[1] != self._seen[1] and not self._shares_version():
                 self._trouble = "edited"
         return self._trouble
+
+    def _shares_version(self) -> bool:
+        """Whether the gradient is a part of a larger tensor, as after torch.cat of parameters, whose edits it shows."""
+        gradient = None if self._parameter is None else self._parameter.grad
+        return gradient is not None and gradient.untyped_storage().nbytes() > gradient.nbytes
 
     def _now(self) -> tuple[int, int] | None:
         gradient = None if self._parameter is None else self._parameter.grad
@@ -87,7 +92,7 @@ class Guard:
             return
         if before[0] != self._seen[0]:
             self._trouble = "cleared"
-        elif before[1] + 1 != self._seen[1]:
+        elif before[1] + 1 != self._seen[1] and not self._shares_version():
             self._trouble = "edited"
 
 

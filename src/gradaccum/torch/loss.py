@@ -133,6 +133,7 @@ class Objective:
             total: What it weighs, where others share it: summed over the ranks, say. None: what `total(batch)` says.
         """
         if self.by_targets(batch):
+            assert self.loss_fn is not None
             self._summed = weights.summed(self.loss_fn)
         return Tally(self, self.total(batch) if total is None else total)
 

@@ -1,0 +1,195 @@
+"""`fit` at 256 rows in micro-batches of 16: epoch time and peak memory on each backend, in one run.
+
+Against (a) plain `fit(batch_size=256)`, (b) Keras' own `gradient_accumulation_steps=16` at 16 rows, and (c) a loop that
+is written by hand for the backend: fused on the device where it compiles, without Keras' losses, metrics or callbacks.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import arguments, in_fresh_process, publish, ratios, table
+
+BATCH, MICRO = 256, 16
+CONTENDERS = ("plain 256", "built-in 16 x 16", "by hand", "gradaccum")
+BACKENDS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
+
+IN_BACKEND = """
+import os, sys
+os.environ.update(KERAS_BACKEND=sys.argv[1], TF_CPP_MIN_LOG_LEVEL="3")
+from benchmarks import keras_micro_batched
+"""
+
+
+def network() -> Any:
+    """A small CNN whose activations are what takes the memory."""
+    import keras
+
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [
+            keras.Input((28, 28, 1)),
+            keras.layers.Conv2D(16, 3, activation="relu"),
+            keras.layers.Conv2D(16, 3, activation="relu"),
+            keras.layers.MaxPooling2D(),
+            keras.layers.Flatten(),
+            keras.layers.Dense(64, activation="relu"),
+            keras.layers.Dense(10),
+        ]
+    )
+
+
+def contender(name: str, batches: int) -> Callable[[], object]:
+    """A function that trains one epoch of so many batches."""
+    import keras
+
+    import gradaccum.keras
+
+    random = np.random.default_rng(0)
+    x = random.normal(size=(BATCH * batches, 28, 28, 1)).astype("float32")
+    y = random.integers(0, 10, BATCH * batches).astype("int32")
+    model = network()
+    if name == "by hand":
+        return by_hand(model, x, y)
+    if name == "gradaccum":
+        model = gradaccum.keras.micro_batched(model, MICRO)
+    built_in = name.startswith("built-in")
+    model.compile(
+        optimizer=keras.optimizers.Adam(gradient_accumulation_steps=BATCH // MICRO if built_in else None),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    return lambda: model.fit(x, y, batch_size=MICRO if built_in else BATCH, shuffle=False, verbose=0)
+
+
+def by_hand(model: Any, x: np.ndarray, y: np.ndarray) -> Callable[[], None]:
+    """The loop that somebody writes who knows the backend."""
+    import keras
+
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(model.trainable_variables)
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    step = {"tensorflow": _tensorflow, "jax": _jax, "torch": _torch}[keras.backend.backend()](model, optimizer, loss_of)
+
+    def epoch() -> None:
+        for start in range(0, len(x), BATCH):
+            step(x[start : start + BATCH], y[start : start + BATCH])
+
+    return epoch
+
+
+def _tensorflow(model: Any, optimizer: Any, loss_of: Any) -> Callable[..., object]:
+    import tensorflow as tf
+
+    weights = model.trainable_variables
+
+    @tf.function
+    def step(x: Any, y: Any) -> Any:
+        def body(i: Any, sums: Any, total: Any) -> Any:
+            rows = slice(i * MICRO, (i + 1) * MICRO)
+            with tf.GradientTape() as tape:
+                loss = loss_of(y[rows], model(x[rows], training=True)) / (BATCH // MICRO)
+            return i + 1, [a + b for a, b in zip(sums, tape.gradient(loss, weights))], total + loss
+
+        zeros = [tf.zeros(weight.shape) for weight in weights]
+        _, sums, total = tf.while_loop(
+            lambda i, *_: i < BATCH // MICRO, body, (0, zeros, tf.constant(0.0)), parallel_iterations=1
+        )
+        optimizer.apply(sums, weights)
+        return total
+
+    return lambda x, y: step(tf.constant(x), tf.constant(y)).numpy()
+
+
+def _jax(model: Any, optimizer: Any, loss_of: Any) -> Callable[..., object]:
+    import jax
+    import jax.numpy as jnp
+
+    fixed = [v.value for v in model.non_trainable_variables]
+
+    def loss(weights: Any, x: Any, y: Any) -> Any:
+        return loss_of(y, model.stateless_call(weights, fixed, x, training=True)[0]) / (BATCH // MICRO)
+
+    @jax.jit
+    def step(weights: Any, state: Any, x: Any, y: Any) -> Any:
+        def body(carry: Any, rows: Any) -> Any:
+            value, gradients = jax.value_and_grad(loss)(weights, *rows)
+            return jax.tree.map(jnp.add, carry, (gradients, value)), None
+
+        zeros = (jax.tree.map(jnp.zeros_like, weights), jnp.zeros(()))
+        cut = [a.reshape(-1, MICRO, *a.shape[1:]) for a in (x, y)]
+        (sums, total), _ = jax.lax.scan(body, zeros, cut)
+        return *optimizer.stateless_apply(state, sums, weights), total
+
+    held = [[v.value for v in model.trainable_variables], [v.value for v in optimizer.variables]]
+
+    def run(x: Any, y: Any) -> None:
+        *held[:], total = step(*held, x, y)
+        total.block_until_ready()
+
+    return run
+
+
+def _torch(model: Any, optimizer: Any, loss_of: Any) -> Callable[..., object]:
+    import torch
+
+    def step(x: Any, y: Any) -> float:
+        x, y, total = torch.from_numpy(x), torch.from_numpy(y), 0.0
+        model.zero_grad()
+        for start in range(0, BATCH, MICRO):
+            rows = slice(start, start + MICRO)
+            loss = loss_of(y[rows], model(x[rows], training=True)) / (BATCH // MICRO)
+            loss.backward()
+            total += loss.detach()
+        with torch.no_grad():
+            optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
+        return float(total)
+
+    return step
+
+
+def print_times(batches: int, rounds: int) -> None:
+    """In the backend's process: the times, as ratios to plain `fit`."""
+    contenders = {name: contender(name, batches) for name in CONTENDERS}
+    result = ratios(contenders, "plain 256", rounds)
+    print(*(f"{result[name]:.2f}" for name in CONTENDERS), sep="|")
+
+
+def print_memory(name: str, batches: int) -> None:
+    """In a process of its own: by how many MiB an epoch raises the peak over what one row at a time takes."""
+    epoch = contender(name, batches)
+    warm = network()
+    warm.compile(optimizer="adam", loss="mse")
+    warm.train_on_batch(np.zeros((1, 28, 28, 1), "float32"), np.zeros((1, 10), "float32"))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    epoch()
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+
+
+def main() -> None:
+    """Run it."""
+    options = arguments(__doc__)
+    batches, rounds = (2, 3) if options.quick else (8, 9)
+    rows = []
+    for backend, title in BACKENDS.items():
+        code = f"{IN_BACKEND}\nkeras_micro_batched.print_times({batches}, {rounds})"
+        times = in_fresh_process(code, backend).strip().splitlines()[-1].split("|")
+        memory = []
+        for name in CONTENDERS:
+            code = f"{IN_BACKEND}\nkeras_micro_batched.print_memory({name!r}, 2)"
+            memory.append(f"{float(in_fresh_process(code, backend).strip().splitlines()[-1]):.0f} MiB")
+        rows += [[title, "time", *times], [title, "peak", *memory]]
+    publish(
+        "keras_micro_batched",
+        "`fit` at 256 rows in micro-batches of 16",
+        f"{(__doc__ or '').strip()}\n\n{table(['backend', '', *CONTENDERS], rows)}",
+        ["keras", "tensorflow-cpu", "jax", "torch"],
+        options.write,
+    )
+
+
+if __name__ == "__main__":
+    main()
