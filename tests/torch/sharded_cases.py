@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 from tests.reference import relative_error
 from tests.torch.distributed_cases import OPTIMIZERS, Oracle, concatenated, data, loss_of, network, windows
@@ -275,3 +276,19 @@ def distributed_checkpoint(rank: int, folder: str) -> float:
     set_state_dict(again, optimizer.inner, model_state_dict=model_state, optim_state_dict=optimizer_state)
     train(again, optimizer, ranks[rank][2:])
     return relative_error(whole(again), list(oracle.model.parameters()))
+
+
+def train_step(rank: int, sizes: Any) -> float:
+    model = network()
+    oracle = Oracle(model)
+    sharded = shard(model)
+    step = TrainStep(
+        sharded, OPTIMIZERS["sgd"](sharded.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4
+    )
+    ranks = data(sizes)
+    for i, window in enumerate(windows(ranks, 1)):
+        loss = step(*ranks[rank][i])
+        rows = concatenated(window)
+        assert abs(loss.item() - loss_of(oracle.model, rows).item()) <= 1e-12
+        oracle.update(rows)
+    return relative_error(whole(sharded), list(oracle.model.parameters()))

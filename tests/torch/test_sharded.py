@@ -92,6 +92,16 @@ def test_a_distributed_checkpoint_at_a_closed_window(ranks: Processes, tmp_path:
     assert max(ranks.run(cases.distributed_checkpoint, str(tmp_path))) <= FLOAT64
 
 
+def test_train_step_with_a_sharded_model(ranks: Processes) -> None:
+    assert max(ranks.run(cases.train_step, [[8, 7, 12], [6, 8, 9]])) <= FLOAT64
+
+
+def test_train_step_with_different_numbers_of_micro_batches_is_told(ranks: Processes) -> None:
+    for result in ranks.try_run(cases.train_step, [[8], [9]], limit=20):
+        assert isinstance(result, Raised)
+        assert "2 on rank 0, 3 on rank 1" in result.message
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("sync", "scatters", "reduces"), [("window", 2, 2), ("micro_batch", 6, 2)])
 def test_hybrid_sharding_reduces_across_replicas_once_per_window(sync: str, scatters: int, reduces: int) -> None:

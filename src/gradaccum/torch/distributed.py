@@ -86,6 +86,13 @@ class Alone:
             WindowError: It is the last one on some ranks only.
         """
 
+    def check_passes(self, passes: int) -> None:
+        """Before a window of so many forward and backward passes.
+
+        Raises:
+            ValueError: A sharded model, and other ranks have another number.
+        """
+
     def scale(self, factor: float) -> None:
         """Multiply what arrives at a sharded model's outputs in the backward pass."""
 
@@ -123,7 +130,7 @@ class Alone:
         """The epoch is over on all ranks: the next one may begin."""
 
     def gather(self) -> None:
-        """Have all that an open window of a sharded model has added up in `p.grad`, to be saved. All ranks take part."""
+        """Have all that a sharded model's open window has added up in `p.grad`, to be saved. All ranks take part."""
 
     def restored(self) -> None:
         """The open window came from a checkpoint: DDP has not seen where its gradients came from."""
@@ -219,6 +226,17 @@ class Together(Alone):
                 raise WindowError(
                     "A sharded model needs the same number of micro-batches on every rank. The last one has come: "
                     f"{_by_rank(lasts)}. Pad or drop batches (DistributedSampler does), or use DistributedDataParallel."
+                )
+
+    def check_passes(self, passes: int) -> None:
+        if self.in_step:
+            said = self._exchange(_Round.NUMBER, passes)
+            self._check_present(said, _Round.NUMBER)
+            numbers = [int(each[1]) for each in said]
+            if len({*numbers}) > 1:
+                raise ValueError(
+                    "A sharded model needs the same number of micro-batches on every rank. Received: "
+                    f"{_by_rank(numbers)}. Give each rank the same number of rows, or use DistributedDataParallel."
                 )
 
     def scale(self, factor: float) -> None:

@@ -155,6 +155,11 @@ class TrainStep:
             dtype=self.update.sums.dtype,
             always=self.sync == "micro_batch",
         )
+        if self.ranks.in_step and (micro_batch_size == "auto" or max_tokens is not None):
+            raise ValueError(
+                "A sharded model needs the same micro-batches on every rank, which each would choose by itself. "
+                f"Received: micro_batch_size={micro_batch_size!r}, max_tokens={max_tokens!r}. Give a number of rows."
+            )
         self.joint = JointBatch(self.ranks, self.update.sums)
         self._noticed = False
         self._transaction = Transaction(self._modules(), self._watched, self.objective.device)
@@ -202,7 +207,8 @@ class TrainStep:
         if not self._noticed:
             check_noticed(self.model, self.update.parameters(), self.ranks, steps=1)
             self._noticed = True
-        if self._verify and not self._all_at_once and rows:
+        # Sharded models cannot run passes that other ranks leave out.
+        if self._verify and not self._all_at_once and rows and not self.ranks.in_step:
             verify_additivity(self.objective, batch)
             if self.budget is not None:
                 self.left = verified_left(self.objective, batch, Tokens(self.budget, extents(batch)).pieces[-1])
@@ -228,6 +234,8 @@ class TrainStep:
         start = self._transaction.open()
         tally = self.joint.open(self.objective, batch)
         plan = self._plan(batch, rows)
+        if self.ranks.in_step:
+            self.ranks.check_passes(len(list(plan)))
         try:
             with self._during_window():
                 if rows == 0:
