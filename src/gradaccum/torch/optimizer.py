@@ -20,8 +20,8 @@ from gradaccum.torch.accumulation import Accumulation, Nonfinite
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.torch.batch_norm import warn_of_batch_norm
 from gradaccum.torch.batches import Batches
-from gradaccum.torch.distributed import check_noticed, synchronizer
 from gradaccum.torch.loss_scale import LossScale
+from gradaccum.torch.synchronizer import check_noticed, synchronizer
 from gradaccum.window import Reduction, checked_reduction
 
 __all__ = ["Nonfinite", "Optimizer", "Sync"]

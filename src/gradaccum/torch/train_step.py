@@ -21,13 +21,13 @@ from gradaccum.torch.additivity import verify_additivity
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.torch.batch import BatchDims, per_row_leaves
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms
-from gradaccum.torch.distributed import check_noticed, synchronizer
 from gradaccum.torch.joint import JointBatch
 from gradaccum.torch.loss import Objective, Tally
 from gradaccum.torch.memory import Gauge, is_out_of_memory, parse_bytes
 from gradaccum.torch.noise import NoiseMeter
 from gradaccum.torch.pieces import Piece, Rows, TokenBudget, Tokens
 from gradaccum.torch.shapes import Sizers
+from gradaccum.torch.synchronizer import check_noticed, synchronizer
 from gradaccum.torch.tokens import Left, extents, trimmed, verified_left
 from gradaccum.torch.transaction import PutAside, Transaction
 from gradaccum.torch.update import Update
