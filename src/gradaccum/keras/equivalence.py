@@ -16,7 +16,7 @@ from gradaccum.keras.additive import not_additive
 from gradaccum.keras.batch_norm import BatchNorm, batch_norms_of, during_micro_batch
 from gradaccum.keras.denominators import Measured, denominators_of
 from gradaccum.keras.gradients import value_and_gradients
-from gradaccum.keras.layer_calls import draws, layer_cause, recorded, relative_error, same_rows, switched_off
+from gradaccum.keras.layer_calls import dotted, draws, layer_cause, recorded, relative_error, same_rows, switched_off
 from gradaccum.keras.step import MicroBatchedStep
 from gradaccum.keras.step_data import has_rows, rows_of
 from gradaccum.schedule import checked_count
@@ -98,6 +98,15 @@ class _Check:
         variables = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
         self.state = [[ops.convert_to_tensor(variable.value) for variable in part] for part in variables]
         self.random = [layer for layer in model._flatten_layers(include_self=False) if draws(layer)]
+        self._counts: Any = self._counts_of
+        self._gradients: Any = self._gradients_of
+        if backend.backend() == "jax":  # where every operation on every shape would be compiled by itself
+            import jax
+
+            self._counts, self._gradients = jax.jit(self._counts_of), jax.jit(self._gradients_of)
+            self.counted = bool(jax.eval_shape(self._counts_of, self.state[0], data))
+        else:
+            self.counted = bool(self._counts_of(self.state[0], data))
 
     def run(self, micro_batch_size: int | None, tolerance: float | None) -> Equivalence:
         precision = self._precision()
@@ -131,40 +140,44 @@ class _Check:
 
     def _outcome(self, partition: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """The loss and the gradients of a window of these micro-batches."""
+        batches = [self._take(part) for part in partition]
         totals: dict[int, Any] | None = None
-        if len(partition) > 1:
+        if len(partition) > 1 and self.counted:
             totals = {}
-            for part in partition:
-                for index, count in self._forward(self.state[0], part)[1].counts.items():
+            for batch in batches:
+                for index, count in self._counts(self.state[0], batch).items():
                     totals[index] = totals.get(index, 0.0) + _number(count)
         sums: dict[str, np.ndarray] = {}
-        for part in partition:
-            share = len(part) / self.rows
-
-            def loss_of(values: Any, part: np.ndarray = part, share: float = share) -> Any:
-                return ops.sum(self._forward(values, part, share, totals)[3]) * share
-
-            loss, gradients = value_and_gradients(loss_of, self.state[0])
-            names = ["loss", *(variable.path for variable in self.model.trainable_variables)]
+        for part, batch in zip(partition, batches):
+            loss, gradients = self._gradients(self.state[0], batch, len(part) / self.rows, totals)
+            names = ["loss", *(dotted(self.model, variable.path) for variable in self.model.trainable_variables)]
             for name, value in zip(names, [loss, *gradients]):
                 if value is not None:
                     value = ops.convert_to_numpy(ops.cast(value, _at_least_32(value.dtype)))
                     sums[name] = sums.get(name, 0.0) + value
         return sums
 
+    def _counts_of(self, values: Any, batch: Any) -> dict[int, Any]:
+        return self._forward(values, batch)[1].counts
+
+    def _gradients_of(self, values: Any, batch: Any, share: Any, totals: dict[int, Any] | None) -> Any:
+        return value_and_gradients(lambda v: ops.sum(self._forward(v, batch, share, totals)[3]) * share, values)
+
+    def _take(self, rows: np.ndarray) -> Any:
+        return tree.map_structure(lambda leaf: ops.take(leaf, rows, axis=0) if has_rows(leaf) else leaf, self.data)
+
     def _forward(
-        self, values: Any, rows: np.ndarray, share: float = 1.0, totals: dict[int, Any] | None = None
+        self, values: Any, batch: Any, share: Any = 1.0, totals: dict[int, Any] | None = None
     ) -> tuple[Any, Measured, Any, Any]:
-        batch = tree.map_structure(lambda leaf: ops.take(leaf, rows, axis=0) if has_rows(leaf) else leaf, self.data)
-        state = (values, *self.state[1:])
         x, y, sample_weight = batch
+        state = (values, *self.state[1:])
         choice: BatchNorm = "frozen" if self.batch_norm == "frozen" else "micro"
         with switched_off(self.random), during_micro_batch(batch_norms_of(self.model), choice):
             return denominators_of(self.model, state, x, y, sample_weight, share, totals)
 
     def _causes(self, partition: Sequence[np.ndarray], tolerance: float) -> Iterator[Cause]:
         found = False
-        everything = np.arange(self.rows)
+        everything = self.data
         for output, message in not_additive(self.model, self._forward(self.state[0], everything)[1]):
             found = True
             yield Cause("loss", output, message)
@@ -174,7 +187,7 @@ class _Check:
             calls.clear()
             parts = []
             for part in partition:
-                self._forward(self.state[0], part)
+                self._forward(self.state[0], self._take(part))
                 parts.append(dict(calls))
                 calls.clear()
         order = np.argsort(np.concatenate(list(partition)))
@@ -184,7 +197,7 @@ class _Check:
                 continue
             if not same_rows([t[2] for t in theirs], outputs, order, tolerance):
                 found = True
-                yield layer_cause(layer, path)
+                yield layer_cause(layer, dotted(self.model, path))
         if not found:
             for cause in self._term_causes(partition, tolerance):
                 found = True
@@ -201,7 +214,7 @@ class _Check:
         """Terms of `add_loss` that are no means over rows."""
 
         def terms(rows: np.ndarray) -> list[float]:
-            batch = tree.map_structure(lambda leaf: ops.take(leaf, rows, axis=0) if has_rows(leaf) else leaf, self.data)
+            batch = self._take(rows)
             kwargs = {"training": True} if self.model._call_has_training_arg else {}
             with switched_off(self.random):
                 *_, losses = self.model.stateless_call(*self.state[:2], batch[0], return_losses=True, **kwargs)
@@ -241,15 +254,13 @@ class _Check:
 
 
 def _partitions(rows: int, size: int | None) -> list[list[np.ndarray]]:
-    """Ways to cut the rows: as `micro_batched` does, two ragged parts, three shuffled ones, many small ones."""
+    """Ways to cut the rows: as `micro_batched` does, and in two ragged parts, in order and shuffled."""
     random = np.random.default_rng(0)
     plans = [] if size is None or size >= rows else [(np.arange(rows), even_sizes(rows, size))]
     first = max(1, min(rows - 1, round(0.62 * rows)))
+    # The same sizes again for the shuffled rows: each size is compiled on JAX.
     plans.append((np.arange(rows), [first, rows - first]))
-    if rows >= 6:
-        plans.append((random.permutation(rows), [rows // 2, rows - rows // 2 - 1, 1] if rows < 9 else [rows - 6, 4, 2]))
-    if rows >= 8:
-        plans.append((np.arange(rows), even_sizes(rows, 3)))
+    plans.append((random.permutation(rows), [rows - first, first]))
     return [np.split(order, np.cumsum(sizes)[:-1]) for order, sizes in plans]
 
 

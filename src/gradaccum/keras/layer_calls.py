@@ -13,7 +13,12 @@ from keras.src import backend
 
 from gradaccum.equivalence import Cause
 
-__all__ = ["draws", "layer_cause", "recorded", "relative_error", "same_rows", "switched_off"]
+__all__ = ["dotted", "draws", "layer_cause", "recorded", "relative_error", "same_rows", "switched_off"]
+
+
+def dotted(model: Any, path: str) -> str:
+    """The path of a layer or a variable inside a model, in dots as everywhere in reports."""
+    return path.removeprefix(f"{model.name}/").replace("/", ".")
 
 
 def layer_cause(layer: Any, path: str) -> Cause:
