@@ -4,7 +4,9 @@ import json
 import math
 
 import pytest
+from click.testing import CliRunner
 
+from gradaccum.cli import commands
 from gradaccum.run import encode, parse, read
 
 START = '{"start": {"gradaccum": "0.1.0", "torch": "2.13.0"}}'
@@ -94,3 +96,29 @@ def test_the_noise_scale_gives_its_advice():
 def test_other_numbers_get_their_own_row_and_figure():
     run = parse("run", [encode({"update": i, "loss": 1.0, "accuracy": 0.5}) for i in range(3)])
     assert [figure.title for figure in run.report().figures] == ["Loss", "accuracy"]
+
+
+def test_the_command_shows_a_file_that_was_cut_off(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join(lines())[:-20], encoding="utf-8")
+    result = CliRunner().invoke(commands, ["report", str(path), "--html", str(tmp_path / "run.html")])
+    assert result.exit_code == 0, result.output
+    assert "5 updates" in result.stdout
+    assert "1 line of the file could not be read" in result.stdout
+    assert result.stdout.splitlines()[-1] == str(tmp_path / "run.html")
+    assert "Gradient norm" in (tmp_path / "run.html").read_text(encoding="utf-8")
+
+
+def test_a_file_that_is_no_record_is_one_clear_line(tmp_path):
+    (tmp_path / "notes.txt").write_text("notes", encoding="utf-8")
+    for arguments, part in [
+        ([str(tmp_path / "absent.jsonl")], "No such file"),
+        ([str(tmp_path)], "Is a directory"),
+        ([str(tmp_path / "notes.txt")], "holds no record of a run"),
+        ([str(tmp_path / "notes.txt"), "--html", "run.pdf"], "ends in .html"),
+    ]:
+        result = CliRunner().invoke(commands, ["report", *arguments])
+        assert result.exit_code == 2
+        (line,) = result.stderr.strip().splitlines()
+        assert line.startswith("Error: ")
+        assert part in line

@@ -78,6 +78,13 @@ def commands() -> None:
 @click.option(
     "--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Micro-batches per update in (b)."
 )
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Processes that share (b)'s micro-batches.",
+)
 @click.option("--epochs", type=click.IntRange(min=1), help="Default: 6 of FashionMNIST, 100 of the digits.")
 @click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
 @click.option(
@@ -95,6 +102,7 @@ def demo(
     folder: pathlib.Path | None,
     batch_size: int,
     steps: int,
+    ranks: int,
     epochs: int | None,
     dtype: str,
     out: pathlib.Path,
@@ -110,6 +118,10 @@ def demo(
 
     if batch_size % steps:
         raise BadInput(f"--batch-size must be a multiple of --steps. Received: {batch_size} and {steps}.")
+    if steps % ranks:
+        raise BadInput(f"--steps must be a multiple of --ranks. Received: {steps} and {ranks}.")
+    if ranks > 1 and framework != "torch":
+        raise BadInput("--ranks is for --framework torch. With Keras, use keras.distribution.")
     _require_framework(framework)
     with Progress() as progress:
         try:
@@ -124,7 +136,7 @@ def demo(
             f"{data.name} from {data.source}: {len(data.train_x):,} rows to train, {len(data.test_x):,} to test"
         )
         epochs = epochs or {"digits": 100}.get(data.name, Setup.epochs)
-        setup = Setup(framework, batch_size, steps, epochs, dtype)  # type: ignore[arg-type]  # click checked the choices
+        setup = Setup(framework, batch_size, steps, epochs, dtype, ranks=ranks)  # type: ignore[arg-type]  # click checked the choices
         try:
             outcome = perform(setup, data, progress)
         except RunError as error:
@@ -158,7 +170,8 @@ def check(
     """Check that micro-batches give the large batch's gradient, and name what keeps them from it.
 
     FILE.py:MAKE is a function without arguments that returns (model, batch, loss_fn); in place of loss_fn, it may
-    return a dict of check_equivalence's keywords: {"compute_loss": ..., "weight": ...}.
+    return a dict of check_equivalence's keywords: {"compute_loss": ..., "weight": ...}. For a compiled Keras model it
+    returns (model, (x, y), None).
 
     Exit code 1 says that they differ.
     """
@@ -174,17 +187,14 @@ def check(
     for path, ending in ((json, ".json"), (html, ".html")):
         if path not in (None, "-") and not str(path).lower().endswith(ending):
             raise BadInput(f"--{ending[1:]} takes a file name that ends in {ending}. Received: {path}.")
-    _require_framework("torch")
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the result
             model, batch, keywords = subject(target)
-            from gradaccum.torch.equivalence import check_equivalence
-
-            result = check_equivalence(
-                model, batch, **{"micro_batch_size": micro_batch_size, **keywords}, device=device
-            )
+            result = _checked(model, batch, {"micro_batch_size": micro_batch_size, **keywords}, device)
     except UserCodeError as error:
         raise BadInput(str(error)) from None
+    except click.ClickException:
+        raise
     except (TypeError, ValueError) as error:
         raise BadInput(" ".join(str(error).split())) from None
     except Exception as error:  # out of the user's model or loss
@@ -200,6 +210,43 @@ def check(
     else:
         result.report().show()
     context.exit(0 if result.ok else DIFFERENT)
+
+
+def _checked(model: Any, batch: Any, keywords: dict[str, Any], device: str) -> Any:
+    """What the check of the model's own framework finds."""
+    if any(base.__module__.partition(".")[0] == "keras" for base in type(model).__mro__):
+        if device != "cpu":
+            raise BadInput("--device is for PyTorch models: Keras computes where its backend does.")
+        import gradaccum.keras
+
+        given = {name: value for name, value in keywords.items() if value is not None}  # its loss is compiled in
+        return gradaccum.keras.check_equivalence(model, *(batch if isinstance(batch, tuple) else (batch,)), **given)
+    _require_framework("torch")
+    import gradaccum.torch
+
+    return gradaccum.torch.check_equivalence(model, batch, **keywords, device=device)
+
+
+@commands.command()
+@click.argument("file", type=click.Path(path_type=pathlib.Path))
+@click.option("--html", help="Write the report to this file, too.")
+def report(file: pathlib.Path, html: str | None) -> None:
+    """Show what a Recorder has written, as far as FILE can be read."""
+    from gradaccum.run import read
+
+    if html is not None and not html.lower().endswith(".html"):
+        raise BadInput(f"--html takes a file name that ends in .html. Received: {html}.")
+    try:
+        run = read(file)
+        if not run.updates and not run.starts:
+            raise BadInput(f"{file} holds no record of a run.")
+        found = run.report()
+        found.show()
+        if html is not None:
+            click.echo()
+            click.echo(found.save(html).resolve())
+    except OSError as error:
+        raise BadInput(f"{error.filename}: {error.strerror}.") from None
 
 
 @commands.command()

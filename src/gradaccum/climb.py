@@ -8,6 +8,7 @@ before it is tried: above a knee, the peak memory is affine in the size.
 from __future__ import annotations
 
 import math
+import statistics
 
 from gradaccum.sizes import even_size
 
@@ -15,8 +16,11 @@ __all__ = ["Climb", "MemoryLine"]
 
 MARGIN = 0.9
 """How much of the limit a predicted peak may take: allocators round up, and fragments stay unused."""
-WORTH_REPEATING = 1.5
+WORTH_REPEATING = 2.0
 """Sizes at most so much slower per row than the best are measured again: first runs are slower than later ones."""
+REPEATED = 4
+"""How many sizes are, at most."""
+CLEARLY = 0.95
 SAMPLES = 3
 WINDOWS = 2
 
@@ -108,7 +112,8 @@ class Climb:
         self.rows = 0
         self.size = start
         """The best size so far; once settled, the one to use."""
-        self._seconds: dict[int, list[float]] = {}
+        self._seconds: dict[int, float] = {}
+        self._repeated: dict[int, list[float]] = {}
         self._candidate: int | None = start
         self._again: list[int] = []
         self._windows = 0
@@ -122,7 +127,7 @@ class Climb:
 
     def next_size(self, rows: int) -> int:
         """The size of the next micro-batch, where `rows` are left in the window."""
-        size = self._wanted(rows)
+        size = max(self._wanted(rows), min(self.minimum, rows))
         left = rows - size
         if 0 < left < self.minimum:  # neither this one nor the next may be smaller than the minimum
             size = size - self.minimum + left if size - self.minimum + left >= self.minimum else rows
@@ -135,26 +140,31 @@ class Climb:
                 if self._candidate <= rows:
                     return self._candidate
             else:
+                # The same number of rows for each: one lucky micro-batch of few rows must not decide.
                 fitting = [size for size in self._again if size <= rows]
                 if fitting:
-                    return min(fitting, key=lambda size: (len(self._seconds[size]), -size))
+                    return min(fitting, key=lambda size: (size * len(self._repeated.get(size, ())), -size))
         return even_size(rows, self.size)
 
     def record(self, size: int, seconds: float, base: float | None = None, peak: float | None = None) -> None:
         """A micro-batch of `size` rows took so long, and so many bytes at its peak over `base` before it."""
-        self._seconds.setdefault(size, []).append(seconds)
+        if size == self._candidate:
+            self._seconds[size] = seconds
+        elif size in self._again:
+            self._repeated.setdefault(size, []).append(seconds)
         if base is not None and peak is not None:
             self.line = self.line or MemoryLine(base)
             self.line.add(size, peak)
         if size == self._candidate:
             self._after_candidate(size)
-        elif self._candidate is None and all(len(self._seconds[again]) >= SAMPLES for again in self._again):
+        elif self._candidate is None and all(len(self._repeated.get(again, ())) >= SAMPLES for again in self._again):
             self._settle()
 
     def failed(self, size: int) -> None:
         """A micro-batch of `size` rows ran out of memory."""
         self.ceiling = min(self.ceiling or size, max(size - 1, 1))
         self._seconds = {known: seconds for known, seconds in self._seconds.items() if known <= self.ceiling}
+        self._repeated = {known: seconds for known, seconds in self._repeated.items() if known <= self.ceiling}
         self._again = [again for again in self._again if again <= self.ceiling]
         largest = max(self._seconds, default=0)
         if self.settled or self._candidate is None:
@@ -171,9 +181,9 @@ class Climb:
         self._windows += 1
         if self.settled or not self._seconds:
             return
-        if self._candidate is not None and self._candidate > self._window_rows:
-            self._candidate = self._window_rows if self._window_rows not in self._seconds else None
-            if self._candidate is None or not self._promising():
+        if self._candidate is not None:
+            self._candidate = min(self._candidate, self._window_rows)
+            if self._candidate in self._seconds or not self._promising():
                 self._candidate = None
                 self._measure_again()
         if self._windows >= WINDOWS:
@@ -186,21 +196,21 @@ class Climb:
             following = min(following, self.ceiling)
         if self.limit is not None and self.line is not None and self.line.predict(following) > MARGIN * self.limit:
             following = min(following, self.line.largest(MARGIN * self.limit) or 1)
-        slower = [known for known in self._seconds if known > self.size]
-        if following <= size or (len(slower) >= 2 and all(self._cost(n) > 1.1 * self._cost(self.size) for n in slower)):
+        if following <= size or self._windows > 0:
             self._candidate = None
             self._measure_again()
         else:
             self._candidate = following
 
     def _promising(self) -> bool:
-        # The whole batch at once takes a window of its own: only where its half was faster than its quarter.
-        sizes = sorted(self._seconds)[-2:]
-        return len(sizes) < 2 or self._cost(sizes[1]) < self._cost(sizes[0])
+        # A size that the first window had no rows for takes most of the second: only where larger is clearly faster.
+        *smaller, largest = sorted(self._seconds)
+        return all(self._cost(largest) < CLEARLY * self._cost(size) for size in smaller)
 
     def _measure_again(self) -> None:
         best = self._cost(self._best())
-        self._again = [size for size in self._seconds if self._cost(size) <= WORTH_REPEATING * best]
+        near = [size for size in self._seconds if self._cost(size) <= WORTH_REPEATING * best]
+        self._again = sorted(near, key=self._cost)[:REPEATED]
         if len(self._again) == 1:
             self._settle()
 
@@ -208,7 +218,17 @@ class Climb:
         self.size, self.settled, self._candidate = self._best(), True, None
 
     def _cost(self, size: int) -> float:
-        return min(self._seconds[size]) / size
+        """Seconds per row: the mean of what was measured again.
+
+        Of a size that was measured once, the median of its neighbours' and its own: time per row is smooth in the
+        size, so what sticks out of it is somebody else's work, or a lucky moment.
+        """
+        if size in self._repeated:
+            return sum(self._repeated[size]) / len(self._repeated[size]) / size
+        sizes = sorted(self._seconds)
+        place = sizes.index(size)
+        near = [self._seconds[known] / known for known in sizes[max(place - 1, 0) : place + 2]]
+        return statistics.median(near) if len(near) == 3 else near[-1] if place else max(near)
 
     def _best(self) -> int:
         return min(self._seconds, key=self._cost)

@@ -128,12 +128,18 @@ class Equivalence:
     @property
     def ok(self) -> bool:
         """Whether every gradient, the loss and every buffer agree to within `tolerance`."""
-        return self.max_error <= self.tolerance and not self.causes
+        return max(self.max_error, self.max_buffer_error) <= self.tolerance and not self.causes
 
     @property
     def max_error(self) -> float:
-        """The largest relative error of all."""
-        return max((difference.error for difference in self.differences), default=math.inf if self.causes else 0.0)
+        """The largest relative error of the loss and the gradients."""
+        errors = [difference.error for difference in self.differences if difference.part != "buffer"]
+        return max(errors, default=math.inf if self.causes else 0.0)
+
+    @property
+    def max_buffer_error(self) -> float:
+        """The largest relative error of the buffers that are left behind."""
+        return max((difference.error for difference in self.differences if difference.part == "buffer"), default=0.0)
 
     def groups(self) -> list[tuple[str, int, int, float]]:
         """The gradients, a line per module in the model's order: `(path, tensors, numbers in them, largest error)`."""
@@ -152,9 +158,10 @@ class Equivalence:
         """
         if self.ok:
             return self
-        wrong = sorted((d for d in self.differences if not d.error <= self.tolerance), key=lambda d: -d.error)
+        wrong = [difference for difference in self.differences if not difference.error <= self.tolerance]
+        wrong.sort(key=lambda difference: (["gradient", "loss", "buffer"].index(difference.part), -difference.error))
         width = max((len(difference.name) for difference in wrong[:5]), default=0)
-        only_buffers = wrong and all(difference.part == "buffer" for difference in wrong)
+        only_buffers = bool(wrong) and wrong[0].part == "buffer"
         lines = [f"{'buffers' if only_buffers else 'accumulated gradients'} differ from the large batch's."]
         lines += [
             f"  {d.name:<{width}}   relative error {d.error:.3g}   ({self.tolerance:.3g} allowed)" for d in wrong[:5]
@@ -168,7 +175,8 @@ class Equivalence:
         record = dataclasses.asdict(self)
         for difference in record["differences"]:
             difference["error"] = _for_json(difference["error"])
-        return {"ok": self.ok, "max_error": _for_json(self.max_error)} | record
+        errors = {"max_error": _for_json(self.max_error), "max_buffer_error": _for_json(self.max_buffer_error)}
+        return {"ok": self.ok, **errors, **record}
 
     def to_json(self) -> str:
         """`to_dict` as JSON."""
@@ -179,7 +187,9 @@ class Equivalence:
         lines: list[tuple[str, str, int, int, float]]
         blocks: list[Block] = []
         if self.causes:
-            blocks.append(Table(["cause", "where"], [[cause.kind, cause.where] for cause in self.causes], "Causes"))
+            blocks.append(
+                Table(["cause", "where"], [[cause.kind, repr(cause.where)] for cause in self.causes], "Causes")
+            )
             blocks += [Text(str(cause)) for cause in self.causes]
         lines = [(d.part, d.name, 1, d.entries, d.error) for d in self.differences if d.part != "gradient"]
         lines += [("gradient", name or "(the model)", n, entries, error) for name, n, entries, error in self.groups()]
@@ -195,14 +205,15 @@ class Equivalence:
                 Text(f"{self.rows} rows at once against {sizes} rows, computed in {self.precision} on {self.device}.")
             )
         blocks += [Text(f"Note: {note}") for note in self.notes]
-        gradients = max((d.error for d in self.differences if d.part != "buffer"), default=self.max_error)
+        error = self.max_error
         if self.ok:
             verdict = "The accumulated gradient is the large batch's"
-        elif gradients <= self.tolerance < self.max_error:
-            verdict = "The accumulated gradient is the large batch's, but the buffers it leaves are NOT"
+        elif error <= self.tolerance < self.max_buffer_error:
+            verdict = "The accumulated gradient is the large batch's, but the buffers left behind are NOT"
+            error = self.max_buffer_error
         else:
             verdict = "The accumulated gradient is NOT the large batch's"
-        summary = f"{verdict}: largest relative error {self.max_error:.3g} ({self.tolerance:.2g} allowed)."
+        summary = f"{verdict}: largest relative error {error:.3g} ({self.tolerance:.2g} allowed)."
         return Report("Micro-batches against the large batch", blocks, ok=self.ok, summary=summary)
 
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:

@@ -144,4 +144,4 @@ def _draw_bars(axes: Any, content: Bars, colours: dict[str, Any]) -> None:
     for name, value in content.limits.items():
         axes.axvline(value, color=colours["ink"], linewidth=1.2, linestyle=":", label=name)
     if content.limits:
-        axes.legend()
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderpad=0.0)  # above: bars may be anywhere below

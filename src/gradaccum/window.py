@@ -55,6 +55,7 @@ class Window:
         self.micro_batches = 0
         self.weight = 0.0
         self.unit: float | None = None
+        self.largest = 0.0
         self.weights_given = False
         self.last = False
         self.forget()
@@ -136,6 +137,7 @@ class Window:
             self.weigh(default=default)
         assert self.pending is not None
         self.weight += self.pending
+        self.largest = max(self.largest, self.pending)
         self.weights_given = self.weights_given or self.pending_given
         self.micro_batches += 1
         self.forget()
@@ -178,16 +180,15 @@ def checked_weight(weight: Any) -> float:
         >>> checked_weight(731)
         731.0
     """
-    received = f"Received: weight={weight!r} of type {type(weight).__name__}."
     is_number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
     try:
         number = float(weight) if is_number or hasattr(weight, "item") else None
     except (TypeError, ValueError, RuntimeError):  # an array of several elements, or of none
         number = None
-    if number is None:
-        raise TypeError(f"A weight must be a finite number >= 0. {received}")
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(f"A weight must be a finite number >= 0. {received}")
+    if number is None or not math.isfinite(number) or number < 0:
+        raise (TypeError if number is None else ValueError)(
+            f"A weight must be a finite number >= 0. Received: weight={weight!r} of type {type(weight).__name__}."
+        )
     return number
 
 

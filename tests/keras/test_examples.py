@@ -34,8 +34,8 @@ def test_batch_optimizer(tmp_path):
         (dtype, powers) for dtype in ("float32", "float64") for powers in ("yes", "no")
     ]
     for dtype, *_, difference in lines:
-        # Keras' own layers and losses on PyTorch compute in single precision at places.
-        assert float(difference) <= (1e-12 if dtype == "float64" and BACKEND != "torch" else 2e-6)
+        # On JAX and PyTorch, Keras' losses compute in single precision whatever is set.
+        assert float(difference) <= (1e-12 if dtype == "float64" and BACKEND == "tensorflow" else 2e-6)
 
 
 @pytest.mark.parametrize("name", ["mlp.py", "vgg16.py", "batch_optimizer.py"])

@@ -301,6 +301,7 @@ def test_steps_updated_and_flush_between_calls(bound):
     optimizer.build(accumulated)
     for index, some in enumerate(gradients):
         if index == 3:
+            optimizer.steps = 2
             optimizer.steps = 3  # inside a window: from the next one on
             assert optimizer.steps == 2
         train_by_hand(optimizer, accumulated, [some])
@@ -331,6 +332,15 @@ def test_sparse_gradients_of_an_embedding_match_the_dense_gradient(fit_bound):
     expected.fit(ids, y, batch_size=12, shuffle=False, verbose=0)
     # SGD without momentum would do for any gradient; with it, TensorFlow's plain one applies rows twice seen twice.
     assert error(model, expected) <= fit_bound or BACKEND == "tensorflow"
+
+
+def test_steps_set_back_inside_a_window_stay():
+    optimizer, variables = Optimizer(sgd(), 2), variables_like(SHAPES)
+    train_by_hand(optimizer, variables, micro_gradients(1))
+    optimizer.steps = 5
+    optimizer.steps = 2
+    train_by_hand(optimizer, variables, micro_gradients(1))
+    assert (optimizer.updated, optimizer.steps) == (True, 2)
 
 
 # Bad input.
@@ -396,4 +406,4 @@ def test_a_schedule_is_not_set_in_the_middle():
     with pytest.raises(ValueError, match="can be set to an int"):
         Optimizer(sgd(), 2).steps = {0: 2, 1: 4}
     with pytest.raises(ValueError, match="follow from its batch sizes"):
-        BatchOptimizer(sgd(), 4, 8, 16, network()).steps = 2
+        BatchOptimizer(sgd(), 4, 8, 16, network()).steps = 2  # what they are

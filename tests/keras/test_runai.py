@@ -28,11 +28,12 @@ def test_the_guides_line_with_tf_keras(capsys):
 
 
 def test_named_optimizers_with_steps_positional_or_not(capsys):
-    for optimizer in (
-        runai.ga.keras.optimizers.Adam(steps=4),
-        runai.ga.keras.optimizers.Adam(4),
-        runai.ga.keras.optimizers.Optimizer(keras.optimizers.Adam(), 4),
+    for make in (
+        lambda: runai.ga.keras.optimizers.Adam(steps=4),
+        lambda: runai.ga.keras.optimizers.Adam(4),
+        lambda: runai.ga.keras.optimizers.Optimizer(keras.optimizers.Adam(), 4),
     ):
+        optimizer = make()
         assert capsys.readouterr().out == "Wrapping 'Adam' Keras optimizer with GA of 4 steps\n"
         assert isinstance(optimizer, runai.ga.keras.optimizers.Optimizer)
         assert (optimizer.runai.steps, optimizer.runai.step) == (4, 0)

@@ -136,8 +136,11 @@ def micro_batched(model, x, y, sizes):
     return model
 
 
-def test_exact_updates_are_the_large_batchs():
-    model, step = one_step("exact")
+@pytest.mark.parametrize("offload", [False, True])
+def test_exact_updates_are_the_large_batchs(offload):
+    model = network()
+    options = {"micro_batch_size": 5, "batch_norm": "exact", "offload": offload}
+    step = TrainStep(model, sgd(model), loss_fn=nn.CrossEntropyLoss(), **options)
     whole = copy.deepcopy(model)
     batches = [batch(n, seed=n) for n in (14, 14, 9, 3)]
     expected = torch_updates(whole, sgd(whole), batches, cross_entropy)
@@ -172,10 +175,12 @@ def test_train_step_warns_once_and_names_the_modules():
     with pytest.warns(UserWarning, match=r"not the large batch's: '1' \(BatchNorm2d\).*batch_norm=\"exact\"") as caught:
         step(*batch())
     assert len(caught) == 1
+    assert caught[0].filename == __file__
     assert relative_error(model.buffers(), plain.buffers()) <= FLOAT64
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(*batch())
+        one_step("warn", size=100)[1](*batch())  # one micro-batch is the large batch
 
 
 def test_frozen_is_the_large_batch_in_eval_mode():
@@ -257,6 +262,7 @@ def test_chunked_warns_once_names_the_modules_and_moves_statistics_once():
     with pytest.warns(UserWarning, match=r"'1' \(BatchNorm2d\)") as caught:
         loss = small(x).square().sum()
     assert len(caught) == 1
+    assert caught[0].filename == __file__
     after = running(small)
     loss.backward()
     whole(x)
@@ -299,6 +305,7 @@ def test_the_optimizer_names_the_modules_once():
     with pytest.warns(UserWarning, match=r"'1' \(BatchNorm2d\).*batch_norm=\"exact\"") as caught:
         optim.Optimizer(sgd(network()), 4, model=network())
     assert len(caught) == 1
+    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optim.Optimizer(sgd(network()), 1, model=network())

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -84,6 +86,17 @@ def test_contrastive_gradients_are_the_large_batchs_with_learnable_temperature(s
     actual.backward()
     assert relative_error([actual], [expected]) <= FLOAT64
     assert relative_error(gradients(small), gradients(whole)) <= FLOAT64
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.integers(1, 12), size=st.integers(1, 13), keep=st.integers(0, 5), seed=st.integers(0, 99))
+def test_any_rows_in_any_sizes(rows, size, keep, seed):
+    x, t = torch.randn(2, rows, 5, generator=torch.Generator().manual_seed(seed))
+    whole, small = TwoTowers(), TwoTowers(lambda tower: chunked(tower, size, keep=keep))
+    for model in (whole, small):
+        (model(x, t) + model.images(x).logsumexp((0, 1)) + model.texts(t).exp().sum()).backward()
+    for one, other in zip(gradients(small), gradients(whole), strict=True):
+        assert (one - other).abs().max() <= FLOAT64 * max(1.0, other.abs().max())  # one row's contrast has gradient 0
 
 
 @pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.Adam(p, 1e-2)])

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum.torch import TrainStep, chunked
 from tests.reference import FLOAT64, relative_error
 
-RANKS, ROWS = 2, [9, 14]
+RANKS, ROWS = 2, [4, 14]
 
 
 def encoder():
@@ -63,6 +63,7 @@ def on_one_rank(rank, rendezvous):
     )
     try:
         gradients_are_the_mean_over_ranks(rank)
+        sharded_parameters_get_the_mean_over_ranks(rank)
         exact_batch_norm_spans_the_ranks(rank)
     finally:
         distributed.destroy_process_group()
@@ -72,14 +73,36 @@ def gradients_are_the_mean_over_ranks(rank):
     whole = TwoTowers()
     for other in range(RANKS):
         (whole(rows_of(other, (5,)), rows_of(other, (5,)).cos()) / RANKS).backward()
-    for options in ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
-        for keep in (0, 1):
-            small = TwoTowers(lambda tower, keep=keep: chunked(tower, 4, keep=keep))
-            model = DistributedDataParallel(small, **options)
-            for _ in range(2):
-                model.zero_grad()
-                model(rows_of(rank, (5,)), rows_of(rank, (5,)).cos()).backward()
-                assert relative_error(gradients(small), gradients(whole)) <= FLOAT64, (options, keep)
+    for options, keep in (({}, 0), ({"find_unused_parameters": True}, 0), ({"static_graph": True}, 1)):
+        small = TwoTowers(lambda tower, keep=keep: chunked(tower, 4, keep=keep))
+        model = DistributedDataParallel(small, **options)
+        for _ in range(2):
+            model.zero_grad()
+            model(rows_of(rank, (5,)), rows_of(rank, (5,)).cos()).backward()
+            assert relative_error(gradients(small), gradients(whole)) <= FLOAT64, options
+
+
+def sharded_parameters_get_the_mean_over_ranks(rank):
+    from torch.distributed.fsdp import fully_shard  # late: `chunked` must notice it without importing it
+
+    mesh = distributed.init_device_mesh("cpu", (RANKS,))
+    torch.manual_seed(3)
+    start = encoder()
+    whole = copy.deepcopy(start)
+    for other in range(RANKS):
+        (whole(rows_of(other, (5,))).std() / RANKS).backward()
+    for keep in (0, 1):
+        model = nn.Sequential(chunked(copy.deepcopy(start), 4, keep=keep), nn.Identity())
+        if keep:
+            fully_shard(model, mesh=mesh)
+        else:
+            fully_shard(model[0], mesh=mesh)
+        model(rows_of(rank, (5,))).std().backward()
+        assert relative_error([p.grad.full_tensor() for p in model.parameters()], gradients(whole)) <= FLOAT64
+    inside = copy.deepcopy(start)
+    fully_shard(inside[0], mesh=mesh)
+    with pytest.raises(ValueError, match=r"'0' inside a chunked module is sharded.*fully_shard\(chunked"):
+        chunked(inside, 4)(rows_of(1, (5,)))
 
 
 def exact_batch_norm_spans_the_ranks(rank):
@@ -96,17 +119,14 @@ def exact_batch_norm_spans_the_ranks(rank):
     assert relative_error(gradients(model), gradients(whole)) <= 1e-11
     assert relative_error(local.buffers(), whole.buffers()) <= 1e-11
 
-    # TrainStep cuts what DistributedDataParallel wraps; its loss is each rank's mean.
+    # TrainStep cuts what DistributedDataParallel wraps; its update is that of all ranks' rows.
     model = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(start)))
     keys = list(model.state_dict())
-
-    def compute_loss(model, x, y):
-        return F.cross_entropy(model(x), y, reduction="sum") / total * RANKS
 
     step = TrainStep(
         model,
         torch.optim.SGD(model.parameters(), 0.1),
-        compute_loss=compute_loss,
+        loss_fn=nn.CrossEntropyLoss(),
         micro_batch_size=4,
         batch_norm="exact",
         verify=False,

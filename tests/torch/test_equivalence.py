@@ -147,6 +147,27 @@ def transformer(dropout=0.2):
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
+def transformer_first():
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.2)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+class Codebook(nn.Module):
+    """Vector quantisation whose codes follow an average of what they stand for."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("code", torch.randn(5, 8))
+
+    def forward(self, h):
+        nearest = torch.cdist(h, self.code).argmin(1)
+        quantised = self.code[nearest]
+        with torch.no_grad():
+            for index in nearest.unique():
+                self.code[index] = 0.9 * self.code[index] + 0.1 * h[nearest == index].mean(0)
+        return h + (quantised - h).detach()
+
+
 def keep_the_largest(x):
     """Routes the half of the batch with the largest sums, and drops the rest: no gradient tells."""
     kept = x.detach().sum(1).topk(len(x) // 2).indices
@@ -212,6 +233,11 @@ EXACT = {
         {"compute_loss": lambda model, x, y: (F.cross_entropy(model(x), y), (y != -100).sum())},
     ),
     "a shared input, said": (Graph, ((X[:6], torch.rand(6, 6)), Y[:6]), {"loss_fn": CE, "batch_dims": ((0, None), 0)}),
+    "rows in the second dimension, said": (
+        lambda: nn.Sequential(transformer_first(), Apply(lambda h: h.mean(0)), nn.Linear(8, 4)),
+        (torch.randn(8, 8, 8), Y[:8]),
+        {"loss_fn": CE, "batch_dims": (1, 0)},
+    ),
     "two rows": (net, (X[:2], Y[:2]), CE),
 }
 
@@ -372,6 +398,31 @@ DIFFERENT = {
         "batch[0]",
         ["batch_dims=(1, 0)"],
     ),
+    "rows in the second dimension of as many steps as rows": (
+        lambda: nn.Sequential(transformer_first(), Apply(lambda h: h.mean(0)), nn.Linear(8, 4)),
+        (torch.randn(8, 8, 8), Y[:8]),
+        CE,
+        "input",
+        "batch[0]",
+        ["not per-row", "has its rows in dimension 1", "batch_dims=(1, 0)"],
+    ),
+    "attention over the batch": (
+        lambda: net(Apply(lambda h: (h @ h.T).softmax(1) @ h)),
+        (X, Y),
+        CE,
+        "mixes_rows",
+        "2",
+        ["mixes rows"],
+    ),
+    "Dice": (
+        net,
+        (X, (torch.rand(16, 4) > 0.5).float()),
+        lambda o, t: 1 - 2 * (o.sigmoid() * t).sum() / (o.sigmoid().sum() + t.sum()),
+        "loss",
+        "loss",
+        ["not additive"],
+    ),
+    "a codebook that moves": (lambda: net(Codebook()), (X, Y), CE, "buffer", "2", ["code"]),
     "a buffer that counts": (lambda: net(Counting()), (X, Y), CE, "buffer", "2", ["calls", "once per micro-batch"]),
     "running statistics of InstanceNorm": (
         lambda: nn.Sequential(
@@ -410,7 +461,8 @@ def test_the_culprit_is_named_for(name):
     *setup, kind, where, parts = DIFFERENT[name]
     result = run(*setup)
     assert not result.ok
-    assert result.max_error > 1e-3
+    assert (result.max_buffer_error if kind == "buffer" else result.max_error) > 1e-3
+    assert kind != "buffer" or "buffers left behind are NOT" in str(result) or name == "a codebook that moves"
     assert [(cause.kind, cause.where) for cause in result.causes] == [(kind, where)]
     for part in parts:
         assert part in result.causes[0].message
@@ -599,6 +651,7 @@ class Uncopyable(nn.Module):
         (net(), (X, Y), {}, ValueError, "exactly one of `loss_fn`"),
         (net(), (X, Y), {"loss_fn": CE, "micro_batch_size": 0}, ValueError, "micro_batch_size"),
         (net(), (X, Y), {"loss_fn": CE, "reductoin": "sum"}, TypeError, "unexpected keyword argument 'reductoin'"),
+        (lambda x: x, (X, Y), {"loss_fn": CE}, TypeError, "must be a torch.nn.Module"),
         (net(), ("text", 3), {"loss_fn": CE}, ValueError, "No tensor with rows"),
     ],
 )
@@ -646,3 +699,25 @@ def test_on_a_gpu_it_is_computed_there():
     assert result.ok
     assert result.device == "cuda"
     assert check_equivalence(net(nn.BatchNorm1d(8)).cuda(), (X.cuda(), Y.cuda()), loss_fn=CE).causes[0].where == "2"
+
+
+@pytest.mark.slow
+def test_transformers_models_raise_no_false_alarm_and_their_token_mean_is_named():
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+    bert = transformers.BertForSequenceClassification(
+        transformers.BertConfig(**small, intermediate_size=24, num_labels=4)
+    ).train()
+    batch = {"input_ids": TOKENS, "attention_mask": MASK, "labels": LABELS}
+    assert check_equivalence(bert, batch, compute_loss=lambda model, b: model(**b).loss).max_error < 1e-12
+
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, intermediate_size=24)).train()
+    batch = {"input_ids": TOKENS, "attention_mask": MASK, "labels": torch.where(MASK == 1, TOKENS, -100)}
+
+    def loss(model, batch):
+        return model(**batch).loss
+
+    (cause,) = check_equivalence(llama, batch, compute_loss=loss).causes
+    assert cause.kind == "weight"
+    count = {"weight": lambda batch: (batch["labels"][:, 1:] != -100).sum()}
+    assert check_equivalence(llama, batch, compute_loss=loss, **count).ok

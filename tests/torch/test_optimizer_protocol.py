@@ -307,6 +307,23 @@ class TestGradientsOfEveryKind:
         train(model, gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3), micro_batches, loss)
         assert relative_error(model.parameters(), large(micro_batches, 3, loss=loss).parameters()) <= FLOAT64
 
+    def test_gradients_that_are_parts_of_one_tensor(self):
+        """They share a version, so that adding to one looks like editing the other."""
+
+        class Joined(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+
+            def forward(self, x):
+                return (x @ torch.cat([self.a, self.b]))[:, None].expand(-1, 3)
+
+        micro_batches = split(regression(sum(SIZES)), SIZES)
+        model, expected = Joined(), Joined()
+        train(model, gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3), micro_batches)
+        torch_updates(expected, sgd(expected.parameters()), [join(w) for w in windows_of(micro_batches, 3)], mse)
+        assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+
     def test_toggling_requires_grad_is_fine(self):
         micro_batches = split(regression(6), [2, 2, 2])
         model = network()

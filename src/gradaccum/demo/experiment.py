@@ -14,7 +14,9 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import multiprocessing.connection
+import os
 import signal
+import socket
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,6 +54,7 @@ class Setup:
         dtype: Of everything.
         learning_rate: Of plain SGD.
         seed: Of the initial weights.
+        ranks: Processes that run (b) together, each of them a part of every window.
     """
 
     framework: Framework = "torch"
@@ -61,22 +64,26 @@ class Setup:
     dtype: DType = "float32"
     learning_rate: float = 1e-3
     seed: int = 0
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.batch_size % self.steps:
             raise ValueError(
                 f"The batch size must be a multiple of the steps. Received: {self.batch_size} and {self.steps}."
             )
+        if self.steps % self.ranks:
+            raise ValueError(f"The steps must be a multiple of the ranks. Received: {self.steps} and {self.ranks}.")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One run: `steps` micro-batches of `micro_batch_size` rows for each update."""
+    """One run: on each of the ranks, `steps` micro-batches of `micro_batch_size` rows for each update."""
 
     key: str
     name: str
     micro_batch_size: int
     steps: int
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,7 @@ class Run:
         activation_bytes: Of a micro-batch's rows and all that its forward pass keeps for the backward pass; None where
             the framework cannot tell.
         peak_bytes: At the peak of a window: parameters, gradients, activations and what is made on the way.
+        single_precision: Whether the framework computes some of it in float32, whatever the dtype.
     """
 
     plan: Plan
@@ -113,6 +121,7 @@ class Run:
     first_gradients: Sequence[np.ndarray] | None = None
     activation_bytes: int | None = None
     peak_bytes: int | None = None
+    single_precision: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,14 +146,19 @@ class Outcome:
         return None if large is None or accumulated is None else _difference(large, accumulated)
 
     @property
+    def precision(self) -> DType:
+        """The dtype that says how exact the runs can be."""
+        return "float32" if any(run.single_precision for run in self.runs) else self.setup.dtype
+
+    @property
     def allowed(self) -> float:
         """What `difference` may be: 1e-12 in float64; in float32 as much for each update as for one."""
-        return 1e-12 if self.setup.dtype == "float64" else self.gradient_allowed * self.runs[0].updates
+        return 1e-12 if self.precision == "float64" else self.gradient_allowed * self.runs[0].updates
 
     @property
     def gradient_allowed(self) -> float:
         """What `gradient_difference` may be."""
-        return 1e-12 if self.setup.dtype == "float64" else 1e-6
+        return 1e-12 if self.precision == "float64" else 1e-6
 
     @property
     def ok(self) -> bool:
@@ -161,10 +175,11 @@ def _difference(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) ->
 
 def plans(setup: Setup) -> list[Plan]:
     """The three runs."""
-    small = setup.batch_size // setup.steps
+    small, steps = setup.batch_size // setup.steps, setup.steps // setup.ranks
+    name = f"{steps} x batch {small}" if setup.ranks == 1 else f"{setup.ranks} ranks x {steps} x batch {small}"
     return [
         Plan("a", f"(a) batch {setup.batch_size}", setup.batch_size, 1),
-        Plan("b", f"(b) {setup.steps} x batch {small}", small, setup.steps),
+        Plan("b", f"(b) {name}", small, steps, setup.ranks),
         Plan("c", f"(c) batch {small}", small, 1),
     ]
 
@@ -198,8 +213,14 @@ def perform(setup: Setup, data: Data, progress: Progress) -> Outcome:
 def _in_a_process(setup: Setup, data: Data, plan: Plan, progress: Progress) -> Run:
     context = multiprocessing.get_context("spawn")  # a fork would inherit this process's memory
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(there, setup, data, plan), daemon=True)
-    process.start()
+    port = _free_port() if plan.ranks > 1 else 0
+    processes = [
+        context.Process(target=_child, args=(there if rank == 0 else None, setup, data, plan, rank, port), daemon=True)
+        for rank in range(plan.ranks)
+    ]
+    for process in processes:
+        process.start()
+    process = processes[0]
     there.close()
     try:
         while True:
@@ -213,15 +234,35 @@ def _in_a_process(setup: Setup, data: Data, plan: Plan, progress: Progress) -> R
         process.join()
         raise RunError(f"Run {plan.name} ended early, with exit code {process.exitcode}.") from None
     finally:
-        process.terminate()
-        process.join()
+        for process in processes:
+            process.terminate()
+            process.join()
         here.close()
 
 
-def _child(pipe: multiprocessing.connection.Connection, setup: Setup, data: Data, plan: Plan) -> None:
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _child(
+    pipe: multiprocessing.connection.Connection | None, setup: Setup, data: Data, plan: Plan, rank: int, port: int
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
+    # What torchrun tells its processes; rank 0 reports for all.
+    where = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": plan.ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    if plan.ranks > 1:
+        os.environ.update({name: str(value) for name, value in where.items()})
+    send: Callable[[object], None] = pipe.send if pipe is not None else lambda message: None
     try:
         train = importlib.import_module(f"gradaccum.demo.{setup.framework}_experiment").train
-        pipe.send(train(setup, data, plan, initial_parameters(data.features, setup.seed), pipe.send))
+        send(train(setup, data, plan, initial_parameters(data.features, setup.seed), send))
     except Exception:
-        pipe.send(traceback.format_exc())
+        send(traceback.format_exc())

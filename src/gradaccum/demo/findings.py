@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from gradaccum.demo.experiment import Epoch, Outcome, Run
 from gradaccum.report import Bars, Block, Curve, Curves, Report, Table, Text, format_bytes
@@ -16,7 +17,9 @@ def findings(outcome: Outcome) -> Report:
     large, accumulated, _ = outcome.runs
     blocks: list[Block] = [Text(_what_was_done(outcome)), _table(outcome)]
     blocks += [Text(line) for line in _remarks(large, accumulated)]
-    if setup.dtype == "float32" and outcome.ok:
+    if outcome.precision != setup.dtype:
+        blocks.append(Text(f"This backend multiplies matrices in {outcome.precision}, whatever the dtype."))
+    elif setup.dtype == "float32" and outcome.ok:
         blocks.append(Text(_ABOUT_ROUNDING))
     blocks += [
         _curves("Test loss", "mean cross-entropy", outcome, lambda epoch: epoch.test_loss),
@@ -53,40 +56,40 @@ def _verdict(outcome: Outcome) -> str:
     if outcome.gradient_difference is not None:
         after = (
             f"in the first update their gradients differ by at most {outcome.gradient_difference:.1e} "
-            f"({outcome.gradient_allowed:.0e} allowed in {outcome.setup.dtype}), {after}"
+            f"({outcome.gradient_allowed:.0e} allowed in {outcome.precision}), {after}"
         )
     return f"(a) and (b) {'are equal but for rounding' if outcome.ok else 'DIFFER'}: {after}."
 
 
 def _what_was_done(outcome: Outcome) -> str:
     setup, small = outcome.setup, outcome.setup.batch_size // outcome.setup.steps
+    each = "each in a process of its own"
+    if setup.ranks > 1:
+        each += f", and (b) in {setup.ranks}, each of which has its part of every window"
     return (
         f"A network of two hidden layers with 512 units, plain SGD with learning rate {setup.learning_rate:g}, "
         f"{setup.epochs} epochs of {outcome.rows:,} rows from {outcome.data_source}, in {setup.dtype}. (a) takes "
         f"{setup.batch_size} rows at once. (b) takes {small} rows at a time and wraps its optimizer with "
-        f"{setup.steps} steps; nothing else differs. (c) takes {small} rows at a time and wraps nothing. All three "
-        "start from the same weights and see the same rows in the same order, each in a process of its own. "
+        f"{setup.steps // setup.ranks} steps; nothing else differs. (c) takes {small} rows at a time and wraps "
+        f"nothing. All three start from the same weights and see the same rows in the same order, {each}. "
         f"(c) makes {setup.steps} times as many updates with the same learning rate: another training."
     )
 
 
 def _table(outcome: Outcome) -> Table:
-    accumulated = outcome.runs[1]
-    rows = [
-        [
-            run.plan.name,
-            f"{run.epochs[-1].accuracy:.2%}",
-            f"{run.epochs[-1].test_loss:.5f}",
-            run.updates,
-            f"{run.seconds:.1f}",
-            None if run.activation_bytes is None else format_bytes(run.activation_bytes),
-            None if run.peak_bytes is None else format_bytes(run.peak_bytes),
-            f"{outcome.difference:.1e}" if run is accumulated else None,
-        ]
-        for run in outcome.runs
-    ]
-    columns = ["run", "accuracy", "loss", "updates", "seconds", "activations", "peak memory", "differs from (a)"]
-    return Table(columns, rows, caption="On the test rows, after the last epoch")
+    runs = outcome.runs
+    columns: dict[str, list[Any]] = {
+        "run": [run.plan.name for run in runs],
+        "accuracy": [f"{run.epochs[-1].accuracy:.2%}" for run in runs],
+        "loss": [f"{run.epochs[-1].test_loss:.5f}" for run in runs],
+        "updates": [run.updates for run in runs],
+        "seconds": [f"{run.seconds:.1f}" for run in runs],
+        "activations": [run.activation_bytes and format_bytes(run.activation_bytes) for run in runs],
+        "peak memory": [run.peak_bytes and format_bytes(run.peak_bytes) for run in runs],
+        "differs from (a)": [None, f"{outcome.difference:.1e}", None],
+    }
+    known = {name: cells for name, cells in columns.items() if any(cell is not None for cell in cells)}
+    return Table(list(known), list(zip(*known.values(), strict=True)), caption="On the test rows, after the last epoch")
 
 
 def _remarks(large: Run, accumulated: Run) -> list[str]:

@@ -33,7 +33,9 @@ def train(setup: Setup, data: Data, plan: Plan, initial: Sequence[np.ndarray], n
     model.compile(optimizer=optimizer, loss=_cross_entropy)
     arguments = {"batch_size": plan.micro_batch_size, "epochs": setup.epochs, "shuffle": False, "verbose": 0}
     model.fit(x, data.train_y, callbacks=callbacks, **arguments)
-    return Run(plan, epochs.seen, epochs.seconds, int(optimizer.iterations), model.get_weights())
+    return Run(
+        plan, epochs.seen, epochs.seconds, int(optimizer.iterations), model.get_weights(), single_precision=_single()
+    )
 
 
 def _use(dtype: str) -> None:
@@ -49,12 +51,17 @@ def _use(dtype: str) -> None:
         torch.set_num_threads(1)
 
 
+def _single() -> bool:
+    """Whether matrices are multiplied in float32, whatever their dtype: Keras casts them down on PyTorch."""
+    return keras.backend.backend() == "torch" and keras.backend.result_type("float64", "float64") == "float32"
+
+
 def _network(initial: Sequence[np.ndarray]) -> keras.Model:
     shapes = [weight.shape for weight in initial[::2]]
     layers: list[Any] = [keras.Input((shapes[0][0],))]
     layers += [keras.layers.Dense(outputs, activation="relu") for _, outputs in shapes[:-1]]
     model = keras.Sequential([*layers, keras.layers.Dense(shapes[-1][1])])
-    model.set_weights(list(initial))
+    model.set_weights([values.copy() for values in initial])  # PyTorch would train in their memory
     return model
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -29,9 +31,12 @@ def train(setup: Setup, data: Data, plan: Plan, initial: Sequence[np.ndarray], n
     dtype = getattr(torch, setup.dtype)
     x, test_x = (torch.tensor(part, dtype=dtype) / data.scale for part in (data.train_x, data.test_x))
     y, test_y = torch.tensor(data.train_y), torch.tensor(data.test_y)
-    model = _network(initial, dtype)
+    model: nn.Module = _network(initial, dtype)
+    if plan.ranks > 1:
+        dist.init_process_group("gloo")
     first = _first_window(setup, plan, model, x, y)
 
+    model = _on_ranks(plan, model)
     optimizer = _optimizer(setup, plan, model)
     epochs, seconds = [], 0.0
     for _ in range(setup.epochs):
@@ -41,7 +46,9 @@ def train(setup: Setup, data: Data, plan: Plan, initial: Sequence[np.ndarray], n
         epochs.append(Epoch(train_loss, *_test(model, test_x, test_y)))
         notify(epochs[-1])
     parameters = [p.detach().numpy().T.copy() for p in model.parameters()]
-    updates = setup.epochs * -(-len(x) // (plan.micro_batch_size * plan.steps))
+    updates = setup.epochs * -(-len(x) // (plan.micro_batch_size * plan.steps * plan.ranks))
+    if plan.ranks > 1:
+        dist.destroy_process_group()
     return Run(plan, epochs, seconds, updates, parameters, *first)
 
 
@@ -58,15 +65,19 @@ def _network(initial: Sequence[np.ndarray], dtype: torch.dtype) -> nn.Sequential
 
 def _optimizer(setup: Setup, plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=setup.learning_rate)
-    if plan.steps > 1:
-        optimizer = gradaccum.torch.optim.Optimizer(optimizer, steps=plan.steps)
+    if plan.steps > 1 or plan.ranks > 1:
+        optimizer = gradaccum.torch.optim.Optimizer(optimizer, steps=plan.steps, model=model)
     return optimizer
+
+
+def _on_ranks(plan: Plan, model: nn.Module) -> nn.Module:
+    return model if plan.ranks == 1 else DistributedDataParallel(model)
 
 
 def _epoch(plan: Plan, model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> float:
     """The training loop, the same for all three runs. Returns the mean loss over all rows."""
-    loader: Any = _Slices(x, y, plan.micro_batch_size)
-    batches = optimizer.batches(loader) if plan.steps > 1 else loader
+    loader: Any = _Slices(x, y, plan)
+    batches = optimizer.batches(loader) if hasattr(optimizer, "batches") else loader
     total = torch.zeros((), dtype=x.dtype)
     for inputs, labels in batches:
         optimizer.zero_grad()
@@ -74,20 +85,24 @@ def _epoch(plan: Plan, model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -
         loss.backward()
         optimizer.step()
         total += loss.detach() * len(inputs)
+    if plan.ranks > 1:
+        dist.all_reduce(total)
     return float(total) / len(x)
 
 
 class _Slices:
-    """A loader that slices the rows in memory, in their order."""
+    """A loader that slices the rows in memory, in their order; of each window, a rank has its own part."""
 
-    def __init__(self, x: Tensor, y: Tensor, size: int) -> None:
-        self._x, self._y, self._size = x, y, size
+    def __init__(self, x: Tensor, y: Tensor, plan: Plan) -> None:
+        rank = dist.get_rank() if plan.ranks > 1 else 0
+        pairs = list(zip(x.split(plan.micro_batch_size), y.split(plan.micro_batch_size), strict=True))
+        self._pairs = [pair for i, pair in enumerate(pairs) if i // plan.steps % plan.ranks == rank]
 
     def __len__(self) -> int:
-        return -(-len(self._x) // self._size)
+        return len(self._pairs)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return zip(self._x.split(self._size), self._y.split(self._size), strict=True)
+        return iter(self._pairs)
 
 
 @torch.no_grad()
@@ -105,10 +120,10 @@ def _first_window(
     the interpreter, PyTorch and the data it moves by megabytes from run to run. Nor is this counted during the run
     itself: that would slow it down.
     """
-    model = copy.deepcopy(model)
+    model = _on_ranks(plan, copy.deepcopy(model))
     optimizer = _optimizer(setup, plan, model)
     activations = 0
-    batches = list(itertools.islice(_Slices(x, y, plan.micro_batch_size), plan.steps))
+    batches = list(itertools.islice(_Slices(x, y, plan), plan.steps))
     with _CountBytes(model.parameters()) as count:
         for views in batches:
             optimizer.zero_grad()

@@ -16,25 +16,12 @@ from keras.optimizers import Optimizer as KerasOptimizer
 from gradaccum.keras import optimizer_state
 from gradaccum.keras.backends import accumulation
 from gradaccum.keras.counts import Counts
+from gradaccum.keras.inner import check_inner, of_inner
 from gradaccum.schedule import Schedule, Steps
 
 __all__ = ["LossScaledOptimizer", "Optimizer", "wrapped_optimizer"]
 
 logger = logging.getLogger("gradaccum")
-
-
-def _of_inner(name: str) -> Any:
-    """A setting that is the inner optimizer's, to read and to write."""
-
-    def read(self: Any) -> Any:
-        return getattr(self.inner_optimizer, name)
-
-    def write(self: Any, value: Any) -> None:
-        # Keras' own constructor writes defaults, before there is an inner optimizer.
-        if "inner_optimizer" in self.__dict__:
-            setattr(self.inner_optimizer, name, value)
-
-    return property(read, write, doc=f"`{name}` of the inner optimizer.")
 
 
 @keras.saving.register_keras_serializable(package="gradaccum")
@@ -86,7 +73,7 @@ class Optimizer(KerasOptimizer):
 
     def __init__(self, optimizer: Any, steps: Steps, *, name: str | None = None) -> None:
         schedule = Schedule(steps)
-        _check_inner(optimizer)
+        check_inner(optimizer)
         # Not super(): next in line may be LossScaleOptimizer. A callable learning rate makes no variable of our own.
         KerasOptimizer.__init__(self, learning_rate=lambda: optimizer.learning_rate, name=name)
         self._untrack_variable(self._iterations)  # the inner optimizer's count
@@ -104,15 +91,15 @@ class Optimizer(KerasOptimizer):
 
     # What is the inner optimizer's.
 
-    weight_decay = _of_inner("weight_decay")
-    clipnorm = _of_inner("clipnorm")
-    clipvalue = _of_inner("clipvalue")
-    global_clipnorm = _of_inner("global_clipnorm")
-    use_ema = _of_inner("use_ema")
-    ema_momentum = _of_inner("ema_momentum")
-    ema_overwrite_frequency = _of_inner("ema_overwrite_frequency")
-    loss_scale_factor = _of_inner("loss_scale_factor")
-    learning_rate = _of_inner("learning_rate")
+    weight_decay = of_inner("weight_decay")
+    clipnorm = of_inner("clipnorm")
+    clipvalue = of_inner("clipvalue")
+    global_clipnorm = of_inner("global_clipnorm")
+    use_ema = of_inner("use_ema")
+    ema_momentum = of_inner("ema_momentum")
+    ema_overwrite_frequency = of_inner("ema_overwrite_frequency")
+    loss_scale_factor = of_inner("loss_scale_factor")
+    learning_rate = of_inner("learning_rate")
 
     @property
     def iterations(self) -> Any:
@@ -124,6 +111,12 @@ class Optimizer(KerasOptimizer):
         if "inner_optimizer" in self.__dict__ and (name[0] != "_" or name == "_model_variables_moving_average"):
             return getattr(self.inner_optimizer, name)
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "steps":  # TensorFlow's tracking skips an assignment of what is read, which is this window's
+            type(self).steps.fset(self, value)  # type: ignore[attr-defined]  # a property
+        else:
+            super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
         # Keras saves whatever it finds here. The inner optimizer is saved with us, in the layout that it has alone.
@@ -345,13 +338,13 @@ class Optimizer(KerasOptimizer):
 
     def get_config(self) -> dict[str, Any]:
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-        return {"name": self.name, "optimizer": inner, "steps": _steps_config(self._schedule)}
+        return {"name": self.name, "optimizer": inner, "steps": optimizer_state.steps_config(self._schedule)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Any:
         config = dict(config)
         inner = keras.saving.deserialize_keras_object(config.pop("optimizer"), custom_objects=custom_objects)
-        steps = _steps_from_config(config.pop("steps"), custom_objects)
+        steps = optimizer_state.steps_from_config(config.pop("steps"), custom_objects)
         self = Optimizer.__new__(cls, inner)
         Optimizer.__init__(self, inner, steps, **config)
         return self
@@ -418,37 +411,3 @@ def wrapped_optimizer(optimizer: Any) -> Optimizer | None:
     while optimizer is not None and not isinstance(optimizer, Optimizer):
         optimizer = getattr(optimizer, "inner_optimizer", None)
     return optimizer
-
-
-def _check_inner(optimizer: Any) -> None:
-    if not isinstance(optimizer, KerasOptimizer):
-        where = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-        hint = " For a PyTorch optimizer use gradaccum.torch.optim." if where.startswith("torch.") else ""
-        raise TypeError(
-            f"`optimizer` must be a keras.optimizers.Optimizer of the {keras.backend.backend()} backend. Received: "
-            f"{optimizer!r} of type {where}.{hint}"
-        )
-    inside = [optimizer, getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", [])]
-    for inner in inside:
-        if isinstance(inner, Optimizer):
-            raise ValueError(f"`optimizer` accumulates already, over {inner._schedule} steps. Wrap it once.")
-        if getattr(inner, "gradient_accumulation_steps", None):
-            raise ValueError(
-                "`optimizer` must not accumulate by itself. Received: "
-                f"{type(inner).__name__}(gradient_accumulation_steps={inner.gradient_accumulation_steps}). "
-                "Leave that argument out, and pass `steps` here."
-            )
-
-
-def _steps_config(schedule: Schedule) -> Any:
-    if schedule.constant is not None:
-        return schedule.constant
-    if schedule.largest is not None:
-        return schedule.to_pairs()
-    return keras.saving.serialize_keras_object(schedule.function)
-
-
-def _steps_from_config(steps: Any, custom_objects: dict[str, Any] | None) -> Any:
-    if isinstance(steps, list):
-        return Schedule.from_pairs(steps)
-    return keras.saving.deserialize_keras_object(steps, custom_objects=custom_objects)

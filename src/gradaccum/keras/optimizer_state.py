@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 from keras import ops
 
 from gradaccum.errors import WindowError
 from gradaccum.keras.backends import accumulation
 from gradaccum.keras.counts import Counts
+from gradaccum.schedule import Schedule
 
-__all__ = ["load", "save"]
+__all__ = ["load", "save", "steps_config", "steps_from_config"]
 
 COUNTS, TOUCHED, SETTINGS, SUM = "window_counts", "window_touched", "window_settings", "window_sum_"
 
@@ -85,3 +87,19 @@ def _words(settings: Any) -> str:
     if settings and len(settings[0]) == 3:
         return "maximum_batch_size={}, desired_batch_size={}, train_size={}".format(*settings[0])
     return f"steps={dict(settings)}" if settings else "a callable `steps`"
+
+
+def steps_config(schedule: Schedule) -> Any:
+    """`steps`, as a config can hold it: JSON would turn the epochs of a dict into strings."""
+    if schedule.constant is not None:
+        return schedule.constant
+    if schedule.largest is not None:
+        return schedule.to_pairs()
+    return keras.saving.serialize_keras_object(schedule.function)
+
+
+def steps_from_config(steps: Any, custom_objects: dict[str, Any] | None) -> Any:
+    """What `steps_config` wrote."""
+    if isinstance(steps, list):
+        return Schedule.from_pairs(steps)
+    return keras.saving.deserialize_keras_object(steps, custom_objects=custom_objects)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
-from gradaccum.torch.gradients import GradientSum, ScreenedGradientSum, all_finite, clip_norm_, scale_
+from gradaccum.torch.distributed import Alone, Total
+from gradaccum.torch.gradients import Arrivals, GradientSum, ScreenedGradientSum, all_finite, clip_norm_, scale_
 from gradaccum.torch.guard import Guard
 from gradaccum.torch.loss_scale import LossScale
 from gradaccum.torch.noise import NoiseMeter
@@ -76,6 +77,7 @@ class Accumulation:
         clip_grad_norm: Largest 2-norm of the finished gradient, or None.
         accumulate_dtype: What narrower parameters' gradients are summed in, or None.
         nonfinite: What to do about NaN and infinity.
+        ranks: What keeps this window together with those of other ranks.
         noise_scale: Whether to measure the noise scale.
     """
 
@@ -83,6 +85,7 @@ class Accumulation:
         self,
         parameters: Callable[[], list[Tensor]],
         *,
+        ranks: Alone | None = None,
         reduction: Reduction = "mean",
         clip_grad_norm: float | None = None,
         accumulate_dtype: torch.dtype | None = None,
@@ -90,6 +93,9 @@ class Accumulation:
         noise_scale: bool | None = None,
     ) -> None:
         self.window = Window(reduction=reduction)
+        self.ranks = Alone() if ranks is None else ranks
+        self.unit = 1.0
+        """What all ranks' sums are multiples of, when they are reduced."""
         self.noise = NoiseMeter() if noise_scale else None
         self.clip_grad_norm = clip_grad_norm
         self.nonfinite = nonfinite
@@ -97,6 +103,9 @@ class Accumulation:
         self.sums = (ScreenedGradientSum if screened else GradientSum)(parameters, accumulate_dtype)
         self.guard = Guard(parameters())
         self.loss_scale = LossScale(self.sums, self.guard.accept)
+        self.arrivals = Arrivals(parameters)
+        self.ranks.on_forward, self.ranks.on_reduced = self.loss_scale.adopt, self.guard.accept
+        self.begin()
         self.loss = WindowLoss(reduction)
         self.weights: list[float] = []
         self.grad_norm: Tensor | None = None
@@ -104,12 +113,19 @@ class Accumulation:
         self._factor, self._weighed_arrivals = 1.0, 0
         self.expect_nothing()
 
+    def begin(self) -> None:
+        """An empty window; where a backward pass will reduce it, its unit must be the other ranks', too."""
+        self.window.close()
+        if self.ranks.several and not self.ranks.by_hand:
+            self.window.unit = self.unit
+
     # One micro-batch.
 
     def expect_nothing(self) -> None:
         """The micro-batches that come weigh the same, unless `backward` says otherwise."""
         self._default, self._default_given, self._expecting = 1.0, False, False
         self._counted = True
+        self._scale_arrivals(1.0)
         self.window.last = False
 
     def expect(self, weight: float, given: bool, last: bool) -> None:
@@ -117,9 +133,15 @@ class Accumulation:
         window = self.window
         self._default, self._default_given, self._expecting, window.last = weight, given, True, last
         self._counted = False
-        if weight == 0:
+        self._scale_arrivals(1.0)
+        if weight == 0 and self.ranks.in_step:
+            self.ranks.scale(0.0)  # the other ranks need this one's passes
+        elif weight == 0:
             self.sums.put_aside()
             self.guard.restart()
+        elif window.reduction == "mean" and self.ranks.several and not self.ranks.by_hand:
+            assert window.unit is not None
+            self._scale_arrivals(weight / window.unit)
         elif window.reduction == "mean" and weight != window.unit:
             # A gradient that comes through loss.backward() joins the sum as it is, so the sum takes its unit.
             factor = window.rescale(weight)
@@ -139,17 +161,29 @@ class Accumulation:
             weight = self._default
         factor = window.weigh(weight, default=self._default)
         assert window.pending is not None
-        if window.pending == 0:
+        if window.pending == 0 and not self.ranks.in_step:
             self.loss_scale.rescale_()  # no backward pass will do it
             return
-        self.loss.add(window.micro_batches, loss, window.pending, window.pending_given)
+        if window.pending:
+            self.loss.add(window.micro_batches, loss, window.pending, window.pending_given)
         before = self.guard.arrivals
         try:
-            loss.backward(None if factor == 1.0 else torch.full_like(loss, factor), **how)
+            if self.ranks.in_step:
+                self.ranks.scale(1.0 if window.pending else 0.0)
+            with self.arrivals.muted():
+                loss.backward(None if factor == 1.0 else torch.full_like(loss, factor), **how)
         except BaseException as error:
             self._broken = error
+            self.ranks.leave()
             raise
         self._factor, self._weighed_arrivals = factor, self._weighed_arrivals + self.guard.arrivals - before
+
+    def _scale_arrivals(self, factor: float) -> None:
+        """What comes through `loss.backward()` cannot be multiplied there, so it is on its way to the sum."""
+        if self.ranks.in_step:
+            self.ranks.scale(factor)
+        else:
+            self.arrivals.scale(factor)
 
     def add(self, scaled: tuple[Tensor | None, Tensor] | None = None) -> bool:
         """Count the micro-batch. Returns whether the window closes with it.
@@ -172,8 +206,9 @@ class Accumulation:
             self._unscale(*scaled)
         closes = window.add()
         self._counted = True
+        self._scale_arrivals(1.0)
         self.sums.add()
-        if self.noise is not None and window.weight > 0:
+        if self.noise is not None and self.noise.waiting and window.weight > 0 and not self.ranks.reduced:
             self._measure(self.noise)
         self.guard.next_micro_batch()
         if not closes and self.loss_scale.in_use:
@@ -230,7 +265,11 @@ class Accumulation:
 
     def _finish(self) -> bool:
         self.loss_scale.join_restored()
-        if self.loss_scale.in_use:
+        self._screen()
+        if self.ranks.several:
+            if not self._reduce():
+                return False
+        elif self.loss_scale.in_use:
             assert self.loss_scale.overflow is not None
             if self.loss_scale.overflow.item():
                 logger.info("No update: a gradient of this window overflowed the loss scale")
@@ -241,30 +280,59 @@ class Accumulation:
             logger.warning("No update: this window of %d micro-batches weighs nothing", self.window.micro_batches)
             return False
         self.sums.finish(divisor)
-        if self.nonfinite == "skip_window" and not all_finite(self.sums.gradients()).item():
+        if self.nonfinite == "skip_window" and not self._finite():
             logger.warning("No update: the gradient of this window is not finite")
             return False
         if self.noise is not None:
             window = self.window
-            self.noise.window(self.sums.gradients(), window.weight, window.weight / (window.unit or 1.0) / divisor)
+            multiple = window.weight / (window.unit or 1.0) / divisor / self.ranks.size
+            self.noise.window(self.sums.gradients(), window.weight, multiple)
         if self.clip_grad_norm is not None:
             self.grad_norm = clip_norm_(self.sums.gradients(), self.clip_grad_norm)
         return True
 
-    def _divisor(self) -> float:
-        window = self.window
+    def _screen(self) -> None:
+        """Leave out what was not finite, and have the sum of the rest in `p.grad`."""
         if isinstance(self.sums, ScreenedGradientSum):
             counted = self.sums.counted()
             dropped = {index for index, counts in enumerate(counted) if not counts}
             if dropped:
                 logger.warning("Left out %d of %d micro-batches: gradient not finite", len(dropped), len(counted))
             self.loss.dropped = dropped
-            window.weight = math.fsum(w for w, counts in zip(self.weights, counted, strict=True) if counts)
-        return window.divisor if window.weight > 0 else 0.0
+            self.window.weight = math.fsum(w for w, counts in zip(self.weights, counted, strict=True) if counts)
+        self.sums.present()
+
+    def _reduce(self) -> bool:
+        """Make the sum and its weight those of all ranks. Returns False where a gradient has overflowed."""
+        window, ranks, scale = self.window, self.ranks, self.loss_scale
+        if not ranks.reduced:
+            if window.reduction == "mean":
+                self.sums.scale_(window.rescale(self.unit))
+            scale.bring_to(ranks.loss_scale)
+        mine = Total(window.weight, window.weights_given, window.largest, *scale.told())
+        total = ranks.total(mine)
+        scale.agree(ranks.loss_scale)
+        window.weight, window.weights_given = total.weight, total.given
+        self.unit = total.largest or self.unit
+        if total.overflow:
+            logger.info("No update: a gradient of this window overflowed the loss scale")
+        elif total.scale:
+            self.sums.scale_(1 / total.scale)
+        return not total.overflow
+
+    def _finite(self) -> bool:
+        finite = all_finite(self.sums.gradients())
+        if self.ranks.in_step:  # each rank has looked at its shard
+            return self.ranks.sum((~finite).double()).item() == 0
+        return bool(finite.item())
+
+    def _divisor(self) -> float:
+        # What the ranks' reduction leaves is a mean over them.
+        return self.window.divisor / self.ranks.size if self.window.weight > 0 else 0.0
 
     def close(self) -> None:
         """The update is made, or given up: the next micro-batch is the first of a new window."""
-        self.window.close()
+        self.begin()
         self.sums.close()
         self.loss_scale.close()
         self.guard.restart()
@@ -278,6 +346,7 @@ class Accumulation:
         self.loss_scale.close()
         self.guard.restart()
         self.weights, self._broken, self._weighed_arrivals = [], None, 0
+        self.ranks.clear()
         if self.noise is not None:
             self.noise.restart()
         self.sums.clear(set_to_none)

@@ -22,6 +22,8 @@ that is a prefix of the batch's structure."""
 
 def children(node: Any) -> list[tuple[str, Any, Any]] | None:
     """`(path suffix, key, child)` of a container, in order; None for a leaf."""
+    if isinstance(node, torch.Tensor):  # by far the most frequent leaf, and quick to tell
+        return None
     if isinstance(node, Mapping):
         return [(f"[{key!r}]", key, node[key]) for key in node]
     if isinstance(node, tuple) and hasattr(node, "_fields"):
@@ -154,6 +156,9 @@ def take(batch: Any, rows: slice | torch.Tensor, batch_dims: BatchDims = 0) -> A
         >>> take((torch.arange(6), "shared"), slice(2, 4))
         (tensor([2, 3]), 'shared')
     """
+    flat = batch_dims == 0 and type(batch) is tuple and all(type(leaf) is torch.Tensor and leaf.ndim for leaf in batch)
+    if flat and isinstance(rows, slice):  # the usual case, without the walk that nested batches need
+        return tuple(leaf[rows] for leaf in batch)
     dims = iter(list(with_dims(batch, batch_dims)))
 
     def pick(leaf: Any) -> Any:

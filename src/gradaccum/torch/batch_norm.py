@@ -17,8 +17,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -71,22 +73,30 @@ def described(layers: list[tuple[str, _BatchNorm]], most: int = 8) -> str:
     return named if len(layers) <= most else f"{named} and {len(layers) - most} more"
 
 
-def warn_of_batch_norm(module: nn.Module, remedy: str, stacklevel: int = 3) -> bool:
+def warn_of_batch_norm(module: nn.Module, remedy: str) -> bool:
     """Name the BatchNorm layers in a warning. Returns whether there were any.
 
     Args:
         module: What to look through.
         remedy: What the user can do about it, a sentence.
-        stacklevel: As for `warnings.warn`.
     """
     layers = batch_norms(module)
     if layers:
         warnings.warn(
             "BatchNorm normalises each micro-batch by itself, so the update is not the large batch's: "
             f"{described(layers)}. {remedy}",
-            stacklevel=stacklevel,
+            stacklevel=_level_of_the_user(),
         )
     return bool(layers)
+
+
+def _level_of_the_user() -> int:
+    """The `stacklevel`, for a caller of this function, of the first line that is neither ours nor PyTorch's."""
+    inside = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 @contextlib.contextmanager
@@ -148,11 +158,11 @@ class Pool:
 
     def over_ranks(self, layer: nn.Module | None) -> Pool:
         """Of the rows of all ranks that a SyncBatchNorm spans; other layers are each rank's own."""
-        if not isinstance(layer, nn.SyncBatchNorm) or _ranks(layer) == 1:
+        if ranks_of(layer) == 1:
             return self
         own = torch.cat([self.mean.new_tensor([self.count]), self.mean, self.deviations])
-        parts = [torch.empty_like(own) for _ in range(_ranks(layer))]
-        torch.distributed.all_gather(parts, own, group=layer.process_group)
+        parts = [torch.empty_like(own) for _ in range(ranks_of(layer))]
+        torch.distributed.all_gather(parts, own, group=getattr(layer, "process_group", None))
         channels = len(self.mean)
         pools = [Pool(part[0].item(), part[1 : 1 + channels], part[1 + channels :]) for part in parts]
         return functools.reduce(Pool.merged, pools)
@@ -273,22 +283,24 @@ class PooledStatistics:
             assert mean is not None
             assert variance is not None
             count = args[0].numel() // args[0].shape[1]
-            if isinstance(layer, nn.SyncBatchNorm) and _ranks(layer) > 1:
-                count *= _ranks(layer)
+            count *= ranks_of(layer)
             self.micro.setdefault(layer, []).append(Pool(count, mean, variance * (count - 1)))
 
 
-def _ranks(layer: nn.SyncBatchNorm) -> int:
+def ranks_of(layer: nn.Module | None) -> int:
+    """How many ranks' rows a layer normalises over: those of its group, if it is a SyncBatchNorm."""
+    if not isinstance(layer, nn.SyncBatchNorm):
+        return 1
     group = torch.distributed
     return group.get_world_size(layer.process_group) if group.is_available() and group.is_initialized() else 1
 
 
 def summed_over_ranks(layer: nn.Module | None, *tensors: Tensor) -> list[Tensor]:
     """Sums over the ranks that a SyncBatchNorm spans; for other layers the tensors themselves."""
-    if not isinstance(layer, nn.SyncBatchNorm) or _ranks(layer) == 1:
+    if ranks_of(layer) == 1:
         return list(tensors)
     joined = torch.cat(tensors)
-    torch.distributed.all_reduce(joined, group=layer.process_group)
+    torch.distributed.all_reduce(joined, group=getattr(layer, "process_group", None))
     return list(joined.split([len(tensor) for tensor in tensors]))
 
 
@@ -311,14 +323,14 @@ class BatchNormPolicy:
         self.module = module
         self.remedy = remedy
         self.warned = False
+        self.micro_batches = 0
         self.pooled = self.choice == "pooled" or (self.choice == "warn" and moved_once)
         self.statistics: PooledStatistics | None = None
 
     @contextlib.contextmanager
     def window(self) -> Iterator[None]:
         """Around all of a window's forward and backward passes."""
-        if self.choice == "warn" and not self.warned:
-            self.warned = warn_of_batch_norm(self.module, self.remedy, stacklevel=6)
+        self.micro_batches = 0
         if self.choice == "frozen":
             with frozen(self.module):
                 yield
@@ -335,6 +347,9 @@ class BatchNormPolicy:
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
         """Around the forward pass of each micro-batch of a window."""
+        self.micro_batches += 1
+        if self.choice == "warn" and self.micro_batches == 2 and not self.warned:  # one alone is the large batch
+            self.warned = warn_of_batch_norm(self.module, self.remedy)
         with contextlib.nullcontext() if self.statistics is None else self.statistics.micro_batch():
             yield
 

@@ -35,7 +35,7 @@ def find_causes(
     """
     large = trial.trace(None)
     causes, culprits = _module_causes(trial, large, partitions)
-    if all(cause.kind == "error" for cause in causes):
+    if not causes or any(cause.kind == "error" for cause in causes):
         shared = _shared_input(trial, partitions, tolerance)
         if shared is not None:
             return [shared]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from gradaccum.schedule import checked_count
 from gradaccum.sizes import even_sizes
 from gradaccum.torch.batch import BatchDims, leaves, number_of_rows, take
-from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms, frozen
+from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms, frozen, ranks_of
 from gradaccum.torch.exact_batch_norm import ExactCall
 from gradaccum.torch.per_row import verify_per_row
 from gradaccum.torch.two_passes import Call, Inputs
@@ -138,10 +139,13 @@ class Chunked(nn.Module):
         inputs = Inputs(args, kwargs)
         dims = self._dims_of(inputs)
         sizes = even_sizes(number_of_rows(inputs, dims), self.micro_batch_size)
-        if len(sizes) <= 1:
+        _check_not_sharded_inside(self.module)
+        is_exact = self.policy.choice == "exact" and bool(batch_norms(self.module))
+        # A SyncBatchNorm's ranks exchange statistics in one way, also where one of them has a single micro-batch.
+        spans_ranks = is_exact and any(ranks_of(layer) > 1 for _, layer in batch_norms(self.module))
+        if len(sizes) <= 1 and not spans_ranks:
             with self.policy.recomputation():
                 return self.module(*args, **kwargs)
-        is_exact = self.policy.choice == "exact" and bool(batch_norms(self.module))
         kind = functools.partial(ExactCall, offload=self.offload) if is_exact else Call
         call = kind(self.module, self.policy, inputs, dims, self.out_dims, sizes)
         tensors = [leaf for _, leaf in leaves(inputs) if isinstance(leaf, Tensor)]
@@ -228,3 +232,13 @@ class Chunked(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{type(self.module).__name__}, micro_batch_size={self.micro_batch_size}"
+
+
+def _check_not_sharded_inside(module: nn.Module) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for path, layer in module.named_modules() if fsdp is not None else ():
+        if isinstance(layer, fsdp.FSDPModule):  # type: ignore[union-attr]  # not None here
+            raise ValueError(
+                f"{path or 'The module'!r} inside a chunked module is sharded by fully_shard, which would reduce the "
+                "gradients of each micro-batch by itself. Shard around it: fully_shard(chunked(encoder, ...))."
+            )

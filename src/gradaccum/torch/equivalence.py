@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gradaccum.equivalence import Cause, Difference, Equivalence
 from gradaccum.schedule import checked_count
 from gradaccum.sizes import even_sizes
+from gradaccum.torch.arguments import checked_model
 from gradaccum.torch.batch import BatchDims, per_row_leaves
 from gradaccum.torch.batch_norm import BatchNormChoice, checked_batch_norm
 from gradaccum.torch.causes import find_causes, input_cause, nondeterminism_cause
@@ -24,8 +25,8 @@ _NARROW = {torch.float32: 1e-4, torch.float16: 1e-1, torch.bfloat16: 1e-1}
 """What counts as rounding where a part of the model computes in a narrower dtype than float64."""
 
 _IRRELEVANT = (
-    "clip_grad_norm", "scaler", "autocast", "accumulate_dtype", "memory_limit", "noise_scale", "verify", "sync",
-    "max_tokens",
+    "optimizer", "clip_grad_norm", "scaler", "autocast", "accumulate_dtype", "memory_limit", "noise_scale", "verify",
+    "sync", "max_tokens",
 )  # fmt: skip
 """Keywords of TrainStep that leave exact arithmetic as it is."""
 
@@ -86,7 +87,7 @@ def check_equivalence(
     if unknown:
         raise TypeError(f"check_equivalence() got an unexpected keyword argument {unknown[0]!r}.")
     objective = Objective(
-        model,
+        checked_model(model),
         loss_fn=loss_fn,
         compute_loss=compute_loss,
         weight=weight,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["GradientSum", "ScreenedGradientSum", "all_finite", "clip_norm_", "scale_", "squared_norm"]
+__all__ = ["Arrivals", "GradientSum", "ScreenedGradientSum", "all_finite", "clip_norm_", "norms", "scale_"]
 
 
 class GradientSum:
@@ -78,6 +79,9 @@ class GradientSum:
             parameter.grad = gradient
         return True
 
+    def present(self) -> None:
+        """Have the sum in `p.grad`, where ranks reduce it."""
+
     def finish(self, divisor: float) -> None:
         """Divide: from here on `p.grad` is the window's mean gradient, in the dtype it was summed in."""
         if divisor != 1.0:
@@ -110,6 +114,36 @@ class GradientSum:
     def close(self) -> None:
         """The window is over; `p.grad` stays as it is for whoever wants to read it."""
         self._aside = None
+
+
+class Arrivals:
+    """Multiplies gradients as they arrive, before they join the sum; costs nothing while the factor is 1."""
+
+    def __init__(self, parameters: Callable[[], list[Tensor]]) -> None:
+        self._parameters = parameters
+        self._hooks: list[Any] = []
+        self._muted = False
+
+    def scale(self, factor: float) -> None:
+        """The factor for the gradients that arrive from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if factor != 1.0:
+
+            def times(gradient: Tensor) -> Tensor | None:
+                return None if self._muted else gradient * factor
+
+            self._hooks = [p.register_hook(times) for p in self._parameters() if p.requires_grad]
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """Gradients of a loss that was multiplied itself."""
+        self._muted = True
+        try:
+            yield
+        finally:
+            self._muted = False
 
 
 class ScreenedGradientSum(GradientSum):
@@ -158,10 +192,9 @@ class ScreenedGradientSum(GradientSum):
         self.hold(sums)
         self._finite = [torch.tensor(counts) for counts in counted]
 
-    def finish(self, divisor: float) -> None:
+    def present(self) -> None:
         for parameter in self.parameters():
             parameter.grad = self._sums.get(parameter)
-        super().finish(divisor)
 
     def clear(self, set_to_none: bool = True) -> None:
         self.close()
@@ -186,6 +219,8 @@ def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     """Lists of tensors of one device, dtype and layout, which `torch._foreach_*` handles in one kernel."""
     groups: dict[Any, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
+        if hasattr(tensor, "to_local"):  # a DTensor: what is here of it, in the same memory
+            tensor = tensor.to_local()
         groups[tensor.device, tensor.dtype, tensor.layout].append(tensor)
     return groups.values()
 
@@ -222,16 +257,18 @@ def clip_norm_(tensors: list[Tensor], max_norm: float | None) -> Tensor:
     """
     dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
     norm = torch.nn.utils.get_total_norm(dense) if dense else torch.tensor(0.0)
+    if hasattr(norm, "full_tensor"):  # of a sharded model: each rank has summed its shards
+        norm = norm.full_tensor()
     if max_norm is not None and tensors:
         scale_(tensors, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
 
 @torch.no_grad()
-def squared_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The sum of squares of all entries, a tensor of no dimensions; half precision is summed in float32."""
-    norms: list[Tensor] = []
-    for alike in _alike(t.coalesce().values() if t.is_sparse else t for t in tensors):
-        wide = torch.float32 if alike[0].dtype in (torch.float16, torch.bfloat16) else None
-        norms += torch._foreach_norm(alike, 2, dtype=wide)
-    return torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()
+def norms(tensors: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of each tensor, in one vector on the first one's device; half precision is summed in float32."""
+    dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
+    narrow = any(t.dtype in (torch.float16, torch.bfloat16) for t in dense)
+    found = torch._foreach_norm(dense, 2, dtype=torch.float32 if narrow else None)
+    device = dense[0].device
+    return torch.stack([norm if norm.device == device else norm.to(device) for norm in found])

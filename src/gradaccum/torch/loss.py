@@ -80,6 +80,7 @@ class Objective:
             )
         self.model = model
         self.loss_fn = weights.with_known_divisor(loss_fn) if loss_fn is not None else None
+        self._summed: Any = None
         self.compute_loss = compute_loss
         self.weight = weight
         self.batch_dims = batch_dims
@@ -131,9 +132,12 @@ class Objective:
             batch: The large batch.
             total: What it weighs, where others share it: summed over the ranks, say. None: what `total(batch)` says.
         """
+        if self.by_targets(batch):
+            assert self.loss_fn is not None
+            self._summed = weights.summed(self.loss_fn)
         return Tally(self, self.total(batch) if total is None else total)
 
-    def total(self, batch: tuple[Any, ...]) -> Weight | None:
+    def total(self, batch: tuple[Any, ...], rows: int | None = None) -> Weight | None:
         """What the loss on this batch divides by, as far as the batch tells: a number, or a tensor on its device.
 
         None for sums that nothing divides. Rows, where nothing says otherwise; a `compute_loss` that returns
@@ -145,7 +149,7 @@ class Objective:
             return None
         if self.by_targets(batch):
             return plain_weight(weights.divisor(self.loss_fn, batch[1]))
-        return float(self.rows(batch))
+        return float(self.rows(batch) if rows is None else rows)
 
     def forward(self, batch: tuple[Any, ...], summed: bool = False) -> tuple[Tensor, Weight | None]:
         """The loss of a batch and, where `compute_loss` returns one, its weight.
@@ -190,7 +194,7 @@ class Objective:
         if summed and isinstance(outputs, Tensor) and outputs.dtype == torch.float16:
             outputs = outputs.float()  # a sum of losses soon passes 65504
         arguments = [*_unpacked(outputs), *(_unpacked(batch[1]) if len(batch) == 2 else ())]
-        return (weights.summed(self.loss_fn) if summed else self.loss_fn)(*arguments)
+        return (self._summed if summed else self.loss_fn)(*arguments)
 
     def _autocast(self, batch: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:
@@ -267,17 +271,41 @@ class Tally:
             return torch.where(self.total.to(self._sum.device) > 0, self._sum, float("nan"))
         return self._sum
 
-    def part(self, micro_batch: tuple[Any, ...]) -> Part:
+    def told(self) -> tuple[float, float] | None:
+        """For several ranks: what makes their sums add up, and what this rank's part of the sum then weighs.
+
+        None where the total was known beforehand, so that the parts of all ranks add up as they are.
+        """
+        if self._divisor is None:
+            return None
+        unit = 1.0 if self._unit is None else float(self._unit)
+        return unit, float(self._divisor) * unit
+
+    @property
+    def sum(self) -> Tensor:
+        """The sum of the parts' losses so far, without a graph."""
+        if self._sum is not None:
+            return self._sum
+        parameter = next(self.objective.model.parameters(), torch.zeros(()))
+        return torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+
+    def part(self, micro_batch: tuple[Any, ...], rows: int | None = None, share: bool = False) -> Part:
         """Run the forward pass of a micro-batch and weigh its loss. Changes nothing here: `add` does.
+
+        Args:
+            micro_batch: The arguments after the model.
+            rows: Its rows, where they are known already.
+            share: Say the part's share of the total, too, even where the loss doesn't need it.
 
         Raises:
             TypeError, ValueError: The loss is no number, or comes with a weight only sometimes.
         """
         objective = self.objective
-        weight = objective.total(micro_batch)
+        by_targets = objective.by_targets(micro_batch)
+        summed = by_targets and objective.weight is None and objective.reduction == "mean"
+        weight = None if summed and not share else objective.total(micro_batch, rows)
         if objective.weight is not None and _is_zero(weight):
             return Part(None)
-        summed = objective.by_targets(micro_batch) and objective.weight is None and objective.reduction == "mean"
         loss, told = objective.forward(micro_batch, summed)
         if told is not None:
             if _is_zero(told):
@@ -287,14 +315,13 @@ class Tally:
             return Part(_weighed(loss, told, self._unit if self._unit is not None else _unit(told)), told)
         if self._divisor is not None:
             raise ValueError("`compute_loss` must return (loss, weight) always or never. Received: both in one batch.")
+        if self.total is None:
+            return Part(loss)
+        ratio = None if weight is None else _ratio(weight, self.total)
         if objective.reduction == "sum" or summed:
-            if self.total is None:
-                return Part(loss)
-            assert weight is not None
-            return Part(_times(loss, _ratio(1.0, self.total)), share=_ratio(weight, self.total))
+            return Part(_times(loss, _ratio(1.0, self.total)), share=ratio)
         assert weight is not None
-        assert self.total is not None
-        return Part(_weighed(loss, weight, self.total), share=_ratio(weight, self.total))
+        return Part(_weighed(loss, weight, self.total), share=ratio)
 
     def add(self, part: Part) -> None:
         """The gradient of this part is in."""

@@ -50,6 +50,7 @@ class LossScale:
         self.restored: list[Tensor | None] | None = None
         """Unscaled sums from a checkpoint, which wait for the first micro-batch to tell the scale."""
         self._due = False
+        self._wish: Tensor | None = None
 
     def restore(self, sums: list[Tensor | None], overflow: bool) -> None:
         """Go on from a checkpoint: the scale of the next backward pass is known only when its micro-batch is done."""
@@ -135,6 +136,37 @@ class LossScale:
             for a, r in zip(arrived, restored, strict=True)
         ]
         self._sums.hold(joined)
+
+    # Several ranks: their sums can be reduced together only in one scale.
+
+    def adopt(self, scale: float) -> None:
+        """Have the scaler scale the losses that come by this much: before the backward pass in which ranks reduce."""
+        if self._live is not None and scale:
+            self._wish = self._live.detach().clone()
+            self._live.fill_(scale)
+
+    def bring_to(self, scale: float) -> None:
+        """Bring the finished sum to this scale."""
+        if self.in_use and self._scale is not None and scale:
+            self._sums.scale_(scale / self._scale)
+            self._scale.fill_(scale)
+
+    def told(self) -> tuple[float, float, bool]:
+        """The scale of the sum (0 without a scaler), the scale that this rank's scaler has come to, any overflow."""
+        if not self.in_use:
+            return 0.0, 0.0, False
+        assert self._scale is not None
+        assert self.overflow is not None
+        wish = self._wish if self._wish is not None else self._live if self._live is not None else self._scale
+        scale, wish, overflow = torch.stack(
+            [t.detach().double().reshape(()) for t in (self._scale, wish, self.overflow)]
+        ).tolist()
+        return scale, wish, bool(overflow)
+
+    def agree(self, scale: float) -> None:
+        """All ranks' scalers go on from here."""
+        if self.in_use and self._live is not None and scale:
+            self._live.fill_(scale)
 
     def remove(self) -> None:
         """Take the hook off the parameters."""

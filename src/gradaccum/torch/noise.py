@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradaccum.noise import NoiseScale, Norms, estimate
-from gradaccum.torch.gradients import squared_norm
+from gradaccum.torch.gradients import norms
 
 __all__ = ["NoiseMeter"]
 
@@ -33,15 +34,20 @@ class NoiseMeter:
 
     def __init__(self, keep: int = 500) -> None:
         self.unit = "rows"
-        self._records: deque[tuple[Tensor, float, float]] = deque(maxlen=keep)
+        self._records: deque[tuple[_Measured, _Measured]] = deque(maxlen=keep)
         self.restart()
 
     def restart(self) -> None:
         """A new window begins; what was measured of an unfinished one is dropped."""
-        self._first: tuple[Tensor, float] | None = None
+        self._first: _Measured | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the next micro-batch is to be shown."""
+        return self._first is None
 
     def micro_batch(self, gradients: Sequence[Tensor], size: float, multiple: float | Tensor) -> None:
-        """A micro-batch is in. Only the first one of a window that weighs anything is looked at.
+        """The first micro-batch of a window that weighs anything is in.
 
         Args:
             gradients: The sum so far.
@@ -49,7 +55,7 @@ class NoiseMeter:
             multiple: What the sum is a multiple of the mean gradient by.
         """
         if self._first is None and gradients and not (isinstance(multiple, float) and multiple == 0.0):
-            self._first = _squared_norm(gradients, multiple), float(size)
+            self._first = _Measured(norms(gradients), multiple, float(size))
 
     def window(self, gradients: Sequence[Tensor], size: float, multiple: float | Tensor = 1.0) -> None:
         """The gradient is finished, and not clipped yet.
@@ -59,22 +65,35 @@ class NoiseMeter:
             size: Rows of the window.
             multiple: What `gradients` are a multiple of that mean by.
         """
-        if self._first is not None and gradients and size > self._first[1]:
-            small, small_size = self._first
-            large = _squared_norm(gradients, multiple)
-            self._records.append((torch.stack([small, large.to(small.device)]), small_size, float(size)))
+        if self._first is not None and gradients and size > self._first.size:
+            self._records.append((self._first, _Measured(norms(gradients), multiple, float(size))))
         self.restart()
 
     def estimate(self) -> NoiseScale:
         """The noise scale over the windows that are kept. Waits for the device."""
-        norms = torch.stack([record[0].double().cpu() for record in self._records]).tolist() if self._records else []
-        windows = [Norms(s, n, large, m) for (s, large), (_, n, m) in zip(norms, self._records, strict=True)]
+        smalls = _squares([small for small, _ in self._records])
+        larges = _squares([large for _, large in self._records])
+        windows = [
+            Norms(s, small.size, n, large.size)
+            for s, n, (small, large) in zip(smalls, larges, self._records, strict=True)
+        ]
         return estimate(windows, unit=self.unit)
 
 
-def _squared_norm(gradients: Sequence[Tensor], multiple: float | Tensor) -> Tensor:
-    """`|gradients / multiple|^2`."""
-    square = squared_norm(gradients)
-    if isinstance(multiple, Tensor):
-        return square / multiple.detach().to(square.device, square.dtype).reshape(()).square()
-    return square if multiple == 1.0 else square / multiple**2
+class _Measured(NamedTuple):
+    """The norms of some gradients. The arithmetic waits until somebody asks."""
+
+    norms: Tensor
+    multiple: float | Tensor
+    size: float
+
+
+def _squares(measured: Sequence[_Measured]) -> list[float]:
+    """`|gradients / multiple|^2` of each."""
+    squares = [
+        (m.norms.double() / (m.multiple.detach().to(m.norms.device) if isinstance(m.multiple, Tensor) else m.multiple))
+        .square()
+        .sum()
+        for m in measured
+    ]
+    return torch.stack([square.to(squares[0].device) for square in squares]).tolist() if squares else []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, get_args
 
@@ -19,6 +21,7 @@ from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_mod
 from gradaccum.torch.batch_norm import warn_of_batch_norm
 from gradaccum.torch.batches import Batches
 from gradaccum.torch.loss_scale import LossScale
+from gradaccum.torch.synchronizer import check_noticed, synchronizer
 from gradaccum.window import Reduction, checked_reduction
 
 __all__ = ["Nonfinite", "Optimizer", "Sync"]
@@ -118,18 +121,32 @@ class Optimizer(torch.optim.Optimizer):
         self.inner = inner
         self._schedule = schedule
         self._scheduled_for: tuple[int, int] | None = None
-        self._accumulation = Accumulation(self._parameters, **self._accumulation_arguments)
+        self._ranks = synchronizer(
+            self._model,
+            self._parameters(),
+            steps=schedule.constant,
+            by_hand=self._accumulation_arguments["nonfinite"] == "skip_micro_batch",
+            dtype=self._accumulation_arguments["accumulate_dtype"],
+            always=self._sync == "micro_batch",
+            nonfinite=self._accumulation_arguments["nonfinite"],
+        )
+        # Not a method of this object: without cycles it goes as soon as an error ends its loop, and other ranks know.
+        parameters = functools.partial(_parameters_of, inner)
+        self._accumulation = Accumulation(parameters, ranks=self._ranks, **self._accumulation_arguments)
+        if self._ranks.several:
+            weakref.finalize(self, _abandon, self._accumulation).atexit = False
         self._scaled: list[Tensor | None] = []
         self._batches: Batches | None = None
         self._rates: list[Any] = []
         self._warned_of_rates = False
-        self._in_epoch = self._restored = False
+        self._in_epoch = self._restored = self._noticed = False
         self.epoch = 0
         """Epochs that are over, for the schedule."""
         self.updates = 0
         """Updates made."""
         self.updated = False
         """Whether the last `step()` or `flush()` made an update."""
+        self._expect()
 
     # The inner optimizer's own tables, so that schedulers, scalers and checkpoints find them where they look.
 
@@ -174,7 +191,7 @@ class Optimizer(torch.optim.Optimizer):
             self._accumulation.loss_scale.remove()
 
     def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.inner.param_groups for parameter in group["params"]]
+        return _parameters_of(self.inner)
 
     # The window.
 
@@ -197,6 +214,7 @@ class Optimizer(torch.optim.Optimizer):
             _check_closure_only(self.inner, schedule, self._accumulation_arguments)
         self._accumulation.window.resize(schedule(self.epoch, self.updates))
         self._schedule, self._scheduled_for = schedule, (self.epoch, self.updates)
+        self._expect()
 
     @property
     def micro_batches(self) -> int:
@@ -290,13 +308,19 @@ class Optimizer(torch.optim.Optimizer):
                 result = closure()
         accumulation, steps = self._accumulation, self.steps
         accumulation.check_broken()
+        if not self._noticed:
+            check_noticed(self._model, self._parameters(), self._ranks, self._schedule.constant)
+            self._noticed = True
         is_open = accumulation.window.is_open
         accumulation.check_sum(alone=not is_open and (steps == 1 or accumulation.window.last))
         self._check_rates(is_open)
         scale, found_inf = self._scaled or (None, None)
         closes = accumulation.add(None if found_inf is None else (scale, found_inf))
         self._in_epoch = True
+        if not closes:
+            self._ranks.goes_on()
         self.updated = closes and self._update()
+        self._expect()
         return result
 
     # torch would call the hooks around every call of `step`; here they belong to the update.
@@ -326,14 +350,21 @@ class Optimizer(torch.optim.Optimizer):
         """
         accumulation = self._accumulation
         accumulation.check_broken()
+        ends_epoch = self._batches is None
+        if ends_epoch:
+            self._ranks.end()
         self.updated = False
         if accumulation.window.is_open:
             accumulation.skip()
             accumulation.check_sum(alone=False)
             self.updated = self._update()
             accumulation.empty()  # the loop's own zero_grad() is not to be relied on here: it may come before step()
-        if self._batches is None:
+        elif not ends_epoch:
+            self._keep_up(once=True)
+        if ends_epoch:
+            self._keep_up()
             self._next_epoch()
+        self._expect()
         return self.updated
 
     def discard(self) -> None:
@@ -341,8 +372,9 @@ class Optimizer(torch.optim.Optimizer):
         window = self._accumulation.window
         if window.is_open:
             logger.warning("Discarding an open window of %d of %d micro-batches", window.micro_batches, window.steps)
-        window.close()
+        self._accumulation.begin()
         self._accumulation.empty()
+        self._expect()
 
     def batches(self, loader: Iterable[Any], *, weight: Callable[[Any], float] | None = None) -> Batches:
         """The loader's batches, unchanged; the last one closes its window, however short it is.
@@ -387,7 +419,9 @@ class Optimizer(torch.optim.Optimizer):
         self._batches = batches
 
     def _begin_micro_batch(self, weight: float, given: bool, last: bool) -> None:
+        self._ranks.meet(last)
         self._accumulation.expect(weight, given, last)
+        self._expect(counts=weight > 0)
 
     def _end_micro_batch(self) -> None:
         self._accumulation.skip()
@@ -395,17 +429,40 @@ class Optimizer(torch.optim.Optimizer):
     def _end_epoch(self, batches: Batches, broken_off: bool = False) -> None:
         if self._batches is not batches:
             return  # another loop has begun since
-        if broken_off and (self._accumulation.window.is_open or self._accumulation.window.pending is not None):
-            self.discard()
-        elif self._accumulation.window.is_open:
-            self.flush()  # the last micro-batch was skipped
+        if broken_off:
+            self._ranks.leave()
+            if self._accumulation.window.is_open or self._accumulation.window.pending is not None:
+                self.discard()
+        else:
+            self._ranks.end()
+            if self._accumulation.window.is_open:
+                self.flush()  # the last micro-batch was skipped
+            self._keep_up()
         self._batches = None
         self._accumulation.expect_nothing()
         self._next_epoch()
+        self._expect()
 
     def _next_epoch(self) -> None:
         self.epoch += self._in_epoch
         self._in_epoch = False
+        self._ranks.begin()
+
+    # Other ranks.
+
+    def _expect(self, counts: bool = True) -> None:
+        """Tell what comes next, one micro-batch ahead: DDP looks at it in the forward pass."""
+        if self._ranks.several:
+            self._ranks.expect(self.closes_next, self.steps, self._accumulation.window.last, counts)
+
+    def _keep_up(self, once: bool = False) -> None:
+        """Take part in the windows that other ranks still make in this epoch, and in their updates."""
+        while self._ranks.others_go_on():
+            self._accumulation.empty()
+            self.updated = self._update() or self.updated
+            self._accumulation.empty()
+            if once:
+                break
 
     # The update.
 
@@ -521,6 +578,16 @@ class Optimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._schedule} steps, {self.inner!r})"
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _abandon(accumulation: Accumulation) -> None:
+    """The optimizer is gone: if in the middle of a window, an error has ended its loop."""
+    if accumulation.window.is_open:
+        accumulation.ranks.leave()
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

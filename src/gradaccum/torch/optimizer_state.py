@@ -31,8 +31,13 @@ def window_state(optimizer: Optimizer) -> dict[str, Any]:
         "in_epoch": optimizer._in_epoch,
         "window": accumulation.window.state_dict(),
     }
+    if accumulation.ranks.several:
+        state["unit"], state["rank"] = accumulation.unit, accumulation.ranks.place
     if not accumulation.window.is_open:
         return state
+    if accumulation.ranks.in_step:
+        accumulation.ranks.gather()
+        accumulation.guard.next_micro_batch()
     scale, loss = accumulation.loss_scale, accumulation.loss
     sums = scale.restored or scale.unscaled(accumulation.sums.held())
     state["gradients"] = {index: s.detach() for index, s in enumerate(sums) if s is not None}
@@ -68,11 +73,15 @@ def load_window(optimizer: Optimizer, state: dict[str, Any]) -> None:
     accumulation.expect_nothing()
     accumulation.loss.restart()
     optimizer.epoch, optimizer.updates, optimizer._in_epoch = state["epoch"], state["updates"], state["in_epoch"]
+    accumulation.unit = state.get("unit", accumulation.unit)
+    accumulation.begin()
     optimizer._batches, optimizer._scheduled_for = None, None
     optimizer._restored = bool(state["window"]["micro_batches"])
     optimizer.updated = False
     if not optimizer._restored:
+        optimizer._expect()
         return
+    accumulation.ranks.restored()
     accumulation.window.load_state_dict(state["window"])
     accumulation.loss.entries = [(index, loss.clone(), weight) for index, loss, weight in state["losses"]]
     accumulation.loss.weighed = state["losses_weighed"]
@@ -92,12 +101,20 @@ def load_window(optimizer: Optimizer, state: dict[str, Any]) -> None:
     else:
         accumulation.sums.hold(sums)
     accumulation.guard.accept()
+    optimizer._expect()
 
 
 def _check_window(optimizer: Optimizer, state: dict[str, Any]) -> None:
     saved = state["window"]
     if not saved["micro_batches"]:
         return
+    saved_on, here = state.get("rank", [0, 1]), optimizer._ranks.place
+    if saved_on != here:
+        raise WindowError(
+            f"The checkpoint was taken inside a window, on rank {saved_on[0]} of {saved_on[1]}, and holds that rank's "
+            f"part of it; this is rank {here[0]} of {here[1]}. Save and load one checkpoint per rank, or take it when "
+            "`updated` is True: a closed window is the same on every rank, and on any number of them."
+        )
     steps = optimizer._schedule(state["epoch"], state["updates"])
     if steps != saved["steps"]:
         raise WindowError(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import gradaccum
 from gradaccum.report import Report
-from gradaccum.run import encode, read
+from gradaccum.run import Run, encode, read
 from gradaccum.torch.memory import Gauge
 
 __all__ = ["Recorder"]
@@ -138,6 +138,11 @@ class Recorder:
         assert self._file is not None
         self._file.write(encode(record) + "\n")
         self._file.flush()
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> Run:
+        """What a file tells that a recorder has written, however it ends: `Recorder.read(path).report()`."""
+        return read(path)
 
     def report(self) -> Report:
         """The run so far as a document that shows, and saves as `.html`, `.png` or `.txt`."""

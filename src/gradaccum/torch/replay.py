@@ -44,9 +44,10 @@ class Surroundings:
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
-        self.devices = list(devices)
-        self.random = _random_states(self.devices)
-        types = sorted({"cpu", *(device.type for device in self.devices)})
+        devices = list(devices)
+        numpy = ["numpy"] if "numpy" in sys.modules else []
+        self.random = _random_states(["cpu", "python", *numpy, *devices])
+        types = sorted({"cpu", *(device.type for device in devices)})
         self.autocast = [
             (type_, torch.is_autocast_enabled(type_), torch.get_autocast_dtype(type_))
             for type_ in types
@@ -54,27 +55,49 @@ class Surroundings:
         ]
         self.autocast_cache = torch.is_autocast_cache_enabled()
 
+    def forget_what_nobody_drew(self) -> None:
+        """After what is to be replayed has run once: keep the states of the generators that it has moved, only."""
+        now = _random_states(self.random)
+        self.random = {source: state for source, state in self.random.items() if not _same_state(state, now[source])}
+
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """These surroundings inside; outside, everything as it was, as if nothing had been drawn."""
-        outside = _random_states(self.devices)
+        outside = _random_states(self.random)
         with contextlib.ExitStack() as stack:
-            stack.callback(_set_random_states, outside)
-            _set_random_states(self.random)
+            if self.random:
+                stack.callback(_set_random_states, outside)
+                _set_random_states(self.random)
             for type_, enabled, dtype in self.autocast:
+                if not enabled and not torch.is_autocast_enabled(type_):
+                    continue
                 stack.enter_context(
                     torch.autocast(type_, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache)
                 )
             yield
 
 
-def _random_states(devices: list[torch.device]) -> dict[Any, Any]:
-    states: dict[Any, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate()}
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    for device in devices:
-        states[device] = torch.get_device_module(device).get_rng_state(device)
+def _random_states(sources: Iterable[Any]) -> dict[Any, Any]:
+    """The state of each of these generators: "cpu", "python", "numpy" or a device."""
+    states: dict[Any, Any] = {}
+    for source in sources:
+        if source == "cpu":
+            states[source] = torch.get_rng_state()
+        elif source == "python":
+            states[source] = random.getstate()
+        elif source == "numpy":
+            states[source] = sys.modules["numpy"].random.get_state()
+        else:
+            states[source] = torch.get_device_module(source).get_rng_state(source)
     return states
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one[1], tuple):  # Python's
+        return one == other
+    return bool((one[1] == other[1]).all()) and one[2:] == other[2:]  # NumPy's
 
 
 def _set_random_states(states: dict[Any, Any]) -> None:

@@ -21,11 +21,13 @@ from gradaccum.torch.additivity import verify_additivity
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.torch.batch import BatchDims, per_row_leaves
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms
+from gradaccum.torch.joint import JointBatch
 from gradaccum.torch.loss import Objective, Tally
 from gradaccum.torch.memory import Gauge, is_out_of_memory, parse_bytes
 from gradaccum.torch.noise import NoiseMeter
 from gradaccum.torch.pieces import Piece, Rows, TokenBudget, Tokens
 from gradaccum.torch.shapes import Sizers
+from gradaccum.torch.synchronizer import check_noticed, synchronizer
 from gradaccum.torch.tokens import Left, extents, trimmed, verified_left
 from gradaccum.torch.transaction import PutAside, Transaction
 from gradaccum.torch.update import Update
@@ -101,6 +103,7 @@ class TrainStep:
         autocast: torch.dtype | None = None,
         accumulate_dtype: torch.dtype | None = None,
         batch_norm: BatchNormChoice = "warn",
+        offload: bool = False,
         memory_limit: int | str | None = None,
         noise_scale: bool = False,
         verify: bool = True,
@@ -113,7 +116,9 @@ class TrainStep:
             remedy='Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.',
         )
         self.sync = checked_choice("sync", sync, get_args(Sync))
-        self._whole = WholeBatch(model, batch_dims, loss_fn is not None) if self.batch_norm.choice == "exact" else None
+        self._whole: WholeBatch | None = None
+        if self.batch_norm.choice == "exact":
+            self._whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=offload)
         self.objective = Objective(
             model if self._whole is None else self._whole.model,
             loss_fn=loss_fn,
@@ -141,6 +146,22 @@ class TrainStep:
         self.updates = 0
         """Updates made so far."""
         self._verify = verify
+        # By hand: a backward pass that runs out of memory halfway through a reduction could not be taken back.
+        self.ranks = synchronizer(
+            model,
+            self.update.parameters(),
+            steps=1,
+            by_hand=True,
+            dtype=self.update.sums.dtype,
+            always=self.sync == "micro_batch",
+        )
+        if self.ranks.in_step and (micro_batch_size == "auto" or max_tokens is not None):
+            raise ValueError(
+                "A sharded model needs the same micro-batches on every rank, which each would choose by itself. "
+                f"Received: micro_batch_size={micro_batch_size!r}, max_tokens={max_tokens!r}. Give a number of rows."
+            )
+        self.joint = JointBatch(self.ranks, self.update.sums)
+        self._noticed = False
         self._transaction = Transaction(self._modules(), self._watched, self.objective.device)
 
     @property
@@ -172,47 +193,69 @@ class TrainStep:
             torch.OutOfMemoryError: Even one row does not fit. Parameters, state, buffers and random numbers are then
                 as they were before, as after any other error.
         """
+        try:
+            return self._call(batch)
+        except BaseException:
+            self.ranks.leave()
+            raise
+
+    def _call(self, batch: tuple[Any, ...]) -> Tensor:
         batch = self.objective.arguments(batch)
         rows = self.objective.rows(batch)
-        if rows == 0:
+        if rows == 0 and not self.ranks.several:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
-        if self._verify and not self._all_at_once:
+        if not self._noticed:
+            check_noticed(self.model, self.update.parameters(), self.ranks, steps=1)
+            self._noticed = True
+        # Sharded models cannot run passes that other ranks leave out.
+        if self._verify and not self._all_at_once and rows and not self.ranks.in_step:
             verify_additivity(self.objective, batch)
             if self.budget is not None:
                 self.left = verified_left(self.objective, batch, Tokens(self.budget, extents(batch)).pieces[-1])
             self._verify = False
-        tally = self._window(batch, rows)
-        if tally.empty:
+        loss, weighs = self._window(batch, rows)
+        if not weighs:
             logger.info("Nothing in this batch of %d rows weighs anything: no update.", rows)
-            return tally.loss
+            return loss
         # An optimizer that evaluates a closure starts with the gradients that are there.
-        fresh = [tally.loss] if self.update.closures == self.update.optimizers[:1] else []
-        if self.update.step(lambda: fresh.pop() if fresh else self._window(batch, rows).loss):
+        fresh = [loss] if self.update.closures == self.update.optimizers[:1] else []
+        if self.update.step(lambda: fresh.pop() if fresh else self._window(batch, rows)[0]):
             self.updates += 1
-        return tally.loss
+        return loss
 
-    def _window(self, batch: tuple[Any, ...], rows: int) -> Tally:
-        """Leave the finished gradients of a whole batch in `p.grad`; after an error, none at all."""
+    def _window(self, batch: tuple[Any, ...], rows: int) -> tuple[Tensor, bool]:
+        """Leave the finished gradients of a whole batch in `p.grad`; after an error, none at all.
+
+        Returns:
+            The loss, and whether the batch weighs anything.
+        """
         self.update.clear()
-        start = self._transaction.begin()
-        tally = self.objective.tally(batch)
+        self.ranks.expect(closes=False, steps=1)
+        start = self._transaction.open()
+        tally = self.joint.open(self.objective, batch)
         plan = self._plan(batch, rows)
+        if self.ranks.in_step:
+            self.ranks.check_passes(len(list(plan)))
         try:
             with self._during_window():
-                if self._all_at_once and isinstance(plan, Rows):
+                if rows == 0:
+                    pass  # other ranks have some
+                elif self._all_at_once and isinstance(plan, Rows):
                     self._run_whole(Piece(slice(0, rows)), batch, tally, plan)
                 else:
                     for piece in plan:
                         self._run(piece, batch, tally, plan)
-            if not tally.empty:
-                self.update.finish(tally.divisor, rows, mean=tally.is_mean)
+            loss, divisor, weighs = self.joint.close(tally)
+            if weighs:
+                everybody_s = round(self.ranks.add_up(rows)) if self.update.noise is not None else rows
+                self.update.finish(divisor, everybody_s, mean=tally.is_mean)
         except BaseException:
             self.update.clear()
             self._transaction.restore(start)
             raise
-        if isinstance(plan, Rows):
+        if isinstance(plan, Rows) and rows:
             self.sizers.close(plan.sizer, rows)
-        return tally
+        return loss, weighs
 
     def _run(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, plan: Rows | Tokens) -> None:
         """One micro-batch; where it does not fit, the same rows in smaller ones."""
@@ -278,7 +321,7 @@ class TrainStep:
             base, mark, began = self.gauge.live(), self.gauge.mark(), time.perf_counter()
         self._transaction.begin()
         with self.batch_norm.micro_batch():
-            part = tally.part(self._take(batch, piece))
+            part = tally.part(self._take(batch, piece), piece.size, share=self.update.noise is not None)
         if measuring:
             live = self.gauge.live()
         if part.loss is not None:

@@ -51,25 +51,38 @@ class Transaction:
         self, modules: Iterable[nn.Module], parameters: Callable[[], list[Tensor]], device: torch.device
     ) -> None:
         self._modules = list(modules)
-        self._parameters = parameters
+        self._find_parameters = parameters
         self._device = device
         self._still: set[tuple[int, str]] = set()
         self._mode: list[bool] = []
-        self._versions: list[tuple[Tensor, Tensor | None, int]] = []
+        self._places: list[tuple[dict[str, Tensor | None], str]] = []
+        self._parameters: list[Tensor] = []
+        self._gradients: list[Tensor | None] = []
+        self._versions: list[int] = []
         self.state: State | None = None
+
+    def open(self) -> State:
+        """A window begins: look which parameters and buffers there are. Returns what `restore` takes."""
+        modules = [module for root in self._modules for module in root.modules()]
+        mode = [module.training for module in modules]
+        if mode != self._mode:  # other buffers may move from now on
+            self._mode, self._still = mode, set()
+        self._places = [(module._buffers, name) for module in modules for name in module._buffers]
+        self._parameters = self._find_parameters()
+        return self.begin()
 
     def begin(self) -> State:
         """Remember how everything is, before a micro-batch. Returns what `restore` takes."""
-        mode = [module.training for module in self._modules]
-        if mode != self._mode:  # other buffers may move from now on
-            self._mode, self._still = mode, set()
-        buffers = [
-            _Buffer(owner, name, tensor, tensor._version, None if (id(owner), name) in self._still else tensor.clone())
-            for owner, name, tensor in self._buffers()
-        ]
+        buffers = []
+        for owner, name in self._places:
+            tensor = owner.get(name)
+            if tensor is not None:
+                copy = None if (id(owner), name) in self._still else tensor.clone()
+                buffers.append(_Buffer(owner, name, tensor, tensor._version, copy))
         device = _generator(self._device).get_rng_state(self._device) if self._device.type != "cpu" else None
         self.state = State(torch.get_rng_state(), device, buffers)
-        self._versions = [(p, p.grad, -1 if p.grad is None else p.grad._version) for p in self._parameters()]
+        self._gradients = [p.grad for p in self._parameters]
+        self._versions = [-1 if gradient is None else gradient._version for gradient in self._gradients]
         return self.state
 
     def commit(self) -> None:
@@ -84,9 +97,10 @@ class Transaction:
 
     def arrived(self) -> list[Tensor]:
         """The parameters in whose gradient this micro-batch's is in already."""
+        found = zip(self._parameters, self._gradients, self._versions, strict=True)
         return [
             parameter
-            for parameter, gradient, version in self._versions
+            for parameter, gradient, version in found
             if parameter.grad is not gradient or (gradient is not None and gradient._version != version)
         ]
 
@@ -102,15 +116,6 @@ class Transaction:
                 if buffer.copy is not None and buffer.moved:
                     buffer.owner[buffer.name] = buffer.tensor
                     buffer.tensor.copy_(buffer.copy)
-
-    def _buffers(self) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
-        return [
-            (module._buffers, name, tensor)
-            for root in self._modules
-            for module in root.modules()
-            for name, tensor in module._buffers.items()
-            if tensor is not None
-        ]
 
 
 class PutAside:

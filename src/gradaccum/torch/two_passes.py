@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradaccum.torch.batch import BatchDims, concatenate, leaves, map_leaves, take, with_dims
+from gradaccum.torch.batch import BatchDims, concatenate, has_rows, leaves, map_leaves, take, with_dims
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.replay import Buffers, Surroundings, accelerators, stand_ins, swapped
 
@@ -82,6 +82,7 @@ class Call:
         described = [entry for entry in with_dims(inputs, batch_dims) if isinstance(entry[1], Tensor)]
         self.paths = [path for path, _, _ in described]
         self.dims = [dim for _, _, dim in described]
+        self.has_arrays = any(has_rows(leaf) and not isinstance(leaf, Tensor) for _, leaf in leaves(inputs))
         self.skeleton = without_tensors(inputs)
         ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
         self.slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
@@ -120,6 +121,7 @@ class Call:
         self.surroundings[index] = Surroundings(self.devices)
         with self.policy.micro_batch(), self.buffers.lent(self.slices[index].stop - self.slices[index].start):
             outputs = self.module(*inputs.args, **inputs.kwargs)
+        self.surroundings[index].forget_what_nobody_drew()
         self.policy.commit()
         for path, tensor, version in zip(self.paths, tensors, versions, strict=True):
             if version is not None and tensor._version != version:
@@ -137,7 +139,14 @@ class Call:
 
     def rows(self, tensors: Sequence[Tensor], index: int) -> Inputs:
         """The inputs of one micro-batch, from the tensors of all."""
-        return take(with_tensors(self.skeleton, tensors), self.slices[index], self.batch_dims)
+        rows = self.slices[index]
+        if self.has_arrays:
+            return take(with_tensors(self.skeleton, tensors), rows, self.batch_dims)
+        pieces = [
+            tensor if dim is None else tensor.narrow(dim, rows.start, rows.stop - rows.start)
+            for tensor, dim in zip(tensors, self.dims, strict=True)
+        ]
+        return with_tensors(self.skeleton, pieces)
 
     @contextlib.contextmanager
     def buffers_moved_once(self) -> Iterator[None]:

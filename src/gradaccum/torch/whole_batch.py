@@ -25,13 +25,18 @@ class WholeBatch:
         model: The model; the inside of a DistributedDataParallel is what gets cut.
         batch_dims: Where the rows of the batch are.
         takes_inputs: Whether the model is called with the batch's first element, as `loss_fn(model(x), y)` has it.
+        offload: Keep what crosses the BatchNorm layers in host memory.
     """
 
-    def __init__(self, model: nn.Module, batch_dims: BatchDims, takes_inputs: bool) -> None:
+    def __init__(self, model: nn.Module, batch_dims: BatchDims, takes_inputs: bool, *, offload: bool = False) -> None:
         self.outer = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
         self.inner = model if self.outer is None else self.outer.get_submodule("module")
         self.chunks = Chunked(
-            self.inner, EXACT_MICRO_BATCH_SIZE, batch_dims=_of_the_model(batch_dims, takes_inputs), batch_norm="exact"
+            self.inner,
+            EXACT_MICRO_BATCH_SIZE,
+            batch_dims=_of_the_model(batch_dims, takes_inputs),
+            batch_norm="exact",
+            offload=offload,
         )
 
     @property

@@ -1,0 +1,118 @@
+"""TrainStep against the hand-written loop over micro-batches, and "auto" against an exhaustive sweep of sizes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from benchmarks.harness import arguments, publish, ratios, table
+from gradaccum.torch import TrainStep
+from gradaccum.torch.trace import LiveBytes
+
+loss_function = nn.CrossEntropyLoss()
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def guide() -> nn.Module:
+    return nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+
+
+def cnn() -> nn.Module:
+    layers: list[nn.Module] = []
+    for before, after in ((1, 32), (32, 64)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(nn.Unflatten(1, (1, 28, 28)), *layers, nn.Flatten(), nn.Linear(64 * 49, 10))
+
+
+def batch_of(rows: int) -> Batch:
+    return torch.randn(rows, 784), torch.randint(10, (rows,))
+
+
+def by_hand(make: Callable[[], nn.Module], batch: Batch, size: int) -> Callable[[], None]:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    rows = len(batch[0])
+
+    def update() -> None:
+        optimizer.zero_grad()
+        for x, y in zip(batch[0].split(size), batch[1].split(size), strict=True):
+            (loss_function(model(x), y) * (len(x) / rows)).backward()
+        optimizer.step()
+
+    return update
+
+
+def by_step(make: Callable[[], nn.Module], batch: Batch, size: int | str) -> tuple[TrainStep, Callable[[], None]]:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    step = TrainStep(model, optimizer, loss_fn=loss_function, micro_batch_size=size)  # type: ignore[arg-type]
+    return step, lambda: step(*batch) and None
+
+
+def fixed(rounds: int) -> str:
+    rows = []
+    for total, size in ((64, 16), (256, 16), (256, 64), (1024, 256)):
+        batch = batch_of(total)
+        found = ratios(
+            {"by hand": by_hand(guide, batch, size), "TrainStep": by_step(guide, batch, size)[1]}, "by hand", rounds
+        )
+        rows.append([total, size, found["TrainStep"]])
+    return table(["rows", "micro-batch", "TrainStep / by hand"], rows)
+
+
+def searched(rounds: int) -> str:
+    rows = []
+    for name, make, total in (("small CNN", cnn, 1024), ("the guide's", guide, 8192)):
+        batch = batch_of(total)
+        step, update = by_step(make, batch, "auto")
+        update(), update()
+        settled = next(iter(step.state_dict()["sizes"].values()))["settled"]
+        sizes = [total >> halvings for halvings in range(9)]
+        contenders = {str(size): by_hand(make, batch, size) for size in sizes} | {"auto": update}
+        found = ratios(contenders, str(total), rounds)
+        best = min(map(str, sizes), key=lambda size: found[size])
+        rows.append(
+            [
+                name, total, f"{best} ({found[best]:.2f} of the whole batch's time)",
+                f"{step.micro_batch_size} ({found['auto']:.2f})", found["auto"] / found[best],
+                "yes" if settled else "no",
+            ]
+        )  # fmt: skip
+    return table(["network", "rows", "best of the sweep", "auto", "auto / best", "settled after two updates"], rows)
+
+
+def live_bytes() -> float:
+    """Peak bytes of live tensors, over the hand-written loop's."""
+    batch = batch_of(256)
+    peaks = []
+    for update in (by_hand(guide, batch, 32), by_step(guide, batch, 32)[1]):
+        update()  # gradients are there, verification is done
+        with LiveBytes() as live:
+            update()
+        peaks.append(live.peak)
+    return peaks[1] / peaks[0]
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+    torch.manual_seed(0)
+    rounds = 3 if options.quick else 21
+    body = f"""Time per update of SGD on the guide's network (784-512-512-10), median of {20 * rounds} interleaved
+rounds on {torch.get_num_threads()} threads.
+
+{fixed(20 * rounds)}
+
+`micro_batch_size="auto"`, once settled, against the best of all powers of two (median of {rounds} rounds):
+
+{searched(rounds)}
+
+Peak bytes of live tensors: {live_bytes():.3f} of the hand-written loop's."""
+    publish("train_step", "Splitting the batch", body, ["torch"], options.write)
+
+
+if __name__ == "__main__":
+    main()

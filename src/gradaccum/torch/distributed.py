@@ -1,0 +1,377 @@
+"""Several devices: one window over all ranks, one reduction of the gradients per window.
+
+Each rank sums its micro-batches in `p.grad`, in multiples of a unit that all ranks share; the model's own reduction
+makes of it the mean over the ranks; and the divisor makes of that the mean over all rows of all ranks:
+
+    S_r = sum_i (w_ri / unit) g_ri      A = sum_r S_r / ranks      gradient = A / (W / (unit * ranks)),  W = sum w_ri
+
+So ranks need not have the same rows, weights or numbers of micro-batches.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradaccum.errors import WindowError
+from gradaccum.torch.ddp import Replicas
+from gradaccum.torch.fsdp import Shards
+from gradaccum.torch.ranks import Channel
+
+__all__ = ["Alone", "Together", "Total"]
+
+
+class Total(NamedTuple):
+    """What a window weighs: on one rank, and then over all of them."""
+
+    weight: float
+    given: bool = False
+    """Whether a weight was said anywhere."""
+    largest: float = 0.0
+    """The largest weight of a micro-batch."""
+    scale: float = 0.0
+    """The GradScaler's scale in which the sum is; 0 without one."""
+    wish: float = 0.0
+    """The scale that this rank's GradScaler has come to."""
+    overflow: bool = False
+    """Whether a gradient has overflowed that scale."""
+
+
+class Alone:
+    """One device: nothing to agree upon."""
+
+    several = False
+    in_step = False
+    """Whether all ranks must run the same forward and backward passes, as sharded models do."""
+    size = 1
+    rank = 0
+    by_hand = False
+    """Whether the reduction waits until the window's sum is finished, rather than run in the last backward pass."""
+    loss_scale = 0.0
+    """The scale of a GradScaler that all ranks agreed upon at the last window's end."""
+    on_forward: Callable[[float], None] | None = None
+    """Called with `loss_scale` when the forward pass of the micro-batch that closes the window is done."""
+    on_reduced: Callable[[], None] | None = None
+    """Called when a backward pass has reduced."""
+
+    @property
+    def place(self) -> list[int]:
+        """This rank, and how many there are."""
+        return [self.rank, self.size]
+
+    def expect(self, closes: bool, steps: int, last: bool = False, counts: bool = True) -> None:
+        """What the next micro-batch is, before its forward pass.
+
+        Args:
+            closes: It closes the window.
+            steps: The window's length.
+            last: It is the last one of this rank's epoch.
+            counts: It weighs something.
+        """
+
+    def meet(self, last: bool) -> None:
+        """A micro-batch of `batches()` begins: sharded models cannot do without the other ranks in any of them.
+
+        Raises:
+            WindowError: It is the last one on some ranks only.
+        """
+
+    def check_passes(self, passes: int) -> None:
+        """Before a window of so many forward and backward passes.
+
+        Raises:
+            ValueError: A sharded model, and other ranks have another number.
+        """
+
+    def scale(self, factor: float) -> None:
+        """Multiply what arrives at a sharded model's outputs in the backward pass."""
+
+    def clear(self) -> None:
+        """Drop what an open window has added up beside `p.grad`."""
+
+    @property
+    def reduced(self) -> bool:
+        """Whether a backward pass has reduced the open window's sum."""
+        return False
+
+    def total(self, mine: Total) -> Total:
+        """At the window's end: bring `p.grad` to its mean over the ranks. Returns what the window weighs on all."""
+        return mine
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """A tensor's sum over the ranks, in place."""
+        return tensor
+
+    def add_up(self, number: float) -> float:
+        """A number's sum over the ranks."""
+        return number
+
+    def end(self) -> None:
+        """This rank's epoch is over."""
+
+    def goes_on(self) -> None:
+        """A micro-batch is in, and the window stays open."""
+
+    def others_go_on(self) -> bool:
+        """Whether other ranks close one more window, in which this one takes part with nothing."""
+        return False
+
+    def begin(self) -> None:
+        """The epoch is over on all ranks: the next one may begin."""
+
+    def gather(self) -> None:
+        """Have all that a sharded model's open window has added up in `p.grad`, to be saved. All ranks take part."""
+
+    def restored(self) -> None:
+        """The open window came from a checkpoint: DDP has not seen where its gradients came from."""
+
+    def leave(self) -> None:
+        """This rank drops out in the middle of an epoch; the others shall not wait for it."""
+
+
+class _Round(enum.IntEnum):
+    """What a message is about."""
+
+    WINDOW = 1
+    """A window is about to be reduced, and this rank takes part."""
+    NOTHING = 2
+    """This rank has nothing to reduce, and takes part if others have."""
+    LEFT = 3
+    """This rank has dropped out."""
+    TOTAL = 4
+    """The reduction is done; what the window weighs."""
+    STEPS = 5
+    """At the start: how long the windows are."""
+    NUMBER = 7
+    """Something to add up over the ranks."""
+    MICRO_BATCH = 6
+    """An open window is about to be reduced as far as it has come, and goes on."""
+
+
+class Together(Alone):
+    """The windows of all ranks, closed together.
+
+    A window's end takes two rounds of messages. In the first every rank says that it is about to reduce, before it does
+    so: a rank that has no more micro-batches learns from it that the others have, and one that is gone is missed before
+    anybody waits in a reduction. In the second every rank says what its part weighs.
+
+    Args:
+        engine: Makes what reduces the gradients, from what it shall call when the forward pass of a closing micro-batch
+            is done, and when its backward pass starts.
+        parameters: The optimizer's parameters.
+        steps: The length of every window, or None if it varies.
+        by_hand: No backward pass may reduce, since the sum is finished only afterwards.
+        always: Reduce on every micro-batch. The mean over the ranks of a sum that is in part their mean already is the
+            right one, so nothing else changes.
+    """
+
+    several = True
+
+    def __init__(
+        self,
+        engine: Callable[[Callable[[], None], Callable[[], None]], Replicas | Shards],
+        parameters: Sequence[Tensor],
+        *,
+        steps: int | None = None,
+        by_hand: bool = False,
+        always: bool = False,
+    ) -> None:
+        self._always = always
+        self._parameters = list(parameters)
+        self._engine = engine(self._forward_done, self._backward_starts)
+        self.in_step = self._engine.in_step
+        self._channel = Channel(self._engine.members, getattr(self._engine, "group", None))
+        self.size, self.rank = self._channel.size, self._channel.rank
+        self.by_hand = by_hand or self._engine.by_hand
+        self._closes = self._last = self._over = self._restored = False
+        self._steps = 0
+        self._restart()
+        self._engine.hold(False, False)
+        self._check_steps(steps)
+
+    def _restart(self) -> None:
+        self._announced = self._reducing = False
+        self._versions: list[tuple[int, int]] | None = None
+
+    def _check_steps(self, steps: int | None) -> None:
+        said = self._channel.exchange(_Round.STEPS, steps or 0)
+        lengths = [int(numbers[1]) for numbers in said]
+        if len({*lengths}) > 1:
+            raise ValueError(f"`steps` must be the same on every rank. Received: {_by_rank(lengths)}.")
+
+    # The micro-batch that closes the window.
+
+    def expect(self, closes: bool, steps: int, last: bool = False, counts: bool = True) -> None:
+        self._closes, self._steps, self._last = closes, steps, last
+        self._restart()
+        waits = self.by_hand or self._restored or not (counts or self.in_step)
+        self._engine.hold(closes and not waits, self._always and not waits)
+
+    def meet(self, last: bool) -> None:
+        if self.in_step:
+            said = self._exchange(_Round.MICRO_BATCH, 0, last)
+            self._check_present(said, _Round.MICRO_BATCH)
+            lasts = [bool(numbers[2]) for numbers in said]
+            if len({*lasts}) > 1:
+                raise WindowError(
+                    "A sharded model needs the same number of micro-batches on every rank. The last one has come: "
+                    f"{_by_rank(lasts)}. Pad or drop batches (DistributedSampler does), or use DistributedDataParallel."
+                )
+
+    def check_passes(self, passes: int) -> None:
+        if self.in_step:
+            said = self._exchange(_Round.NUMBER, passes)
+            self._check_present(said, _Round.NUMBER)
+            numbers = [int(each[1]) for each in said]
+            if len({*numbers}) > 1:
+                raise ValueError(
+                    "A sharded model needs the same number of micro-batches on every rank. Received: "
+                    f"{_by_rank(numbers)}. Give each rank the same number of rows, or use DistributedDataParallel."
+                )
+
+    def scale(self, factor: float) -> None:
+        self._engine.scale(factor)
+
+    def clear(self) -> None:
+        self._engine.clear()
+
+    @property
+    def reduced(self) -> bool:
+        return self._versions is not None
+
+    def _forward_done(self) -> None:
+        if self._closes and self.on_forward is not None:
+            self.on_forward(self.loss_scale)
+
+    def _backward_starts(self) -> None:
+        if not (self._closes or self._always) or self.by_hand:
+            return
+        if not self._reducing:
+            self._announce(_Round.WINDOW if self._closes else _Round.MICRO_BATCH)
+            self._reducing = True
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._reduction_done))  # after the reducer's own, which is queued later
+        self._engine.starts()
+
+    def _reduction_done(self) -> None:
+        self._versions = self._seen()
+        if self.on_reduced is not None:
+            self.on_reduced()
+
+    def _seen(self) -> list[tuple[int, int]]:
+        return [(0, -1) if p.grad is None else (id(p.grad), p.grad._version) for p in self._parameters]
+
+    # The window's end.
+
+    def total(self, mine: Total) -> Total:
+        if not self._announced:
+            self._announce(_Round.WINDOW)
+        # Sharded models reduce in every backward pass of this micro-batch.
+        late = self._versions is not None and not self.in_step and self._versions != self._seen()
+        if self._versions is None:
+            self._engine.reduce()
+        self._restart()
+        last = self._last or self._over
+        said = self._channel.exchange(
+            _Round.TOTAL, mine.weight, mine.given, mine.largest, mine.scale, mine.wish, mine.overflow, late, last
+        )
+        self._check_present(said, _Round.TOTAL)
+        _, weights, given, largest, scales, wishes, overflows, lates, lasts, _ = zip(*said)
+        if any(lates):
+            # Another backward pass came after the one that reduced. Its gradients stand beside the mean over the ranks,
+            # and the mean of that sum is right. From now on the reduction waits until step().
+            self._engine.reduce()
+            self.by_hand = True
+        self._engine.settle()
+        self._restored = False
+        self._over = all(lasts)
+        used = {scale for scale in scales if scale}
+        # Where scales differ nevertheless, the sum is lost, as after an overflow.
+        overflow = any(overflows) or len(used) > 1
+        self.loss_scale = (min if overflow else max)([wish for wish in wishes if wish], default=self.loss_scale)
+        return Total(sum(weights), any(given), max(largest), min(used, default=0.0), self.loss_scale, overflow)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return self._engine.sum(tensor)
+
+    def add_up(self, number: float) -> float:
+        said = self._exchange(_Round.NUMBER, number)
+        self._check_present(said, _Round.NUMBER)
+        return sum(numbers[1] for numbers in said)
+
+    def gather(self) -> None:
+        # The mean over the ranks of a part of the sum; what comes is added to it, and the mean of that is right.
+        self._engine.reduce()
+
+    def restored(self) -> None:
+        self._restored = not self.in_step
+
+    def end(self) -> None:
+        self._last = True
+
+    def goes_on(self) -> None:
+        if self._always and not self.by_hand and not self.reduced:
+            self._announce(_Round.MICRO_BATCH)
+            self._engine.reduce()
+            self._reduction_done()
+
+    def others_go_on(self) -> bool:
+        while not self._over:
+            said = self._announce(_Round.NOTHING)
+            if self._announced:
+                return True
+            self._over = all(numbers[2] for numbers in said)
+            if not self._last:
+                break
+        return False
+
+    def begin(self) -> None:
+        self._last = self._over = False
+
+    def leave(self) -> None:
+        if not self._over and not self._announced:
+            self._channel.post(_Round.LEFT, 0, True)
+
+    # Messages.
+
+    def _exchange(self, about: _Round, *numbers: float) -> list[list[float]]:
+        for earlier in self._channel.posted():
+            self._check_present(earlier, _Round.LEFT, _Round.NOTHING)
+        return self._channel.exchange(about, *numbers)
+
+    def _announce(self, about: _Round) -> list[list[float]]:
+        said = self._exchange(about, self._steps if about is not _Round.NOTHING else 0, self._last)
+        kinds = {numbers[0] for numbers in said}
+        if _Round.LEFT in kinds and kinds <= {_Round.LEFT, _Round.NOTHING} and self._last:
+            return said
+        self._check_present(said, *({_Round.WINDOW, _Round.NOTHING} if about is not _Round.MICRO_BATCH else {about}))
+        steps = [int(numbers[1]) for numbers in said]
+        if len({*steps} - {0}) > 1:
+            raise WindowError(f"`steps` must be the same on every rank. Received: {_by_rank(steps)}.")
+        self._announced = _Round.WINDOW in kinds
+        return said
+
+    def _check_present(self, said: list[list[float]], *expected: _Round) -> None:
+        """Raise if a rank is not where this one is."""
+        others = {rank: _Round(int(numbers[0])) for rank, numbers in enumerate(said)}
+        if all(kind in expected for kind in others.values()):
+            return
+        left = [rank for rank, kind in others.items() if kind is _Round.LEFT]
+        if left:
+            raise WindowError(
+                f"Rank{'s' * (len(left) > 1)} {', '.join(map(str, left))} left in the middle of an epoch, by an error "
+                "or a break, while other ranks went on. Nothing was updated. Look at the error there; a `break` must "
+                f"come on all ranks at once. (Rank {self._channel.rank} says this.)"
+            )
+        raise WindowError(
+            f"The ranks are at different places: {_by_rank([kind.name for kind in others.values()])}. Call step(), "
+            "flush() and batches() in the same order on every rank."
+        )
+
+
+def _by_rank(values: Sequence[Any]) -> str:
+    return ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))

@@ -1,0 +1,169 @@
+"""FSDP2 (`fully_shard`): hold its reduce-scatter back to the window's end, or let it free the memory at once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradaccum.torch.batch import leaves
+
+__all__ = ["Shards", "is_sharded", "sharded_modules"]
+
+
+def sharded_modules(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules that `fully_shard` was applied to: the model itself, or each of its parts."""
+    if not dist.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule  # takes a second to import, and few need it
+
+    found: list[nn.Module] = []
+
+    def look(module: nn.Module) -> None:
+        if isinstance(module, FSDPModule):
+            found.append(module)
+            return
+        for child in module.children():
+            look(child)
+
+    look(model)
+    return found
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is a DTensor."""
+    return hasattr(tensor, "to_local")
+
+
+class Shards:
+    """The sharded parts of a model.
+
+    FSDP2 looks at its flags in the backward pass. In an open window with `always=False` it adds up whole gradients, one
+    copy of the model's size on each rank, sends nothing, and keeps parameters gathered from one backward pass to the
+    next forward pass. With `always=True` it reduces on every micro-batch (with HSDP within the shard group only) and
+    keeps the shard's gradient alone.
+
+    Every forward and backward pass gathers parameters, so all ranks must have the same number of micro-batches.
+
+    Args:
+        modules: What `sharded_modules` found.
+        always: Reduce on every micro-batch.
+        on_forward: Called when a forward pass of a micro-batch that closes the window is done.
+        on_backward: Called when a backward pass that will reduce starts.
+    """
+
+    in_step = True
+    """Whether all ranks must run the same passes."""
+
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        always: bool,
+        on_forward: Callable[[], None],
+        on_backward: Callable[[], None],
+    ) -> None:
+        self.modules: list[Any] = list(modules)
+        self.always = always
+        self.by_hand = False
+        mesh = next(self._groups()).mesh_info.mesh
+        self.members: list[int] = mesh.mesh.flatten().tolist()
+        self._group: Any = mesh.get_group() if mesh.ndim == 1 else None
+        self._mesh = mesh
+        self._reduces = self._closes = False
+        self._factor = 1.0
+        this_forward, this_backward = weakref.WeakMethod(on_forward), weakref.WeakMethod(on_backward)
+        this = weakref.ref(self)
+
+        def backward_starts(gradient: Tensor) -> Tensor | None:
+            shards, tell = this(), this_backward()
+            if shards is None or tell is None:
+                return None
+            if shards._reduces:
+                tell()
+            if shards._factor == 1.0:
+                return None
+            if shards._factor and len(shards.modules) > 1:
+                raise ValueError(
+                    "Several sharded models, and micro-batches of different weights: loss.backward() cannot say what "
+                    "it weighs. Use optimizer.backward(loss)."
+                )
+            return gradient * shards._factor if shards._factor else torch.zeros_like(gradient)
+
+        @torch.compiler.disable
+        def forward_done(module: Any, inputs: Any, outputs: Any) -> None:
+            shards, tell = this(), this_forward()
+            if shards is None or tell is None or not torch.is_grad_enabled():
+                return
+            if shards._reduces:
+                tell()
+            for _, leaf in leaves(outputs):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(backward_starts)
+
+        self._hooks = [module.register_forward_hook(forward_done) for module in self.modules]
+
+    def _groups(self) -> Iterator[Any]:
+        for module in self.modules:
+            for part in module.modules():
+                if hasattr(part, "_get_fsdp_state"):
+                    yield from part._get_fsdp_state()._fsdp_param_groups
+
+    def hold(self, closes: bool, reduces: bool = False) -> None:
+        """Whether the next backward pass closes the window, or reduces it."""
+        self._reduces, self._closes = closes or reduces, closes
+        self._set(closes)
+
+    def _set(self, closes: bool) -> None:
+        for module in self.modules:
+            module.set_requires_gradient_sync(closes or self.always)
+            if self.always:
+                module.set_requires_all_reduce(closes)  # HSDP's second reduction
+            module.set_is_last_backward(closes)
+            module.set_reshard_after_backward(closes or self.always)
+
+    def scale(self, factor: float) -> None:
+        """Multiply what arrives at the model's outputs in the backward pass.
+
+        The parameters' own hooks never run: autograd works on gathered ones.
+        """
+        self._factor = factor
+
+    def starts(self) -> None:
+        """The backward pass that reduces has started."""
+
+    def reduce(self) -> None:
+        """Reduce what the window has added up, outside of a backward pass. All ranks take part."""
+        self._set(True)
+        with torch.no_grad():
+            for module in self.modules:
+                module._get_fsdp_state()._root_post_backward_final_callback()
+        self._set(self._closes)
+
+    def settle(self) -> None:
+        """After a window."""
+        self._factor = 1.0
+
+    def clear(self) -> None:
+        """Drop what an open window has added up."""
+        for group in self._groups():
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.unsharded_param.grad = None
+            group._partial_reduce_output = None
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """A tensor's sum over the ranks."""
+        for dimension in range(self._mesh.ndim):
+            dist.all_reduce(tensor, group=self._mesh.get_group(dimension))
+        return tensor
+
+    def remove(self) -> None:
+        """Leave the model as it was found."""
+        for hook in self._hooks:
+            hook.remove()
+        self._set(True)

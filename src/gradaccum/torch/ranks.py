@@ -1,0 +1,107 @@
+"""What ranks tell each other: a few numbers, twice per window, over a process group of their own.
+
+The numbers travel over gloo, from host to host: no device waits for them, and they cannot get between the gradients'
+reductions, whose order must be the same on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradaccum.errors import WindowError
+
+__all__ = ["WIDTH", "Channel"]
+
+WIDTH = 10
+"""Numbers in a message. All messages have the same size, so that even mismatched ones meet, and are told apart."""
+
+
+class Channel:
+    """Rounds in which every rank says a few numbers and hears all others'. All ranks construct it at the same time.
+
+    Args:
+        members: The global ranks whose gradients are reduced together.
+        group: A process group of theirs, or None: what it waits at most is what a round waits at most.
+    """
+
+    def __init__(self, members: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
+        self.size = len(members)
+        self.rank = list(members).index(dist.get_rank())
+        everybody = self.size == dist.get_world_size()
+        self._group: Any = None
+        if self.size > 1:
+            self._group = dist.new_group(
+                list(members),
+                backend="gloo",
+                timeout=_timeout_of(dist.group.WORLD if group is None else group),
+                use_local_synchronization=not everybody,
+            )
+        self._posted: list[tuple[Any, list[torch.Tensor]]] = []
+
+    def exchange(self, *numbers: float) -> list[list[float]]:
+        """Say these numbers, and wait for what every rank says: a row of `WIDTH` numbers for each.
+
+        Raises:
+            WindowError: A rank is gone, or has not answered within the process group's timeout.
+        """
+        if self._group is None:
+            return [_padded(numbers).tolist()]
+        try:
+            return self._heard(self._say(numbers))
+        except RuntimeError as error:
+            raise WindowError(
+                f"Rank {self.rank} waited for the other ranks at a window's end, and at least one of them is gone, or "
+                "took longer than the process group's timeout: it raised an error in the middle of the window, or left "
+                f"its loop. Look at its own message. ({error})"
+            ) from error
+
+    def post(self, *numbers: float) -> None:
+        """Say these numbers without waiting for the others; `posted` tells later what they said."""
+        if self._group is not None:
+            # Where the process group is gone, so is whoever could listen.
+            with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+                self._posted.append(self._say(numbers))
+
+    def posted(self) -> list[list[list[float]]]:
+        """What was said in the rounds of `post`, each once."""
+        rounds, self._posted = self._posted, []
+        try:
+            return [self._heard(posted) for posted in rounds]
+        except RuntimeError as error:
+            raise WindowError(f"Rank {self.rank} has lost the other ranks. ({error})") from error
+
+    def _say(self, numbers: Sequence[float]) -> tuple[Any, list[torch.Tensor]]:
+        mine = _padded(numbers)
+        heard = [torch.empty_like(mine) for _ in range(self.size)]
+        return dist.all_gather(heard, mine, group=self._group, async_op=True), heard
+
+    def _heard(self, said: tuple[Any, list[torch.Tensor]]) -> list[list[float]]:
+        work, heard = said
+        work.wait()
+        return torch.stack(heard).tolist()
+
+
+def _padded(numbers: Sequence[float]) -> torch.Tensor:
+    assert len(numbers) <= WIDTH
+    message = torch.zeros(WIDTH, dtype=torch.float64)
+    message[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+    return message
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """How long this group waits; torch would give a new one its default of half an hour."""
+    for device in ("cpu", "cuda"):
+        try:
+            options = group._get_backend(torch.device(device)).options
+        except (RuntimeError, AttributeError):
+            continue
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None

@@ -1,0 +1,49 @@
+"""The experiment's Keras side: in a process of its own, as the command runs it."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import keras
+import numpy as np
+from tests.demo import fashion_mnist
+from tests.reference import FLOAT32, FLOAT64, relative_error
+
+from gradaccum.demo import keras_experiment, torch_experiment
+from gradaccum.demo.data import Data
+from gradaccum.demo.experiment import Setup, initial_parameters, plans
+
+train_x, train_y = fashion_mnist.pictures(90, 0)
+test_x, test_y = fashion_mnist.pictures(40, 1)
+x = [images.reshape(len(images), -1) for images in (train_x, test_x)]
+data = Data("FashionMNIST", "here", x[0], train_y.astype(np.int64), x[1], test_y.astype(np.int64), scale=255.0)
+setup = Setup("keras", batch_size=32, steps=4, epochs=2, dtype="float64", learning_rate=0.05)
+initial = initial_parameters(784, setup.seed)
+# Keras multiplies in single precision on PyTorch, so there it is compared with its own large batch.
+single = keras.backend.backend() == "torch"
+large = None
+for plan in plans(setup):
+    notified = []
+    ours = keras_experiment.train(setup, data, plan, initial, notified.append)
+    assert ours.single_precision == single
+    assert list(ours.epochs) == notified and len(notified) == 2
+    theirs = torch_experiment.train(setup, data, plan, initial, lambda epoch: None)
+    assert ours.updates == theirs.updates, (plan, ours.updates)
+    large = large or ours
+    if single:
+        if plan.key != "b":
+            continue
+        theirs = large
+    error = relative_error(ours.parameters, theirs.parameters)
+    assert error <= (FLOAT32 if single else FLOAT64), (plan, error)
+    for mine, other in zip(ours.epochs, theirs.epochs, strict=True):
+        assert abs(mine.test_loss - other.test_loss) <= (FLOAT32 if single else 1e-9), (plan, mine, other)
+        assert mine.accuracy == other.accuracy, (plan, mine, other)
+print("equal")
+"""
+
+
+def test_accumulated_is_the_large_batch_and_each_run_is_pytorchs():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "equal"

@@ -1,0 +1,563 @@
+"""What each rank does in the tests of windows over several ranks. Every case compares itself with one ordinary process.
+
+The oracle on each rank is a plain model that sees all ranks' rows of a window at once.
+"""
+
+import copy  # no postponed annotations here: DDP reads those of its hooks
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradaccum.torch import TrainStep
+from gradaccum.torch.optim import Optimizer
+from tests.reference import relative_error
+
+Rows = tuple[Tensor, Tensor]
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
+}
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+
+
+def loss_of(model: nn.Module, rows: Rows) -> Tensor:
+    return nn.functional.cross_entropy(model(rows[0]), rows[1])
+
+
+def micro_batches(sizes: Sequence[int], seed: int, dtype: torch.dtype = torch.float64) -> list[Rows]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(n, 5, generator=generator, dtype=dtype), torch.randint(0, 3, (n,), generator=generator))
+        for n in sizes
+    ]
+
+
+def data(sizes: Sequence[Sequence[int]], epoch: int = 0, dtype: torch.dtype = torch.float64) -> list[list[Rows]]:
+    """Micro-batches of these sizes for each rank; the same on every rank."""
+    return [micro_batches(own, seed=100 * epoch + rank, dtype=dtype) for rank, own in enumerate(sizes)]
+
+
+def windows(ranks: Sequence[Sequence[Rows]], steps: int) -> list[list[Rows]]:
+    """The micro-batches of each window, those of all ranks together."""
+    count = max(-(-len(own) // steps) for own in ranks)
+    return [[rows for own in ranks for rows in own[w * steps : (w + 1) * steps]] for w in range(count)]
+
+
+def concatenated(window: Sequence[Rows]) -> Rows:
+    return torch.cat([x for x, _ in window]), torch.cat([y for _, y in window])
+
+
+class Count:
+    """Counts reductions: once for each bucket that DDP hands to the communication hook."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.buckets = 0
+        self.elements = 0
+        model.register_comm_hook(self, _counting)
+
+    def take(self) -> int:
+        count, self.buckets = self.buckets, 0
+        return count
+
+
+def _counting(state: Count, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    state.buckets += 1
+    state.elements += bucket.buffer().numel()
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+class Oracle:
+    """One process that sees all rows at once."""
+
+    def __init__(self, model: nn.Module, optimizer: str = "sgd", clip: float | None = None) -> None:
+        self.model = copy.deepcopy(model)
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.clip = clip
+
+    def update(self, rows: Rows, loss: Callable[..., Tensor] = loss_of) -> None:
+        self.optimizer.zero_grad()
+        loss(self.model, rows).backward()
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+
+    def error(self, model: nn.Module) -> float:
+        return relative_error(list(model.parameters()), list(self.model.parameters()))
+
+
+def train(
+    rank: int,
+    sizes: Sequence[Sequence[int]],
+    steps: int,
+    way: str = "batches",
+    optimizer: str = "sgd",
+    epochs: int = 2,
+    ddp: dict[str, Any] | None = None,
+    clip: float | None = None,
+    hook_first: bool = True,
+    **keywords: Any,
+) -> tuple[float, float, int]:
+    """Train on ragged rows. Returns (error, reductions, updates); with several buckets, reductions of an element."""
+    model = network()
+    oracle = Oracle(model, optimizer, clip)
+    replica = DistributedDataParallel(model, **(ddp or {}))
+    count = Count(replica) if hook_first else None
+    wrapped = Optimizer(
+        OPTIMIZERS[optimizer](replica.parameters()), steps=steps, model=replica, clip_grad_norm=clip, **keywords
+    )
+    count = count or Count(replica)
+    error = 0.0
+    for epoch in range(epochs):
+        ranks = data(sizes, epoch)
+        for window in windows(ranks, steps):
+            oracle.update(concatenated(window))
+        loader = wrapped.batches(ranks[rank]) if way.startswith("batches") else ranks[rank]
+        for rows in loader:
+            wrapped.zero_grad()
+            loss = loss_of(replica, rows)
+            if way == "batches":
+                loss.backward()
+            elif way == "batches, backward":
+                wrapped.backward(loss)
+            else:
+                wrapped.backward(loss, weight=len(rows[0]))
+            wrapped.step()
+        if way == "plain":
+            wrapped.flush()
+        error = max(error, oracle.error(model))
+    if ddp and "bucket_cap_mb" in ddp:
+        return error, count.elements / sum(p.numel() for p in model.parameters()), wrapped.updates
+    return error, count.buckets, wrapped.updates
+
+
+def wrap(model: nn.Module, steps: Any = 2, ddp: dict[str, Any] | None = None, **keywords: Any) -> tuple[Any, Optimizer]:
+    replica = DistributedDataParallel(model, **(ddp or {}))
+    return replica, Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=steps, model=replica, **keywords)
+
+
+def tokens(rank: int) -> float:
+    """Weights that only the batch tells; some micro-batches weigh nothing, one with a loss that is NaN."""
+    weights = [[3, 0, 5, 2, 0, 0, 4, 0], [0, 7, 1, 0, 2, 0, 0, 0]]
+    model = network()
+    oracle = Oracle(model)
+    replica, optimizer = wrap(model, 2)
+    batches = data([[4] * 8, [4] * 8])
+    for first in range(0, 8, 2):
+        chosen = [(batches[r][i], weights[r][i]) for r in range(2) for i in (first, first + 1)]
+        total = sum(weight for _, weight in chosen)
+
+        def loss(m: nn.Module, _: Any, chosen: Any = chosen, total: float = total) -> Tensor:
+            return sum(loss_of(m, rows) * weight for rows, weight in chosen) / total
+
+        if total:
+            oracle.update(None, loss)
+        for i in (first, first + 1):
+            optimizer.zero_grad()
+            value = loss_of(replica, batches[rank][i])
+            if weights[rank][i] == 0:
+                value = value * float("nan")
+            optimizer.backward(value, weight=weights[rank][i])
+            optimizer.step()
+        assert optimizer.updated == (total > 0)
+    return oracle.error(model)
+
+
+def empty_batch(rank: int) -> float:
+    """The last batch of a rank has no rows: its mean is NaN, and it weighs nothing."""
+    sizes = [[4, 3, 2, 0], [2, 2, 5, 4]]
+    model = network()
+    oracle = Oracle(model)
+    replica, optimizer = wrap(model, 2)
+    ranks = data(sizes)
+    for window in windows(ranks, 2):
+        oracle.update(concatenated(window))
+    for rows in optimizer.batches(ranks[rank]):
+        optimizer.zero_grad()
+        loss_of(replica, rows).backward()
+        optimizer.step()
+    return oracle.error(model)
+
+
+def continued(rank: int) -> float:
+    """Some batches are skipped by `continue`: no forward, no backward, no step; a rank's last one, too."""
+    skipped = [[1, 5], [0, 3, 4]]
+    model = network()
+    oracle = Oracle(model)
+    replica, optimizer = wrap(model, 2)
+    ranks = data([[4, 3, 2, 5, 1, 6], [2, 2, 5, 4, 3, 2]])
+    kept = [[rows for i, rows in enumerate(own) if i not in skipped[r]] for r, own in enumerate(ranks)]
+    for window in windows(kept, 2):
+        oracle.update(concatenated(window))
+    for i, rows in enumerate(optimizer.batches(ranks[rank])):
+        if i in skipped[rank]:
+            continue
+        optimizer.zero_grad()
+        loss_of(replica, rows).backward()
+        optimizer.step()
+    return oracle.error(model)
+
+
+def nonfinite(rank: int, mode: str) -> tuple[float, int]:
+    """One rank has a micro-batch that is not finite, in the middle and at the end of a window."""
+    model = network()
+    oracle = Oracle(model)
+    replica, optimizer = wrap(model, 3, nonfinite=mode)
+    ranks = data([[4, 3, 2] * 3, [2, 2, 5] * 3])
+    bad = {(1, 1), (0, 5)}
+    for w in range(3):
+        places = [(r, i) for r in range(2) for i in range(3 * w, 3 * w + 3)]
+        if mode == "skip_micro_batch":
+            oracle.update(concatenated([ranks[r][i] for r, i in places if (r, i) not in bad]))
+        elif not bad & {*places}:
+            oracle.update(concatenated([ranks[r][i] for r, i in places]))
+    for i, rows in enumerate(optimizer.batches(ranks[rank])):
+        optimizer.zero_grad()
+        (loss_of(replica, rows) * (float("inf") if (rank, i) in bad else 1.0)).backward()
+        optimizer.step()
+    return oracle.error(model), optimizer.updates
+
+
+def scaler(rank: int, overflow_at: tuple[int, int] | None, interval: int) -> tuple[float, list[float], int]:
+    """GradScaler, whose update() comes with every micro-batch; one rank overflows."""
+    model = network()
+    oracle = Oracle(model)
+    replica, optimizer = wrap(model, 3)
+    grad_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=interval)
+    ranks = data([[4, 3, 2] * 4, [2, 2, 5] * 4])
+    for w, window in enumerate(windows(ranks, 3)):
+        if overflow_at is None or overflow_at[1] // 3 != w:
+            oracle.update(concatenated(window))
+    scales = []
+    for i, rows in enumerate(optimizer.batches(ranks[rank])):
+        optimizer.zero_grad()
+        loss = loss_of(replica, rows) * (float("inf") if (rank, i) == overflow_at else 1.0)
+        grad_scaler.scale(loss).backward()
+        grad_scaler.step(optimizer)
+        grad_scaler.update()
+        if i % 3 == 2:
+            scales.append(grad_scaler.get_scale())
+    return oracle.error(model), scales, optimizer.updates
+
+
+class Branches(nn.Module):
+    """A layer that only some micro-batches use, and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Linear(5, 3, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return self.always(x) + self.sometimes(x) if both else self.always(x)
+
+
+def unused(rank: int, static: bool = False) -> tuple[float, bool]:
+    """A layer is used on one rank, in a micro-batch that is not the last; another one never."""
+    torch.manual_seed(0)
+    model = Branches()
+    reference = copy.deepcopy(model)
+    plain = OPTIMIZERS["sgd"](reference.parameters())
+    keywords = {"static_graph": True} if static else {"find_unused_parameters": True}
+    replica, optimizer = wrap(model, 2, keywords)
+    ranks = data([[4, 3] * 3, [2, 5] * 3])
+    both = {(0, 0), (1, 2)} if not static else {(r, i) for r in range(2) for i in range(6)}
+    for w in range(3):
+        plain.zero_grad()
+        places = [(r, i) for r in range(2) for i in (2 * w, 2 * w + 1)]
+        total = sum(len(ranks[r][i][0]) for r, i in places)
+        for r, i in places:
+            x, y = ranks[r][i]
+            (nn.functional.cross_entropy(reference(x, (r, i) in both), y) * len(x) / total).backward()
+        plain.step()
+        for i in (2 * w, 2 * w + 1):
+            optimizer.zero_grad()
+            x, y = ranks[rank][i]
+            optimizer.backward(nn.functional.cross_entropy(replica(x, (rank, i) in both), y), weight=len(x))
+            optimizer.step()
+    error = relative_error(list(model.parameters()), list(reference.parameters()))
+    return error, model.never.weight.grad is None
+
+
+def several_passes(rank: int, separately: bool) -> tuple[float, list[int]]:
+    """Two forward passes per micro-batch, with one backward pass for both or one for each."""
+    model = network()
+    oracle = Oracle(model)
+    replica = DistributedDataParallel(model)
+    count = Count(replica)
+    optimizer = Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=2, model=replica)
+    ranks = data([[4, 3] * 3, [2, 5] * 3])
+
+    def second(m: nn.Module, rows: Rows) -> Tensor:
+        return m(rows[0] * 0.5).square().sum(1).mean()
+
+    counts = []
+    for i, rows in enumerate(optimizer.batches(ranks[rank])):
+        optimizer.zero_grad()
+        if separately:
+            loss_of(replica, rows).backward()
+            second(replica, rows).backward()
+        else:
+            (loss_of(replica, rows) + second(replica, rows)).backward()
+        optimizer.step()
+        if optimizer.updated:
+            counts.append(count.take())
+            window = concatenated([ranks[r][j] for r in range(2) for j in (i - 1, i)])
+            oracle.update(window, lambda m, w: loss_of(m, w) + second(m, w))
+    return oracle.error(model), counts
+
+
+def unreached_penalty(rank: int) -> float:
+    """A second backward pass that does not go through the model's outputs: a penalty on its weights."""
+    model = network()
+    oracle = Oracle(model)
+    replica, optimizer = wrap(model, 2)
+    ranks = data([[4, 3] * 3, [2, 5] * 3])
+    for i, rows in enumerate(optimizer.batches(ranks[rank])):
+        optimizer.zero_grad()
+        loss_of(replica, rows).backward()
+        sum(p.square().sum() for p in replica.parameters()).backward()
+        optimizer.step()
+        if optimizer.updated:
+            window = concatenated([ranks[r][j] for r in range(2) for j in (i - 1, i)])
+            oracle.update(window, lambda m, w: loss_of(m, w) + sum(p.square().sum() for p in m.parameters()))
+    return oracle.error(model)
+
+
+def batch_norm(rank: int) -> bool:
+    """Buffers are broadcast once per window, whoever still has micro-batches."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    replica = DistributedDataParallel(model)
+    optimizer = Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=2, model=replica)
+    for epoch in range(2):
+        for rows in optimizer.batches(data([[4] * 7, [4] * 2], epoch)[rank]):
+            optimizer.zero_grad()
+            loss_of(replica, rows).backward()
+            optimizer.step()
+    tensors = [tensor.double() for tensor in model.state_dict().values()]
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    others = [torch.empty_like(flat) for _ in range(2)]
+    dist.all_gather(others, flat)
+    return bool(torch.equal(*others))
+
+
+def compiled(rank: int, outside: bool) -> tuple[float, int]:
+    model = network()
+    oracle = Oracle(model)
+    inner = model if outside else torch.compile(model, backend="eager")
+    replica = DistributedDataParallel(inner)
+    count = Count(replica)
+    used = torch.compile(replica, backend="eager") if outside else replica
+    optimizer = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=2, model=used)
+    ranks = data([[4, 4, 4, 4], [4, 4, 4, 4]])
+    for window in windows(ranks, 2):
+        oracle.update(concatenated(window))
+    for rows in optimizer.batches(ranks[rank]):
+        optimizer.zero_grad()
+        loss_of(used, rows).backward()
+        optimizer.step()
+    return oracle.error(model), count.take()
+
+
+def wide(rank: int) -> float:
+    """bfloat16 parameters, summed and reduced in float32: as good as the gradients' own rounding."""
+    model = network(torch.bfloat16)
+    ranks = data([[4] * 6, [4] * 6], dtype=torch.bfloat16)
+    reference = copy.deepcopy(model)
+    sums = [torch.zeros_like(p, dtype=torch.float64) for p in reference.parameters()]
+    for own in ranks:
+        for rows in own:
+            gradients = torch.autograd.grad(loss_of(reference, rows), list(reference.parameters()))
+            for total, gradient in zip(sums, gradients, strict=True):
+                total += gradient.double() / 12
+    replica = DistributedDataParallel(model)
+    optimizer = Optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), steps=6, model=replica, accumulate_dtype=torch.float32
+    )
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.double() for p in model.parameters()))
+    for rows in optimizer.batches(ranks[rank]):
+        optimizer.zero_grad()
+        loss_of(replica, rows).backward()
+        optimizer.step()
+    return relative_error(seen, [total.bfloat16() for total in sums])
+
+
+def summed(rank: int, weighed: bool) -> float:
+    """Losses that are sums over their rows; divided by the tokens of all ranks, or by nothing."""
+    model = network()
+    oracle = Oracle(model)
+    replica, optimizer = wrap(model, 2, reduction="sum")
+    ranks = data([[4, 3, 5], [2, 5, 1, 4, 2]])
+
+    def total(m: nn.Module, rows: Rows) -> Tensor:
+        return nn.functional.cross_entropy(m(rows[0]), rows[1], reduction="sum") * 0.1
+
+    for window in windows(ranks, 2):
+        rows = concatenated(window)
+        oracle.update(rows, lambda m, w: total(m, w) / (2 * len(w[0]) if weighed else 1))
+    for rows in optimizer.batches(ranks[rank]):
+        optimizer.zero_grad()
+        optimizer.backward(total(replica, rows), weight=2 * len(rows[0]) if weighed else None)
+        optimizer.step()
+    return oracle.error(model)
+
+
+def resumed(rank: int, bucket_views: bool, unused_too: bool) -> float:
+    """Each rank saves in the middle of a window, and a new model and optimizer go on from there."""
+    keywords = {"gradient_as_bucket_view": bucket_views, "find_unused_parameters": unused_too}
+    ranks = data([[4, 3, 5, 1, 2], [2, 5, 1, 4]])
+    model = network()
+    oracle = Oracle(model)
+    for window in windows(ranks, 3):
+        oracle.update(concatenated(window))
+    replica, optimizer = wrap(model, 3, keywords)
+    batches = iter(ranks[rank])
+    for rows in [next(batches), next(batches)]:
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(replica, rows), weight=len(rows[0]))
+        optimizer.step()
+    state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    model = network()
+    model.load_state_dict(weights)
+    replica, optimizer = wrap(model, 3, keywords)
+    optimizer.load_state_dict(state)
+    for rows in optimizer.batches(batches):
+        optimizer.zero_grad()
+        loss_of(replica, rows).backward()
+        optimizer.step()
+    return oracle.error(model)
+
+
+def towers(rank: int) -> float:
+    """Two DDP models, one optimizer."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(5, 4), nn.Linear(4, 3)]).double()
+    reference = copy.deepcopy(model)
+    plain = OPTIMIZERS["sgd"](reference.parameters())
+    replicas = nn.ModuleList([DistributedDataParallel(part) for part in model])
+    optimizer = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=2, model=replicas)
+    ranks = data([[4, 3, 2], [2, 5, 1, 2, 2]])
+
+    def loss(parts: Any, rows: Rows) -> Tensor:
+        return nn.functional.cross_entropy(parts[1](torch.tanh(parts[0](rows[0]))), rows[1])
+
+    for window in windows(ranks, 2):
+        plain.zero_grad()
+        loss(reference, concatenated(window)).backward()
+        plain.step()
+    for rows in optimizer.batches(ranks[rank]):
+        optimizer.zero_grad()
+        loss(replicas, rows).backward()
+        optimizer.step()
+    return relative_error(list(model.parameters()), list(reference.parameters()))
+
+
+def broken_off(rank: int) -> tuple[float, int]:
+    """All ranks leave their loops at the same update, flushed or not, and start another epoch."""
+    model = network()
+    oracle = Oracle(model)
+    replica, optimizer = wrap(model, 2)
+    ranks = data([[4, 3, 2, 5, 4], [2, 5, 1, 2, 2]])
+    for _epoch, flush in enumerate((True, False)):
+        kept = [own[: 3 if flush else 2] for own in ranks]
+        for window in windows(kept, 2):
+            oracle.update(concatenated(window))
+        for i, rows in enumerate(optimizer.batches(ranks[rank])):
+            optimizer.zero_grad()
+            loss_of(replica, rows).backward()
+            optimizer.step()
+            if i == 2:
+                if flush:
+                    optimizer.flush()
+                break
+    for window in windows(ranks, 2):
+        oracle.update(concatenated(window))
+    for rows in optimizer.batches(ranks[rank]):
+        optimizer.zero_grad()
+        loss_of(replica, rows).backward()
+        optimizer.step()
+    return oracle.error(model), optimizer.updates
+
+
+def train_step(
+    rank: int, sizes: Any, micro: Any, kind: str = "rows", optimizer: str = "sgd"
+) -> tuple[float, float, int]:
+    """TrainStep on batches of different rows. Returns (error, largest error of the losses, reductions)."""
+    model = network()
+    oracle = Oracle(model, optimizer)
+    replica = DistributedDataParallel(model)
+    count = Count(replica)
+    weights = torch.tensor([1.0, 3.0, 0.2], dtype=torch.float64)
+    losses: dict[str, Any] = {
+        "rows": {"loss_fn": nn.CrossEntropyLoss()},
+        "classes": {"loss_fn": nn.CrossEntropyLoss(weight=weights, ignore_index=1)},
+        "told": {"compute_loss": lambda m, x, y: (nn.functional.cross_entropy(m(x), y), float(len(x)))},
+        "sum": {"compute_loss": lambda m, x, y: nn.functional.cross_entropy(m(x), y, reduction="sum") / 10},
+    }
+    keywords = losses[kind]
+    if kind == "sum":
+        keywords["reduction"] = "sum"
+    step = TrainStep(replica, OPTIMIZERS[optimizer](model.parameters()), micro_batch_size=micro[rank], **keywords)
+
+    def plain(m: nn.Module, rows: Rows) -> Tensor:
+        if kind == "sum":
+            return nn.functional.cross_entropy(m(rows[0]), rows[1], reduction="sum") / 10
+        return losses["classes" if kind == "classes" else "rows"]["loss_fn"](m(rows[0]), rows[1])
+
+    ranks, worst = data(sizes), 0.0
+    for i in range(len(sizes[0])):
+        window = concatenated([own[i] for own in ranks])
+        expected = plain(oracle.model, window).item()
+        oracle.update(window, plain)
+        loss = step(*ranks[rank][i])
+        worst = max(worst, abs(loss.item() - expected) / abs(expected))
+    return oracle.error(model), worst, count.take()
+
+
+class OutOfMemory(nn.Module):
+    """Runs out of memory with more than so many rows, in its forward or its backward pass."""
+
+    def __init__(self, rows: int, backward: bool) -> None:
+        super().__init__()
+        self.rows, self.backward = rows, backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.rows and not self.backward:
+            raise torch.OutOfMemoryError("no memory")
+        if len(x) > self.rows and x.requires_grad:
+            x = x * 1
+            x.register_hook(_no_memory)
+        return x
+
+
+def _no_memory(gradient: Tensor) -> None:
+    raise torch.OutOfMemoryError("no memory")
+
+
+def out_of_memory(rank: int, backward: bool) -> float:
+    """Rank 1 alone runs out of memory."""
+    model = network()
+    oracle = Oracle(model)
+    if rank == 1:
+        model.insert(1, OutOfMemory(2, backward))
+    else:
+        model.insert(1, nn.Identity())
+    replica = DistributedDataParallel(model)
+    step = TrainStep(
+        replica, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4, verify=False
+    )
+    ranks = data([[8, 6], [7, 9]])
+    for window in windows(ranks, 1):
+        oracle.update(concatenated(window))
+    for rows in ranks[rank]:
+        step(*rows)
+    return oracle.error(model)

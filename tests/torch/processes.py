@@ -1,0 +1,108 @@
+"""Real processes that form a process group over gloo, started once for many cases."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+LIMIT = 60.0
+"""Seconds after which a case counts as hung."""
+
+
+class Processes:
+    """Ranks of one process group, which run functions `case(rank, *arguments)` at the same time.
+
+    Args:
+        ranks: How many.
+        timeout: Seconds after which a collective gives up.
+    """
+
+    def __init__(self, ranks: int = 2, timeout: float = 30.0) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        self._pipes, self._processes = [], []
+        for rank in range(ranks):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, rank, ranks, port, timeout), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def run(self, case: Callable[..., Any], *arguments: Any, limit: float = LIMIT, **keywords: Any) -> list[Any]:
+        """What `case(rank, *arguments)` returns on each rank; an error on any rank is an AssertionError here."""
+        results = self.try_run(case, *arguments, limit=limit, **keywords)
+        for rank, result in enumerate(results):
+            assert not isinstance(result, Raised), f"rank {rank}:\n{result.trace}"
+        return results
+
+    def try_run(self, case: Callable[..., Any], *arguments: Any, limit: float = LIMIT, **keywords: Any) -> list[Any]:
+        """As `run`, with a `Raised` in place of the result where a rank raised."""
+        for pipe in self._pipes:
+            pipe.send((case, arguments, keywords))
+        end = time.monotonic() + limit
+        results = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(max(0.0, end - time.monotonic())):
+                self.kill()
+                raise AssertionError(f"rank {rank} hung for {limit:g} s in {case.__name__}")
+            try:
+                results.append(pipe.recv())
+            except EOFError:
+                results.append(Raised("the process is gone", "", ""))
+        return results
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self._processes:
+            process.join(5)
+        self.kill()
+
+
+class Raised:
+    """An error on one rank."""
+
+    def __init__(self, message: str, kind: str, trace: str) -> None:
+        self.message, self.kind, self.trace = message, kind, trace
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _serve(pipe: Any, rank: int, ranks: int, port: int, timeout: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+    while (task := pipe.recv()) is not None:
+        case, arguments, keywords = task
+        try:
+            result = case(rank, *arguments, **keywords)
+            pickle.dumps(result)
+        except BaseException as error:  # reported, whatever it is
+            result = Raised(str(error), type(error).__name__, traceback.format_exc())
+        pipe.send(result)
+    dist.destroy_process_group()

@@ -1,0 +1,294 @@
+"""What each rank does in the tests of windows of sharded models (FSDP2)."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from gradaccum.torch import TrainStep
+from gradaccum.torch.optim import Optimizer
+from tests.reference import relative_error
+from tests.torch.distributed_cases import OPTIMIZERS, Oracle, concatenated, data, loss_of, network, windows
+
+
+def shard(model: nn.Module, mesh: Any = None, **keywords: Any) -> nn.Module:
+    for part in model:  # type: ignore[attr-defined]
+        if isinstance(part, nn.Linear):
+            fully_shard(part, mesh=mesh, **keywords)
+    return fully_shard(model, mesh=mesh, **keywords)
+
+
+def whole(model: nn.Module) -> list[Tensor]:
+    return [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
+
+
+class Collectives:
+    """Counts reduce-scatters and all-reduces of gradients."""
+
+    def __init__(self) -> None:
+        self.counts = {"reduce_scatter": 0, "all_reduce": 0, "all_gather": 0}
+
+    def __enter__(self) -> "Collectives":
+        names = ("reduce_scatter_single", "all_reduce", "all_gather_single")
+        self._kept = {name: getattr(dist, name) for name in names}
+
+        def counting(name: str, function: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self.counts[name] += 1
+                return function(*args, **kwargs)
+
+            return call
+
+        for name in names:
+            setattr(dist, name, counting(name.removesuffix("_single"), self._kept[name]))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for name, function in self._kept.items():
+            setattr(dist, name, function)
+
+
+def train(
+    rank: int,
+    sizes: Any,
+    steps: int,
+    sync: str = "window",
+    way: str = "batches",
+    optimizer: str = "sgd",
+    clip: float | None = None,
+    hybrid: bool = False,
+    weights: Any = None,
+) -> tuple[float, dict[str, int], int]:
+    """Train on ragged rows. Returns (error, collectives, updates)."""
+    model = network()
+    oracle = Oracle(model, optimizer, clip)
+    if hybrid:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = shard(model, mesh)
+    wrapped = Optimizer(
+        OPTIMIZERS[optimizer](sharded.parameters()), steps=steps, model=sharded, clip_grad_norm=clip, sync=sync
+    )
+    ranks, error = data(sizes), 0.0
+    expected = windows(ranks, steps)
+    done = iter(expected)
+    with Collectives() as collectives:
+        for rows in wrapped.batches(ranks[rank]) if way.startswith("batches") else ranks[rank]:
+            wrapped.zero_grad()
+            loss = loss_of(sharded, rows)
+            if way == "batches":
+                loss.backward()
+            else:
+                wrapped.backward(loss, weight=len(rows[0]))
+            wrapped.step()
+            if wrapped.updated:
+                oracle.update(concatenated(next(done)))
+        if way == "plain" and wrapped.flush():
+            oracle.update(concatenated(next(done)))
+    error = relative_error(whole(sharded), list(oracle.model.parameters()))
+    return error, collectives.counts, wrapped.updates
+
+
+def weight_0(rank: int, way: str) -> float:
+    """Micro-batches that weigh nothing on one rank, with a loss that is NaN, also where the window closes."""
+    weights = [[3, 0, 5, 2, 1, 0], [0, 7, 1, 0, 2, 2]]
+    model = network()
+    oracle = Oracle(model)
+    sharded = shard(model)
+    optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=2, model=sharded)
+    ranks = data([[4] * 6] * 2)
+    for first in range(0, 6, 2):
+        chosen = [(ranks[r][i], weights[r][i]) for r in range(2) for i in (first, first + 1)]
+        total = sum(weight for _, weight in chosen)
+        oracle.update(None, lambda m, _, c=chosen, t=total: sum(loss_of(m, rows) * w for rows, w in c) / t)  # type: ignore[misc]
+    loader: Any = list(zip(ranks[rank], weights[rank]))
+    for rows, weight in optimizer.batches(loader, weight=lambda b: b[1]) if way == "batches" else loader:
+        optimizer.zero_grad()
+        loss = loss_of(sharded, rows) * (1.0 if weight else float("nan"))
+        if way == "batches":
+            loss.backward()
+        else:
+            optimizer.backward(loss, weight=weight)
+        optimizer.step()
+    return relative_error(whole(sharded), list(oracle.model.parameters()))
+
+
+def parts(rank: int) -> float:
+    """A list of model parts, each sharded by itself."""
+    model = network()
+    oracle = Oracle(model)
+    for part in (model[0], model[2]):
+        fully_shard(part)
+    pieces = nn.ModuleList([model[0], model[2]])
+    optimizer = Optimizer(OPTIMIZERS["sgd"](pieces.parameters()), steps=2, model=pieces)
+    ranks = data([[4, 2, 3, 1], [3, 3, 1, 5]])
+    for window in windows(ranks, 2):
+        oracle.update(concatenated(window))
+    for rows in optimizer.batches(ranks[rank]):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, rows))
+        optimizer.step()
+    return relative_error(whole(pieces), list(oracle.model.parameters()))
+
+
+def mixed_precision(rank: int) -> tuple[float, str]:
+    """bfloat16 passes, sums and reductions in float32: as close as the gradients' own rounding."""
+    model = network(torch.float32)
+    reference = copy.deepcopy(model).bfloat16()
+    ranks = data([[4] * 8] * 2, dtype=torch.float32)
+    sums = [torch.zeros_like(p, dtype=torch.float64) for p in reference.parameters()]
+    for own in ranks:
+        for x, y in own:
+            loss = nn.functional.cross_entropy(reference(x.bfloat16()), y)
+            for total, gradient in zip(sums, torch.autograd.grad(loss, list(reference.parameters())), strict=True):
+                total += gradient.double() / 16
+    sharded = shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    optimizer = Optimizer(torch.optim.SGD(sharded.parameters(), lr=0.1), steps=8, model=sharded)
+    seen: list[Tensor] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.full_tensor() for p in sharded.parameters()))
+    for rows in optimizer.batches(ranks[rank]):
+        optimizer.zero_grad()
+        loss_of(sharded, rows).backward()
+        optimizer.step()
+    return relative_error(seen, sums), str(seen[0].dtype)
+
+
+def kept_gathered(rank: int, sync: str) -> dict[str, int]:
+    """All-gathers of one window of four micro-batches."""
+    sharded = shard(network(), reshard_after_forward=False)
+    optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=4, model=sharded, sync=sync)
+    ranks = data([[4] * 8] * 2)
+    for i, rows in enumerate(ranks[rank]):
+        if i == 4:
+            collectives = Collectives().__enter__()
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(sharded, rows))
+        optimizer.step()
+    collectives.__exit__()
+    return collectives.counts
+
+
+def skip_window(rank: int) -> tuple[float, int]:
+    """One rank's loss overflows: no rank makes this update, though its own shard may look fine."""
+    model = network()
+    oracle = Oracle(model)
+    sharded = shard(model)
+    optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=2, model=sharded, nonfinite="skip_window")
+    ranks = data([[4] * 4] * 2)
+    oracle.update(concatenated(windows(ranks, 2)[1]))
+    for i, rows in enumerate(optimizer.batches(ranks[rank])):
+        optimizer.zero_grad()
+        (loss_of(sharded, rows) * (float("inf") if (rank, i) == (1, 0) else 1.0)).backward()
+        optimizer.step()
+    return relative_error(whole(sharded), list(oracle.model.parameters())), optimizer.updates
+
+
+def discarded(rank: int) -> float:
+    """What an open window has added up inside FSDP goes with the window."""
+    model = network()
+    oracle = Oracle(model)
+    sharded = shard(model)
+    optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=2, model=sharded)
+    ranks = data([[4] * 3] * 2)
+    oracle.update(concatenated([own[i] for own in ranks for i in (1, 2)]))
+    for i, rows in enumerate(ranks[rank]):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(sharded, rows))
+        optimizer.step()
+        if i == 0:
+            optimizer.discard()
+    return relative_error(whole(sharded), list(oracle.model.parameters()))
+
+
+def uneven(rank: int) -> None:
+    sharded = shard(network())
+    optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=2, model=sharded)
+    for rows in optimizer.batches(data([[4] * 5, [4] * 3])[rank]):
+        optimizer.zero_grad()
+        loss_of(sharded, rows).backward()
+        optimizer.step()
+
+
+def sharded_later(rank: int) -> None:
+    model = network()
+    inner = OPTIMIZERS["sgd"](model.parameters())
+    Optimizer(inner, steps=2, model=shard(model))
+
+
+def resumed(rank: int, sync: str) -> float:
+    """Each rank saves in the middle of a window, trains on; and a new model and optimizer go on from there."""
+    ranks = data([[4, 3, 5, 1], [2, 5, 1, 4]])
+    model = network()
+    oracle = Oracle(model)
+    for window in windows(ranks, 4):
+        oracle.update(concatenated(window))
+    sharded = shard(model)
+    optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=4, model=sharded, sync=sync)
+
+    def train(model: nn.Module, optimizer: Optimizer, rows: Any) -> None:
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, rows), weight=len(rows[0]))
+        optimizer.step()
+
+    for rows in ranks[rank][:2]:
+        train(sharded, optimizer, rows)
+    state = copy.deepcopy(optimizer.state_dict())
+    for rows in ranks[rank][2:]:
+        train(sharded, optimizer, rows)
+    error = relative_error(whole(sharded), list(oracle.model.parameters()))
+    again = shard(network())
+    optimizer = Optimizer(OPTIMIZERS["sgd"](again.parameters()), steps=4, model=again, sync=sync)
+    optimizer.load_state_dict(state)
+    for rows in ranks[rank][2:]:
+        train(again, optimizer, rows)
+    return max(error, relative_error(whole(again), list(oracle.model.parameters())))
+
+
+def distributed_checkpoint(rank: int, folder: str) -> float:
+    """torch.distributed.checkpoint at a closed window, into a new model and optimizer."""
+    ranks = data([[4, 3, 5, 1], [2, 5, 1, 4]])
+    model = network()
+    oracle = Oracle(model, "adam")
+    for window in windows(ranks, 2):
+        oracle.update(concatenated(window))
+
+    def train(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
+        for rows in optimizer.batches(batches):
+            optimizer.zero_grad()
+            loss_of(model, rows).backward()
+            optimizer.step()
+
+    sharded = shard(model)
+    optimizer = Optimizer(OPTIMIZERS["adam"](sharded.parameters()), steps=2, model=sharded)
+    train(sharded, optimizer, ranks[rank][:2])
+    model_state, optimizer_state = get_state_dict(sharded, optimizer.inner)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    again = shard(network())
+    optimizer = Optimizer(OPTIMIZERS["adam"](again.parameters()), steps=2, model=again)
+    model_state, optimizer_state = get_state_dict(again, optimizer.inner)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(again, optimizer.inner, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    train(again, optimizer, ranks[rank][2:])
+    return relative_error(whole(again), list(oracle.model.parameters()))
+
+
+def train_step(rank: int, sizes: Any) -> float:
+    model = network()
+    oracle = Oracle(model)
+    sharded = shard(model)
+    step = TrainStep(
+        sharded, OPTIMIZERS["sgd"](sharded.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4
+    )
+    ranks = data(sizes)
+    for i, window in enumerate(windows(ranks, 1)):
+        loss = step(*ranks[rank][i])
+        rows = concatenated(window)
+        assert abs(loss.item() - loss_of(oracle.model, rows).item()) <= 1e-12
+        oracle.update(rows)
+    return relative_error(whole(sharded), list(oracle.model.parameters()))
