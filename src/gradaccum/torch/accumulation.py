@@ -99,8 +99,8 @@ class Accumulation:
         self.noise = NoiseMeter() if noise_scale else None
         self.clip_grad_norm = clip_grad_norm
         self.nonfinite = nonfinite
-        screened = nonfinite == "skip_micro_batch"
-        self.sums = (ScreenedGradientSum if screened else GradientSum)(parameters, accumulate_dtype)
+        self.screened = nonfinite == "skip_micro_batch"
+        self.sums = (ScreenedGradientSum if self.screened else GradientSum)(parameters, accumulate_dtype)
         self.guard = Guard(parameters())
         self.loss_scale = LossScale(self.sums, self.guard.accept)
         self.arrivals = Arrivals(parameters)
@@ -211,6 +211,8 @@ class Accumulation:
         if self.noise is not None and self.noise.waiting and window.weight > 0 and not self.ranks.reduced:
             self._measure(self.noise)
         self.guard.next_micro_batch()
+        if self.screened:
+            self.guard.accept()  # its gradient has moved into the sum
         if not closes and self.loss_scale.in_use:
             self.loss_scale.expect_backward()
         return closes

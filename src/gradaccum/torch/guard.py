@@ -48,7 +48,6 @@ class Guard:
     def next_micro_batch(self) -> None:
         """What arrives from now on belongs to the next micro-batch."""
         self.arrivals = 0
-        self.accept()
 
     def accept(self) -> None:
         """The sum was changed on purpose, by the wrapper itself."""
@@ -60,45 +59,34 @@ class Guard:
             now = self._now()
             if now is None or now[0] != self._seen[0]:
                 self._trouble = "cleared"
-            elif now[1] != self._seen[1] and not self._shares_version():
+            elif now[1] != self._seen[1] and self._counts_versions():
                 self._trouble = "edited"
         return self._trouble
 
-    def _shares_version(self) -> bool:
-        """Whether the gradient is a part of a larger tensor, as after torch.cat of parameters, whose edits it shows."""
-        gradient = None if self._parameter is None else self._parameter.grad
-        return gradient is not None and gradient.untyped_storage().nbytes() > gradient.nbytes
-
     def _now(self) -> tuple[int, int] | None:
         gradient = None if self._parameter is None else self._parameter.grad
-        if gradient is None:
-            return None
-        return id(gradient), gradient._version if _counts_versions(gradient) else 0
+        return None if gradient is None else (id(gradient), gradient._version)
 
     def _arrived(self, parameter: Tensor) -> None:
         self.arrivals += 1
         gradient = parameter.grad
         if gradient is None:  # another hook has taken it
             return
-        before, self._seen = self._seen, self._now()
-        # With create_graph=True, and for sparse gradients, autograd adds out of place; views share their version.
-        if (
-            before is None
-            or self._seen is None
-            or torch.is_grad_enabled()
-            or gradient.is_sparse
-            or not _counts_versions(gradient)
-        ):
+        before, self._seen = self._seen, (id(gradient), gradient._version)
+        if before is None or (before[0] == self._seen[0] and before[1] + 1 == self._seen[1]):
             return
-        if before[0] != self._seen[0]:
-            self._trouble = "cleared"
-        elif before[1] + 1 != self._seen[1] and not self._shares_version():
-            self._trouble = "edited"
+        # With create_graph=True, and for sparse gradients, autograd adds out of place.
+        if torch.is_grad_enabled() or gradient.is_sparse or not self._counts_versions():
+            return
+        self._trouble = "cleared" if before[0] != self._seen[0] else "edited"
 
+    def _counts_versions(self) -> bool:
+        """Whether the gradient's version rises when it is edited, and only then. Asked only where something differs.
 
-def _counts_versions(gradient: Tensor) -> bool:
-    """Whether its version rises when it is edited, and only then.
-
-    Views, such as those of DDP's buckets, share theirs with others; a DTensor's shard has its own.
-    """
-    return not (gradient._is_view() or hasattr(gradient, "to_local"))
+        Views, such as those of DDP's buckets, share theirs with others, as do parts of a larger tensor, after
+        torch.cat of parameters; a DTensor's shard has its own.
+        """
+        gradient = None if self._parameter is None else self._parameter.grad
+        if gradient is None or gradient._is_view() or hasattr(gradient, "to_local"):
+            return False
+        return gradient.is_sparse or gradient.untyped_storage().nbytes() <= gradient.nbytes
