@@ -9,7 +9,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 # Two suites at a time, one thread each: the machine they are sized for has two cores.
 export OMP_NUM_THREADS ?= 1
-SUITES := lint test-torch test-keras-tensorflow test-keras-jax test-keras-torch
+KERAS_SUITES := test-keras-tensorflow test-keras-jax test-keras-torch
+SUITES := $(KERAS_SUITES) test-torch lint
 PYTEST := $(BIN)/python -m pytest -q
 NOT_SLOW := -m "not slow and not gpu"
 
@@ -44,7 +45,7 @@ lint:
 test-torch:
 	$(PYTEST) $(NOT_SLOW) tests src/gradaccum --ignore=tests/keras --ignore=src/gradaccum/keras
 
-test-keras-%:
+$(KERAS_SUITES): test-keras-%:
 	KERAS_BACKEND=$* $(PYTEST) $(NOT_SLOW) tests/keras src/gradaccum/keras
 
 test-slow: install-dev
