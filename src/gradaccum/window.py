@@ -132,16 +132,17 @@ class Window:
 
     def add(self, default: float = 1.0) -> bool:
         """The micro-batch in progress is in. Returns whether the window closes with it."""
-        closes = self.closes_next
         if self.pending is None:
             self.weigh(default=default)
-        assert self.pending is not None
-        self.weight += self.pending
-        self.largest = max(self.largest, self.pending)
+        weight = self.pending
+        assert weight is not None
+        self.weight += weight
+        if weight > self.largest:
+            self.largest = weight
         self.weights_given = self.weights_given or self.pending_given
         self.micro_batches += 1
         self.forget()
-        return closes
+        return self.last or self.micro_batches >= self.steps
 
     def rescale(self, unit: float) -> float:
         """Keep the sum in multiples of another unit from now on. Returns the factor to multiply the sum with."""

@@ -137,6 +137,9 @@ def test_a_scheduler_that_steps_inside_a_window_is_named():
     mse(model, *regression(2)).backward()
     optimizer.step()
     scheduler.step()
+    for _ in range(2):
+        mse(model, *regression(2)).backward()
+        optimizer.step()
     mse(model, *regression(2)).backward()
     with pytest.warns(UserWarning, match=r"from 0.1 to 0.05 inside an open window.*if optimizer.updated"):
         optimizer.step()

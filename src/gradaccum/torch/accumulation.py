@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -99,8 +99,8 @@ class Accumulation:
         self.noise = NoiseMeter() if noise_scale else None
         self.clip_grad_norm = clip_grad_norm
         self.nonfinite = nonfinite
-        self.screened = nonfinite == "skip_micro_batch"
-        self.sums = (ScreenedGradientSum if self.screened else GradientSum)(parameters, accumulate_dtype)
+        self.screened = ScreenedGradientSum(parameters, accumulate_dtype) if nonfinite == "skip_micro_batch" else None
+        self.sums = self.screened or GradientSum(parameters, accumulate_dtype)
         self.guard = Guard(parameters())
         self.loss_scale = LossScale(self.sums, self.guard.accept)
         self.arrivals = Arrivals(parameters)
@@ -110,7 +110,7 @@ class Accumulation:
         self.weights: list[float] = []
         self.grad_norm: Tensor | None = None
         self._broken: BaseException | None = None
-        self._factor, self._weighed_arrivals = 1.0, 0
+        self._factor, self._weighed_arrivals, self._arriving = 1.0, 0, 1.0
         self.expect_nothing()
 
     def begin(self) -> None:
@@ -133,21 +133,23 @@ class Accumulation:
         window = self.window
         self._default, self._default_given, self._expecting, window.last = weight, given, True, last
         self._counted = False
-        self._scale_arrivals(1.0)
-        if weight == 0 and self.ranks.in_step:
-            self.ranks.scale(0.0)  # the other ranks need this one's passes
-        elif weight == 0:
-            self.sums.put_aside()
-            self.guard.restart()
-        elif window.reduction == "mean" and self.ranks.several and not self.ranks.by_hand:
-            assert window.unit is not None
-            self._scale_arrivals(weight / window.unit)
+        arriving = 1.0
+        if weight == 0:
+            if self.ranks.in_step:
+                arriving = 0.0  # the other ranks need this one's passes
+            else:
+                self.sums.put_aside()
+                self.guard.restart()
         elif window.reduction == "mean" and weight != window.unit:
-            # A gradient that comes through loss.backward() joins the sum as it is, so the sum takes its unit.
-            factor = window.rescale(weight)
-            if window.is_open and factor != 1.0:
-                self.sums.scale_(factor)
-                self.guard.accept()
+            if self.ranks.several and not self.ranks.by_hand:
+                assert window.unit is not None
+                arriving = weight / window.unit
+            else:  # a gradient that comes through loss.backward() joins the sum as it is, so the sum takes its unit
+                factor = window.rescale(weight)
+                if window.is_open and factor != 1.0:
+                    self.sums.scale_(factor)
+                    self.guard.accept()
+        self._scale_arrivals(arriving)
 
     def backward(self, loss: Tensor, weight: Any, **how: Any) -> None:
         """Weigh the micro-batch, and run the backward pass with its factor."""
@@ -169,7 +171,7 @@ class Accumulation:
         before = self.guard.arrivals
         try:
             if self.ranks.in_step:
-                self.ranks.scale(1.0 if window.pending else 0.0)
+                self._scale_arrivals(1.0 if window.pending else 0.0)
             with self.arrivals.muted():
                 loss.backward(None if factor == 1.0 else torch.full_like(loss, factor), **how)
         except BaseException as error:
@@ -180,39 +182,50 @@ class Accumulation:
 
     def _scale_arrivals(self, factor: float) -> None:
         """What comes through `loss.backward()` cannot be multiplied there, so it is on its way to the sum."""
+        if factor == self._arriving:
+            return
+        self._arriving = factor
         if self.ranks.in_step:
             self.ranks.scale(factor)
         else:
             self.arrivals.scale(factor)
 
-    def add(self, scaled: tuple[Tensor | None, Tensor] | None = None) -> bool:
+    def add(self, scaled: Sequence[Any] = ()) -> bool:
         """Count the micro-batch. Returns whether the window closes with it.
 
         Args:
             scaled: Under a GradScaler, its live scale (None after `unscale_`) and whether it found an overflow.
+
+        Raises:
+            WindowError: The sum was edited or cleared from outside, or a backward pass failed.
         """
-        window = self.window
-        if self.sums.take_back():
-            self.guard.accept()
+        window, guard = self.window, self.guard
+        if self._broken is not None:
+            self.check_broken()
+        if guard.trouble() is not None:
+            self.check_sum()
+        if self.sums.aside is not None:
+            self.sums.take_back()
+            guard.accept()
         if window.pending is None:
             self._weigh_plain()
-        elif self._factor != 1.0 and self.guard.arrivals != self._weighed_arrivals:
+        elif self._factor != 1.0 and guard.arrivals != self._weighed_arrivals:
             raise WindowError(_MIXED)
         self._weighed_arrivals = 0
-        assert window.pending is not None
-        if isinstance(self.sums, ScreenedGradientSum):
+        if self.screened is not None:
+            assert window.pending is not None
             self.weights.append(window.pending)
-        if scaled is not None:
+        if scaled:
             self._unscale(*scaled)
         closes = window.add()
         self._counted = True
         self._scale_arrivals(1.0)
-        self.sums.add()
+        if self.screened is not None:
+            self.screened.add()
+            guard.accept()  # its gradient has moved into the sum
         if self.noise is not None and self.noise.waiting and window.weight > 0 and not self.ranks.reduced:
             self._measure(self.noise)
-        self.guard.next_micro_batch()
-        if self.screened:
-            self.guard.accept()  # its gradient has moved into the sum
+        guard.arrivals = 0  # what arrives from now on belongs to the next micro-batch
         if not closes and self.loss_scale.in_use:
             self.loss_scale.expect_backward()
         return closes
@@ -227,9 +240,10 @@ class Accumulation:
 
     def skip(self) -> None:
         """The micro-batch that was expected is over, counted or not: if not, it must not have left a gradient."""
-        if self.window.is_open or not self._counted:
+        if self.window.micro_batches or not self._counted:
             self.check_untouched()
-        if self.sums.take_back():
+        if self.sums.aside is not None:
+            self.sums.take_back()
             self.guard.accept()
 
     def _weigh_plain(self) -> None:
@@ -242,7 +256,7 @@ class Accumulation:
     def _unscale(self, scale: Tensor | None, found_inf: Tensor) -> None:
         if scale is not None:
             self.loss.unscale(self.window.micro_batches, scale)
-        if not isinstance(self.sums, ScreenedGradientSum):
+        if self.screened is None:
             if scale is None and not self.window.closes_next:
                 raise WindowError(
                     "scaler.unscale_() was called inside an open window: the next gradient would come scaled again. "
@@ -267,7 +281,8 @@ class Accumulation:
 
     def _finish(self) -> bool:
         self.loss_scale.join_restored()
-        self._screen()
+        if self.screened is not None:
+            self._screen(self.screened)
         if self.ranks.several:
             if not self._reduce():
                 return False
@@ -293,16 +308,15 @@ class Accumulation:
             self.grad_norm = clip_norm_(self.sums.gradients(), self.clip_grad_norm)
         return True
 
-    def _screen(self) -> None:
+    def _screen(self, sums: ScreenedGradientSum) -> None:
         """Leave out what was not finite, and have the sum of the rest in `p.grad`."""
-        if isinstance(self.sums, ScreenedGradientSum):
-            counted = self.sums.counted()
-            dropped = {index for index, counts in enumerate(counted) if not counts}
-            if dropped:
-                logger.warning("Left out %d of %d micro-batches: gradient not finite", len(dropped), len(counted))
-            self.loss.dropped = dropped
-            self.window.weight = math.fsum(w for w, counts in zip(self.weights, counted, strict=True) if counts)
-        self.sums.present()
+        counted = sums.counted()
+        dropped = {index for index, counts in enumerate(counted) if not counts}
+        if dropped:
+            logger.warning("Left out %d of %d micro-batches: gradient not finite", len(dropped), len(counted))
+        self.loss.dropped = dropped
+        self.window.weight = math.fsum(w for w, counts in zip(self.weights, counted, strict=True) if counts)
+        sums.present()
 
     def _reduce(self) -> bool:
         """Make the sum and its weight those of all ranks. Returns False where a gradient has overflowed."""
@@ -364,14 +378,11 @@ class Accumulation:
                 "were."
             ) from self._broken
 
-    def check_sum(self, alone: bool) -> None:
-        """Raise if somebody else changed the sum.
-
-        Args:
-            alone: The window is this one micro-batch: the plain loop, in which editing gradients is fine.
-        """
-        trouble = self.guard.trouble()
-        if trouble is None or (alone and (self.window.reduction == "mean" or not self.window.pending_given)):
+    def check_sum(self) -> None:
+        """Raise if somebody else changed the sum; in a window of one micro-batch, the plain loop, that is fine."""
+        window, trouble = self.window, self.guard.trouble()
+        alone = not window.is_open and window.closes_next
+        if trouble is None or (alone and (window.reduction == "mean" or not window.pending_given)):
             return
         advice = {
             "cleared": "cleared or replaced inside an open window, by model.zero_grad() perhaps. Use "

@@ -81,11 +81,24 @@ class Batches:
 def _weight_of(batch: Any, weight: Callable[[Any], float] | None) -> float:
     if weight is not None:
         return checked_weight(weight(batch))
-    if type(batch) in (tuple, list) and all(isinstance(leaf, Tensor) for leaf in batch):
-        rows = {leaf.shape[0] for leaf in batch if leaf.dim()}
-        if len(rows) == 1:  # the batches of most loaders, ten times as fast
-            return float(rows.pop())
+    rows = _rows_of_tensors(batch) if type(batch) in (tuple, list) else None
+    if rows is not None:
+        return float(rows)
     try:
         return float(number_of_rows(batch))
     except ValueError as error:
         raise ValueError(f"{error}\nPass weight= to batches(): weight(batch) -> the number of its rows.") from None
+
+
+def _rows_of_tensors(batch: Iterable[Any]) -> int | None:
+    """The rows of a flat sequence of tensors, as most loaders yield; None if this is none, or they disagree."""
+    rows = None
+    for leaf in batch:
+        if not isinstance(leaf, Tensor):
+            return None
+        if leaf.dim():
+            if rows is None:
+                rows = len(leaf)
+            elif rows != len(leaf):
+                return None
+    return rows

@@ -24,7 +24,9 @@ class GradientSum:
     def __init__(self, parameters: Callable[[], list[Tensor]], dtype: torch.dtype | None = None) -> None:
         self.parameters = parameters
         self.dtype = dtype
-        self._aside: list[Tensor | None] | None = None
+        self._operands: dict[tuple[float, torch.dtype], Tensor] = {}
+        self.aside: list[Tensor | None] | None = None
+        """The sum, while it is out of reach of backward passes."""
         self.prepare()
 
     def prepare(self) -> None:
@@ -45,7 +47,7 @@ class GradientSum:
 
     def gradients(self) -> list[Tensor]:
         """The gradients that are there."""
-        return [p.grad for p in self.parameters() if p.grad is not None]
+        return [g for p in self.parameters() if (g := p.grad) is not None]
 
     def held(self) -> list[Tensor | None]:
         """The sum of each parameter, None where nothing has arrived."""
@@ -56,37 +58,38 @@ class GradientSum:
         for parameter, gradient in zip(self.parameters(), sums, strict=True):
             parameter.grad = gradient
 
-    def add(self) -> None:
-        """A micro-batch is done. Autograd has added its gradient already."""
-
     def scale_(self, factor: float | Tensor) -> None:
         """Multiply the sum."""
         scale_(self.gradients(), factor)
 
     def put_aside(self) -> None:
         """Keep the sum out of reach of the next backward pass, whose gradient shall not count. Moves no data."""
-        if self._aside is None:
+        if self.aside is None:
             held = self.held()
             self.clear()
-            self._aside = held
+            self.aside = held
 
-    def take_back(self) -> bool:
-        """Put the sum back in place, and drop what has arrived meanwhile. Returns whether it had been put aside."""
-        if self._aside is None:
-            return False
-        aside, self._aside = self._aside, None
-        for parameter, gradient in zip(self.parameters(), aside, strict=True):
-            parameter.grad = gradient
-        return True
-
-    def present(self) -> None:
-        """Have the sum in `p.grad`, where ranks reduce it."""
+    def take_back(self) -> None:
+        """Put the sum that was put aside back in place, and drop what has arrived meanwhile."""
+        assert self.aside is not None
+        self.hold(self.aside)
+        self.aside = None
 
     def finish(self, divisor: float) -> None:
         """Divide: from here on `p.grad` is the window's mean gradient, in the dtype it was summed in."""
-        if divisor != 1.0:
-            for dense in _alike(self.gradients()):
-                torch._foreach_div_(dense, divisor)
+        if divisor == 1.0:
+            return
+        for alike in _alike(self.gradients()):
+            torch._foreach_div_(alike, self._as_operand(divisor, alike[0]))
+
+    def _as_operand(self, divisor: float, gradient: Tensor) -> float | Tensor:
+        """On CPU a number would be made into a tensor once for each gradient, at half of a small division's cost."""
+        if not gradient.is_cpu or gradient.dtype not in (torch.float32, torch.float64):
+            return divisor
+        key = divisor, gradient.dtype
+        if key not in self._operands:
+            self._operands = {key: torch.tensor(divisor, dtype=gradient.dtype)}
+        return self._operands[key]
 
     def cast(self) -> None:
         """Give the finished gradients their parameter's own dtype, which is all that optimizers accept."""
@@ -108,12 +111,12 @@ class GradientSum:
                 parameter.grad.zero_()
         for parameter in self._narrow():
             parameter.grad_dtype = self.dtype
-        if self._aside is not None:
-            self._aside = [None for _ in self.parameters()]
+        if self.aside is not None:
+            self.aside = [None for _ in self.parameters()]
 
     def close(self) -> None:
         """The window is over; `p.grad` stays as it is for whoever wants to read it."""
-        self._aside = None
+        self.aside = None
 
 
 class Arrivals:
@@ -193,6 +196,7 @@ class ScreenedGradientSum(GradientSum):
         self._finite = [torch.tensor(counts) for counts in counted]
 
     def present(self) -> None:
+        """Have the sum in `p.grad`, where optimizers and ranks look for it."""
         for parameter in self.parameters():
             parameter.grad = self._sums.get(parameter)
 
@@ -201,25 +205,22 @@ class ScreenedGradientSum(GradientSum):
         super().clear(set_to_none)
 
     def close(self) -> None:
-        self._sums, self._finite, self._aside = {}, [], None
+        self._sums, self._finite, self.aside = {}, [], None
 
     def put_aside(self) -> None:
-        self._aside = []  # the sum is beside p.grad already
+        self.aside = []  # the sum is beside p.grad already
 
-    def take_back(self) -> bool:
-        if self._aside is None:
-            return False
-        self._aside = None
+    def take_back(self) -> None:
+        self.aside = None
         for parameter in self.parameters():
             parameter.grad = None
-        return True
 
 
 def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     """Lists of tensors of one device, dtype and layout, which `torch._foreach_*` handles in one kernel."""
     groups: dict[Any, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        if hasattr(tensor, "to_local"):  # a DTensor: what is here of it, in the same memory
+        if type(tensor) is not Tensor and hasattr(tensor, "to_local"):  # a DTensor: what is here, in the same memory
             tensor = tensor.to_local()
         groups[tensor.device, tensor.dtype, tensor.layout].append(tensor)
     return groups.values()

@@ -29,8 +29,15 @@ class Guard:
 
             def arrived(parameter: Tensor) -> None:
                 guard = this()
-                if guard is not None:
-                    guard._arrived(parameter)
+                if guard is None:
+                    return
+                guard.arrivals += 1
+                gradient = parameter.grad
+                if gradient is None:  # another hook has taken it
+                    return
+                before, guard._seen = guard._seen, (id(gradient), gradient._version)
+                if before is not None and before != (id(gradient), gradient._version - 1):
+                    guard._look_at(before, gradient)
 
             self._handle = self._parameter.register_post_accumulate_grad_hook(arrived)
 
@@ -42,12 +49,9 @@ class Guard:
     def restart(self) -> None:
         """The sum is empty: whatever comes next begins a new one."""
         self.arrivals = 0
+        """Backward passes since the last micro-batch was counted."""
         self._seen: tuple[int, int] | None = None
         self._trouble: str | None = None
-
-    def next_micro_batch(self) -> None:
-        """What arrives from now on belongs to the next micro-batch."""
-        self.arrivals = 0
 
     def accept(self) -> None:
         """The sum was changed on purpose, by the wrapper itself."""
@@ -55,11 +59,14 @@ class Guard:
 
     def trouble(self) -> str | None:
         """What was done to the sum, in words; None if autograd alone touched it."""
-        if self._trouble is None and self._seen is not None:
+        seen = self._seen
+        if seen is not None and self._trouble is None:
             now = self._now()
-            if now is None or now[0] != self._seen[0]:
+            if now == seen:
+                return None
+            if now is None or now[0] != seen[0]:
                 self._trouble = "cleared"
-            elif now[1] != self._seen[1] and self._counts_versions():
+            elif self._counts_versions():
                 self._trouble = "edited"
         return self._trouble
 
@@ -67,18 +74,12 @@ class Guard:
         gradient = None if self._parameter is None else self._parameter.grad
         return None if gradient is None else (id(gradient), gradient._version)
 
-    def _arrived(self, parameter: Tensor) -> None:
-        self.arrivals += 1
-        gradient = parameter.grad
-        if gradient is None:  # another hook has taken it
-            return
-        before, self._seen = self._seen, (id(gradient), gradient._version)
-        if before is None or (before[0] == self._seen[0] and before[1] + 1 == self._seen[1]):
-            return
+    def _look_at(self, before: tuple[int, int], gradient: Tensor) -> None:
+        """This gradient is not the one from before with something added in place."""
         # With create_graph=True, and for sparse gradients, autograd adds out of place.
         if torch.is_grad_enabled() or gradient.is_sparse or not self._counts_versions():
             return
-        self._trouble = "cleared" if before[0] != self._seen[0] else "edited"
+        self._trouble = "cleared" if before[0] != id(gradient) else "edited"
 
     def _counts_versions(self) -> bool:
         """Whether the gradient's version rises when it is edited, and only then. Asked only where something differs.

@@ -135,7 +135,7 @@ class Optimizer(torch.optim.Optimizer):
         self._accumulation = Accumulation(parameters, ranks=self._ranks, **self._accumulation_arguments)
         if self._ranks.several:
             weakref.finalize(self, _abandon, self._accumulation).atexit = False
-        self._scaled: list[Tensor | None] = []
+        self._scaled: list[Any] = []
         self._batches: Batches | None = None
         self._rates: list[Any] = []
         self._warned_of_rates = False
@@ -199,12 +199,8 @@ class Optimizer(torch.optim.Optimizer):
     def steps(self) -> int:
         """Micro-batches of this window; of the next one, when none is open. Settable then."""
         window = self._accumulation.window
-        if not window.is_open and self._scheduled_for != (self.epoch, self.updates):
-            steps = self._schedule(self.epoch, self.updates)
-            if self._closure_only and steps > 1:
-                _check_closure_only(self.inner, Schedule(steps), self._accumulation_arguments)
-            window.resize(steps)
-            self._scheduled_for = (self.epoch, self.updates)
+        if not window.micro_batches:
+            self._settle_steps()
         return window.steps
 
     @steps.setter
@@ -215,6 +211,16 @@ class Optimizer(torch.optim.Optimizer):
         self._accumulation.window.resize(schedule(self.epoch, self.updates))
         self._schedule, self._scheduled_for = schedule, (self.epoch, self.updates)
         self._expect()
+
+    def _settle_steps(self) -> None:
+        """Have the empty window as long as the schedule says."""
+        at = self.epoch, self.updates
+        if self._scheduled_for != at:
+            steps = self._schedule(*at)
+            if self._closure_only and steps > 1:
+                _check_closure_only(self.inner, Schedule(steps), self._accumulation_arguments)
+            self._accumulation.window.resize(steps)
+            self._scheduled_for = at
 
     @property
     def micro_batches(self) -> int:
@@ -300,27 +306,26 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             WindowError: The sum of an open window was edited or cleared from outside, or a backward pass failed.
         """
-        if self._closure_only and closure is not None:
-            return self._step_with(closure)
         result = None
         if closure is not None:
+            if self._closure_only:
+                return self._step_with(closure)
             with torch.enable_grad():
                 result = closure()
-        accumulation, steps = self._accumulation, self.steps
-        accumulation.check_broken()
-        if not self._noticed:
-            check_noticed(self._model, self._parameters(), self._ranks, self._schedule.constant)
-            self._noticed = True
-        is_open = accumulation.window.is_open
-        accumulation.check_sum(alone=not is_open and (steps == 1 or accumulation.window.last))
-        self._check_rates(is_open)
-        scale, found_inf = self._scaled or (None, None)
-        closes = accumulation.add(None if found_inf is None else (scale, found_inf))
+        accumulation = self._accumulation
+        if not accumulation.window.micro_batches:
+            self._open()
+        closes = accumulation.add(self._scaled)
         self._in_epoch = True
-        if not closes:
-            self._ranks.goes_on()
-        self.updated = closes and self._update()
-        self._expect()
+        if closes:
+            self._check_rates()
+            self.updated = self._update()
+        else:
+            self.updated = False
+        if self._ranks.several:
+            if not closes:
+                self._ranks.goes_on()
+            self._expect()
         return result
 
     # torch would call the hooks around every call of `step`; here they belong to the update.
@@ -356,7 +361,8 @@ class Optimizer(torch.optim.Optimizer):
         self.updated = False
         if accumulation.window.is_open:
             accumulation.skip()
-            accumulation.check_sum(alone=False)
+            accumulation.check_sum()
+            self._check_rates()
             self.updated = self._update()
             accumulation.empty()  # the loop's own zero_grad() is not to be relied on here: it may come before step()
         elif not ends_epoch:
@@ -419,9 +425,12 @@ class Optimizer(torch.optim.Optimizer):
         self._batches = batches
 
     def _begin_micro_batch(self, weight: float, given: bool, last: bool) -> None:
-        self._ranks.meet(last)
+        several = self._ranks.several
+        if several:
+            self._ranks.meet(last)
         self._accumulation.expect(weight, given, last)
-        self._expect(counts=weight > 0)
+        if several:
+            self._expect(counts=weight > 0)
 
     def _end_micro_batch(self) -> None:
         self._accumulation.skip()
@@ -490,22 +499,25 @@ class Optimizer(torch.optim.Optimizer):
         self.updates += 1
         return result
 
-    def _check_rates(self, is_open: bool) -> None:
-        """A learning rate belongs to an update: warn, once, if one changes inside a window."""
-        if not is_open:
-            self._rates = [group.get("lr") for group in self.inner.param_groups]
-        elif not self._warned_of_rates:
-            for group, before in zip(self.inner.param_groups, self._rates):
-                now = group.get("lr")
-                if now is not before and not isinstance(now, Tensor) and now != before:
-                    self._warned_of_rates = True
-                    warnings.warn(
-                        f"A learning rate changed from {before:g} to {now:g} inside an open window: the update will "
-                        "use the last one. A scheduler steps once per update: "
-                        "`if optimizer.updated: scheduler.step()`.",
-                        stacklevel=3,
-                    )
-                    return
+    def _open(self) -> None:
+        """The first micro-batch of a window is done: settle what holds for all of it."""
+        self._settle_steps()
+        self._rates = [group.get("lr") for group in self.inner.param_groups]
+        if not self._noticed:
+            check_noticed(self._model, self._parameters(), self._ranks, self._schedule.constant)
+            self._noticed = True
+
+    def _check_rates(self) -> None:
+        """A learning rate belongs to an update: warn, once, if one has changed inside the window."""
+        for group, before in zip(self.inner.param_groups, self._rates):
+            now = group.get("lr")
+            if now is not before and not isinstance(now, Tensor) and now != before and not self._warned_of_rates:
+                self._warned_of_rates = True
+                warnings.warn(
+                    f"A learning rate changed from {before:g} to {now:g} inside an open window: the update uses the "
+                    "last one. A scheduler steps once per update: `if optimizer.updated: scheduler.step()`.",
+                    stacklevel=3,
+                )
 
     # GradScaler: it sets `grad_scale` and `found_inf`, steps, and deletes both.
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gradaccum.errors import WindowError
 from gradaccum.torch.batch import map_leaves
-from gradaccum.torch.gradients import ScreenedGradientSum
 
 if TYPE_CHECKING:
     from gradaccum.torch.optimizer import Optimizer
@@ -37,7 +36,7 @@ def window_state(optimizer: Optimizer) -> dict[str, Any]:
         return state
     if accumulation.ranks.in_step:
         accumulation.ranks.gather()
-        accumulation.guard.next_micro_batch()
+        accumulation.guard.arrivals = 0
     scale, loss = accumulation.loss_scale, accumulation.loss
     sums = scale.restored or scale.unscaled(accumulation.sums.held())
     state["gradients"] = {index: s.detach() for index, s in enumerate(sums) if s is not None}
@@ -45,8 +44,8 @@ def window_state(optimizer: Optimizer) -> dict[str, Any]:
     state["overflow"] = bool(scale.overflow.item()) if scale.overflow is not None else False
     state["losses"] = [[index, loss.clone(), weight] for index, loss, weight in loss.entries]
     state["losses_weighed"] = loss.weighed
-    if isinstance(accumulation.sums, ScreenedGradientSum):
-        state["weights"], state["counted"] = list(accumulation.weights), accumulation.sums.counted()
+    if accumulation.screened is not None:
+        state["weights"], state["counted"] = list(accumulation.weights), accumulation.screened.counted()
     return state
 
 
@@ -91,11 +90,11 @@ def load_window(optimizer: Optimizer, state: dict[str, Any]) -> None:
     sums: list[Tensor | None] = [None] * len(parameters)
     for index, gradient in state["gradients"].items():
         sums[index] = gradient.detach().to(parameters[index].device, copy=True)
-    if isinstance(accumulation.sums, ScreenedGradientSum):
+    if accumulation.screened is not None:
         counted = state.get("counted", [True] * accumulation.window.micro_batches)
         mean_weight = accumulation.window.weight / accumulation.window.micro_batches
         accumulation.weights = list(state.get("weights", [mean_weight] * len(counted)))
-        accumulation.sums.restore(sums, counted)
+        accumulation.screened.restore(sums, counted)
     elif state["scaled"]:
         accumulation.loss_scale.restore(sums, state["overflow"])
     else:
