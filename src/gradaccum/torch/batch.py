@@ -156,9 +156,8 @@ def take(batch: Any, rows: slice | torch.Tensor, batch_dims: BatchDims = 0) -> A
         >>> take((torch.arange(6), "shared"), slice(2, 4))
         (tensor([2, 3]), 'shared')
     """
-    flat = batch_dims == 0 and type(batch) is tuple and all(type(leaf) is torch.Tensor and leaf.ndim for leaf in batch)
-    if flat and isinstance(rows, slice):  # the usual case, without the walk that nested batches need
-        return tuple(leaf[rows] for leaf in batch)
+    if isinstance(rows, slice) and is_flat(batch, batch_dims):  # the usual case, without the walk
+        return tuple([leaf[rows] for leaf in batch])
     dims = iter(list(with_dims(batch, batch_dims)))
 
     def pick(leaf: Any) -> Any:
@@ -172,6 +171,13 @@ def take(batch: Any, rows: slice | torch.Tensor, batch_dims: BatchDims = 0) -> A
         return leaf.index_select(dim, rows.to(leaf.device))
 
     return map_leaves(pick, batch)
+
+
+def is_flat(batch: Any, batch_dims: BatchDims = 0) -> bool:
+    """Whether this is a plain tuple of tensors, all of them with their rows in the first dimension."""
+    if batch_dims != 0 or type(batch) is not tuple:
+        return False
+    return all([type(leaf) is torch.Tensor and leaf.dim() > 0 for leaf in batch])  # a list: half the time
 
 
 def concatenate(parts: Sequence[Any], batch_dims: BatchDims = 0) -> Any:

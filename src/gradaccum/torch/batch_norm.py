@@ -344,14 +344,12 @@ class BatchNormPolicy:
         else:
             yield
 
-    @contextlib.contextmanager
-    def micro_batch(self) -> Iterator[None]:
+    def micro_batch(self) -> contextlib.AbstractContextManager[Any]:
         """Around the forward pass of each micro-batch of a window."""
         self.micro_batches += 1
         if self.choice == "warn" and self.micro_batches == 2 and not self.warned:  # one alone is the large batch
             self.warned = warn_of_batch_norm(self.module, self.remedy)
-        with contextlib.nullcontext() if self.statistics is None else self.statistics.micro_batch():
-            yield
+        return contextlib.nullcontext() if self.statistics is None else self.statistics.micro_batch()
 
     def commit(self) -> None:
         """The last micro-batch is in."""

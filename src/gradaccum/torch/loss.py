@@ -7,7 +7,6 @@ where `loss_i` is the mean loss of micro-batch i, `w_i` what that mean is over, 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -46,7 +45,7 @@ class Objective:
         >>> tally = objective.tally(batch)
         >>> for rows in (slice(0, 4), slice(4, 6)):
         ...     part = tally.part(objective.take(batch, rows))
-        ...     part.loss.backward()
+        ...     tally.backward(part, part.loss)
         ...     tally.add(part)
         >>> torch.testing.assert_close(tally.loss, objective.whole(batch).detach())
     """
@@ -132,10 +131,11 @@ class Objective:
             batch: The large batch.
             total: What it weighs, where others share it: summed over the ranks, say. None: what `total(batch)` says.
         """
-        if self.by_targets(batch):
+        by_targets = self.by_targets(batch)
+        if by_targets:
             assert self.loss_fn is not None
             self._summed = weights.summed(self.loss_fn)
-        return Tally(self, self.total(batch) if total is None else total)
+        return Tally(self, self.total(batch) if total is None else total, by_targets)
 
     def total(self, batch: tuple[Any, ...], rows: int | None = None) -> Weight | None:
         """What the loss on this batch divides by, as far as the batch tells: a number, or a tensor on its device.
@@ -161,11 +161,13 @@ class Objective:
         Raises:
             TypeError, ValueError: The loss is not one number that depends on the model.
         """
-        with self._autocast(batch):
-            if self.compute_loss is not None:
-                result = self.compute_loss(self.model, *batch)
-            else:
-                result = self._loss_of(batch, summed)
+        if self.autocast is None:
+            result = self._result(batch, summed)
+        else:
+            with torch.autocast(self.device.type, self.autocast):
+                result = self._result(batch, summed)
+        if type(result) is Tensor and result.dim() == 0:
+            return result, None
         weight = None
         if isinstance(result, tuple) and not hasattr(result, "_fields"):
             if len(result) != 2:
@@ -181,9 +183,11 @@ class Objective:
             raise ValueError(
                 f"The loss must be one number, the mean or the sum over its rows. Received: shape {tuple(loss.shape)}."
             )
-        return loss.reshape(()), weight
+        return loss.reshape(()) if loss.dim() else loss, weight
 
-    def _loss_of(self, batch: tuple[Any, ...], summed: bool) -> Any:
+    def _result(self, batch: tuple[Any, ...], summed: bool) -> Any:
+        if self.compute_loss is not None:
+            return self.compute_loss(self.model, *batch)
         assert self.loss_fn is not None
         if not 1 <= len(batch) <= 2:
             raise ValueError(
@@ -195,11 +199,6 @@ class Objective:
             outputs = outputs.float()  # a sum of losses soon passes 65504
         arguments = [*_unpacked(outputs), *(_unpacked(batch[1]) if len(batch) == 2 else ())]
         return (self._summed if summed else self.loss_fn)(*arguments)
-
-    def _autocast(self, batch: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self.autocast)
 
     @property
     def device(self) -> torch.device:
@@ -214,10 +213,12 @@ class Objective:
 
 
 class Part(NamedTuple):
-    """One micro-batch's share of a window."""
+    """One micro-batch's share of a window: `factor * loss`."""
 
     loss: Tensor | None
-    """What to call `backward()` on; None where the micro-batch weighs nothing, so that there is nothing to add."""
+    """The micro-batch's own loss; None where it weighs nothing, so that there is nothing to add."""
+    factor: Weight = 1.0
+    """What its loss and its gradient are multiplied by."""
     weight: Weight | None = None
     """What `compute_loss` said it weighs; None where the total is known beforehand."""
     share: Weight | None = None
@@ -230,14 +231,21 @@ class Tally:
     Where the total weight is known beforehand, the parts add up to the large batch's loss and gradient as they are.
     Where only the forward pass tells, they are kept in multiples of the first one's weight, and `divisor` is what
     the sums are to be divided by in the end.
+
+    The factors cost nothing: each is where its backward pass starts, in place of 1, and losses are added up only when
+    somebody asks for their sum.
     """
 
-    def __init__(self, objective: Objective, total: Weight | None) -> None:
+    def __init__(self, objective: Objective, total: Weight | None, by_targets: bool) -> None:
         self.objective = objective
         self.total = total
-        self._sum: Tensor | None = None
+        self._summed = by_targets and objective.weight is None and objective.reduction == "mean"
+        self._losses: dict[Any, tuple[Weight, list[Tensor]]] = {}
+        self._starts: dict[Any, tuple[Weight, Tensor]] = {}
         self._divisor: Weight | None = None
         self._unit: Weight | None = None
+        # Sums, of a torch.nn loss or of the user's own, are all multiplied by the same.
+        self._one = None if total is None else _ratio(1.0, total)
 
     @property
     def divisor(self) -> Weight | None:
@@ -263,13 +271,14 @@ class Tally:
     @property
     def loss(self) -> Tensor:
         """The large batch's loss so far, without a graph; NaN where it weighs nothing, as 0 / 0 is."""
-        if self._sum is None or self.empty:
+        if not self._losses or self.empty:
             return torch.full((), float("nan"), device=self.objective.device)
         if self._divisor is not None:
-            return self._sum / self._divisor
+            return self.sum / self._divisor
         if isinstance(self.total, Tensor):
-            return torch.where(self.total.to(self._sum.device) > 0, self._sum, float("nan"))
-        return self._sum
+            loss = self.sum
+            return torch.where(self.total.to(loss.device) > 0, loss, float("nan"))
+        return self.sum
 
     def told(self) -> tuple[float, float] | None:
         """For several ranks: what makes their sums add up, and what this rank's part of the sum then weighs.
@@ -284,10 +293,11 @@ class Tally:
     @property
     def sum(self) -> Tensor:
         """The sum of the parts' losses so far, without a graph."""
-        if self._sum is not None:
-            return self._sum
-        parameter = next(self.objective.model.parameters(), torch.zeros(()))
-        return torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        if not self._losses:
+            parameter = next(self.objective.model.parameters(), torch.zeros(()))
+            return torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        sums = [_times(torch.stack(losses).sum(), factor) for factor, losses in self._losses.values()]
+        return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
     def part(self, micro_batch: tuple[Any, ...], rows: int | None = None, share: bool = False) -> Part:
         """Run the forward pass of a micro-batch and weigh its loss. Changes nothing here: `add` does.
@@ -301,33 +311,49 @@ class Tally:
             TypeError, ValueError: The loss is no number, or comes with a weight only sometimes.
         """
         objective = self.objective
-        by_targets = objective.by_targets(micro_batch)
-        summed = by_targets and objective.weight is None and objective.reduction == "mean"
-        weight = None if summed and not share else objective.total(micro_batch, rows)
+        weight = None if self._summed and not share else objective.total(micro_batch, rows)
         if objective.weight is not None and _is_zero(weight):
             return Part(None)
-        loss, told = objective.forward(micro_batch, summed)
+        loss, told = objective.forward(micro_batch, self._summed)
         if told is not None:
             if _is_zero(told):
-                return Part(None, told)
+                return Part(None, weight=told)
             if objective.reduction == "sum":
-                return Part(loss, told)
-            return Part(_weighed(loss, told, self._unit if self._unit is not None else _unit(told)), told)
+                return Part(loss, weight=told)
+            unit = self._unit if self._unit is not None else _unit(told)
+            return Part(_where_any(loss, told), _ratio(told, unit), weight=told)
         if self._divisor is not None:
             raise ValueError("`compute_loss` must return (loss, weight) always or never. Received: both in one batch.")
-        if self.total is None:
+        if self._one is None:
             return Part(loss)
+        assert self.total is not None
         ratio = None if weight is None else _ratio(weight, self.total)
-        if objective.reduction == "sum" or summed:
-            return Part(_times(loss, _ratio(1.0, self.total)), share=ratio)
+        if self._summed or objective.reduction == "sum":
+            return Part(loss, self._one, share=ratio)
         assert weight is not None
-        return Part(_weighed(loss, weight, self.total), share=ratio)
+        assert ratio is not None
+        return Part(_where_any(loss, weight), ratio, share=ratio)
+
+    def backward(self, part: Part, loss: Tensor) -> None:
+        """The part's backward pass.
+
+        Args:
+            part: The part.
+            loss: Its loss, or that multiplied by a GradScaler's scale.
+        """
+        if _is_one(part.factor):
+            loss.backward()
+            return
+        key = _key(part.factor), loss.dtype
+        if key not in self._starts:
+            start = _times(torch.ones_like(loss, requires_grad=False), part.factor)
+            self._starts[key] = part.factor, start  # with the factor, so that its id stays its own
+        loss.backward(self._starts[key][1])
 
     def add(self, part: Part) -> None:
         """The gradient of this part is in."""
         if part.loss is not None:
-            value = part.loss.detach()
-            self._sum = value if self._sum is None else self._sum + value
+            self._losses.setdefault(_key(part.factor), (part.factor, []))[1].append(part.loss.detach())
         if part.weight is not None:
             if self.objective.reduction == "mean" and self._unit is None and not _is_zero(part.weight):
                 self._unit = _unit(part.weight)
@@ -367,13 +393,21 @@ def _ratio(weight: Weight, total: Weight) -> Weight:
     return weight / total if total else 0.0
 
 
-def _weighed(loss: Tensor, weight: Weight, total: Weight) -> Tensor:
-    if isinstance(weight, Tensor):
-        loss = torch.where(weight.to(loss.device) > 0, loss, 0.0)  # a mean over nothing is NaN
-    return _times(loss, _ratio(weight, total))
+def _where_any(loss: Tensor, weight: Weight) -> Tensor:
+    """The loss; 0 where it is a mean over nothing, which is NaN."""
+    return torch.where(weight.to(loss.device) > 0, loss, 0.0) if isinstance(weight, Tensor) else loss
 
 
-def _times(loss: Tensor, factor: Weight) -> Tensor:
+def _key(factor: Weight) -> Any:
+    """What tells factors apart without waiting for a device."""
+    return id(factor) if isinstance(factor, Tensor) else factor
+
+
+def _is_one(factor: Weight) -> bool:
+    return isinstance(factor, float) and factor == 1.0
+
+
+def _times(value: Tensor, factor: Weight) -> Tensor:
     if isinstance(factor, Tensor):
-        return loss * factor.to(loss.device, loss.dtype)
-    return loss if factor == 1 else loss * factor
+        return value * factor.to(value.device, value.dtype)
+    return value if factor == 1 else value * factor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gradaccum.climb import Climb
 from gradaccum.schedule import checked_count
@@ -14,8 +14,7 @@ __all__ = ["Piece", "Rows", "Sizer", "TokenBudget", "Tokens"]
 Sizer = Climb | FixedSize
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """One micro-batch: which rows, and up to which columns where rows are padded.
 
     Example:

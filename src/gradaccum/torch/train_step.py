@@ -315,19 +315,19 @@ class TrainStep:
             )
 
     def _micro_batch(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, plan: Rows | Tokens) -> None:
-        measuring = plan.measuring
+        measuring, noise = plan.measuring, self.update.noise
         if measuring:
             self.gauge.synchronize()
             base, mark, began = self.gauge.live(), self.gauge.mark(), time.perf_counter()
         self._transaction.begin()
         with self.batch_norm.micro_batch():
-            part = tally.part(self._take(batch, piece), piece.size, share=self.update.noise is not None)
+            part = tally.part(self._take(batch, piece), piece.size, share=noise is not None)
         if measuring:
             live = self.gauge.live()
         if part.loss is not None:
-            self.update.scale(part.loss).backward()
+            tally.backward(part, self.update.scale(part.loss))
         tally.add(part)
-        if part.loss is not None:
+        if noise is not None and part.loss is not None:
             self.update.measure(tally.multiple(part, piece.size), piece.size)
         self._transaction.commit()
         self.batch_norm.commit()

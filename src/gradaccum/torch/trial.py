@@ -172,7 +172,7 @@ class Trial:
                 self.replay.start(rows)
                 part = tally.part(self._whole(objective.take(batch, rows)))
                 if part.loss is not None:
-                    part.loss.backward()
+                    tally.backward(part, part.loss)
                 tally.add(part)
             if tally.divisor is not None:
                 for parameter in self._shared.values():
