@@ -43,7 +43,7 @@ lint:
 	$(BIN)/mypy
 
 test-torch:
-	$(PYTEST) $(NOT_SLOW) tests src/gradaccum --ignore=tests/keras --ignore=src/gradaccum/keras
+	$(PYTEST) $(NOT_SLOW) tests src/gradaccum benchmarks/harness.py --ignore=tests/keras --ignore=src/gradaccum/keras
 
 $(KERAS_SUITES): test-keras-%:
 	KERAS_BACKEND=$* $(PYTEST) $(NOT_SLOW) tests/keras src/gradaccum/keras

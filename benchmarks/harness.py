@@ -17,14 +17,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-DOCS = Path(__file__).parent.parent / "docs" / "benchmarks"
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 
 
 def arguments(description: str | None) -> argparse.Namespace:
-    """The options of every benchmark: `--quick` for a short try, `--write` to put the table into docs/benchmarks."""
+    """The options of every benchmark: `--quick` for a short try, `--write` to put the tables into docs/benchmarks.md."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="few rounds: does it run?")
-    parser.add_argument("--write", action="store_true", help="write the table to docs/benchmarks/")
+    parser.add_argument("--write", action="store_true", help="write the tables to docs/benchmarks.md")
     return parser.parse_args()
 
 
@@ -83,14 +83,32 @@ def in_fresh_process(code: str, *args: str) -> str:
 
 
 def publish(name: str, title: str, body: str, versions: Sequence[str], write: bool) -> None:
-    """Print the result and, with `--write`, keep it as docs/benchmarks/<name>.md."""
+    """Print the result and, with `--write`, keep it as the section of docs/benchmarks.md that has this name."""
     from importlib.metadata import version
 
     packages = ", ".join(f"{package} {version(package)}" for package in versions)
-    page = (
-        f"# {title}\n\n{body}\n\nMeasured on {machine()}; {packages}. Made by `python -m benchmarks.{name} --write`.\n"
+    section = (
+        f"## {title}\n\n{body}\n\nMeasured on {machine()}; {packages}. Made by `python -m benchmarks.{name} --write`.\n"
     )
-    print(page)
+    print(section)
     if write:
-        DOCS.mkdir(parents=True, exist_ok=True)
-        (DOCS / f"{name}.md").write_text(page)
+        PAGE.write_text(with_section(PAGE.read_text(), name, section))
+
+
+def with_section(page: str, name: str, section: str) -> str:
+    """The page with this section in place of the one between its markers, or at its end.
+
+    Example:
+        >>> print(with_section("# Measured\\n", "speed", "fast\\n"))
+        # Measured
+        <BLANKLINE>
+        <!-- measured:speed -->
+        fast
+        <!-- /measured:speed -->
+        <BLANKLINE>
+    """
+    begin, end = f"<!-- measured:{name} -->\n", f"<!-- /measured:{name} -->\n"
+    if begin not in page:
+        return f"{page}\n{begin}{section}{end}"
+    before, rest = page.split(begin)
+    return f"{before}{begin}{section}{end}{rest.split(end)[1]}"
