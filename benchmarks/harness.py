@@ -21,7 +21,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 
 
 def arguments(description: str | None) -> argparse.Namespace:
-    """The options of every benchmark: `--quick` for a short try, `--write` to put the tables into docs/benchmarks.md."""
+    """The options of every benchmark: `--quick` for a short try, `--write` to for docs/benchmarks.md."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="few rounds: does it run?")
     parser.add_argument("--write", action="store_true", help="write the tables to docs/benchmarks.md")
