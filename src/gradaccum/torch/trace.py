@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from gradaccum.torch.batch import has_rows, leaves, map_leaves
 from gradaccum.torch.loss import Objective
+from gradaccum.torch.random_state import kept, torch_generators
 
 __all__ = ["LiveBytes", "bytes_of", "micro_batch_peak", "optimizer_bytes"]
 
@@ -164,7 +165,7 @@ def _as_found(objective: Objective) -> Iterator[None]:
     for parameter in parameters:
         parameter.grad = None
     try:
-        with torch.random.fork_rng([objective.device] if objective.device.type == "cuda" else []):
+        with kept(torch_generators([objective.device])):
             yield
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
