@@ -20,7 +20,8 @@ from gradaccum.torch.batch import per_row_leaves
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.memory import is_out_of_memory
-from gradaccum.torch.random_state import RandomState, kept, torch_generators
+from gradaccum.torch.random_state import RandomState, torch_generators
+from gradaccum.torch.transaction import as_found
 
 __all__ = ["same_gradient", "undisturbed", "verify_additivity"]
 
@@ -168,24 +169,16 @@ def undisturbed(objective: Objective) -> Iterator[None]:
     model = objective.model
     modules = [m for root in (model, objective.loss_fn) if isinstance(root, nn.Module) for m in root.modules()]
     modes = [(module, module.training) for module in modules]
-    buffers = [
-        (m._buffers, n, b, b._version, b.clone()) for m in modules for n, b in m._buffers.items() if b is not None
-    ]
     wrapped = getattr(model, "module", None) if isinstance(model, nn.parallel.DistributedDataParallel) else None
     try:
         if wrapped is not None:
             objective.model = wrapped
         for module in modules:
             module.training = False
-        generators = torch_generators([objective.device])
-        with kept(generators), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+        found = as_found(modules, objective.device)
+        with found, torch.compiler.set_stance("force_eager"), torch.enable_grad():
             yield
     finally:
         objective.model = model
         for module, training in modes:
             module.training = training
-        with torch.no_grad():
-            for owner, name, buffer, version, value in buffers:
-                if owner.get(name) is not buffer or buffer._version != version:
-                    owner[name] = buffer
-                    buffer.copy_(value)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gradaccum.torch.random_state import RandomState, torch_generators
 
-__all__ = ["PutAside", "Transaction"]
+__all__ = ["PutAside", "Transaction", "as_found"]
+
+
+_Place = tuple[dict[str, Tensor | None], str]
 
 
 class _Buffer(NamedTuple):
@@ -74,7 +78,7 @@ class Transaction:
         self._still_in_micro_batches: set[tuple[int, str]] = set()
         self._still_in_updates: set[tuple[int, str]] = set()
         self._mode: list[bool] = []
-        self._places: list[tuple[dict[str, Tensor | None], str]] = []
+        self._places: list[_Place] = []
         self._parameters: list[Tensor] = []
         self._gradients: list[Tensor | None] = []
         self._versions: list[int] = []
@@ -128,13 +132,35 @@ class Transaction:
         ]
 
     def _state(self, still: set[tuple[int, str]]) -> _State:
-        buffers = []
-        for owner, name in self._places:
-            tensor = owner.get(name)
-            if tensor is not None:
-                copy = None if (id(owner), name) in still else tensor.clone()
-                buffers.append(_Buffer(owner, name, tensor, tensor._version, copy))
-        return _State(RandomState(self._generators), buffers)
+        return _state(self._places, self._generators, still)
+
+
+def _state(places: Iterable[_Place], generators: list[Any], still: Collection[tuple[int, str]] = ()) -> _State:
+    buffers = []
+    for owner, name in places:
+        tensor = owner.get(name)
+        if tensor is not None:
+            copy = None if (id(owner), name) in still else tensor.clone()
+            buffers.append(_Buffer(owner, name, tensor, tensor._version, copy))
+    return _State(RandomState(generators), buffers)
+
+
+@contextlib.contextmanager
+def as_found(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """Leave the buffers of these modules, and PyTorch's random numbers on a device, as they are.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(2)
+        >>> with as_found(norm.modules(), torch.device("cpu")):
+        ...     y = norm(torch.randn(3, 2))
+        >>> norm.running_mean, norm.num_batches_tracked
+        (tensor([0., 0.]), tensor(0))
+    """
+    state = _state([(m._buffers, name) for m in modules for name in m._buffers], torch_generators([device]))
+    try:
+        yield
+    finally:
+        state.put_back()
 
 
 class PutAside:

@@ -99,7 +99,7 @@ class Undo:
         return True
 
     def _short(self) -> bool:
-        """Whether less memory is free than at any update that went well; asked so rarely that it takes 1 % of the time."""
+        """Whether less memory is free than at any update that went well; asked in 1 % of the time, at most."""
         now = time.perf_counter()
         if now < self._ask_again:
             return False
