@@ -20,6 +20,8 @@ from gradaccum.torch.batch import per_row_leaves
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.memory import is_out_of_memory
+from gradaccum.torch.random_state import RandomState, torch_generators
+from gradaccum.torch.transaction import as_found
 
 __all__ = ["same_gradient", "undisturbed", "verify_additivity"]
 
@@ -80,13 +82,12 @@ def _compare(
         weights = tuple(float(objective.weight(*objective.take(batch, part))) for part in (*parts, rows))
         if abs(weights[0] + weights[1] - weights[2]) > 1e-4 * abs(weights[2]):
             return None, None, weights
-    generators = _generators(objective)
+    before = RandomState(torch_generators([objective.device]))
     whole = objective.whole(few).detach()
     tally = objective.tally(few)
     for part in parts:
         tally.add(tally.part(objective.take(batch, part)))
-    random = any(not torch.equal(a, b) for a, b in zip(generators, _generators(objective), strict=True))
-    if random or tally.empty or not (whole.isfinite() & tally.loss.isfinite()):
+    if before.moved() or tally.empty or not (whole.isfinite() & tally.loss.isfinite()):
         return None, None, None
     return whole, tally.loss, None
 
@@ -144,11 +145,6 @@ def _tolerance(objective: Objective, loss: Tensor) -> float:
     return TOLERANCES.get(loss.dtype, HALF_PRECISION)
 
 
-def _generators(objective: Objective) -> list[Tensor]:
-    devices = [objective.device] if objective.device.type == "cuda" else []
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
-
-
 def _order(objective: Objective, batch: tuple[Any, ...]) -> Tensor:
     """A few rows, sorted so that those with the least that counts (padding, ignored targets) come first."""
     leaves = per_row_leaves(batch, objective.dims(batch))
@@ -173,24 +169,16 @@ def undisturbed(objective: Objective) -> Iterator[None]:
     model = objective.model
     modules = [m for root in (model, objective.loss_fn) if isinstance(root, nn.Module) for m in root.modules()]
     modes = [(module, module.training) for module in modules]
-    buffers = [
-        (m._buffers, n, b, b._version, b.clone()) for m in modules for n, b in m._buffers.items() if b is not None
-    ]
-    devices = [objective.device] if objective.device.type == "cuda" else []
     wrapped = getattr(model, "module", None) if isinstance(model, nn.parallel.DistributedDataParallel) else None
     try:
         if wrapped is not None:
             objective.model = wrapped
         for module in modules:
             module.training = False
-        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+        found = as_found(modules, objective.device)
+        with found, torch.compiler.set_stance("force_eager"), torch.enable_grad():
             yield
     finally:
         objective.model = model
         for module, training in modes:
             module.training = training
-        with torch.no_grad():
-            for owner, name, buffer, version, value in buffers:
-                if owner.get(name) is not buffer or buffer._version != version:
-                    owner[name] = buffer
-                    buffer.copy_(value)

@@ -72,15 +72,30 @@ def chunked(
         >>> list(small.state_dict())
         ['0.weight', '0.bias', '2.weight', '2.bias']
     """
-    return Chunked(
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"`module` must be a torch.nn.Module, so that its parameters are known. "
+            f"Received: {module!r} of type {type(module).__name__}."
+        )
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "`module` is a DistributedDataParallel, which expects one forward pass per backward pass. Chunk what "
+            "it wraps: DistributedDataParallel(chunked(encoder, ...))."
+        )
+    if batch_norm == "exact" and keep:
+        raise ValueError(
+            f'batch_norm="exact" recomputes every micro-batch. Received: keep={keep!r} with it; leave it at 0.'
+        )
+    policy = BatchNormPolicy(
+        batch_norm,
         module,
-        micro_batch_size,
-        keep=keep,
-        batch_dims=batch_dims,
-        out_dims=out_dims,
-        batch_norm=batch_norm,
-        offload=offload,
+        moved_once=True,
+        remedy='Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.',
     )
+    if out_dims is None:
+        out_dims = batch_dims if isinstance(batch_dims, int) else 0
+    size, kept = checked_count(micro_batch_size, "micro_batch_size"), checked_count(keep, "keep", least=0)
+    return Chunked(module, policy, size, kept, batch_dims, out_dims, offload)
 
 
 class Chunked(nn.Module):
@@ -91,44 +106,22 @@ class Chunked(nn.Module):
     def __init__(
         self,
         module: nn.Module,
+        policy: BatchNormPolicy,
         micro_batch_size: int,
-        *,
-        keep: int = 0,
-        batch_dims: BatchDims = 0,
-        out_dims: BatchDims | None = None,
-        batch_norm: BatchNormChoice = "warn",
-        offload: bool = False,
+        keep: int,
+        batch_dims: BatchDims,
+        out_dims: BatchDims,
+        offload: bool,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"`module` must be a torch.nn.Module, so that its parameters are known. "
-                f"Received: {module!r} of type {type(module).__name__}."
-            )
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise ValueError(
-                "`module` is a DistributedDataParallel, which expects one forward pass per backward pass. Chunk what "
-                "it wraps: DistributedDataParallel(chunked(encoder, ...))."
-            )
-        if batch_norm == "exact" and keep:
-            raise ValueError(
-                f'batch_norm="exact" recomputes every micro-batch. Received: keep={keep!r} with it; leave it at 0.'
-            )
         training = module.training
         super().__init__()
         self.__dict__["module"] = module  # not as a submodule, which would prefix every key
         for shared in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
             self.__dict__[shared] = module.__dict__[shared]
         self.training = training
-        self.micro_batch_size = checked_count(micro_batch_size, "micro_batch_size")
-        self.keep, self.offload = checked_count(keep, "keep", least=0), offload
-        self.batch_dims = batch_dims
-        self.out_dims = out_dims if out_dims is not None else batch_dims if isinstance(batch_dims, int) else 0
-        self.policy = BatchNormPolicy(
-            batch_norm,
-            module,
-            moved_once=True,
-            remedy='Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.',
-        )
+        self.policy = policy
+        self.micro_batch_size, self.keep, self.offload = micro_batch_size, keep, offload
+        self.batch_dims, self.out_dims = batch_dims, out_dims
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the two passes are no graph; compile the module inside instead

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from gradaccum.equivalence import Cause, Difference, Equivalence
 from gradaccum.schedule import checked_count
 from gradaccum.sizes import even_sizes
+from gradaccum.torch import random_state
 from gradaccum.torch.arguments import checked_model
 from gradaccum.torch.batch import BatchDims, per_row_leaves
 from gradaccum.torch.batch_norm import BatchNormChoice, checked_batch_norm
 from gradaccum.torch.causes import find_causes, input_cause, nondeterminism_cause
 from gradaccum.torch.loss import Objective
-from gradaccum.torch.row_noise import random_state_kept
 from gradaccum.torch.trial import Outcome, Trial
 
 __all__ = ["check_equivalence"]
@@ -104,7 +104,8 @@ def check_equivalence(
         raise ValueError(f"The batch must have at least 2 rows, to be split. Received: {rows}.")
     checked_count(1 if micro_batch_size in (None, "auto") else micro_batch_size, "micro_batch_size")
     size = micro_batch_size if isinstance(micro_batch_size, int) else None
-    with torch.inference_mode(False), random_state_kept(), _gradients_kept(model, loss_fn, compute_loss):
+    generators = random_state.all_generators(random_state.every_device())
+    with torch.inference_mode(False), random_state.kept(generators), _gradients_kept(model, loss_fn, compute_loss):
         check = _Check(objective, arguments, torch.device(device), tolerance, size, checked_batch_norm(batch_norm))
         try:
             return check.run()

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gradaccum.torch.batch import BatchDims, concatenate, leaves
+from gradaccum.torch.batch import concatenate, leaves
 from gradaccum.torch.batch_norm import BatchNormPolicy, Pool, move_running_statistics, summed_over_ranks
 from gradaccum.torch.cut import Boundary, Cut, Segment, cut
-from gradaccum.torch.replay import Buffers, Surroundings, stand_ins, swapped
+from gradaccum.torch.replay import Buffers, Surroundings, swapped
 from gradaccum.torch.two_passes import (
     Call,
     Inputs,
-    input_gradients,
-    input_leaves,
+    Leaves,
+    handed_out,
     tensors_of,
     with_gradients,
     with_tensors,
@@ -101,17 +101,9 @@ class ExactCall(Call):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        policy: BatchNormPolicy,
-        inputs: Inputs,
-        batch_dims: BatchDims,
-        out_dims: BatchDims,
-        sizes: list[int],
-        *,
-        offload: bool = False,
+        self, module: nn.Module, policy: BatchNormPolicy, inputs: Inputs, *where: Any, offload: bool = False
     ) -> None:
-        super().__init__(module, policy, inputs, batch_dims, out_dims, sizes)
+        super().__init__(module, policy, inputs, *where)
         for path, leaf in leaves(inputs):
             if hasattr(leaf, "shape") and not isinstance(leaf, Tensor):
                 raise ValueError(f'batch_norm="exact" takes tensors. Received: {path.removeprefix(".")} = {leaf!r}.')
@@ -228,17 +220,12 @@ class ExactTwoPasses(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         outputs = call.outputs(tensors[len(call.parameter_ids) :], keep=True)
-        if torch.is_autocast_cache_enabled():
-            torch.clear_autocast_cache()
         # Autograd frees what it saves as soon as backward is through.
         every = [kept for of_node in call.kept.values() for kept in of_node]
         ctx.save_for_backward(*tensors, *(tensor for kept in every for tensor in kept.tensors))
         for kept in every:
             kept.tensors = []
-        call.output_skeleton = without_tensors(outputs)
-        flat = tuple(tensors_of(outputs))
-        ctx.mark_non_differentiable(*(t for t in flat if not (t.is_floating_point() or t.is_complex())))
-        return flat
+        return handed_out(ctx, call, outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -270,13 +257,7 @@ class Backward:
         kept: dict[fx.Node, list[Kept]],
     ) -> None:
         self.call, self.kept = call, kept
-        count = len(call.parameter_ids)
-        self.inputs, self.needed = tensors[count:], needed[count:]
-        self.parameters = dict(zip(call.parameter_ids, stand_ins(tensors[:count]).values(), strict=True))
-        for leaf, wanted in zip(self.parameters.values(), needed[:count], strict=True):
-            leaf.requires_grad_(wanted)
-        self.shared = input_leaves(self.inputs, call.dims, self.needed)
-        self.whole: dict[int, Tensor] = {}
+        self.sums = Leaves(call, tensors, needed)
         self.gradients: dict[fx.Node, list[list[Tensor | None]]] = {}
         """Of each value that crosses a BatchNorm layer: of each micro-batch, of each of its tensors."""
         self.affine = {node: self._affine(normalised) for node, normalised in call.normalisations.items()}
@@ -291,7 +272,7 @@ class Backward:
     def run(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the parameters and inputs, given those of the outputs."""
         segments = self.call.cut.segments
-        with swapped(self.call.module, self.parameters):
+        with swapped(self.call.module, self.sums.parameters):
             for number in reversed(range(len(segments))):
                 for index in range(len(self.call.slices)):
                     self._segment(number, index, grads)
@@ -299,17 +280,11 @@ class Backward:
                     self.gradients.pop(node, None)
                 if number:
                     self._through_statistics(segments[number - 1].boundary)
-        return [
-            *(None if leaf.grad is None else leaf.grad.to(leaf.dtype) for leaf in self.parameters.values()),
-            *(self.shared[k].grad if k in self.shared else self.whole.get(k) for k in range(len(self.inputs))),
-        ]
+        return self.sums.gradients()
 
     def _segment(self, number: int, index: int, grads: Sequence[Tensor | None]) -> None:
         call, segment = self.call, self.call.cut.segments[number]
-        inputs = [
-            self.shared[k] if k in self.shared else value.detach().requires_grad_(self.needed[k])
-            for k, value in enumerate(tensors_of(call.rows(self.inputs, index)))
-        ]
+        inputs = self.sums.of(call.rows(self.sums.inputs, index))
         values: dict[fx.Node, Any] = {}
         leaves_of: list[tuple[fx.Node, list[Tensor]]] = []
         with torch.enable_grad():
@@ -349,7 +324,7 @@ class Backward:
                 if tensor.grad is not None:
                     known = so_far[place]
                     so_far[place] = tensor.grad if known is None else known + tensor.grad
-        input_gradients(self.whole, self.inputs, call.dims, inputs, call.slices[index])
+        self.sums.add(inputs, call.slices[index])
 
     def _through_statistics(self, boundary: Boundary | None) -> None:
         """All gradients have reached a layer's output: pass on what goes through its mean and variance."""
@@ -362,7 +337,7 @@ class Backward:
             (subtracted,) = (rest(x) for x in kept.fetched())
             gradients[0] = -subtracted if gradients[0] is None else gradients[0].sub_(subtracted)
         for parameter, leaf in ((boundary.weight, weight), (boundary.bias, bias)):
-            own = None if parameter is None else self.parameters.get(id(parameter))
+            own = None if parameter is None else self.sums.parameters.get(id(parameter))
             if own is not None and own.requires_grad:
                 assert leaf.grad is not None
                 own.grad = leaf.grad if own.grad is None else own.grad + leaf.grad

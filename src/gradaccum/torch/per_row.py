@@ -14,6 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from gradaccum.errors import NotEquivalentError
 from gradaccum.sizes import even_sizes
 from gradaccum.torch.batch import BatchDims, concatenate, leaves
+from gradaccum.torch.random_state import RandomState, torch_generators
 from gradaccum.torch.replay import Surroundings, accelerators, swapped
 
 __all__ = ["verify_per_row"]
@@ -52,9 +53,9 @@ def verify_per_row(
             args, kwargs = micro_batch(part)
             with Surroundings(devices).replayed(), _without_dropout(module), _recorded(module) as record:
                 with swapped(module, {key: buffer.clone() for key, buffer in buffers.items()}):
-                    before = torch.get_rng_state()
+                    before = RandomState(torch_generators(devices))
                     outputs.append(module(*args, **kwargs))
-                if not torch.equal(before, torch.get_rng_state()):
+                if before.moved():
                     raise ValueError(
                         f"{type(module).__name__} draws random numbers besides those of its dropout layers, so two "
                         "chunkings can't be compared. Call eval() first."

@@ -6,13 +6,13 @@ Random numbers (PyTorch's on every device concerned, Python's, NumPy's), autocas
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from gradaccum.torch.random_state import RandomState, all_generators, kept
 
 __all__ = ["Buffers", "Surroundings", "accelerators", "stand_ins", "swapped"]
 
@@ -45,8 +45,7 @@ class Surroundings:
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         devices = list(devices)
-        numpy = ["numpy"] if "numpy" in sys.modules else []
-        self.random = _random_states(["cpu", "python", *numpy, *devices])
+        self.random = RandomState(all_generators(devices))
         types = sorted({"cpu", *(device.type for device in devices)})
         self.autocast = [
             (type_, torch.is_autocast_enabled(type_), torch.get_autocast_dtype(type_))
@@ -57,17 +56,15 @@ class Surroundings:
 
     def forget_what_nobody_drew(self) -> None:
         """After what is to be replayed has run once: keep the states of the generators that it has moved, only."""
-        now = _random_states(self.random)
-        self.random = {source: state for source, state in self.random.items() if not _same_state(state, now[source])}
+        self.random.keep(self.random.moved())
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """These surroundings inside; outside, everything as it was, as if nothing had been drawn."""
-        outside = _random_states(self.random)
         with contextlib.ExitStack() as stack:
-            if self.random:
-                stack.callback(_set_random_states, outside)
-                _set_random_states(self.random)
+            if self.random.states:
+                stack.enter_context(kept(self.random.states))
+                self.random.put_back()
             for type_, enabled, dtype in self.autocast:
                 if not enabled and not torch.is_autocast_enabled(type_):
                     continue
@@ -75,41 +72,6 @@ class Surroundings:
                     torch.autocast(type_, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache)
                 )
             yield
-
-
-def _random_states(sources: Iterable[Any]) -> dict[Any, Any]:
-    """The state of each of these generators: "cpu", "python", "numpy" or a device."""
-    states: dict[Any, Any] = {}
-    for source in sources:
-        if source == "cpu":
-            states[source] = torch.get_rng_state()
-        elif source == "python":
-            states[source] = random.getstate()
-        elif source == "numpy":
-            states[source] = sys.modules["numpy"].random.get_state()
-        else:
-            states[source] = torch.get_device_module(source).get_rng_state(source)
-    return states
-
-
-def _same_state(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one[1], tuple):  # Python's
-        return one == other
-    return bool((one[1] == other[1]).all()) and one[2:] == other[2:]  # NumPy's
-
-
-def _set_random_states(states: dict[Any, Any]) -> None:
-    for source, state in states.items():
-        if source == "cpu":
-            torch.set_rng_state(state)
-        elif source == "python":
-            random.setstate(state)
-        elif source == "numpy":
-            sys.modules["numpy"].random.set_state(state)
-        else:
-            torch.get_device_module(source).set_rng_state(state, source)
 
 
 @contextlib.contextmanager

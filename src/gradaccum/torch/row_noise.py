@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Replay", "random_state_kept", "set_random_state"]
+from gradaccum.torch import random_state
+
+__all__ = ["Replay"]
 
 
 class Replay(TorchDispatchMode):
@@ -45,7 +44,7 @@ class Replay(TorchDispatchMode):
     def start(self, taken: Tensor | None) -> None:
         """A forward pass begins: of these rows, or of the large batch (None), from the same random state each time."""
         self._taken = taken
-        set_random_state(0)
+        random_state.seed(0)
         self.rewind()
 
     def rewind(self) -> None:
@@ -212,27 +211,3 @@ _SAMPLERS: dict[str, Callable[[Tensor, dict[str, Any], _Noise], Any]] = {
         given["median"] + given["sigma"] * torch.tan(math.pi * (noise.uniform(template) - 0.5))
     ).to(template.dtype),
 }
-
-
-def set_random_state(seed: int) -> None:
-    """Seed torch's, Python's and NumPy's global generators."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
-
-
-@contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Leave torch's (all devices), Python's and NumPy's global generators as they were found."""
-    python = random.getstate()
-    numpy = sys.modules.get("numpy")
-    arrays = numpy.random.get_state() if numpy is not None else None
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            if numpy is not None:
-                numpy.random.set_state(arrays)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from gradaccum.torch.batch import has_rows, leaves, map_leaves
 from gradaccum.torch.loss import Objective
+from gradaccum.torch.transaction import as_found
 
 __all__ = ["LiveBytes", "bytes_of", "micro_batch_peak", "optimizer_bytes"]
 
@@ -160,19 +161,14 @@ def _as_found(objective: Objective) -> Iterator[None]:
     modules = _modules(objective)
     parameters = list({id(p): p for m in modules for p in m._parameters.values() if p is not None}.values())
     gradients = [p.grad for p in parameters]
-    buffers = [(m._buffers, n, b, b.clone()) for m in modules for n, b in m._buffers.items() if b is not None]
     for parameter in parameters:
         parameter.grad = None
     try:
-        with torch.random.fork_rng([objective.device] if objective.device.type == "cuda" else []):
+        with as_found(modules, objective.device):
             yield
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        with torch.no_grad():
-            for owner, name, buffer, value in buffers:
-                owner[name] = buffer
-                buffer.copy_(value)
 
 
 def batch_bytes(batch: tuple[Any, ...]) -> int:

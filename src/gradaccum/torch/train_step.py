@@ -7,10 +7,9 @@ for x, y in loader:          # 256 rows
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -128,14 +127,15 @@ class TrainStep:
             batch_dims=batch_dims,
             autocast=autocast,
         )
+        self.gauge = Gauge(self.objective.device, parse_bytes(memory_limit))
         self.update = Update(
             optimizer,
+            self.gauge,
             clip_grad_norm=checked_norm(clip_grad_norm),
             scaler=scaler,
             accumulate_dtype=checked_dtype(accumulate_dtype),
             noise=NoiseMeter() if noise_scale else None,
         )
-        self.gauge = Gauge(self.objective.device, parse_bytes(memory_limit))
         if self._whole is not None and micro_batch_size == "auto":
             micro_batch_size = EXACT_MICRO_BATCH_SIZE
         self.sizers = Sizers(micro_batch_size, self.gauge, minimum=2 if batch_norms(model) else 1)
@@ -190,8 +190,9 @@ class TrainStep:
 
         Raises:
             ValueError: The tensors of the batch disagree about its rows; the message lists every path and shape.
-            torch.OutOfMemoryError: Even one row does not fit. Parameters, state, buffers and random numbers are then
-                as they were before, as after any other error.
+            torch.OutOfMemoryError: Even one row does not fit, or the optimizer's step. Parameters, state, buffers and
+                random numbers are then as they were before, as after any other error; where the optimizer's step on a
+                large model cannot be taken back, the message says so.
         """
         try:
             return self._call(batch)
@@ -213,6 +214,17 @@ class TrainStep:
             if self.budget is not None:
                 self.left = verified_left(self.objective, batch, Tokens(self.budget, extents(batch)).pieces[-1])
             self._verify = False
+        self._transaction.open()
+        try:
+            loss = self._make_update(batch, rows)
+        except BaseException:
+            self.update.abandon()
+            self._transaction.abandon()
+            raise
+        self._transaction.close()
+        return loss
+
+    def _make_update(self, batch: tuple[Any, ...], rows: int) -> Tensor:
         loss, weighs = self._window(batch, rows)
         if not weighs:
             logger.info("Nothing in this batch of %d rows weighs anything: no update.", rows)
@@ -224,35 +236,29 @@ class TrainStep:
         return loss
 
     def _window(self, batch: tuple[Any, ...], rows: int) -> tuple[Tensor, bool]:
-        """Leave the finished gradients of a whole batch in `p.grad`; after an error, none at all.
+        """Leave the finished gradients of a whole batch in `p.grad`.
 
         Returns:
             The loss, and whether the batch weighs anything.
         """
         self.update.clear()
         self.ranks.expect(closes=False, steps=1)
-        start = self._transaction.open()
         tally = self.joint.open(self.objective, batch)
         plan = self._plan(batch, rows)
         if self.ranks.in_step:
             self.ranks.check_passes(len(list(plan)))
-        try:
-            with self._during_window():
-                if rows == 0:
-                    pass  # other ranks have some
-                elif self._all_at_once and isinstance(plan, Rows):
-                    self._run_whole(Piece(slice(0, rows)), batch, tally, plan)
-                else:
-                    for piece in plan:
-                        self._run(piece, batch, tally, plan)
-            loss, divisor, weighs = self.joint.close(tally)
-            if weighs:
-                everybody_s = round(self.ranks.add_up(rows)) if self.update.noise is not None else rows
-                self.update.finish(divisor, everybody_s, mean=tally.is_mean)
-        except BaseException:
-            self.update.clear()
-            self._transaction.restore(start)
-            raise
+        with self.batch_norm.window():
+            if rows == 0:
+                pass  # other ranks have some
+            elif self._all_at_once and isinstance(plan, Rows):
+                self._run_whole(Piece(slice(0, rows)), batch, tally, plan)
+            else:
+                for piece in plan:
+                    self._run(piece, batch, tally, plan)
+        loss, divisor, weighs = self.joint.close(tally)
+        if weighs:
+            everybody_s = round(self.ranks.add_up(rows)) if self.update.noise is not None else rows
+            self.update.finish(divisor, everybody_s, mean=tally.is_mean)
         if isinstance(plan, Rows) and rows:
             self.sizers.close(plan.sizer, rows)
         return loss, weighs
@@ -349,12 +355,6 @@ class TrainStep:
             batch = trimmed(batch, start, stop, positions=self.left == "number" and start > 0)
         rows = piece.rows if isinstance(piece.rows, slice) else torch.tensor(piece.rows)
         return self.objective.take(batch, rows)
-
-    @contextlib.contextmanager
-    def _during_window(self) -> Iterator[None]:
-        """Around all micro-batches of a window: what is done about BatchNorm, and when devices exchange gradients."""
-        with self.batch_norm.window():
-            yield
 
     def _modules(self) -> list[nn.Module]:
         loss_fn = self.objective.loss_fn

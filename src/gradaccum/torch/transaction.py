@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PutAside", "State", "Transaction"]
+from gradaccum.torch.random_state import RandomState, torch_generators
+
+__all__ = ["PutAside", "Transaction", "as_found"]
+
+
+_Place = tuple[dict[str, Tensor | None], str]
 
 
 class _Buffer(NamedTuple):
@@ -25,21 +31,37 @@ class _Buffer(NamedTuple):
         return self.owner.get(self.name) is not self.tensor or self.tensor._version != self.version or uncounted
 
 
-class State(NamedTuple):
+class _State(NamedTuple):
     """Random number generators and buffers as they were at some moment."""
 
-    host: Tensor
-    device: Tensor | None
+    random: RandomState
     buffers: list[_Buffer]
+
+    def put_back(self) -> None:
+        self.random.put_back()
+        with torch.no_grad():
+            for buffer in self.buffers:
+                if buffer.copy is not None and buffer.moved:
+                    buffer.owner[buffer.name] = buffer.tensor
+                    buffer.tensor.copy_(buffer.copy)
+
+    def learn(self, still: set[tuple[int, str]]) -> None:
+        """Put into `still` which buffers have not moved since."""
+        for buffer in self.buffers:
+            place = id(buffer.owner), buffer.name
+            if buffer.moved:
+                still.discard(place)
+            else:
+                still.add(place)
 
 
 class Transaction:
-    """The random numbers, the buffers and the gradients that a micro-batch moves.
+    """The random numbers, the buffers and the gradients that a micro-batch moves, in the update that it is part of.
 
-    Buffers that move, such as the statistics of a BatchNorm, are copied before each micro-batch; those that have been
-    seen to stand still are not, however large they are. As to gradients: autograd runs each parameter's accumulation
-    once per backward pass, and raises the version of `p.grad`; so a changed version means that all of this
-    micro-batch's gradient has arrived there.
+    Buffers that move, such as the statistics of a BatchNorm, are copied before each micro-batch, and before the update;
+    those that have been seen to stand still there are not, however large they are. As to gradients: autograd runs each
+    parameter's accumulation once per backward pass, and raises the version of `p.grad`; so a changed version means that
+    all of this micro-batch's gradient has arrived there.
 
     Args:
         modules: Whose buffers to watch: the model, and a loss that has buffers of its own.
@@ -52,48 +74,53 @@ class Transaction:
     ) -> None:
         self._modules = list(modules)
         self._find_parameters = parameters
-        self._device = device
-        self._still: set[tuple[int, str]] = set()
+        self._generators = torch_generators([device])
+        self._still_in_micro_batches: set[tuple[int, str]] = set()
+        self._still_in_updates: set[tuple[int, str]] = set()
         self._mode: list[bool] = []
-        self._places: list[tuple[dict[str, Tensor | None], str]] = []
+        self._places: list[_Place] = []
         self._parameters: list[Tensor] = []
         self._gradients: list[Tensor | None] = []
         self._versions: list[int] = []
-        self.state: State | None = None
+        self._update: _State | None = None
+        self._micro_batch: _State | None = None
 
-    def open(self) -> State:
-        """A window begins: look which parameters and buffers there are. Returns what `restore` takes."""
+    def open(self) -> None:
+        """An update begins: look which parameters and buffers there are, and remember how everything is."""
         modules = [module for root in self._modules for module in root.modules()]
         mode = [module.training for module in modules]
         if mode != self._mode:  # other buffers may move from now on
-            self._mode, self._still = mode, set()
+            self._mode, self._still_in_micro_batches, self._still_in_updates = mode, set(), set()
         self._places = [(module._buffers, name) for module in modules for name in module._buffers]
         self._parameters = self._find_parameters()
-        return self.begin()
+        self._update = self._state(self._still_in_updates)
 
-    def begin(self) -> State:
-        """Remember how everything is, before a micro-batch. Returns what `restore` takes."""
-        buffers = []
-        for owner, name in self._places:
-            tensor = owner.get(name)
-            if tensor is not None:
-                copy = None if (id(owner), name) in self._still else tensor.clone()
-                buffers.append(_Buffer(owner, name, tensor, tensor._version, copy))
-        device = _generator(self._device).get_rng_state(self._device) if self._device.type != "cpu" else None
-        self.state = State(torch.get_rng_state(), device, buffers)
+    def close(self) -> None:
+        """The update has been made. Learns which buffers stood still."""
+        assert self._update is not None
+        self._update.learn(self._still_in_updates)
+        self._update = None
+
+    def abandon(self) -> None:
+        """No update: random numbers and buffers as they were when it began."""
+        assert self._update is not None
+        self._update.put_back()
+
+    def begin(self) -> None:
+        """A micro-batch begins: remember how everything is."""
+        self._micro_batch = self._state(self._still_in_micro_batches)
         self._gradients = [p.grad for p in self._parameters]
         self._versions = [-1 if gradient is None else gradient._version for gradient in self._gradients]
-        return self.state
 
     def commit(self) -> None:
         """The micro-batch is in. Learns which buffers stood still."""
-        assert self.state is not None
-        for buffer in self.state.buffers:
-            place = id(buffer.owner), buffer.name
-            if buffer.moved:
-                self._still.discard(place)
-            else:
-                self._still.add(place)
+        assert self._micro_batch is not None
+        self._micro_batch.learn(self._still_in_micro_batches)
+
+    def restore(self) -> None:
+        """The micro-batch failed: random numbers and buffers as they were when it began."""
+        assert self._micro_batch is not None
+        self._micro_batch.put_back()
 
     def arrived(self) -> list[Tensor]:
         """The parameters in whose gradient this micro-batch's is in already."""
@@ -104,18 +131,36 @@ class Transaction:
             if parameter.grad is not gradient or (gradient is not None and gradient._version != version)
         ]
 
-    def restore(self, state: State | None = None) -> None:
-        """Random numbers and buffers as they were at `state`; None: at the last `begin`."""
-        state = self.state if state is None else state
-        assert state is not None
-        torch.set_rng_state(state.host)
-        if state.device is not None:
-            _generator(self._device).set_rng_state(state.device, self._device)
-        with torch.no_grad():
-            for buffer in state.buffers:
-                if buffer.copy is not None and buffer.moved:
-                    buffer.owner[buffer.name] = buffer.tensor
-                    buffer.tensor.copy_(buffer.copy)
+    def _state(self, still: set[tuple[int, str]]) -> _State:
+        return _state(self._places, self._generators, still)
+
+
+def _state(places: Iterable[_Place], generators: list[Any], still: Collection[tuple[int, str]] = ()) -> _State:
+    buffers = []
+    for owner, name in places:
+        tensor = owner.get(name)
+        if tensor is not None:
+            copy = None if (id(owner), name) in still else tensor.clone()
+            buffers.append(_Buffer(owner, name, tensor, tensor._version, copy))
+    return _State(RandomState(generators), buffers)
+
+
+@contextlib.contextmanager
+def as_found(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """Leave the buffers of these modules, and PyTorch's random numbers on a device, as they are.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(2)
+        >>> with as_found(norm.modules(), torch.device("cpu")):
+        ...     y = norm(torch.randn(3, 2))
+        >>> norm.running_mean, norm.num_batches_tracked
+        (tensor([0., 0.]), tensor(0))
+    """
+    state = _state([(m._buffers, name) for m in modules for name in m._buffers], torch_generators([device]))
+    try:
+        yield
+    finally:
+        state.put_back()
 
 
 class PutAside:
@@ -142,7 +187,3 @@ class PutAside:
 
 def _drop(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-def _generator(device: torch.device) -> Any:
-    return torch.get_device_module(device)

@@ -23,8 +23,8 @@ from gradaccum.torch.replay import Buffers, Surroundings, accelerators, stand_in
 __all__ = [
     "Call",
     "Inputs",
-    "input_gradients",
-    "input_leaves",
+    "Leaves",
+    "handed_out",
     "tensors_of",
     "with_gradients",
     "with_tensors",
@@ -191,14 +191,7 @@ class TwoPasses(torch.autograd.Function):
             # Reentrant checkpoints inside would say so of this pass, which is without gradients on purpose.
             warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
             outputs = concatenate([call.first_pass(inputs, index) for index in indices], call.out_dims)
-        # Autocast keeps half-precision copies of parameters for reuse. In some releases a copy made here, without
-        # a graph, would hide its parameter from the loss.
-        if torch.is_autocast_cache_enabled():
-            torch.clear_autocast_cache()
-        call.output_skeleton = without_tensors(outputs)
-        flat = tuple(tensors_of(outputs))
-        ctx.mark_non_differentiable(*(t for t in flat if not (t.is_floating_point() or t.is_complex())))
-        return flat
+        return handed_out(ctx, call, outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -208,6 +201,66 @@ class TwoPasses(torch.autograd.Function):
             return (None,) * (2 + len(tensors))
         gradients = _differentiable if torch.is_grad_enabled() else _summed
         return (None, None, *gradients(call, ctx.indices, tensors, needed, grads))
+
+
+def handed_out(ctx: Any, call: Call, outputs: Any) -> tuple[Tensor, ...]:
+    """The tensors in a first pass' outputs, as an autograd function returns them."""
+    # Autocast keeps half-precision copies of parameters for reuse. In some releases a copy made here, without
+    # a graph, would hide its parameter from the loss.
+    if torch.is_autocast_cache_enabled():
+        torch.clear_autocast_cache()
+    call.output_skeleton = without_tensors(outputs)
+    flat = tuple(tensors_of(outputs))
+    ctx.mark_non_differentiable(*(t for t in flat if not (t.is_floating_point() or t.is_complex())))
+    return flat
+
+
+class Leaves:
+    """What a second pass sums gradients in: stand-ins for the parameters, and for the inputs, put together of rows.
+
+    Args:
+        call: Whose second pass.
+        tensors: The parameters, then the tensors in the inputs.
+        needed: Of each of them whether its gradient is.
+    """
+
+    def __init__(self, call: Call, tensors: Sequence[Tensor], needed: Sequence[bool]) -> None:
+        count = len(call.parameter_ids)
+        self.inputs, self._needed, self._dims = tensors[count:], needed[count:], call.dims
+        self.parameters = dict(zip(call.parameter_ids, stand_ins(tensors[:count]).values(), strict=True))
+        for leaf, is_needed in zip(self.parameters.values(), needed[:count], strict=True):
+            leaf.requires_grad_(is_needed)
+        self._shared = {
+            place: tensor.detach().requires_grad_()
+            for place, (tensor, dim, is_needed) in enumerate(zip(self.inputs, self._dims, self._needed, strict=True))
+            if is_needed and dim is None
+        }
+        self._whole: dict[int, Tensor] = {}
+
+    def of(self, rows: Inputs) -> list[Tensor]:
+        """The tensors in a micro-batch's inputs, as leaves."""
+        return [
+            self._shared[place] if place in self._shared else value.detach().requires_grad_(self._needed[place])
+            for place, value in enumerate(tensors_of(rows))
+        ]
+
+    def add(self, values: Sequence[Tensor], rows: slice) -> None:
+        """Backward has reached these leaves of a micro-batch: add their gradients to those of all rows."""
+        for place, (tensor, dim, value) in enumerate(zip(self.inputs, self._dims, values, strict=True)):
+            if dim is not None and value.grad is not None:
+                if place not in self._whole:
+                    self._whole[place] = torch.zeros_like(tensor)
+                self._whole[place].narrow(dim, rows.start, rows.stop - rows.start).add_(value.grad)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Those of the parameters, then those of the inputs."""
+        return [
+            *(None if leaf.grad is None else leaf.grad.to(leaf.dtype) for leaf in self.parameters.values()),
+            *(
+                self._shared[place].grad if place in self._shared else self._whole.get(place)
+                for place in range(len(self.inputs))
+            ),
+        ]
 
 
 def with_gradients(
@@ -232,56 +285,19 @@ def _summed(
     grads: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """Gradients of parameters and inputs: each micro-batch's graph is built and used up before the next one's."""
-    count = len(call.parameter_ids)
-    parameters, inputs = tensors[:count], tensors[count:]
-    made = stand_ins(parameters)
-    leaf_of = dict(zip(call.parameter_ids, made.values(), strict=True))
-    for leaf, is_needed in zip(leaf_of.values(), needed[:count], strict=True):
-        leaf.requires_grad_(is_needed)
-    wanted = needed[count:]
-    shared, whole = input_leaves(inputs, call.dims, wanted), dict[int, Tensor]()
-    with swapped(call.module, leaf_of):
+    sums = Leaves(call, tensors, needed)
+    with swapped(call.module, sums.parameters):
         for index in indices:
-            rows = call.rows(inputs, index)
-            values = [
-                shared[place] if place in shared else value.detach().requires_grad_(wanted[place])
-                for place, value in enumerate(tensors_of(rows))
-            ]
+            rows = call.rows(sums.inputs, index)
+            values = sums.of(rows)
             with torch.enable_grad():
                 outputs = call.second_pass(with_tensors(rows, values), index)
                 reached, given = with_gradients(call, outputs, grads, call.slices[index])
             if reached:
                 torch.autograd.backward(reached, given)
-            input_gradients(whole, inputs, call.dims, values, call.slices[index])
+            sums.add(values, call.slices[index])
             del outputs, reached, given, values
-    return [
-        *(None if leaf.grad is None else leaf.grad.to(leaf.dtype) for leaf in leaf_of.values()),
-        *(shared[place].grad if place in shared else whole.get(place) for place in range(len(inputs))),
-    ]
-
-
-def input_leaves(inputs: Sequence[Tensor], dims: Sequence[int | None], wanted: Sequence[bool]) -> dict[int, Tensor]:
-    """Of each input that all micro-batches share and whose gradient is wanted: a leaf to sum it in."""
-    return {
-        place: tensor.detach().requires_grad_()
-        for place, (tensor, dim, is_wanted) in enumerate(zip(inputs, dims, wanted, strict=True))
-        if is_wanted and dim is None
-    }
-
-
-def input_gradients(
-    whole: dict[int, Tensor],
-    inputs: Sequence[Tensor],
-    dims: Sequence[int | None],
-    values: Sequence[Tensor],
-    rows: slice,
-) -> None:
-    """Add the gradients of a micro-batch's rows, where there are any, to those of all rows."""
-    for place, (tensor, dim, value) in enumerate(zip(inputs, dims, values, strict=True)):
-        if dim is not None and value.grad is not None:
-            if place not in whole:
-                whole[place] = torch.zeros_like(tensor)
-            whole[place].narrow(dim, rows.start, rows.stop - rows.start).add_(value.grad)
+    return sums.gradients()
 
 
 def _differentiable(

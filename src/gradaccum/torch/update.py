@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,10 +11,16 @@ import torch
 from torch import Tensor
 
 from gradaccum.torch.gradients import GradientSum, clip_norm_, scale_
-from gradaccum.torch.memory import is_out_of_memory
+from gradaccum.torch.memory import Gauge, is_out_of_memory
 from gradaccum.torch.noise import NoiseMeter
+from gradaccum.torch.undo import Undo
 
 __all__ = ["Update"]
+
+logger = logging.getLogger("gradaccum")
+
+_AS_THEY_WERE = "Parameters and optimizer state are as they were."
+_UNKNOWN = "Parameters and optimizer state may have been changed by then: go on from a checkpoint."
 
 
 class Update:
@@ -21,6 +28,7 @@ class Update:
 
     Args:
         optimizers: One `torch.optim.Optimizer`, or several.
+        gauge: Tells how much memory is free.
         clip_grad_norm: Largest 2-norm of the finished gradient over all of them, or None.
         scaler: A `torch.amp.GradScaler`, or None.
         accumulate_dtype: What narrower parameters' gradients are summed in, or None.
@@ -34,6 +42,7 @@ class Update:
     def __init__(
         self,
         optimizers: Any,
+        gauge: Gauge,
         *,
         clip_grad_norm: float | None = None,
         scaler: Any = None,
@@ -52,7 +61,9 @@ class Update:
         self.clip_grad_norm = clip_grad_norm
         self.sums = GradientSum(self.parameters, accumulate_dtype)
         self.grad_norm: Tensor | None = None
-        self._first = True
+        # The closures of LBFGS run whole windows, beside which copies cost nothing.
+        self._undo = Undo(self.optimizers, gauge, always=bool(self.closures))
+        self._scaler_involved = False
 
     def parameters(self) -> list[Tensor]:
         """Every optimizer's parameters, each once."""
@@ -64,6 +75,13 @@ class Update:
         self.sums.clear()
         if self.noise is not None:
             self.noise.restart()
+
+    def abandon(self) -> None:
+        """After an error: no gradients, and a scaler that has not heard of them."""
+        self.clear()
+        if self.scaler is not None and self._scaler_involved:  # it keeps account of what it has unscaled and stepped
+            self.scaler.update(self.scaler.get_scale())
+            self._scaler_involved = False
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss as the scaler wants it for the backward pass."""
@@ -94,6 +112,7 @@ class Update:
             self.noise.window(self.sums.gradients(), rows, self._scale() * (1.0 if mean else float(rows)))
         if self.clip_grad_norm is not None:
             if self.scaler is not None:
+                self._scaler_involved = True
                 for optimizer in self.optimizers:
                     self.scaler.unscale_(optimizer)
             self.grad_norm = clip_norm_(self.sums.gradients(), self.clip_grad_norm)
@@ -106,79 +125,58 @@ class Update:
             window: Computes the finished gradients anew and returns the loss, for optimizers that evaluate closures.
 
         Raises:
-            torch.OutOfMemoryError: An optimizer ran out of memory; parameters and its state are as they were, or the
-                message says that they aren't.
+            torch.OutOfMemoryError: An optimizer ran out of memory; the message says whether parameters and optimizer
+                state are as they were.
         """
         stepped: list[Any] = []
-        for optimizer in self.optimizers:
-            if optimizer in self.closures:
-                optimizer.step(window)  # type: ignore[arg-type]  # a closure may return a tensor
-                stepped.append(optimizer)
-                continue
-            before = _Before(optimizer, self._first)
+        told: list[BaseException] = []
+
+        def evaluated() -> Tensor:
             try:
-                if self.scaler is None:
-                    optimizer.step()
-                    stepped.append(optimizer)
-                else:
-                    # The scaler leaves the step out after an overflow; a hook is the public way to know.
-                    hook = optimizer.register_step_post_hook(lambda o, *_: stepped.append(o))
-                    try:
-                        self.scaler.step(optimizer)
-                    finally:
-                        hook.remove()
+                return window()
             except BaseException as error:
-                restored = before.restore()
-                if not is_out_of_memory(error):
+                told.append(error)
+                raise
+
+        self._undo.remember()
+        for optimizer in self.optimizers:
+            try:
+                self._step(optimizer, evaluated, stepped)
+            except BaseException as error:
+                restored = self._undo.restore()
+                self._undo.always |= is_out_of_memory(error)
+                said = _AS_THEY_WERE if restored else _UNKNOWN
+                if not is_out_of_memory(error) or error in told:
+                    if not restored:
+                        logger.warning("%s.step() raised %s. %s", type(optimizer).__name__, type(error).__name__, said)
                     raise
                 raise torch.OutOfMemoryError(
                     f"Out of memory in {type(optimizer).__name__}.step(), which smaller micro-batches cannot help: "
-                    f"{error}\n{restored} Use an optimizer with less state, or torch.optim's foreach=False."
+                    f"{error}\n{said} Use an optimizer with less state, or torch.optim's foreach=False."
                 ) from error
+        if stepped:
+            self._undo.forget()
         if self.scaler is not None:
             self.scaler.update()
-        self._first = False
+            self._scaler_involved = False
         return bool(stepped)
 
-
-class _Before:
-    """What an optimizer's step may change, and how to undo it.
-
-    A copy of everything before every update would cost what accumulation is there to save. Optimizers run out of memory
-    when they make their state, at the first update: there the copy is taken, on the host. Later on, the tensors'
-    versions tell at least whether anything has changed.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, copy: bool) -> None:
-        self.optimizer = optimizer
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.state: dict[Any, Any] = {p: dict(s) if isinstance(s, dict) else s for p, s in optimizer.state.items()}
-        moving = [*parameters, *(t for s in self.state.values() if isinstance(s, dict) for t in _tensors(s))]
-        self.versions = [(tensor, tensor._version) for tensor in moving]
-        self.copies = [t.detach().to("cpu", copy=True) for t in moving] if copy else None
-
-    @torch.no_grad()
-    def restore(self) -> str:
-        """Undo what can be undone. Returns a sentence about it."""
-        moved = 0
-        for index, (tensor, version) in enumerate(self.versions):
-            if tensor._version != version:
-                if self.copies is not None:
-                    tensor.copy_(self.copies[index])
-                else:
-                    moved += 1
-        self.optimizer.state.clear()
-        self.optimizer.state.update(self.state)
-        if moved:
-            return (
-                f"{moved} of {len(self.versions)} parameters and states had been updated by then: "
-                "go on from a checkpoint."
-            )
-        return "Parameters and optimizer state are as they were."
-
-
-def _tensors(state: dict[Any, Any]) -> list[Tensor]:
-    return [value for value in state.values() if isinstance(value, Tensor)]
+    def _step(self, optimizer: torch.optim.Optimizer, window: Callable[[], Tensor], stepped: list[Any]) -> None:
+        """One optimizer's step; notes it in `stepped`, unless an overflow has left it out."""
+        if optimizer in self.closures:
+            optimizer.step(window)  # type: ignore[arg-type]  # a closure may return a tensor
+        elif self.scaler is None:
+            optimizer.step()
+        else:
+            self._scaler_involved = True
+            # The scaler leaves the step out after an overflow; a hook is the public way to know.
+            hook = optimizer.register_step_post_hook(lambda o, *_: stepped.append(o))
+            try:
+                self.scaler.step(optimizer)
+            finally:
+                hook.remove()
+            return
+        stepped.append(optimizer)
 
 
 def _checked_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:

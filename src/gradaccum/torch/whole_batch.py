@@ -10,7 +10,7 @@ from torch import nn
 
 from gradaccum.torch.batch import BatchDims
 from gradaccum.torch.batch_norm import batch_norms
-from gradaccum.torch.chunked import Chunked
+from gradaccum.torch.chunked import chunked
 
 __all__ = ["WholeBatch"]
 
@@ -31,7 +31,7 @@ class WholeBatch:
     def __init__(self, model: nn.Module, batch_dims: BatchDims, takes_inputs: bool, *, offload: bool = False) -> None:
         self.outer = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
         self.inner = model if self.outer is None else self.outer.get_submodule("module")
-        self.chunks = Chunked(
+        self.chunks = chunked(
             self.inner,
             EXACT_MICRO_BATCH_SIZE,
             batch_dims=_of_the_model(batch_dims, takes_inputs),

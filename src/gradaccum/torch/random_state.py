@@ -1,0 +1,113 @@
+"""Random number generators, and what it takes to have them draw the same numbers again.
+
+A generator is named "cpu" (PyTorch's there), "python", "numpy", or by the `torch.device` of an accelerator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["RandomState", "all_generators", "every_device", "kept", "seed", "torch_generators"]
+
+
+def torch_generators(devices: Iterable[torch.device] = ()) -> list[Any]:
+    """PyTorch's generators, on the CPU and on these devices."""
+    return ["cpu", *(device for device in devices if device.type not in ("cpu", "meta"))]
+
+
+def all_generators(devices: Iterable[torch.device] = ()) -> list[Any]:
+    """PyTorch's, Python's, and NumPy's where it is loaded."""
+    return [*torch_generators(devices), "python", *(["numpy"] if "numpy" in sys.modules else [])]
+
+
+def every_device() -> list[torch.device]:
+    """The CUDA devices of this process, if it uses any."""
+    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
+
+
+class RandomState:
+    """The states of some generators at this moment.
+
+    Example:
+        >>> here = RandomState(all_generators())
+        >>> drawn = torch.rand(3)
+        >>> here.moved()
+        ['cpu']
+        >>> here.put_back()
+        >>> torch.equal(drawn, torch.rand(3))
+        True
+    """
+
+    def __init__(self, generators: Iterable[Any]) -> None:
+        self.states = {generator: _state(generator) for generator in generators}
+
+    def put_back(self) -> None:
+        """Have the generators draw what they drew from here on."""
+        for generator, state in self.states.items():
+            if generator == "cpu":
+                torch.set_rng_state(state)
+            elif generator == "python":
+                random.setstate(state)
+            elif generator == "numpy":
+                sys.modules["numpy"].random.set_state(state)
+            else:
+                torch.get_device_module(generator).set_rng_state(state, generator)
+
+    def keep(self, generators: Iterable[Any]) -> None:
+        """Forget all others."""
+        self.states = {generator: self.states[generator] for generator in generators}
+
+    def moved(self) -> list[Any]:
+        """The generators that have drawn something since."""
+        return [generator for generator, state in self.states.items() if not _same(state, _state(generator))]
+
+
+def _state(generator: Any) -> Any:
+    if generator == "cpu":
+        return torch.get_rng_state()
+    if generator == "python":
+        return random.getstate()
+    if generator == "numpy":
+        return sys.modules["numpy"].random.get_state()
+    return torch.get_device_module(generator).get_rng_state(generator)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one[1], tuple):  # Python's
+        return bool(one == other)
+    return bool((one[1] == other[1]).all()) and one[2:] == other[2:]  # NumPy's
+
+
+@contextlib.contextmanager
+def kept(generators: Iterable[Any]) -> Iterator[None]:
+    """Leave these generators as they were found.
+
+    Example:
+        >>> before = torch.get_rng_state()
+        >>> with kept(torch_generators()):
+        ...     drawn = torch.rand(3)
+        >>> torch.equal(before, torch.get_rng_state())
+        True
+    """
+    state = RandomState(generators)
+    try:
+        yield
+    finally:
+        state.put_back()
+
+
+def seed(number: int) -> None:
+    """Seed PyTorch's (on all devices), Python's and NumPy's global generators."""
+    torch.manual_seed(number)
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number)
