@@ -304,6 +304,9 @@ def summed_over_ranks(layer: nn.Module | None, *tensors: Tensor) -> list[Tensor]
     return list(joined.split([len(tensor) for tensor in tensors]))
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 class BatchNormPolicy:
     """One of the five words, applied to a module.
 
@@ -349,7 +352,7 @@ class BatchNormPolicy:
         self.micro_batches += 1
         if self.choice == "warn" and self.micro_batches == 2 and not self.warned:  # one alone is the large batch
             self.warned = warn_of_batch_norm(self.module, self.remedy)
-        return contextlib.nullcontext() if self.statistics is None else self.statistics.micro_batch()
+        return _NOTHING if self.statistics is None else self.statistics.micro_batch()
 
     def commit(self) -> None:
         """The last micro-batch is in."""

@@ -138,7 +138,7 @@ class ExactCall(Call):
                 versions = [[tensor._version for tensor in kept.tensors] for _, kept in loaded]
                 with buffers.lent(rows.stop - rows.start):
                     self.cut.run(segment, values)
-                self.surroundings[number, index].forget_what_nobody_drew()
+                self.surroundings[number, index].leave()
                 for (node, kept), before in zip(loaded, versions, strict=True):
                     if [tensor._version for tensor in kept.tensors] != before:
                         raise ValueError(

@@ -161,11 +161,13 @@ class Objective:
         Raises:
             TypeError, ValueError: The loss is not one number that depends on the model.
         """
-        if self.autocast is None:
-            result = self._result(batch, summed)
-        else:
+        if self.autocast is not None:
             with torch.autocast(self.device.type, self.autocast):
                 result = self._result(batch, summed)
+        elif self.compute_loss is not None:
+            result = self.compute_loss(self.model, *batch)
+        else:
+            result = self._result(batch, summed)
         if type(result) is Tensor and result.dim() == 0:
             return result, None
         weight = None
@@ -353,7 +355,10 @@ class Tally:
     def add(self, part: Part) -> None:
         """The gradient of this part is in."""
         if part.loss is not None:
-            self._losses.setdefault(_key(part.factor), (part.factor, []))[1].append(part.loss.detach())
+            key = _key(part.factor)
+            if key not in self._losses:
+                self._losses[key] = part.factor, []
+            self._losses[key][1].append(part.loss.detach())
         if part.weight is not None:
             if self.objective.reduction == "mean" and self._unit is None and not _is_zero(part.weight):
                 self._unit = _unit(part.weight)

@@ -60,13 +60,16 @@ class RandomState:
             else:
                 torch.get_device_module(generator).set_rng_state(state, generator)
 
-    def keep(self, generators: Iterable[Any]) -> None:
-        """Forget all others."""
-        self.states = {generator: self.states[generator] for generator in generators}
+    def only(self, generators: Iterable[Any]) -> RandomState:
+        """The states of these generators at that moment."""
+        new = RandomState(())
+        new.states = {generator: self.states[generator] for generator in generators}
+        return new
 
-    def moved(self) -> list[Any]:
+    def moved(self, now: RandomState | None = None) -> list[Any]:
         """The generators that have drawn something since."""
-        return [generator for generator, state in self.states.items() if not _same(state, _state(generator))]
+        now = RandomState(self.states) if now is None else now
+        return [generator for generator, state in self.states.items() if not _same(state, now.states[generator])]
 
 
 def _state(generator: Any) -> Any:

@@ -6,6 +6,7 @@ Random numbers (PyTorch's on every device concerned, Python's, NumPy's), autocas
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -54,9 +55,16 @@ class Surroundings:
         ]
         self.autocast_cache = torch.is_autocast_cache_enabled()
 
-    def forget_what_nobody_drew(self) -> None:
-        """After what is to be replayed has run once: keep the states of the generators that it has moved, only."""
-        self.random.keep(self.random.moved())
+    def leave(self) -> Surroundings:
+        """What is to be replayed has run once: keep the states of the generators that it has moved, only.
+
+        Returns:
+            The surroundings of whatever runs next.
+        """
+        following = copy.copy(self)
+        following.random = RandomState(self.random.states)
+        self.random = self.random.only(self.random.moved(following.random))
+        return following
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:

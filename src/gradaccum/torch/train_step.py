@@ -331,7 +331,7 @@ class TrainStep:
         if measuring:
             live = self.gauge.live()
         if part.loss is not None:
-            tally.backward(part, self.update.scale(part.loss))
+            tally.backward(part, part.loss if self.update.scaler is None else self.update.scale(part.loss))
         tally.add(part)
         if noise is not None and part.loss is not None:
             self.update.measure(tally.multiple(part, piece.size), piece.size)

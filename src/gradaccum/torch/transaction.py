@@ -109,13 +109,14 @@ class Transaction:
     def begin(self) -> None:
         """A micro-batch begins: remember how everything is."""
         self._micro_batch = self._state(self._still_in_micro_batches)
-        self._gradients = [p.grad for p in self._parameters]
-        self._versions = [-1 if gradient is None else gradient._version for gradient in self._gradients]
+        self._gradients = gradients = [p.grad for p in self._parameters]
+        self._versions = [-1 if g is None else g._version for g in gradients]
 
     def commit(self) -> None:
         """The micro-batch is in. Learns which buffers stood still."""
         assert self._micro_batch is not None
-        self._micro_batch.learn(self._still_in_micro_batches)
+        if self._micro_batch.buffers:
+            self._micro_batch.learn(self._still_in_micro_batches)
 
     def restore(self) -> None:
         """The micro-batch failed: random numbers and buffers as they were when it began."""

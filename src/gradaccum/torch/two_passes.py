@@ -52,6 +52,10 @@ def without_tensors(tree: Any) -> Any:
 
 
 def with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(tree, Tensor):
+        return tensors[0]
+    if type(tree) is Inputs and not tree.kwargs and all([type(leaf) is Tensor for leaf in tree.args]):
+        return Inputs(tuple(tensors), {})  # the most frequent call, without the walk
     remaining = iter(tensors)
     return map_leaves(lambda leaf: next(remaining) if isinstance(leaf, Tensor) else leaf, tree)
 
@@ -88,6 +92,7 @@ class Call:
         self.slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self.devices = accelerators([*(leaf for _, leaf, _ in described), *module.parameters()])
         self.surroundings: dict[Any, Surroundings] = {}
+        self._here: Surroundings | None = None
         self.parameter_ids: list[int] = []
         self.output_skeleton: Any = None
 
@@ -118,10 +123,10 @@ class Call:
         """The outputs of one micro-batch; graph and activations are kept as the grad mode says."""
         inputs = self.rows(tensors, index)
         versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
-        self.surroundings[index] = Surroundings(self.devices)
+        here = self.surroundings[index] = self._here or Surroundings(self.devices)
         with self.policy.micro_batch(), self.buffers.lent(self.slices[index].stop - self.slices[index].start):
             outputs = self.module(*inputs.args, **inputs.kwargs)
-        self.surroundings[index].forget_what_nobody_drew()
+        self._here = here.leave()
         self.policy.commit()
         for path, tensor, version in zip(self.paths, tensors, versions, strict=True):
             if version is not None and tensor._version != version:
@@ -157,7 +162,7 @@ class Call:
             if isinstance(layer, _BatchNorm) and layer.training
             for buffer in layer.buffers(recurse=False)
         }
-        self.buffers = Buffers(self.module, owned)
+        self.buffers, self._here = Buffers(self.module, owned), None
         yield
         self.buffers.move()
 
