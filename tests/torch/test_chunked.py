@@ -228,6 +228,13 @@ class Noisy(nn.Module):
         return self.dropout(self.linear(x) * factor) + torch.randn(6)
 
 
+class Fickle(Noisy):
+    """Draws from Python's and NumPy's generators for some rows only."""
+
+    def forward(self, x):
+        return super().forward(x) if x[0, 0] > 0 else self.dropout(self.linear(x))
+
+
 def seeded(seed=3):
     torch.manual_seed(seed)
     random.seed(seed)
@@ -235,8 +242,10 @@ def seeded(seed=3):
 
 
 @pytest.mark.parametrize("keep", [0, 2])
-def test_dropout_is_replayed_and_the_recomputation_draws_nothing(keep):
-    module, x = Noisy(), torch.randn(ROWS, 5)
+@pytest.mark.parametrize(("kind", "drawing"), [(Noisy, range(6)), (Fickle, [0, 3]), (Fickle, [2, 3]), (Fickle, [])])
+def test_dropout_is_replayed_and_the_recomputation_draws_nothing(kind, drawing, keep):
+    module, x = kind(), torch.randn(ROWS, 5)
+    x[::4, 0] = torch.tensor([1.0 if index in drawing else -1.0 for index in range(6)])
     small = chunked(copy.deepcopy(module), 4, keep=keep)
     seeded()
     outputs = torch.cat([module(rows) for rows in torch.split(x, [4, 4, 4, 4, 4, 3])])

@@ -129,8 +129,8 @@ class ExactCall(Call):
             made: dict[fx.Node, list[Kept]] = {node: [] for node in segment.stores}
             source = None if segment.boundary is None else segment.boundary.source
             pool = self._pooled_before(source)
+            here = Surroundings(self.devices)
             for index, rows in enumerate(self.slices):
-                self.surroundings[number, index] = Surroundings(self.devices)
                 values = self._values(segment, tensors, index)
                 loaded = [
                     (node, kept) for node in segment.loads if node in self.kept for kept in [self.kept[node][index]]
@@ -138,7 +138,7 @@ class ExactCall(Call):
                 versions = [[tensor._version for tensor in kept.tensors] for _, kept in loaded]
                 with buffers.lent(rows.stop - rows.start):
                     self.cut.run(segment, values)
-                self.surroundings[number, index].leave()
+                self.surroundings[number, index], here = here, here.leave()
                 for (node, kept), before in zip(loaded, versions, strict=True):
                     if [tensor._version for tensor in kept.tensors] != before:
                         raise ValueError(

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.torch.batch import BatchDims, concatenate, has_rows, leaves, map_leaves, take, with_dims
 from gradaccum.torch.batch_norm import BatchNormPolicy
+from gradaccum.torch.random_state import RandomState, kept
 from gradaccum.torch.replay import Buffers, Surroundings, accelerators, stand_ins, swapped
 
 __all__ = [
@@ -93,6 +94,7 @@ class Call:
         self.devices = accelerators([*(leaf for _, leaf, _ in described), *module.parameters()])
         self.surroundings: dict[Any, Surroundings] = {}
         self._here: Surroundings | None = None
+        """Those of the next micro-batch, while they are to be remembered."""
         self.parameter_ids: list[int] = []
         self.output_skeleton: Any = None
 
@@ -116,17 +118,38 @@ class Call:
     def in_two_passes(self, indices: Sequence[int], parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
         """The outputs of these micro-batches, whose activations backward computes anew."""
         self.parameter_ids = [id(parameter) for parameter in parameters]
+        self._here = Surroundings(self.devices)
+        before = self._here.random
         flat = TwoPasses.apply(self, tuple(indices), *parameters, *tensors)
+        unwatched = before.only(set(before.states) - set(self._here.random.states))
+        self._here = None
+        if unwatched.moved():
+            self._watch_all(indices, tensors, before)
         return with_tensors(self.output_skeleton, flat)
+
+    def _watch_all(self, indices: Sequence[int], tensors: Sequence[Tensor], before: RandomState) -> None:
+        """A later micro-batch has drawn from a generator that the first one left alone: run them again to see which."""
+        with kept(before.states), torch.no_grad(), self.policy.recomputation():
+            before.put_back()
+            here = Surroundings(self.devices)
+            for index in indices:
+                inputs = self.rows(tensors, index)
+                with self.buffers.lent():
+                    self.module(*inputs.args, **inputs.kwargs)
+                self.surroundings[index], here = here, here.leave()
 
     def first_pass(self, tensors: Sequence[Tensor], index: int) -> Any:
         """The outputs of one micro-batch; graph and activations are kept as the grad mode says."""
         inputs = self.rows(tensors, index)
         versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
-        here = self.surroundings[index] = self._here or Surroundings(self.devices)
         with self.policy.micro_batch(), self.buffers.lent(self.slices[index].stop - self.slices[index].start):
             outputs = self.module(*inputs.args, **inputs.kwargs)
-        self._here = here.leave()
+        if self._here is not None:
+            self.surroundings[index], self._here = self._here, self._here.leave()
+            if index == 0:  # it takes long to look at these: from here on only if they are used
+                drawn = self.surroundings[0].random.states
+                unused = {"python", "numpy"} - set(drawn)
+                self._here.random = self._here.random.only(set(self._here.random.states) - unused)
         self.policy.commit()
         for path, tensor, version in zip(self.paths, tensors, versions, strict=True):
             if version is not None and tensor._version != version:
@@ -162,7 +185,7 @@ class Call:
             if isinstance(layer, _BatchNorm) and layer.training
             for buffer in layer.buffers(recurse=False)
         }
-        self.buffers, self._here = Buffers(self.module, owned), None
+        self.buffers = Buffers(self.module, owned)
         yield
         self.buffers.move()
 
