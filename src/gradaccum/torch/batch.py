@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["BatchDims", "concatenate", "leaves", "map_leaves", "number_of_rows", "per_row_leaves", "take"]
+__all__ = ["BatchDims", "concatenate", "cutter", "leaves", "map_leaves", "number_of_rows", "per_row_leaves", "take"]
 
 BatchDims = Any
 """Like `torch.vmap`'s `in_dims`: an int (the dimension that holds the rows), None (shared), or a container of these
@@ -120,7 +120,15 @@ def with_dims(tree: Any, batch_dims: BatchDims = 0, path: str = "") -> Iterator[
 
 def per_row_leaves(batch: Any, batch_dims: BatchDims = 0) -> list[tuple[str, Any, int]]:
     """The leaves that carry rows: `(path, tensor, dimension)`."""
+    if _is_flat(batch, batch_dims):
+        return [(f"[{index}]", leaf, 0) for index, leaf in enumerate(batch)]
     return [(path, leaf, dim) for path, leaf, dim in with_dims(batch, batch_dims) if dim is not None]
+
+
+def _is_flat(batch: Any, batch_dims: BatchDims) -> bool:
+    """A tuple of tensors with their rows in front: the usual batch, which takes no walk."""
+    flat = type(batch) is tuple and type(batch_dims) is int and batch_dims == 0
+    return flat and all([type(leaf) is torch.Tensor and leaf.dim() > 0 for leaf in batch])
 
 
 def number_of_rows(batch: Any, batch_dims: BatchDims = 0) -> int:
@@ -156,28 +164,41 @@ def take(batch: Any, rows: slice | torch.Tensor, batch_dims: BatchDims = 0) -> A
         >>> take((torch.arange(6), "shared"), slice(2, 4))
         (tensor([2, 3]), 'shared')
     """
-    if isinstance(rows, slice) and is_flat(batch, batch_dims):  # the usual case, without the walk
-        return tuple([leaf[rows] for leaf in batch])
-    dims = iter(list(with_dims(batch, batch_dims)))
-
-    def pick(leaf: Any) -> Any:
-        _, _, dim = next(dims)
-        if dim is None:
-            return leaf
-        if isinstance(rows, slice):
-            return leaf[(slice(None),) * dim + (rows,)]
-        if not isinstance(leaf, torch.Tensor):  # an array
-            return leaf.take(rows.tolist(), axis=dim)
-        return leaf.index_select(dim, rows.to(leaf.device))
-
-    return map_leaves(pick, batch)
+    return cutter(batch, batch_dims)(rows)
 
 
-def is_flat(batch: Any, batch_dims: BatchDims = 0) -> bool:
-    """Whether this is a plain tuple of tensors, all of them with their rows in the first dimension."""
-    if batch_dims != 0 or type(batch) is not tuple:
-        return False
-    return all([type(leaf) is torch.Tensor and leaf.dim() > 0 for leaf in batch])  # a list: half the time
+def cutter(batch: Any, batch_dims: BatchDims = 0) -> Callable[[slice | torch.Tensor], Any]:
+    """`take` for this batch, as often as it takes: what there is to find out about the batch is found out once.
+
+    Example:
+        >>> cut = cutter((torch.arange(6), "shared"))
+        >>> cut(slice(0, 2)), cut(slice(2, 4))
+        ((tensor([0, 1]), 'shared'), (tensor([2, 3]), 'shared'))
+    """
+    if _is_flat(batch, batch_dims):
+        return lambda rows: (
+            tuple([leaf[rows] for leaf in batch])
+            if isinstance(rows, slice)
+            else tuple([leaf.index_select(0, rows.to(leaf.device)) for leaf in batch])
+        )
+    described = list(with_dims(batch, batch_dims))
+
+    def cut(rows: slice | torch.Tensor) -> Any:
+        dims = iter(described)
+
+        def pick(leaf: Any) -> Any:
+            _, _, dim = next(dims)
+            if dim is None:
+                return leaf
+            if isinstance(rows, slice):
+                return leaf[(slice(None),) * dim + (rows,)]
+            if not isinstance(leaf, torch.Tensor):  # an array
+                return leaf.take(rows.tolist(), axis=dim)
+            return leaf.index_select(dim, rows.to(leaf.device))
+
+        return map_leaves(pick, batch)
+
+    return cut
 
 
 def concatenate(parts: Sequence[Any], batch_dims: BatchDims = 0) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.torch import weights
-from gradaccum.torch.batch import BatchDims, number_of_rows, take
+from gradaccum.torch.batch import BatchDims, cutter, number_of_rows, take
 from gradaccum.window import checked_reduction, checked_weight
 
 __all__ = ["Objective", "Part", "Tally"]
@@ -114,6 +114,10 @@ class Objective:
     def take(self, batch: tuple[Any, ...], rows: slice | Tensor) -> tuple[Any, ...]:
         """The micro-batch that holds these rows."""
         return take(batch, rows, self.dims(batch))
+
+    def cutter(self, batch: tuple[Any, ...]) -> Callable[[slice | Tensor], tuple[Any, ...]]:
+        """`take` for this batch, as often as it takes."""
+        return cutter(batch, self.dims(batch))
 
     def whole(self, batch: tuple[Any, ...]) -> Tensor:
         """The large batch's loss in one forward pass, as the user's own loop has it."""

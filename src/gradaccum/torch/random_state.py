@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -72,13 +72,20 @@ class RandomState:
         return [generator for generator, state in self.states.items() if not _same(state, now.states[generator])]
 
 
+def _numpy_state() -> Any:
+    return sys.modules["numpy"].random.get_state()
+
+
+_STATES: dict[Any, Callable[[], Any]] = {
+    "cpu": torch.default_generator.get_state,
+    "python": random.getstate,
+    "numpy": _numpy_state,
+}
+
+
 def _state(generator: Any) -> Any:
-    if generator == "cpu":
-        return torch.get_rng_state()
-    if generator == "python":
-        return random.getstate()
-    if generator == "numpy":
-        return sys.modules["numpy"].random.get_state()
+    if generator in _STATES:
+        return _STATES[generator]()
     return torch.get_device_module(generator).get_rng_state(generator)
 
 

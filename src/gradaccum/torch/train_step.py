@@ -37,6 +37,7 @@ __all__ = ["TrainStep"]
 logger = logging.getLogger("gradaccum")
 
 Sync = Literal["window", "micro_batch"]
+Take = Callable[[Piece], tuple[Any, ...]]
 
 
 class TrainStep:
@@ -162,7 +163,7 @@ class TrainStep:
             )
         self.joint = JointBatch(self.ranks, self.update.sums)
         self._noticed = False
-        self._transaction = Transaction(self._modules(), self._watched, self.objective.device)
+        self._transaction = Transaction(self._modules(), self.update.parameters, self.objective.device)
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -245,16 +246,17 @@ class TrainStep:
         self.ranks.expect(closes=False, steps=1)
         tally = self.joint.open(self.objective, batch)
         plan = self._plan(batch, rows)
+        take = self._taker(batch, plan)
         if self.ranks.in_step:
             self.ranks.check_passes(len(list(plan)))
         with self.batch_norm.window():
             if rows == 0:
                 pass  # other ranks have some
             elif self._all_at_once and isinstance(plan, Rows):
-                self._run_whole(Piece(slice(0, rows)), batch, tally, plan)
+                self._run_whole(Piece(slice(0, rows)), take, tally, plan)
             else:
                 for piece in plan:
-                    self._run(piece, batch, tally, plan)
+                    self._run(piece, take, tally, plan)
         loss, divisor, weighs = self.joint.close(tally)
         if weighs:
             everybody_s = round(self.ranks.add_up(rows)) if self.update.noise is not None else rows
@@ -263,10 +265,10 @@ class TrainStep:
             self.sizers.close(plan.sizer, rows)
         return loss, weighs
 
-    def _run(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, plan: Rows | Tokens) -> None:
+    def _run(self, piece: Piece, take: Take, tally: Tally, plan: Rows | Tokens) -> None:
         """One micro-batch; where it does not fit, the same rows in smaller ones."""
         try:
-            self._micro_batch(piece, batch, tally, plan)
+            self._micro_batch(piece, take, tally, plan)
             return
         except Exception as error:
             if not is_out_of_memory(error):
@@ -291,7 +293,7 @@ class TrainStep:
         try:
             for smaller in pieces:
                 for fitting in plan.fitting(smaller):
-                    self._run(fitting, batch, tally, plan)
+                    self._run(fitting, take, tally, plan)
         finally:
             aside.take_back()
 
@@ -300,14 +302,14 @@ class TrainStep:
         """Whether the loss is to see all rows together, since BatchNorm layers do."""
         return self._whole is not None and self._whole.needed
 
-    def _run_whole(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, plan: Rows) -> None:
+    def _run_whole(self, piece: Piece, take: Take, tally: Tally, plan: Rows) -> None:
         """All rows at once, through a model that takes them in micro-batches: smaller ones, where these don't fit."""
         assert self._whole is not None
         while True:
             size = plan.sizer.next_size(piece.size)
             try:
                 with self._whole.in_micro_batches(size):
-                    self._micro_batch(piece, batch, tally, plan)
+                    self._micro_batch(piece, take, tally, plan)
                 return
             except Exception as error:
                 if not is_out_of_memory(error) or size == 1:
@@ -320,14 +322,14 @@ class TrainStep:
                 "Out of memory with micro-batches of %d rows: all over again with %d.", size, plan.sizer.size
             )
 
-    def _micro_batch(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, plan: Rows | Tokens) -> None:
+    def _micro_batch(self, piece: Piece, take: Take, tally: Tally, plan: Rows | Tokens) -> None:
         measuring, noise = plan.measuring, self.update.noise
         if measuring:
             self.gauge.synchronize()
             base, mark, began = self.gauge.live(), self.gauge.mark(), time.perf_counter()
         self._transaction.begin()
         with self.batch_norm.micro_batch():
-            part = tally.part(self._take(batch, piece), piece.size, share=noise is not None)
+            part = tally.part(take(piece), piece.size, share=noise is not None)
         if measuring:
             live = self.gauge.live()
         if part.loss is not None:
@@ -348,22 +350,23 @@ class TrainStep:
             return Tokens(self.budget, extents(batch))
         return Rows(self.sizers.of(per_row_leaves(batch, self.objective.dims(batch))), rows)
 
-    def _take(self, batch: tuple[Any, ...], piece: Piece) -> tuple[Any, ...]:
-        if piece.columns is not None:
-            start, stop = piece.columns
-            start = start if self.left != "keep" else 0
-            batch = trimmed(batch, start, stop, positions=self.left == "number" and start > 0)
-        rows = piece.rows if isinstance(piece.rows, slice) else torch.tensor(piece.rows)
-        return self.objective.take(batch, rows)
+    def _taker(self, batch: tuple[Any, ...], plan: Rows | Tokens) -> Take:
+        """What makes a micro-batch of a piece."""
+        if isinstance(plan, Rows):
+            cut = self.objective.cutter(batch)
+            return lambda piece: cut(piece.rows if isinstance(piece.rows, slice) else torch.tensor(piece.rows))
+
+        def trimmed_rows(piece: Piece) -> tuple[Any, ...]:
+            assert piece.columns is not None
+            start = piece.columns[0] if self.left != "keep" else 0
+            columns = trimmed(batch, start, piece.columns[1], positions=self.left == "number" and start > 0)
+            return self.objective.take(columns, torch.tensor(piece.rows))
+
+        return trimmed_rows
 
     def _modules(self) -> list[nn.Module]:
         loss_fn = self.objective.loss_fn
         return [self.model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
-
-    def _watched(self) -> list[Tensor]:
-        unique = {id(p): p for p in self.update.parameters()}
-        unique.update((id(p), p) for module in self._modules() for p in module.parameters())
-        return list(unique.values())
 
     def state_dict(self) -> dict[str, Any]:
         """The counters and the sizes that have been found, as plain numbers. Model and optimizer have their own."""

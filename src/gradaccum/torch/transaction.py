@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,8 +64,8 @@ class Transaction:
     all of this micro-batch's gradient has arrived there.
 
     Args:
-        modules: Whose buffers to watch: the model, and a loss that has buffers of its own.
-        parameters: Called for the parameters whose gradients to watch.
+        modules: Whose buffers and gradients to watch: the model, and a loss that has some of its own.
+        parameters: Called for further parameters whose gradients to watch.
         device: Where the model is.
     """
 
@@ -92,8 +92,10 @@ class Transaction:
         if mode != self._mode:  # other buffers may move from now on
             self._mode, self._still_in_micro_batches, self._still_in_updates = mode, set(), set()
         self._places = [(module._buffers, name) for module in modules for name in module._buffers]
-        self._parameters = self._find_parameters()
-        self._update = self._state(self._still_in_updates)
+        found = {id(p): p for p in self._find_parameters()}
+        found.update((id(p), p) for module in modules for p in module._parameters.values() if p is not None)
+        self._parameters = list(found.values())
+        self._update = _state(self._places, self._generators, self._still_in_updates)
 
     def close(self) -> None:
         """The update has been made. Learns which buffers stood still."""
@@ -108,7 +110,7 @@ class Transaction:
 
     def begin(self) -> None:
         """A micro-batch begins: remember how everything is."""
-        self._micro_batch = self._state(self._still_in_micro_batches)
+        self._micro_batch = _state(self._places, self._generators, self._still_in_micro_batches)
         self._gradients = gradients = [p.grad for p in self._parameters]
         self._versions = [-1 if g is None else g._version for g in gradients]
 
@@ -132,11 +134,10 @@ class Transaction:
             if parameter.grad is not gradient or (gradient is not None and gradient._version != version)
         ]
 
-    def _state(self, still: set[tuple[int, str]]) -> _State:
-        return _state(self._places, self._generators, still)
 
-
-def _state(places: Iterable[_Place], generators: list[Any], still: Collection[tuple[int, str]] = ()) -> _State:
+def _state(places: Sequence[_Place], generators: list[Any], still: Collection[tuple[int, str]] = ()) -> _State:
+    if not places:
+        return _State(RandomState(generators), [])
     buffers = []
     for owner, name in places:
         tensor = owner.get(name)

@@ -8,7 +8,6 @@ so a micro-batch with nothing but ignored targets is a plain zero, where its mea
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -89,6 +88,6 @@ def divisor(loss_fn: Any, targets: Tensor) -> Tensor:
 
 def summed(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """The same loss as a sum: a shallow copy that shares weights and buffers with the original."""
-    new: Any = copy.copy(loss_fn)
-    new.reduction = "sum"
+    new: Any = object.__new__(type(loss_fn))
+    new.__dict__.update(loss_fn.__dict__, reduction="sum")
     return new
