@@ -321,6 +321,32 @@ def test_frozen_encoders():
     assert not chunked(module, 4)(x.detach()).requires_grad
 
 
+@pytest.mark.parametrize(("keep", "passes"), [(0, 12), (1, 11), (4, 8), (6, 6), (99, 6)])
+def test_micro_batches_that_are_kept_are_not_recomputed(keep, passes):
+    calls, module = [], encoder()
+    module.register_forward_hook(lambda *_: calls.append(1))
+    chunked(module, 4, keep=keep)(torch.randn(ROWS, 5)).std().backward()  # 6 micro-batches
+    assert len(calls) == passes
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.one, self.other = nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(6, 2)
+
+    def forward(self, x):
+        y = self.body(x).tanh()
+        return {"one": self.one(y), "other": self.other(y), "features": y}
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+def test_unused_outputs_leave_parameters_without_gradient(keep):
+    x = torch.randn(ROWS, 5, requires_grad=True)
+    small = assert_same_gradients(TwoHeads(), lambda m, x: m(x)["one"].std(), x, keep=keep)
+    assert all(p.grad is None for p in small.other.parameters())
+
+
 @pytest.mark.parametrize("mode", ["no_grad", "inference", "eval", "frozen"])
 def test_without_gradients_it_runs_each_micro_batch_once(mode):
     calls = []

@@ -58,6 +58,39 @@ def test_it_climbs_and_settles_within_two_updates(
     assert clock.sizes[-16:] == [8] * 16
 
 
+def test_a_change_of_the_size_is_told_as_well(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock(monkeypatch)
+    step = make(clock)
+    for batch in batches(64, count=3):
+        step(*batch)
+    assert step.micro_batch_size == 8
+
+    def shrinks(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if len(args[0]) > 4:
+            raise torch.OutOfMemoryError("simulated")
+
+    step.model.register_forward_pre_hook(shrinks)
+    with caplog.at_level(logging.INFO, logger="gradaccum"):
+        for batch in batches(64, count=2):
+            step(*batch)
+    assert step.micro_batch_size == 4
+    assert len(caplog.records) == 2
+    assert "Out of memory with a micro-batch of 8 rows: going on with 4" in caplog.text
+    assert "micro_batch_size='auto': 4 of 64 rows" in caplog.text
+
+
+def test_without_a_limit_given_it_is_what_the_machine_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    gauge = Gauge(torch.device("cpu"))
+    monkeypatch.setattr(Gauge, "live", lambda gauge: 100)
+    monkeypatch.setattr("gradaccum.torch.memory.free_host_memory", lambda: 900)
+    assert gauge.limit() == 1000
+    monkeypatch.setattr("gradaccum.torch.memory.free_host_memory", lambda: None)
+    assert gauge.limit() is None
+    assert Gauge(torch.device("cpu"), 50).limit() == 50
+
+
 def test_every_update_of_the_search_is_exact() -> None:
     for rows in (1, 2, 37, 64):
         assert_same_updates(network(), batches(rows, count=4), lambda model, x, y: LOSS(model(x), y), loss_fn=LOSS)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.torch import TrainStep
-from tests.reference import FLOAT64, relative_error
+from tests.reference import FLOAT32, FLOAT64, relative_error
 from tests.torch.test_train_step import OPTIMIZERS, assert_same_updates, batches
 
 OUT = "CUDA out of memory (simulated)"
@@ -163,6 +163,65 @@ def test_the_size_that_failed_is_remembered_and_told_once(caplog: pytest.LogCapt
     assert "3" in told[-1]
     assert step.micro_batch_size == 3
     assert max(model.sizes[-8:]) == 3
+
+
+def test_the_size_that_failed_is_remembered_for_its_shape_only() -> None:
+    class Long(nn.Module):
+        """Rows of eight columns and more take too much memory by fours."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(1, 3, dtype=torch.float64)
+            self.sizes: list[int] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.sizes.append(len(x))
+            if x.shape[1] >= 8 and len(x) >= 4:
+                raise torch.OutOfMemoryError(OUT)
+            return self.inner(x.mean(1, keepdim=True))
+
+    model = Long()
+    step = TrainStep(
+        model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=6, verify=False
+    )
+    for columns, sizes in ((2, [6, 6]), (8, [6, 3, 3, 3, 3]), (2, [6, 6]), (8, [3, 3, 3, 3])):
+        model.sizes.clear()
+        step(torch.randn(12, columns, dtype=torch.float64), torch.zeros(12, dtype=torch.long))
+        assert model.sizes == sizes
+
+
+AROUND: dict[str, dict[str, Any]] = {
+    "clipping": {"clip_grad_norm": 0.1},
+    "a scaler": {"scaler": 2.0**10},
+    "a scaler and clipping": {"scaler": 2.0**10, "clip_grad_norm": 0.1},
+    "wider sums": {"accumulate_dtype": torch.float64},
+    "the noise scale": {"noise_scale": True},
+    "sums": {"reduction": "sum", "loss_fn": nn.CrossEntropyLoss(reduction="sum")},
+    "several optimizers": {"optimizer": "several"},
+    "lbfgs": {"optimizer": "lbfgs"},
+}
+
+
+@pytest.mark.parametrize("limits", [(4, 99), (99, 4)], ids=["forward", "backward"])
+@pytest.mark.parametrize("around", AROUND)
+def test_running_out_of_memory_goes_with_everything_around_it(around: str, limits: tuple[int, int]) -> None:
+    outcomes, wide = [], "accumulate_dtype" not in AROUND[around]
+    dtype = torch.float64 if wide else torch.float32
+    for model in (Fragile().to(dtype), Fragile(*limits).to(dtype)):
+        keywords = {"loss_fn": nn.CrossEntropyLoss(), **AROUND[around]}
+        kind = keywords.pop("optimizer", "sgd")
+        made: Any = {
+            "sgd": lambda model: OPTIMIZERS["sgd"](model.parameters()),
+            "several": lambda model: [OPTIMIZERS[k](getattr(model, k2).parameters())
+                                      for k, k2 in (("sgd", "first"), ("adam", "last"))],
+            "lbfgs": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4),
+        }[kind](model)  # fmt: skip
+        if "scaler" in keywords:
+            keywords["scaler"] = torch.amp.GradScaler("cpu", init_scale=keywords["scaler"])
+        step = TrainStep(model, made, micro_batch_size=13, batch_norm="micro", verify=False, **keywords)
+        losses = [step(x, y) for x, y in batches(dtype=dtype)]
+        outcomes.append([*model.parameters(), *losses, *([step.grad_norm] if step.grad_norm is not None else [])])
+    assert relative_error(outcomes[1], outcomes[0]) <= (FLOAT64 if wide else FLOAT32)
 
 
 @pytest.mark.parametrize("limits", [(0, 99), (99, 0)], ids=["forward", "backward"])

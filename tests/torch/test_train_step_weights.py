@@ -387,6 +387,20 @@ def test_verification_moves_nothing_and_is_not_tripped_by_dropout_or_batch_norm(
     assert results[0][2] == results[1][2] == 3
 
 
+def test_only_the_first_update_is_verified() -> None:
+    calls: list[int] = []
+    model = linear(4)
+    model.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
+    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.MSELoss(), micro_batch_size=ROWS)
+    counts = []
+    for _ in range(3):
+        calls.clear()
+        step(randn(ROWS, 5), randn(ROWS, 4))
+        counts.append(len(calls))
+    assert counts[0] > 1
+    assert counts[1:] == [1, 1]
+
+
 def test_a_loss_of_one_value_per_row_is_refused() -> None:
     model = linear(2)
     with pytest.raises(ValueError, match="reduction='none'"):
