@@ -694,6 +694,7 @@ def test_what_train_step_does_about_batch_norm_is_what_is_checked():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_it_is_computed_there():
     result = check_equivalence(net(nn.Dropout(0.5)), (X, Y), loss_fn=CE, device="cuda")
     assert result.ok
