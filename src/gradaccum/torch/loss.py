@@ -168,11 +168,9 @@ class Objective:
         if self.autocast is not None:
             with torch.autocast(self.device.type, self.autocast):
                 result = self._result(batch, summed)
-        elif self.compute_loss is not None:
-            result = self.compute_loss(self.model, *batch)
         else:
             result = self._result(batch, summed)
-        if type(result) is Tensor and result.dim() == 0:
+        if type(result) is Tensor and result.dim() == 0:  # as most are
             return result, None
         weight = None
         if isinstance(result, tuple) and not hasattr(result, "_fields"):
