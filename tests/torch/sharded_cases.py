@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from gradaccum.torch import TrainStep
@@ -292,3 +292,109 @@ def train_step(rank: int, sizes: Any) -> float:
         assert abs(loss.item() - loss_of(oracle.model, rows).item()) <= 1e-12
         oracle.update(rows)
     return relative_error(whole(sharded), list(oracle.model.parameters()))
+
+
+def train_on(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
+    for rows in batches:
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, rows), weight=len(rows[0]))
+        optimizer.step()
+
+
+UNFINISHED = [[4, 3, 5, 1, 2, 6], [2, 5, 1, 4, 3, 2]]
+"""Rows of two ranks: a window of three micro-batches, and another one."""
+
+
+def built(sync: str = "window", optimizer: str = "sgd", steps: int = 3) -> tuple[nn.Module, Optimizer]:
+    sharded = shard(network())
+    return sharded, Optimizer(OPTIMIZERS[optimizer](sharded.parameters()), steps=steps, model=sharded, sync=sync)
+
+
+def numbers(model: nn.Module) -> list[Any]:
+    return [parameter.tolist() for parameter in whole(model)]
+
+
+def saved_inside(
+    rank: int, folder: str, first: int, sync: str, optimizer: str, way: str = "get_state_dict", flat: bool = False
+) -> list[Any]:
+    """Save after so many micro-batches with torch.distributed.checkpoint, and train on. Returns the parameters."""
+    sharded, wrapped = built(sync, optimizer)
+    batches = data(UNFINISHED)[rank]
+    train_on(sharded, wrapped, batches[:first])
+    if way == "get_state_dict":
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        model_state, optimizer_state = get_state_dict(sharded, wrapped, options=options)
+    else:
+        model_state, optimizer_state = sharded.state_dict(), wrapped.state_dict()
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    train_on(sharded, wrapped, batches[first:])
+    return numbers(sharded)
+
+
+def loaded_inside(
+    rank: int, folder: str, first: int, sync: str, optimizer: str, way: str = "get_state_dict", flat: bool = False
+) -> list[Any]:
+    """Go on from there in a new process. Returns the parameters."""
+    sharded, wrapped = built(sync, optimizer)
+    if way == "get_state_dict":
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        model_state, optimizer_state = get_state_dict(sharded, wrapped, options=options)
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        set_state_dict(
+            sharded, wrapped, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options
+        )
+    else:
+        model_state, optimizer_state = sharded.state_dict(), wrapped.state_dict()
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        wrapped.load_state_dict(optimizer_state)
+    assert wrapped.micro_batches == first % 3
+    train_on(sharded, wrapped, data(UNFINISHED)[rank][first:])
+    return numbers(sharded)
+
+
+def full_state_dict(rank: int) -> tuple[list[Any], list[Any]]:
+    """An open window through a full state dict, as rank 0 would save it: the ranks take their shards of it."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    sharded, wrapped = built("window", "adam")
+    batches = data(UNFINISHED)[rank]
+    train_on(sharded, wrapped, batches[:4])
+    states = get_state_dict(sharded, wrapped, options=options)
+    train_on(sharded, wrapped, batches[4:])
+    again, other = built("window", "adam")
+    received: list[Any] = [copy.deepcopy(states)]
+    dist.broadcast_object_list(received)
+    model_state, optimizer_state = received[0]
+    options = StateDictOptions(full_state_dict=True)
+    set_state_dict(again, other, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options)
+    train_on(again, other, batches[4:])
+    return numbers(sharded), numbers(again)
+
+
+def loaded_elsewhere(rank: int, folder: str, steps: int, optimizer: str) -> float:
+    """The first window of two ranks, two micro-batches of three each, goes on over other ranks with other rows."""
+    model = network()
+    oracle = Oracle(model, optimizer)
+    sharded, wrapped = built("window", optimizer, steps)
+    model_state, optimizer_state = get_state_dict(sharded, wrapped)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(sharded, wrapped, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    there = data(UNFINISHED)
+    here = data([[3, 4, 2, 7], [5, 1, 4, 2], [2, 2, 6, 3]][: dist.get_world_size()], epoch=1)
+    oracle.update(concatenated([rows for own in there for rows in own[:2]] + [own[0] for own in here]))
+    oracle.update(concatenated([rows for own in here for rows in own[1:]]))
+    train_on(sharded, wrapped, here[rank])
+    assert wrapped.updates == 2
+    return relative_error(whole(sharded), list(oracle.model.parameters()))
+
+
+def saved_before_training(rank: int) -> tuple[list[Any], list[Any]]:
+    """Asking for a state dict is no update, though torch makes the optimizer's state for it by a step."""
+    sharded, wrapped = built("window", "adam")
+    batches = data(UNFINISHED)[rank]
+    get_state_dict(sharded, wrapped)
+    train_on(sharded, wrapped, batches[:1])
+    get_state_dict(sharded, wrapped)
+    train_on(sharded, wrapped, batches[1:])
+    plain, other = built("window", "adam")
+    train_on(plain, other, batches)
+    return [p.tolist() for p in whole(sharded)], numbers(plain)

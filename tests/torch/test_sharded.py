@@ -92,6 +92,65 @@ def test_a_distributed_checkpoint_at_a_closed_window(ranks: Processes, tmp_path:
     assert max(ranks.run(cases.distributed_checkpoint, str(tmp_path))) <= FLOAT64
 
 
+@pytest.fixture(scope="module")
+def three_ranks() -> Iterator[Processes]:
+    processes = Processes(3)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="module")
+def new_ranks() -> Iterator[Processes]:
+    processes = Processes(2)
+    yield processes
+    processes.close()
+
+
+@pytest.mark.parametrize("first", [2, 3, 4], ids=["in the first window", "closed", "in the second window"])
+@pytest.mark.parametrize(
+    ("sync", "optimizer", "way", "flat"),
+    [
+        ("window", "adam", "get_state_dict", False),
+        ("window", "sgd", "get_state_dict", True),
+        ("window", "adam", "state_dict", False),
+        ("micro_batch", "sgd", "get_state_dict", False),
+        ("micro_batch", "adam", "get_state_dict", True),
+    ],
+)
+def test_a_distributed_checkpoint_of_an_open_window_goes_on_in_new_processes_bit_for_bit(
+    ranks: Processes, new_ranks: Processes, tmp_path: Path, first: int, sync: str, optimizer: str, way: str, flat: bool
+) -> None:
+    saved = ranks.run(cases.saved_inside, str(tmp_path), first, sync, optimizer, way, flat)
+    assert new_ranks.run(cases.loaded_inside, str(tmp_path), first, sync, optimizer, way, flat) == saved
+
+
+def test_a_full_state_dict_holds_the_open_window(ranks: Processes) -> None:
+    for saved, loaded in ranks.run(cases.full_state_dict):
+        assert saved == loaded
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_an_open_window_goes_on_over_another_number_of_ranks(
+    ranks: Processes, three_ranks: Processes, tmp_path: Path, optimizer: str
+) -> None:
+    ranks.run(cases.saved_inside, str(tmp_path), 2, "window", optimizer)
+    assert max(three_ranks.run(cases.loaded_elsewhere, str(tmp_path), 3, optimizer)) <= FLOAT64
+
+
+def test_an_open_window_keeps_its_length_over_another_number_of_ranks(
+    ranks: Processes, three_ranks: Processes, tmp_path: Path
+) -> None:
+    ranks.run(cases.saved_inside, str(tmp_path), 2, "window", "sgd")
+    for result in three_ranks.try_run(cases.loaded_elsewhere, str(tmp_path), 2, "sgd", limit=20):
+        assert isinstance(result, Raised)
+        assert "when `updated` is True" in result.message
+
+
+def test_asking_for_a_state_dict_before_the_first_update_changes_nothing(ranks: Processes) -> None:
+    for asked, plain in ranks.run(cases.saved_before_training):
+        assert asked == plain
+
+
 def test_train_step_with_a_sharded_model(ranks: Processes) -> None:
     assert max(ranks.run(cases.train_step, [[8, 7, 12], [6, 8, 9]])) <= FLOAT64
 

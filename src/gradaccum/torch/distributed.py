@@ -110,6 +110,10 @@ class Alone:
         """A number's sum over the ranks."""
         return number
 
+    def everybody(self, mine: Any) -> list[Any]:
+        """What every rank has, by rank. All ranks take part."""
+        return [mine]
+
     def end(self) -> None:
         """This rank's epoch is over."""
 
@@ -302,6 +306,9 @@ class Together(Alone):
         said = self._exchange(_Round.NUMBER, number)
         self._check_present(said, _Round.NUMBER)
         return sum(numbers[1] for numbers in said)
+
+    def everybody(self, mine: Any) -> list[Any]:
+        return self._channel.gather(mine)
 
     def gather(self) -> None:
         # The mean over the ranks of a part of the sum; what comes is added to it, and the mean of that is right.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradaccum.noise import NoiseScale
 from gradaccum.schedule import Schedule, Steps
-from gradaccum.torch import optimizer_state
+from gradaccum.torch import optimizer_state, sharded_state
 from gradaccum.torch.accumulation import Accumulation, Nonfinite
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.torch.batch_norm import warn_of_batch_norm
@@ -308,6 +308,8 @@ class Optimizer(torch.optim.Optimizer):
                 result = closure()
         accumulation, steps = self._accumulation, self.steps
         accumulation.check_broken()
+        if not self.inner.state and not accumulation.guard.arrivals and sharded_state.is_initialisation(self.inner):
+            return optimizer_state.initialise(self)
         if not self._noticed:
             check_noticed(self._model, self._parameters(), self._ranks, self._schedule.constant)
             self._noticed = True
@@ -473,6 +475,7 @@ class Optimizer(torch.optim.Optimizer):
             args, kwargs = (self,), dict[str, Any]()
             for pre_hook in self._optimizer_step_pre_hooks.values():
                 args, kwargs = pre_hook(self, args, kwargs) or (args, kwargs)
+            sharded_state.release(self.inner)
             self.inner.step(*args[1:], **kwargs)
             for post_hook in self._optimizer_step_post_hooks.values():
                 post_hook(self, args, kwargs)
@@ -536,10 +539,13 @@ class Optimizer(torch.optim.Optimizer):
     # Files.
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict under its usual keys, and beside it the open window with its gradients."""
+        """The inner optimizer's state dict under its usual keys, and beside it the open window with its gradients.
+
+        With a sharded model all ranks must call it; what it holds is the same for all of them.
+        """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        state = {**self.inner.state_dict(), optimizer_state.KEY: optimizer_state.window_state(self)}
+        state = optimizer_state.state_dict(self)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state = post_hook(self, state) or state
         return state
