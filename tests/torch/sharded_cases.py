@@ -27,6 +27,13 @@ def whole(model: nn.Module) -> list[Tensor]:
     return [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
 
 
+def built(
+    sync: str = "window", optimizer: str = "sgd", steps: int = 3, model: nn.Module | None = None
+) -> tuple[nn.Module, Optimizer]:
+    sharded = shard(network() if model is None else model)
+    return sharded, Optimizer(OPTIMIZERS[optimizer](sharded.parameters()), steps=steps, model=sharded, sync=sync)
+
+
 class Collectives:
     """Counts reduce-scatters and all-reduces of gradients."""
 
@@ -189,6 +196,75 @@ def skip_window(rank: int) -> tuple[float, int]:
     return relative_error(whole(sharded), list(oracle.model.parameters())), optimizer.updates
 
 
+def scaler(
+    rank: int, overflow_at: tuple[int, int] | None, interval: int, sync: str
+) -> tuple[float, list[float], int]:
+    """GradScaler, whose update() comes with every micro-batch; one rank's loss overflows."""
+    model = network()
+    oracle = Oracle(model)
+    sharded, optimizer = built(sync, model=model)
+    grad_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=interval)
+    ranks = data([[4, 3, 2] * 4, [2, 2, 5] * 4])
+    for w, window in enumerate(windows(ranks, 3)):
+        if overflow_at is None or overflow_at[1] // 3 != w:
+            oracle.update(concatenated(window))
+    scales = []
+    for i, rows in enumerate(optimizer.batches(ranks[rank])):
+        optimizer.zero_grad()
+        loss = loss_of(sharded, rows) * (float("inf") if (rank, i) == overflow_at else 1.0)
+        grad_scaler.scale(loss).backward()
+        grad_scaler.step(optimizer)
+        grad_scaler.update()
+        if i % 3 == 2:
+            scales.append(grad_scaler.get_scale())
+    error = relative_error(whole(sharded), list(oracle.model.parameters()))
+    return error, scales, optimizer.updates
+
+
+def scaler_and_flush(rank: int, sync: str) -> tuple[float, int]:
+    """A window that is flushed, whose sum no GradScaler has looked at: an overflow in it makes no update."""
+    model = network()
+    oracle = Oracle(model)
+    sharded, optimizer = built(sync, model=model)
+    grad_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    ranks = data([[4, 3, 2, 5], [2, 2, 5, 1]])
+    oracle.update(concatenated([own[i] for own in ranks for i in (2, 3)]))
+    for i, rows in enumerate(ranks[rank]):
+        optimizer.zero_grad()
+        loss = loss_of(sharded, rows) * (float("inf") if (rank, i) == (1, 0) else 1.0)
+        optimizer.backward(grad_scaler.scale(loss), weight=len(rows[0]))
+        grad_scaler.step(optimizer)
+        grad_scaler.update()
+        if i % 2:
+            assert optimizer.flush() == (i == 3)
+    return relative_error(whole(sharded), list(oracle.model.parameters())), optimizer.updates
+
+
+def saved_with_scaler(rank: int) -> float:
+    """A window under a GradScaler, saved and loaded: its sum is saved unscaled."""
+    ranks = data(UNFINISHED)
+    model = network()
+    oracle = Oracle(model)
+    for window in windows(ranks, 3):
+        oracle.update(concatenated(window))
+
+    def train(model: nn.Module, optimizer: Optimizer, scale: float, batches: Any) -> None:
+        grad_scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        for rows in batches:
+            optimizer.zero_grad()
+            optimizer.backward(grad_scaler.scale(loss_of(model, rows)), weight=len(rows[0]))
+            grad_scaler.step(optimizer)
+            grad_scaler.update()
+
+    sharded, optimizer = built(model=model)
+    train(sharded, optimizer, 1024.0, ranks[rank][:2])
+    state = copy.deepcopy(optimizer.state_dict())
+    again, other = built()
+    other.load_state_dict(state)
+    train(again, other, 256.0, ranks[rank][2:])
+    return relative_error(whole(again), list(oracle.model.parameters()))
+
+
 def discarded(rank: int) -> float:
     """What an open window has added up inside FSDP goes with the window."""
     model = network()
@@ -305,11 +381,6 @@ UNFINISHED = [[4, 3, 5, 1, 2, 6], [2, 5, 1, 4, 3, 2]]
 """Rows of two ranks: a window of three micro-batches, and another one."""
 
 
-def built(sync: str = "window", optimizer: str = "sgd", steps: int = 3) -> tuple[nn.Module, Optimizer]:
-    sharded = shard(network())
-    return sharded, Optimizer(OPTIMIZERS[optimizer](sharded.parameters()), steps=steps, model=sharded, sync=sync)
-
-
 def numbers(model: nn.Module) -> list[Any]:
     return [parameter.tolist() for parameter in whole(model)]
 
@@ -358,10 +429,9 @@ def full_state_dict(rank: int) -> tuple[list[Any], list[Any]]:
     sharded, wrapped = built("window", "adam")
     batches = data(UNFINISHED)[rank]
     train_on(sharded, wrapped, batches[:4])
-    states = get_state_dict(sharded, wrapped, options=options)
+    received: list[Any] = [copy.deepcopy(get_state_dict(sharded, wrapped, options=options))]
     train_on(sharded, wrapped, batches[4:])
     again, other = built("window", "adam")
-    received: list[Any] = [copy.deepcopy(states)]
     dist.broadcast_object_list(received)
     model_state, optimizer_state = received[0]
     options = StateDictOptions(full_state_dict=True)
@@ -387,7 +457,7 @@ def loaded_elsewhere(rank: int, folder: str, steps: int, optimizer: str) -> floa
     return relative_error(whole(sharded), list(oracle.model.parameters()))
 
 
-def saved_before_training(rank: int) -> tuple[list[Any], list[Any]]:
+def saved_before_training(rank: int) -> float:
     """Asking for a state dict is no update, though torch makes the optimizer's state for it by a step."""
     sharded, wrapped = built("window", "adam")
     batches = data(UNFINISHED)[rank]
@@ -397,4 +467,4 @@ def saved_before_training(rank: int) -> tuple[list[Any], list[Any]]:
     train_on(sharded, wrapped, batches[1:])
     plain, other = built("window", "adam")
     train_on(plain, other, batches)
-    return [p.tolist() for p in whole(sharded)], numbers(plain)
+    return relative_error(whole(sharded), whole(plain))

@@ -55,6 +55,8 @@ class Alone:
     """The scale of a GradScaler that all ranks agreed upon at the last window's end."""
     on_forward: Callable[[float], None] | None = None
     """Called with `loss_scale` when the forward pass of the micro-batch that closes the window is done."""
+    on_backward: Callable[[], None] | None = None
+    """Called when a backward pass starts: any of a sharded model, else one that reduces."""
     on_reduced: Callable[[], None] | None = None
     """Called when a backward pass has reduced."""
 
@@ -92,6 +94,10 @@ class Alone:
 
     def clear(self) -> None:
         """Drop what an open window has added up beside `p.grad`."""
+
+    def elsewhere(self) -> list[Tensor]:
+        """What an open window has added up beside `p.grad`."""
+        return []
 
     @property
     def reduced(self) -> bool:
@@ -243,6 +249,9 @@ class Together(Alone):
     def clear(self) -> None:
         self._engine.clear()
 
+    def elsewhere(self) -> list[Tensor]:
+        return self._engine.elsewhere()
+
     @property
     def reduced(self) -> bool:
         return self._versions is not None
@@ -252,6 +261,8 @@ class Together(Alone):
             self.on_forward(self.loss_scale)
 
     def _backward_starts(self) -> None:
+        if self.on_backward is not None:
+            self.on_backward()
         if not (self._closes or self._always) or self.by_hand:
             return
         if not self._reducing:

@@ -53,7 +53,7 @@ class Shards:
         modules: What `sharded_modules` found.
         always: Reduce on every micro-batch.
         on_forward: Called when a forward pass of a micro-batch that closes the window is done.
-        on_backward: Called when a backward pass that will reduce starts.
+        on_backward: Called when a backward pass starts.
     """
 
     in_step = True
@@ -82,8 +82,7 @@ class Shards:
             shards, tell = this(), this_backward()
             if shards is None or tell is None:
                 return None
-            if shards._reduces:
-                tell()
+            tell()
             if shards._factor == 1.0:
                 return None
             if shards._factor and len(shards.modules) > 1:
@@ -146,6 +145,17 @@ class Shards:
     def settle(self) -> None:
         """After a window."""
         self._factor = 1.0
+
+    def elsewhere(self) -> list[Tensor]:
+        """What an open window has added up that is not reduced yet."""
+        found: list[Tensor | None] = []
+        for group in self._groups():
+            found.append(group._partial_reduce_output)
+            for parameter in group.fsdp_params:
+                found.append(parameter.unsharded_accumulated_grad)
+                if hasattr(parameter, "_unsharded_param"):
+                    found.append(parameter.unsharded_param.grad)
+        return [tensor for tensor in found if tensor is not None]
 
     def clear(self) -> None:
         """Drop what an open window has added up."""

@@ -25,6 +25,8 @@ class GradientSum:
         self.parameters = parameters
         self.dtype = dtype
         self._aside: list[Tensor | None] | None = None
+        self.elsewhere: Callable[[], list[Tensor]] = list
+        """What of the sum is not in `p.grad` yet: a sharded model keeps it to itself until it is reduced."""
         self.prepare()
 
     def prepare(self) -> None:
@@ -45,7 +47,7 @@ class GradientSum:
 
     def gradients(self) -> list[Tensor]:
         """The gradients that are there."""
-        return [p.grad for p in self.parameters() if p.grad is not None]
+        return [p.grad for p in self.parameters() if p.grad is not None] + self.elsewhere()
 
     def held(self) -> list[Tensor | None]:
         """The sum of each parameter, None where nothing has arrived."""

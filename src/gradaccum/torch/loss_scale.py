@@ -41,6 +41,7 @@ class LossScale:
         self._live: Tensor | None = None
         self._handle: Any = None
         self._due = False
+        self._shown: Tensor | None = None
         self.close()
 
     def close(self) -> None:
@@ -67,6 +68,18 @@ class LossScale:
     def scale(self) -> Tensor | None:
         """What the sum is multiplied by; None where no GradScaler has stepped in this window."""
         return self._scale if self.in_use else None
+
+    def show(self) -> None:
+        """`GradScaler.step` wants a gradient to look at: a zero where the window has none in `p.grad` so far."""
+        parameters = [p for p in self._sums.parameters() if p.requires_grad]
+        if parameters and all(p.grad is None for p in parameters):
+            self._shown = min(parameters, key=Tensor.numel)
+            self._shown.grad = torch.zeros_like(self._shown, requires_grad=False)
+
+    def hide(self) -> None:
+        """It has looked."""
+        if self._shown is not None:
+            self._shown.grad = self._shown = None
 
     def add(self, live: Tensor | None, found_inf: Tensor) -> None:
         """A micro-batch is done.

@@ -75,9 +75,6 @@ class Optimizer(torch.optim.Optimizer):
         3
     """
 
-    # GradScaler.step then hands over the scale, in place of unscaling the window's sum on every micro-batch.
-    _step_supports_amp_scaling = True
-
     inner: torch.optim.Optimizer
 
     def __init__(
@@ -510,7 +507,13 @@ class Optimizer(torch.optim.Optimizer):
                     )
                     return
 
-    # GradScaler: it sets `grad_scale` and `found_inf`, steps, and deletes both.
+    # GradScaler: it looks for infinity in the gradients, sets `grad_scale` and `found_inf`, steps, and deletes both.
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # True: it hands over the scale, in place of unscaling the window's sum on every micro-batch. It asks first.
+        self._accumulation.loss_scale.show()
+        return True
 
     @property
     def grad_scale(self) -> Any:
@@ -530,7 +533,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @found_inf.setter
     def found_inf(self, found: Tensor) -> None:
-        self._scaled[1] = found
+        self._accumulation.loss_scale.hide()
+        self._scaled[1] = found if isinstance(found, Tensor) else torch.tensor(float(found))  # 0: it saw no gradient
 
     @found_inf.deleter
     def found_inf(self) -> None:
