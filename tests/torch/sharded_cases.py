@@ -1,5 +1,6 @@
 """What each rank does in the tests of windows of sharded models (FSDP2)."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -282,13 +283,100 @@ def discarded(rank: int) -> float:
     return relative_error(whole(sharded), list(oracle.model.parameters()))
 
 
-def uneven(rank: int) -> None:
-    sharded = shard(network())
-    optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=2, model=sharded)
-    for rows in optimizer.batches(data([[4] * 5, [4] * 3])[rank]):
+class Odd(nn.Module):
+    """Keywords, several outputs, dropout, a buffer that moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 7).double(), nn.Linear(7, 3).double()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> dict[str, Any]:
+        self.calls += 1
+        torch.rand(1)  # as dropout does
+        hidden = torch.tanh(self.first(x) * scale)
+        return {"hidden": hidden, "logits": self.second(hidden), "name": "odd"}
+
+
+def odd_loss(model: nn.Module, rows: Any) -> Tensor:
+    outputs = model(rows[0], scale=torch.tensor(2.0))
+    return nn.functional.cross_entropy(outputs["logits"], rows[1]) + outputs["hidden"].square().mean()
+
+
+def different_passes(rank: int, odd: bool, sync: str) -> tuple[float, bool]:
+    """One rank's batches are used up before the other's, in two epochs. Returns (error, all else is as without it)."""
+    torch.manual_seed(0)
+    model = Odd() if odd else network()
+    loss_function = odd_loss if odd else loss_of
+    oracle = Oracle(model)
+    if odd:
+        for part in (model.first, model.second):
+            fully_shard(part)
+        sharded = fully_shard(model)
+        optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=2, model=sharded, sync=sync)
+    else:
+        sharded, optimizer = built(sync, steps=2, model=model)
+    seen = 0
+    updates = list[int]()
+    optimizer.register_step_post_hook(lambda *_: updates.append(optimizer.updates))
+    for epoch, sizes in enumerate([[[4, 3, 2, 5, 1, 2, 4], [2, 2]], [[3], [2, 5, 4, 1, 2]]]):
+        ranks = data(sizes, epoch)
+        for window in windows(ranks, 2):
+            oracle.update(concatenated(window), loss_function)
+        before = torch.get_rng_state()
+        for rows in optimizer.batches(ranks[rank]):
+            seen += 1
+            optimizer.zero_grad()
+            loss_function(sharded, rows).backward()
+            optimizer.step()
+        after = torch.get_rng_state()
+        torch.set_rng_state(before)
+        for _ in ranks[rank] if odd else []:
+            torch.rand(1)
+        same = torch.equal(after, torch.get_rng_state())
+    assert seen == [8, 7][rank]
+    assert len(updates) == 4 + 3
+    same = same and (not odd or sharded.calls.item() == seen)
+    return relative_error(whole(sharded), list(oracle.model.parameters())), same
+
+
+def different_weights(rank: int) -> float:
+    """As above with weights that only the batch tells, some of them 0, and losses that come through `backward`."""
+    weights = [[3.0, 0.0, 5.0, 2.0, 1.0], [7.0, 4.0]]
+    model = network()
+    oracle = Oracle(model)
+    sharded, optimizer = built(steps=3, model=model)
+    ranks = data([[4] * 5, [4] * 2])
+    for first in (0, 3):
+        chosen = [pair for r in range(2) for pair in zip(ranks[r], weights[r])][0:0]
+        for r in range(2):
+            chosen += list(zip(ranks[r], weights[r]))[first : first + 3]
+        total = sum(weight for _, weight in chosen)
+        oracle.update(None, lambda m, _, c=chosen, t=total: sum(loss_of(m, rows) * w for rows, w in c) / t)  # type: ignore[misc]
+    for rows, weight in optimizer.batches(list(zip(ranks[rank], weights[rank])), weight=lambda batch: batch[1]):
         optimizer.zero_grad()
-        loss_of(sharded, rows).backward()
+        optimizer.backward(loss_of(sharded, rows) * (1.0 if weight else float("nan")))
         optimizer.step()
+    return relative_error(whole(sharded), list(oracle.model.parameters()))
+
+
+def unrepeatable(rank: int, why: str) -> None:
+    """One rank's batches are used up, and its last micro-batch cannot be repeated by itself."""
+    sharded, optimizer = built(steps=2)
+    other_model, other = built(steps=2)
+    grad_scaler = torch.amp.GradScaler("cpu", enabled=why == "scaler")
+    batches = optimizer.batches(data([[4] * 5, [4] * 3])[rank])
+    for rows in other.batches(batches) if why == "two optimizers" else batches:
+        optimizer.zero_grad()
+        grad_scaler.scale(loss_of(sharded, rows)).backward()
+        if why == "two passes":
+            loss_of(sharded, rows).backward()
+        grad_scaler.step(optimizer)
+        grad_scaler.update()
+        if why == "two optimizers":
+            other.zero_grad()
+            loss_of(other_model, rows).backward()
+            other.step()
 
 
 def sharded_later(rank: int) -> None:
@@ -354,19 +442,70 @@ def distributed_checkpoint(rank: int, folder: str) -> float:
     return relative_error(whole(again), list(oracle.model.parameters()))
 
 
-def train_step(rank: int, sizes: Any) -> float:
+def even_rows(x: Tensor, y: Tensor) -> Tensor:
+    """Weights: rows of the first class count nothing."""
+    return (y > 0).double()
+
+
+def weighed_loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    each = nn.functional.cross_entropy(m(x), y, reduction="none") * even_rows(x, y)
+    return each.sum() / even_rows(x, y).sum()
+
+
+TRAIN_STEPS: dict[str, dict[str, Any]] = {
+    "rows": {"loss_fn": nn.CrossEntropyLoss()},
+    "classes": {"loss_fn": nn.CrossEntropyLoss(ignore_index=0)},
+    "told": {"compute_loss": lambda m, x, y: (weighed_loss(m, x, y), even_rows(x, y).sum())},
+    "weight": {"compute_loss": weighed_loss, "weight": lambda x, y: even_rows(x, y).sum()},
+    "scaler": {"loss_fn": nn.CrossEntropyLoss()},
+}
+
+
+def train_step(rank: int, sizes: Any, kind: str = "rows", sync: str = "window", micro: int = 4) -> float:
     model = network()
     oracle = Oracle(model)
     sharded = shard(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1) if kind == "scaler" else None
     step = TrainStep(
-        sharded, OPTIMIZERS["sgd"](sharded.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4
+        sharded,
+        OPTIMIZERS["sgd"](sharded.parameters()),
+        micro_batch_size=micro,
+        sync=sync,
+        scaler=scaler,
+        **TRAIN_STEPS[kind],
     )
+
+    def plain(m: nn.Module, rows: Any) -> Tensor:
+        return loss_of(m, rows) if kind in ("rows", "scaler") else weighed_loss(m, *rows)
+
     ranks = data(sizes)
     for i, window in enumerate(windows(ranks, 1)):
         loss = step(*ranks[rank][i])
         rows = concatenated(window)
-        assert abs(loss.item() - loss_of(oracle.model, rows).item()) <= 1e-12
-        oracle.update(rows)
+        assert abs(loss.item() - plain(oracle.model, rows).item()) <= 1e-12
+        oracle.update(rows, plain)
+    return relative_error(whole(sharded), list(oracle.model.parameters()))
+
+
+def train_step_goes_on(rank: int) -> float:
+    """After an error on all ranks nothing of the batch is left."""
+    model = network()
+    oracle = Oracle(model)
+    sharded = shard(model)
+    fails = [False, True, False]  # a loss that fails in its second micro-batch
+
+    def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if fails and fails.pop(0):
+            raise ArithmeticError
+        return nn.functional.cross_entropy(m(x), y)
+
+    step = TrainStep(sharded, OPTIMIZERS["sgd"](sharded.parameters()), compute_loss=loss, micro_batch_size=2)
+    ranks = data([[4, 4], [4, 4]])
+    with contextlib.suppress(ArithmeticError):
+        step(*ranks[rank][0])
+    fails.clear()
+    oracle.update(concatenated([own[1] for own in ranks]))
+    step(*ranks[rank][1])
     return relative_error(whole(sharded), list(oracle.model.parameters()))
 
 

@@ -101,10 +101,26 @@ def test_a_discarded_window_leaves_nothing_behind(ranks: Processes) -> None:
     assert max(ranks.run(cases.discarded)) <= FLOAT64
 
 
-def test_ranks_with_different_numbers_of_micro_batches_are_told(ranks: Processes) -> None:
-    for result in ranks.try_run(cases.uneven, limit=20):
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+@pytest.mark.parametrize("odd", [False, True], ids=["plain", "odd"])
+def test_a_rank_whose_batches_are_used_up_takes_part_in_the_others_passes_with_nothing(
+    ranks: Processes, odd: bool, sync: str
+) -> None:
+    for error, same in ranks.run(cases.different_passes, odd, sync):
+        assert error <= FLOAT64
+        assert same  # batches, random numbers and buffers of the user's loop
+
+
+def test_weights_of_a_rank_whose_batches_are_used_up(ranks: Processes) -> None:
+    assert max(ranks.run(cases.different_weights)) <= FLOAT64
+
+
+@pytest.mark.parametrize("why", ["scaler", "two passes", "two optimizers"])
+def test_a_micro_batch_that_cannot_be_repeated_is_told_on_all_ranks(ranks: Processes, why: str) -> None:
+    for result in ranks.try_run(cases.unrepeatable, why, limit=20):
         assert isinstance(result, Raised)
-        assert "same number of micro-batches" in result.message
+        assert result.kind == "WindowError"
+        assert "False on rank 0, True on rank 1" in result.message
 
 
 def test_a_model_sharded_after_the_optimizer_was_built_is_refused(ranks: Processes) -> None:
@@ -180,14 +196,14 @@ def test_asking_for_a_state_dict_before_the_first_update_changes_nothing(ranks: 
     assert max(ranks.run(cases.saved_before_training)) <= FLOAT64
 
 
-def test_train_step_with_a_sharded_model(ranks: Processes) -> None:
-    assert max(ranks.run(cases.train_step, [[8, 7, 12], [6, 8, 9]])) <= FLOAT64
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+@pytest.mark.parametrize("kind", list(cases.TRAIN_STEPS))
+def test_train_step_with_a_sharded_model_takes_ranks_of_different_rows(ranks: Processes, kind: str, sync: str) -> None:
+    assert max(ranks.run(cases.train_step, [[8, 7, 3, 9, 8], [6, 18, 9, 2, 0]], kind, sync, 3)) <= FLOAT64
 
 
-def test_train_step_with_different_numbers_of_micro_batches_is_told(ranks: Processes) -> None:
-    for result in ranks.try_run(cases.train_step, [[8], [9]], limit=20):
-        assert isinstance(result, Raised)
-        assert "2 on rank 0, 3 on rank 1" in result.message
+def test_train_step_with_a_sharded_model_drops_a_batch_that_failed(ranks: Processes) -> None:
+    assert max(ranks.run(cases.train_step_goes_on)) <= FLOAT64
 
 
 @pytest.mark.slow

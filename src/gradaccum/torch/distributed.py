@@ -75,19 +75,27 @@ class Alone:
             counts: It weighs something.
         """
 
-    def meet(self, last: bool) -> None:
+    def meet(self, last: bool, repeatable: bool = True) -> bool:
         """A micro-batch of `batches()` begins: sharded models cannot do without the other ranks in any of them.
 
-        Raises:
-            WindowError: It is the last one on some ranks only.
-        """
+        Args:
+            last: It is this rank's last one, or none at all: the last one's passes are to be repeated.
+            repeatable: They can be.
 
-    def check_passes(self, passes: int) -> None:
-        """Before a window of so many forward and backward passes.
+        Returns:
+            Whether it is the last one of all that run passes together.
 
         Raises:
-            ValueError: A sharded model, and other ranks have another number.
+            WindowError: It is the last one on some ranks only, and cannot be repeated there.
         """
+        return last
+
+    def repeat(self) -> None:
+        """Run the passes of this rank's last micro-batch again, for the other ranks' sake, with nothing."""
+
+    def most(self, passes: int) -> int:
+        """The largest number of passes that any rank has in this window, of a sharded model; else one's own."""
+        return passes
 
     def scale(self, factor: float) -> None:
         """Multiply what arrives at a sharded model's outputs in the backward pass."""
@@ -221,27 +229,35 @@ class Together(Alone):
         waits = self.by_hand or self._restored or not (counts or self.in_step)
         self._engine.hold(closes and not waits, self._always and not waits)
 
-    def meet(self, last: bool) -> None:
-        if self.in_step:
-            said = self._exchange(_Round.MICRO_BATCH, 0, last)
-            self._check_present(said, _Round.MICRO_BATCH)
-            lasts = [bool(numbers[2]) for numbers in said]
-            if len({*lasts}) > 1:
+    def meet(self, last: bool, repeatable: bool = True) -> bool:
+        if not isinstance(self._engine, Shards):
+            return last
+        known = self._engine.next_micro_batch()
+        said = self._exchange(_Round.MICRO_BATCH, repeatable and known, last)
+        self._check_present(said, _Round.MICRO_BATCH)
+        lasts = [bool(numbers[2]) for numbers in said]
+        if len({*lasts}) > 1:
+            if not all(numbers[1] for numbers in said):
                 raise WindowError(
-                    "A sharded model needs the same number of micro-batches on every rank. The last one has come: "
-                    f"{_by_rank(lasts)}. Pad or drop batches (DistributedSampler does), or use DistributedDataParallel."
+                    "A sharded model needs the same passes on every rank, and a rank whose batches are used up can "
+                    "repeat its last micro-batch only if that has one backward pass, no GradScaler and no other "
+                    f"optimizer's batches. The last one has come: {_by_rank(lasts)}. Pad or drop batches "
+                    "(DistributedSampler does), or use DistributedDataParallel."
                 )
+            if last:
+                self._engine.keep()
+        return all(lasts)
 
-    def check_passes(self, passes: int) -> None:
-        if self.in_step:
-            said = self._exchange(_Round.NUMBER, passes)
-            self._check_present(said, _Round.NUMBER)
-            numbers = [int(each[1]) for each in said]
-            if len({*numbers}) > 1:
-                raise ValueError(
-                    "A sharded model needs the same number of micro-batches on every rank. Received: "
-                    f"{_by_rank(numbers)}. Give each rank the same number of rows, or use DistributedDataParallel."
-                )
+    def repeat(self) -> None:
+        if isinstance(self._engine, Shards):
+            self._engine.repeat()
+
+    def most(self, passes: int) -> int:
+        if not self.in_step:
+            return passes
+        said = self._exchange(_Round.NUMBER, passes)
+        self._check_present(said, _Round.NUMBER)
+        return max(int(numbers[1]) for numbers in said)
 
     def scale(self, factor: float) -> None:
         self._engine.scale(factor)
@@ -349,6 +365,8 @@ class Together(Alone):
 
     def begin(self) -> None:
         self._last = self._over = False
+        if isinstance(self._engine, Shards):
+            self._engine.forget()
 
     def leave(self) -> None:
         if not self._over and not self._announced:

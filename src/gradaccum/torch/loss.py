@@ -125,17 +125,18 @@ class Objective:
                 loss = loss / weight
         return loss
 
-    def tally(self, batch: tuple[Any, ...], total: Weight | None = None) -> Tally:
+    def tally(self, batch: tuple[Any, ...], total: Weight | None = None, unit: Weight | None = None) -> Tally:
         """A window over this batch, to which its micro-batches are added one by one.
 
         Args:
             batch: The large batch.
             total: What it weighs, where others share it: summed over the ranks, say. None: what `total(batch)` says.
+            unit: What weights that only the forward pass tells are multiples of. None: the first of them.
         """
         if self.by_targets(batch):
             assert self.loss_fn is not None
             self._summed = weights.summed(self.loss_fn)
-        return Tally(self, self.total(batch) if total is None else total)
+        return Tally(self, self.total(batch) if total is None else total, unit)
 
     def total(self, batch: tuple[Any, ...], rows: int | None = None) -> Weight | None:
         """What the loss on this batch divides by, as far as the batch tells: a number, or a tensor on its device.
@@ -222,6 +223,8 @@ class Part(NamedTuple):
     """What `compute_loss` said it weighs; None where the total is known beforehand."""
     share: Weight | None = None
     """Its part of that total; None where there is none."""
+    idle: Tensor | None = None
+    """The loss of a micro-batch that weighs nothing, if it had a forward pass."""
 
 
 class Tally:
@@ -232,12 +235,12 @@ class Tally:
     the sums are to be divided by in the end.
     """
 
-    def __init__(self, objective: Objective, total: Weight | None) -> None:
+    def __init__(self, objective: Objective, total: Weight | None, unit: Weight | None = None) -> None:
         self.objective = objective
         self.total = total
+        self._unit = unit
         self._sum: Tensor | None = None
         self._divisor: Weight | None = None
-        self._unit: Weight | None = None
 
     @property
     def divisor(self) -> Weight | None:
@@ -309,7 +312,7 @@ class Tally:
         loss, told = objective.forward(micro_batch, summed)
         if told is not None:
             if _is_zero(told):
-                return Part(None, told)
+                return Part(None, told, idle=loss)
             if objective.reduction == "sum":
                 return Part(loss, told)
             return Part(_weighed(loss, told, self._unit if self._unit is not None else _unit(told)), told)

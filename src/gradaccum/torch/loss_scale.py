@@ -60,6 +60,11 @@ class LossScale:
             self.overflow = torch.ones(1, device=self._sums.parameters()[0].device)
 
     @property
+    def known(self) -> bool:
+        """Whether a GradScaler has ever stepped."""
+        return self._live is not None
+
+    @property
     def in_use(self) -> bool:
         """Whether a GradScaler has stepped in this window."""
         return self.overflow is not None

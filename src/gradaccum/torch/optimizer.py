@@ -137,6 +137,7 @@ class Optimizer(torch.optim.Optimizer):
         self._rates: list[Any] = []
         self._warned_of_rates = False
         self._in_epoch = self._restored = self._noticed = False
+        self._all_over = True
         self.epoch = 0
         """Epochs that are over, for the schedule."""
         self.updates = 0
@@ -418,8 +419,9 @@ class Optimizer(torch.optim.Optimizer):
         self._batches = batches
 
     def _begin_micro_batch(self, weight: float, given: bool, last: bool) -> None:
-        self._ranks.meet(last)
-        self._accumulation.expect(weight, given, last)
+        alone = self._batches is None or len(self._batches.members) == 1
+        self._all_over = self._ranks.meet(last, alone and not self._accumulation.loss_scale.known)
+        self._accumulation.expect(weight, given, self._all_over)
         self._expect(counts=weight > 0)
 
     def _end_micro_batch(self) -> None:
@@ -433,6 +435,11 @@ class Optimizer(torch.optim.Optimizer):
             if self._accumulation.window.is_open or self._accumulation.window.pending is not None:
                 self.discard()
         else:
+            while not self._all_over:  # the other ranks of a sharded model need this one in their passes
+                self._begin_micro_batch(0.0, False, True)
+                self.zero_grad()
+                self._ranks.repeat()
+                self.step()
             self._ranks.end()
             if self._accumulation.window.is_open:
                 self.flush()  # the last micro-batch was skipped

@@ -230,12 +230,12 @@ class TrainStep:
             The loss, and whether the batch weighs anything.
         """
         self.update.clear()
+        self.ranks.clear()
         self.ranks.expect(closes=False, steps=1)
         start = self._transaction.open()
         tally = self.joint.open(self.objective, batch)
         plan = self._plan(batch, rows)
-        if self.ranks.in_step:
-            self.ranks.check_passes(len(list(plan)))
+        missing = self.ranks.most(own := len(list(plan))) - own if self.ranks.in_step else 0
         try:
             with self._during_window():
                 if rows == 0:
@@ -245,6 +245,8 @@ class TrainStep:
                 else:
                     for piece in plan:
                         self._run(piece, batch, tally, plan)
+                for _ in range(missing):
+                    self._idle(self._take(batch, Piece(slice(0, min(rows, self.micro_batch_size or rows)))))
             loss, divisor, weighs = self.joint.close(tally)
             if weighs:
                 everybody_s = round(self.ranks.add_up(rows)) if self.update.noise is not None else rows
@@ -263,7 +265,7 @@ class TrainStep:
             self._micro_batch(piece, batch, tally, plan)
             return
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error) or self.ranks.in_step:  # in the middle of a pass that others wait in
                 raise
             if piece.size == 1:
                 raise torch.OutOfMemoryError(
@@ -326,6 +328,8 @@ class TrainStep:
             live = self.gauge.live()
         if part.loss is not None:
             self.update.scale(part.loss).backward()
+        elif self.ranks.in_step:
+            self._idle(self._take(batch, piece), part.idle)
         tally.add(part)
         if part.loss is not None:
             self.update.measure(tally.multiple(part, piece.size), piece.size)
@@ -336,6 +340,16 @@ class TrainStep:
             seconds, highest = time.perf_counter() - began, self.gauge.mark()
             # The mark tells this micro-batch's peak where it has risen; else what was alive before backward has to do.
             plan.record(piece, seconds, base, highest if highest > mark else live)
+
+    def _idle(self, micro_batch: tuple[Any, ...], loss: Tensor | None = None) -> None:
+        """A forward and a backward pass that count nothing: the other ranks of a sharded model wait for them."""
+        start = self._transaction.begin()
+        if loss is None:
+            loss, _ = self.objective.forward(micro_batch)
+        self.ranks.scale(0.0)
+        loss.backward()
+        self.ranks.scale(1.0)
+        self._transaction.restore(start)
 
     def _plan(self, batch: tuple[Any, ...], rows: int) -> Rows | Tokens:
         if self.budget is not None:
