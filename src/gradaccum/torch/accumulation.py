@@ -223,8 +223,9 @@ class Accumulation:
         noise.unit = "rows" if self.window.weights_given or self._expecting else "micro-batches"
         multiple: float | Tensor = self.window.weight / (self.window.unit or 1.0)
         if self.loss_scale.scale is not None:
-            multiple = multiple * self.loss_scale.scale
-        noise.micro_batch([g for g in self.sums.held() if g is not None], self.window.weight, multiple)
+            multiple = multiple * self.loss_scale.scale.double()
+        held = [g for g in self.sums.held() if g is not None] or self.ranks.elsewhere()
+        noise.micro_batch(held, self.window.weight, multiple)
 
     def skip(self) -> None:
         """The micro-batch that was expected is over, counted or not: if not, it must not have left a gradient."""

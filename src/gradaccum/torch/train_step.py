@@ -161,6 +161,7 @@ class TrainStep:
                 f"Received: micro_batch_size={micro_batch_size!r}, max_tokens={max_tokens!r}. Give a number of rows."
             )
         self.joint = JointBatch(self.ranks, self.update.sums)
+        self.update.sums.elsewhere = self.ranks.elsewhere
         self._noticed = False
         self._transaction = Transaction(self._modules(), self._watched, self.objective.device)
 
