@@ -182,6 +182,26 @@ def kept_gathered(rank: int, sync: str) -> dict[str, int]:
     return collectives.counts
 
 
+def compiled(rank: int, parts: bool, sync: str) -> float:
+    """A model that is compiled, its layers before they are sharded or all of it afterwards."""
+    model = network()
+    oracle = Oracle(model)
+    if parts:
+        for part in model:  # type: ignore[attr-defined]
+            part.compile(backend="eager")
+    sharded = shard(model)
+    used: Any = sharded if parts else torch.compile(sharded, backend="eager")
+    optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=2, model=used, sync=sync)
+    ranks = data([[4, 2, 3, 1], [3, 3, 1, 5]])
+    for window in windows(ranks, 2):
+        oracle.update(concatenated(window))
+    for rows in optimizer.batches(ranks[rank]):
+        optimizer.zero_grad()
+        loss_of(used, rows).backward()
+        optimizer.step()
+    return relative_error(whole(sharded), list(oracle.model.parameters()))
+
+
 def skip_window(rank: int) -> tuple[float, int]:
     """One rank's loss overflows: no rank makes this update, though its own shard may look fine."""
     model = network()
@@ -197,9 +217,7 @@ def skip_window(rank: int) -> tuple[float, int]:
     return relative_error(whole(sharded), list(oracle.model.parameters())), optimizer.updates
 
 
-def scaler(
-    rank: int, overflow_at: tuple[int, int] | None, interval: int, sync: str
-) -> tuple[float, list[float], int]:
+def scaler(rank: int, overflow_at: tuple[int, int] | None, interval: int, sync: str) -> tuple[float, list[float], int]:
     """GradScaler, whose update() comes with every micro-batch; one rank's loss overflows."""
     model = network()
     oracle = Oracle(model)

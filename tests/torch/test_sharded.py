@@ -61,6 +61,12 @@ def test_parameters_stay_gathered_in_a_window_that_reduces_once(ranks: Processes
         assert counts["all_gather"] >= 4 * GROUPS
 
 
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+@pytest.mark.parametrize("parts", [True, False])
+def test_compiled_models(ranks: Processes, parts: bool, sync: str) -> None:
+    assert max(ranks.run(cases.compiled, parts, sync)) <= FLOAT64
+
+
 def test_a_gradient_that_is_not_finite_in_one_shard_skips_the_window_on_all(ranks: Processes) -> None:
     for error, updates in ranks.run(cases.skip_window):
         assert error <= FLOAT64

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
-from gradaccum.torch.distributed import Alone, Total
+from gradaccum.torch.alone import Alone, Total
 from gradaccum.torch.gradients import Arrivals, GradientSum, ScreenedGradientSum, all_finite, clip_norm_, scale_
 from gradaccum.torch.guard import Guard
 from gradaccum.torch.loss_scale import LossScale

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaccum.torch.distributed import Alone, Total
+from gradaccum.torch.alone import Alone, Total
 from gradaccum.torch.gradients import GradientSum
 from gradaccum.torch.loss import Objective, Tally, Weight
 

@@ -83,8 +83,9 @@ class LossScale:
 
     def hide(self) -> None:
         """It has looked."""
-        if self._shown is not None:
-            self._shown.grad = self._shown = None
+        shown, self._shown = self._shown, None
+        if shown is not None:
+            shown.grad = None
 
     def add(self, live: Tensor | None, found_inf: Tensor) -> None:
         """A micro-batch is done.

@@ -1,6 +1,7 @@
 """What a checkpoint of a wrapped optimizer holds beside the inner one's state: the open window.
 
-Of a sharded model it is in the inner one's state (see sharded_state.py). Everything in it is a number, a string, a list, a dict or a tensor, so `torch.load(weights_only=True)` reads it.
+Of a sharded model it is in the inner one's state (see sharded_state.py). Everything in it is a number, a string, a
+list, a dict or a tensor, so `torch.load(weights_only=True)` reads it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaccum.torch.distributed import Alone
+from gradaccum.torch.alone import Alone
 
 __all__ = ["is_initialisation", "pack", "release", "reserve", "unpack"]
 
@@ -50,7 +50,9 @@ def pack(inner: torch.optim.Optimizer, window: dict[str, Any], ranks: Alone) -> 
         "largest": window["window"]["largest"],
         "losses": [[i, loss.item(), str(loss.dtype).removeprefix("torch."), weight] for i, loss, weight in losses],
     }
-    packed["param_groups"][0][KEY] = json.dumps({**window, "blank": blank or nothing_yet, "parts": ranks.everybody(mine)})
+    packed["param_groups"][0][KEY] = json.dumps(
+        {**window, "blank": blank or nothing_yet, "parts": ranks.everybody(mine)}
+    )
     return packed
 
 
@@ -128,7 +130,7 @@ def _initialise(optimizer: torch.optim.Optimizer) -> None:
 def is_initialisation(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a `step()` is torch.distributed.checkpoint's, which means no update: rates and gradients are all zero."""
     rates = [group.get("lr", 0.0) for group in optimizer.param_groups]
-    if optimizer.state or any(isinstance(rate, Tensor) and rate.device.type != "cpu" or rate for rate in rates):
+    if optimizer.state or any((isinstance(rate, Tensor) and rate.device.type != "cpu") or rate for rate in rates):
         return False
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     return all(g is not None and not _here(g).any() for g in gradients)
