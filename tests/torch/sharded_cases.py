@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
-from tests.reference import relative_error
+from tests.reference import FLOAT64, relative_error
 from tests.torch.distributed_cases import OPTIMIZERS, Oracle, concatenated, data, loss_of, network, windows
 
 
@@ -31,7 +31,10 @@ def whole(model: nn.Module) -> list[Tensor]:
 def built(
     sync: str = "window", optimizer: str = "sgd", steps: int = 3, model: nn.Module | None = None
 ) -> tuple[nn.Module, Optimizer]:
-    sharded = shard(network() if model is None else model)
+    """Sharded over all ranks; over four, in two replicas."""
+    shape, names = ((2, 2), ("replicate", "shard")) if dist.get_world_size() == 4 else ((dist.get_world_size(),), None)
+    mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    sharded = shard(network() if model is None else model, mesh)
     return sharded, Optimizer(OPTIMIZERS[optimizer](sharded.parameters()), steps=steps, model=sharded, sync=sync)
 
 
@@ -223,7 +226,7 @@ def scaler(rank: int, overflow_at: tuple[int, int] | None, interval: int, sync: 
     oracle = Oracle(model)
     sharded, optimizer = built(sync, model=model)
     grad_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=interval)
-    ranks = data([[4, 3, 2] * 4, [2, 2, 5] * 4])
+    ranks = data([[4, 3, 2] * 4, [2, 2, 5] * 4] * (dist.get_world_size() // 2))
     for w, window in enumerate(windows(ranks, 3)):
         if overflow_at is None or overflow_at[1] // 3 != w:
             oracle.update(concatenated(window))
@@ -337,8 +340,9 @@ def different_passes(rank: int, odd: bool, sync: str) -> tuple[float, bool]:
     seen = 0
     updates = list[int]()
     optimizer.register_step_post_hook(lambda *_: updates.append(optimizer.updates))
-    for epoch, sizes in enumerate([[[4, 3, 2, 5, 1, 2, 4], [2, 2]], [[3], [2, 5, 4, 1, 2]]]):
-        ranks = data(sizes, epoch)
+    epochs: list[list[list[int]]] = [[[4, 3, 2, 5, 1, 2, 4], [2, 2]], [[3], [2, 5, 4, 1, 2]]]
+    for epoch, sizes in enumerate(epochs):
+        ranks = data(sizes * (dist.get_world_size() // 2), epoch)
         for window in windows(ranks, 2):
             oracle.update(concatenated(window), loss_function)
         before = torch.get_rng_state()
@@ -352,7 +356,7 @@ def different_passes(rank: int, odd: bool, sync: str) -> tuple[float, bool]:
         for _ in ranks[rank] if odd else []:
             torch.rand(1)
         same = torch.equal(after, torch.get_rng_state())
-    assert seen == [8, 7][rank]
+    assert seen == [8, 7][rank % 2]
     assert len(updates) == 4 + 3
     same = same and (not odd or sharded.calls.item() == seen)
     return relative_error(whole(sharded), list(oracle.model.parameters())), same
@@ -547,7 +551,7 @@ def saved_inside(
 ) -> list[Any]:
     """Save after so many micro-batches with torch.distributed.checkpoint, and train on. Returns the parameters."""
     sharded, wrapped = built(sync, optimizer)
-    batches = data(UNFINISHED)[rank]
+    batches = data(UNFINISHED * (dist.get_world_size() // 2))[rank]
     train_on(sharded, wrapped, batches[:first])
     if way == "get_state_dict":
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
@@ -556,6 +560,10 @@ def saved_inside(
         model_state, optimizer_state = sharded.state_dict(), wrapped.state_dict()
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
     train_on(sharded, wrapped, batches[first:])
+    oracle = Oracle(network(), optimizer)
+    for window in windows(data(UNFINISHED * (dist.get_world_size() // 2)), 3):
+        oracle.update(concatenated(window))
+    assert relative_error(whole(sharded), list(oracle.model.parameters())) <= FLOAT64
     return numbers(sharded)
 
 
@@ -576,7 +584,7 @@ def loaded_inside(
         dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
         wrapped.load_state_dict(optimizer_state)
     assert wrapped.micro_batches == first % 3
-    train_on(sharded, wrapped, data(UNFINISHED)[rank][first:])
+    train_on(sharded, wrapped, data(UNFINISHED * (dist.get_world_size() // 2))[rank][first:])
     return numbers(sharded)
 
 

@@ -127,7 +127,6 @@ def test_static_graph_is_named_in_one_line(ranks: Processes) -> None:
     [
         ("allreduce_hook", FLOAT64),
         ("fp16_compress_hook", 2**-10),
-        ("bf16_compress_hook", 2**-7),
         ("powerSGD_hook", 2**-10),  # of full rank: exact but for its projections
     ],
 )

@@ -224,3 +224,19 @@ def test_hybrid_sharding_reduces_across_replicas_once_per_window(sync: str, scat
             assert counts["all_reduce"] == reduces * GROUPS
     finally:
         processes.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+def test_hybrid_sharding_with_a_grad_scaler_used_up_batches_and_checkpoints(sync: str, tmp_path: Path) -> None:
+    processes = Processes(4)
+    try:
+        for error, _ in processes.run(cases.different_passes, False, sync):
+            assert error <= FLOAT64
+        for error, scales, _ in processes.run(cases.scaler, (1, 4), 1000, sync):
+            assert error <= FLOAT64
+            assert scales[-1] == 512.0
+        saved = processes.run(cases.saved_inside, str(tmp_path), 2, sync, "adam")
+        assert processes.run(cases.loaded_inside, str(tmp_path), 2, sync, "adam") == saved
+    finally:
+        processes.close()

@@ -88,9 +88,10 @@ class Alone:
     def clear(self) -> None:
         """Drop what an open window has added up beside `p.grad`."""
 
-    def elsewhere(self) -> list[Tensor]:
-        """What an open window has added up beside `p.grad`."""
-        return []
+    @property
+    def elsewhere(self) -> Callable[[], list[Tensor]]:
+        """Tells what an open window has added up beside `p.grad`; whoever keeps it does not keep this object alive."""
+        return list
 
     @property
     def reduced(self) -> bool:

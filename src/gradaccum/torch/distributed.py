@@ -140,8 +140,9 @@ class Together(Alone):
     def clear(self) -> None:
         self._engine.clear()
 
-    def elsewhere(self) -> list[Tensor]:
-        return self._engine.elsewhere()
+    @property
+    def elsewhere(self) -> Callable[[], list[Tensor]]:
+        return self._engine.elsewhere
 
     @property
     def reduced(self) -> bool:

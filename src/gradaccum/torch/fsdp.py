@@ -213,6 +213,13 @@ class Shards:
     def reduce(self) -> None:
         """Reduce what the window has added up, outside of a backward pass. All ranks take part."""
         self._set(True)
+        for group in self._groups():
+            if group._partial_reduce_output is not None:  # HSDP's second reduction goes only with a first one: of zeros
+                for parameter in group.fsdp_params:
+                    if hasattr(parameter, "_unsharded_param") and parameter.sharded_param.requires_grad:
+                        dtype = parameter.reduce_dtype or parameter._unsharded_param.dtype
+                        zeros = torch.zeros_like(parameter._unsharded_param, dtype=dtype, requires_grad=False)
+                        parameter.unsharded_accumulated_grad = zeros
         with torch.no_grad():
             for module in self.modules:
                 module._get_fsdp_state()._root_post_backward_final_callback()

@@ -157,7 +157,7 @@ class TrainStep:
         )
         if self.ranks.in_step and (micro_batch_size == "auto" or max_tokens is not None):
             raise ValueError(
-                "A sharded model needs the same micro-batches on every rank, which each would choose by itself. "
+                "With a sharded model sizes and padding cannot be tried out: other ranks would wait in these passes. "
                 f"Received: micro_batch_size={micro_batch_size!r}, max_tokens={max_tokens!r}. Give a number of rows."
             )
         self.joint = JointBatch(self.ranks, self.update.sums)
