@@ -157,13 +157,14 @@ class Window:
             "micro_batches": self.micro_batches,
             "weight": self.weight,
             "unit": self.unit,
+            "largest": self.largest,
             "weights_given": self.weights_given,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` wrote."""
         self.close()
-        for name in ("steps", "micro_batches", "weight", "unit", "weights_given"):
+        for name in ("steps", "micro_batches", "weight", "unit", "largest", "weights_given"):
             setattr(self, name, state[name])
 
     def __repr__(self) -> str:

@@ -4,12 +4,14 @@ The oracle on each rank is a plain model that sees all ranks' rows of a window a
 """
 
 import copy  # no postponed annotations here: DDP reads those of its hooks
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.torch import TrainStep
@@ -143,6 +145,46 @@ def train(
 def wrap(model: nn.Module, steps: Any = 2, ddp: dict[str, Any] | None = None, **keywords: Any) -> tuple[Any, Optimizer]:
     replica = DistributedDataParallel(model, **(ddp or {}))
     return replica, Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=steps, model=replica, **keywords)
+
+
+def lines_of(action: Callable[[], Any]) -> list[str]:
+    """What is logged meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gradaccum").addHandler(handler)
+    try:
+        action()
+    finally:
+        logging.getLogger("gradaccum").removeHandler(handler)
+    return lines
+
+
+def static_graph(rank: int) -> list[str]:
+    return lines_of(lambda: wrap(network(), 2, {"static_graph": True}))
+
+
+def communication_hook(rank: int, name: str) -> float:
+    """A hook of torch's own; the last window is reduced by hand, since `flush` closes it."""
+    model = network()
+    oracle = Oracle(model)
+    replica = DistributedDataParallel(model)
+    if name == "powerSGD_hook":
+        state: Any = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=2)
+        replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    else:
+        replica.register_comm_hook(None, getattr(default_hooks, name))
+    optimizer = Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=2, model=replica)
+    ranks = data([[4, 3, 2, 5, 4], [2, 5, 1, 2, 2]])
+    for window in windows(ranks, 2):
+        oracle.update(concatenated(window))
+    for rows in ranks[rank]:
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(replica, rows), weight=len(rows[0]))
+        optimizer.step()
+    optimizer.flush()
+    assert optimizer.updates == 3
+    return oracle.error(model)
 
 
 def tokens(rank: int) -> float:

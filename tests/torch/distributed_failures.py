@@ -1,6 +1,5 @@
 """What goes wrong on one rank, or on all of them, in the tests of windows over several ranks."""
 
-import logging
 import os
 import time
 from typing import Any
@@ -11,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
-from tests.torch.distributed_cases import OPTIMIZERS, data, loss_of, network, wrap
+from tests.torch.distributed_cases import OPTIMIZERS, data, lines_of, loss_of, network, wrap
+from tests.torch.sharded_cases import built, shard
 
 
 def step_all(replica: Any, optimizer: Optimizer, loader: Any) -> None:
@@ -29,17 +29,13 @@ def wrapped_later(rank: int) -> None:
 
 def unknown(rank: int, steps: int) -> list[str]:
     """DDP, and no model=: a line says what that means, or an error where it cannot work."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("gradaccum").addHandler(handler)
-    try:
+
+    def train() -> None:
         model = network()
         replica = DistributedDataParallel(model)
         step_all(replica, Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=steps), data([[4] * 4] * 2)[rank])
-    finally:
-        logging.getLogger("gradaccum").removeHandler(handler)
-    return lines
+
+    return lines_of(train)
 
 
 def different_steps(rank: int, schedule: bool) -> None:
@@ -129,3 +125,34 @@ def train_step_raises(rank: int) -> None:
     x, y = data([[4]] * 2)[rank][0]
     step(x, y)
     step(x, y[: 4 - rank])
+
+
+def out_of_step(rank: int) -> None:
+    """A plain loop over a sharded model, in which one rank has fewer batches."""
+    sharded, optimizer = built(steps=4)
+    step_all(sharded, optimizer, data([[4] * 3, [4] * 2])[rank])
+    optimizer.flush()
+
+
+def sharded_raises(rank: int) -> None:
+    """One rank's loop raises inside a window of a sharded model, whose passes the others wait in."""
+    sharded, optimizer = built(steps=4)
+    for i, rows in enumerate(optimizer.batches(data([[4] * 4] * 2)[rank])):
+        if (rank, i) == (1, 1):
+            raise ArithmeticError("rank 1 failed")
+        optimizer.zero_grad()
+        loss_of(sharded, rows).backward()
+        optimizer.step()
+
+
+def sharded_out_of_memory(rank: int) -> None:
+    """One rank runs out of memory in a pass of a sharded model."""
+    sharded = shard(network())
+
+    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if rank == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return nn.functional.cross_entropy(m(x), y)
+
+    step = TrainStep(sharded, OPTIMIZERS["sgd"](sharded.parameters()), compute_loss=loss, micro_batch_size=4)
+    step(*data([[8]] * 2)[rank][0])

@@ -16,6 +16,9 @@ from typing import Any
 LIMIT = 60.0
 """Seconds after which a case counts as hung."""
 
+START = 300.0
+"""Seconds that processes may take to start, on a machine that is busy."""
+
 
 class Processes:
     """Ranks of one process group, which run functions `case(rank, *arguments)` at the same time.
@@ -36,6 +39,16 @@ class Processes:
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
+        self._started = False
+
+    def _wait_for_start(self) -> None:
+        """A limit is for what the ranks do, not for their imports."""
+        for rank, pipe in enumerate([] if self._started else self._pipes):
+            if not pipe.poll(START):
+                self.kill()
+                raise AssertionError(f"rank {rank} did not start within {START:g} s")
+            pipe.recv()
+        self._started = True
 
     def run(self, case: Callable[..., Any], *arguments: Any, limit: float = LIMIT, **keywords: Any) -> list[Any]:
         """What `case(rank, *arguments)` returns on each rank; an error on any rank is an AssertionError here."""
@@ -46,6 +59,7 @@ class Processes:
 
     def try_run(self, case: Callable[..., Any], *arguments: Any, limit: float = LIMIT, **keywords: Any) -> list[Any]:
         """As `run`, with a `Raised` in place of the result where a rank raised."""
+        self._wait_for_start()
         for pipe in self._pipes:
             pipe.send((case, arguments, keywords))
         end = time.monotonic() + limit
@@ -97,6 +111,7 @@ def _serve(pipe: Any, rank: int, ranks: int, port: int, timeout: float) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+    pipe.send("started")
     while (task := pipe.recv()) is not None:
         case, arguments, keywords = task
         try:

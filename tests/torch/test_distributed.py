@@ -117,6 +117,23 @@ def test_static_graph_with_unused_parameters_falls_back(ranks: Processes) -> Non
         assert without
 
 
+def test_static_graph_is_named_in_one_line(ranks: Processes) -> None:
+    for lines in ranks.run(cases.static_graph):
+        assert len([line for line in lines if "find_unused_parameters=True" in line]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("allreduce_hook", FLOAT64),
+        ("fp16_compress_hook", 2**-10),
+        ("powerSGD_hook", 2**-10),  # of full rank: exact but for its projections
+    ],
+)
+def test_communication_hooks_see_every_reduction(ranks: Processes, name: str, error: float) -> None:
+    assert max(ranks.run(cases.communication_hook, name)) <= error
+
+
 def test_several_forward_passes_per_micro_batch_are_reduced_once(ranks: Processes) -> None:
     for error, counts in ranks.run(cases.several_passes, False):
         assert error <= FLOAT64

@@ -114,3 +114,15 @@ def test_a_rank_that_does_not_answer_is_an_error_after_the_process_group_s_timeo
     assert isinstance(first, Raised)
     assert first.kind == "WindowError"
     assert isinstance(second, Raised)
+
+
+@pytest.mark.parametrize("case", ["out_of_step", "sharded_raises", "sharded_out_of_memory"])
+def test_ranks_of_a_sharded_model_that_wait_in_its_passes_wait_no_longer_than_the_process_group(
+    shared: list[Processes], case: str
+) -> None:
+    shared.append(Processes(2, timeout=3.0))
+    first, second = shared[-1].try_run(getattr(failures, case), limit=LIMIT)
+    assert isinstance(first, Raised)
+    assert isinstance(second, Raised)
+    if case != "out_of_step":
+        assert second.kind in ("ArithmeticError", "OutOfMemoryError")

@@ -201,6 +201,20 @@ class TestGradScaler:
         assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
         assert optimizer.grad_norm > 0.1
 
+    def test_a_window_whose_first_micro_batch_weighs_nothing_has_no_gradient_to_look_at(self):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        micro_batches = split(regression(sum(SIZES)), SIZES)
+        model = network()
+        optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=4)
+        for index, (x, y) in enumerate(micro_batches):
+            optimizer.zero_grad()
+            optimizer.backward(scaler.scale(mse(model, x, y)), weight=len(x) if index % 4 else 0)
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.flush()
+        expected = expected_after([micro_batches[1:4], micro_batches[5:]])
+        assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+
     def test_a_skipped_micro_batch_after_an_overflow_does_not_halve_again(self):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
         model = network()

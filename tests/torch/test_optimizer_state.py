@@ -8,6 +8,7 @@ import textwrap
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import gradaccum.torch
 from gradaccum import WindowError
@@ -205,3 +206,18 @@ class TestBadStates:
     def test_no_state_dict_at_all(self):
         model, optimizer = start()
         self.untouched(model, optimizer, model.state_dict(), ValueError, "no optimizer's state dict")
+
+
+@pytest.mark.parametrize("make", [adam, sgd])
+def test_get_state_dict_and_set_state_dict_take_the_wrapper_for_an_optimizer(make):
+    micro_batches = split(regression(15), SIZES)
+    model, optimizer = start(make, steps=3)
+    train(model, optimizer, micro_batches[:3])
+    model_state, optimizer_state = copy.deepcopy(get_state_dict(model, optimizer))
+    train(model, optimizer, micro_batches[3:])
+    again, other = start(make, steps=3)
+    get_state_dict(again, other)  # as torch.distributed.checkpoint wants it: makes the inner optimizer's state
+    assert other.micro_batches == other.updates == 0
+    set_state_dict(again, other, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    train(again, other, micro_batches[3:])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))

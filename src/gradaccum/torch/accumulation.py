@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
-from gradaccum.torch.distributed import Alone, Total
+from gradaccum.torch.alone import Alone, Total
 from gradaccum.torch.gradients import Arrivals, GradientSum, ScreenedGradientSum, all_finite, clip_norm_, scale_
 from gradaccum.torch.guard import Guard
 from gradaccum.torch.loss_scale import LossScale
@@ -105,6 +105,7 @@ class Accumulation:
         self.loss_scale = LossScale(self.sums, self.guard.accept)
         self.arrivals = Arrivals(parameters)
         self.ranks.on_forward, self.ranks.on_reduced = self.loss_scale.adopt, self.guard.accept
+        self.ranks.on_backward, self.sums.elsewhere = self.loss_scale.rescale_, self.ranks.elsewhere
         self.begin()
         self.loss = WindowLoss(reduction)
         self.weights: list[float] = []
@@ -235,8 +236,9 @@ class Accumulation:
         noise.unit = "rows" if self.window.weights_given or self._expecting else "micro-batches"
         multiple: float | Tensor = self.window.weight / (self.window.unit or 1.0)
         if self.loss_scale.scale is not None:
-            multiple = multiple * self.loss_scale.scale
-        noise.micro_batch([g for g in self.sums.held() if g is not None], self.window.weight, multiple)
+            multiple = multiple * self.loss_scale.scale.double()
+        held = [g for g in self.sums.held() if g is not None] or self.ranks.elsewhere()
+        noise.micro_batch(held, self.window.weight, multiple)
 
     def skip(self) -> None:
         """The micro-batch that was expected is over, counted or not: if not, it must not have left a gradient."""
@@ -321,7 +323,8 @@ class Accumulation:
     def _reduce(self) -> bool:
         """Make the sum and its weight those of all ranks. Returns False where a gradient has overflowed."""
         window, ranks, scale = self.window, self.ranks, self.loss_scale
-        if not ranks.reduced:
+        by_hand = not ranks.reduced
+        if by_hand:
             if window.reduction == "mean":
                 self.sums.scale_(window.rescale(self.unit))
             scale.bring_to(ranks.loss_scale)
@@ -332,9 +335,13 @@ class Accumulation:
         self.unit = total.largest or self.unit
         if total.overflow:
             logger.info("No update: a gradient of this window overflowed the loss scale")
-        elif total.scale:
+            return False
+        if total.scale:
             self.sums.scale_(1 / total.scale)
-        return not total.overflow
+            if by_hand and ranks.in_step and not self._finite():  # the scaler has not seen what FSDP kept to itself
+                logger.info("No update: a gradient of this window overflowed the loss scale")
+                return False
+        return True
 
     def _finite(self) -> bool:
         finite = all_finite(self.sums.gradients())

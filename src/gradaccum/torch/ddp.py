@@ -102,6 +102,10 @@ class Replicas:
     def clear(self) -> None:
         """Drop what an open window has added up beside `p.grad`: nothing."""
 
+    def elsewhere(self) -> list[Tensor]:
+        """What an open window has added up beside `p.grad`."""
+        return []
+
     def sum(self, tensor: Tensor) -> Tensor:
         """A tensor's sum over the ranks."""
         dist.all_reduce(tensor, group=self.group)

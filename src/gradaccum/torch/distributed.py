@@ -12,125 +12,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
+from gradaccum.torch.alone import Alone, Total
 from gradaccum.torch.ddp import Replicas
 from gradaccum.torch.fsdp import Shards
 from gradaccum.torch.ranks import Channel
 
-__all__ = ["Alone", "Together", "Total"]
-
-
-class Total(NamedTuple):
-    """What a window weighs: on one rank, and then over all of them."""
-
-    weight: float
-    given: bool = False
-    """Whether a weight was said anywhere."""
-    largest: float = 0.0
-    """The largest weight of a micro-batch."""
-    scale: float = 0.0
-    """The GradScaler's scale in which the sum is; 0 without one."""
-    wish: float = 0.0
-    """The scale that this rank's GradScaler has come to."""
-    overflow: bool = False
-    """Whether a gradient has overflowed that scale."""
-
-
-class Alone:
-    """One device: nothing to agree upon."""
-
-    several = False
-    in_step = False
-    """Whether all ranks must run the same forward and backward passes, as sharded models do."""
-    size = 1
-    rank = 0
-    by_hand = False
-    """Whether the reduction waits until the window's sum is finished, rather than run in the last backward pass."""
-    loss_scale = 0.0
-    """The scale of a GradScaler that all ranks agreed upon at the last window's end."""
-    on_forward: Callable[[float], None] | None = None
-    """Called with `loss_scale` when the forward pass of the micro-batch that closes the window is done."""
-    on_reduced: Callable[[], None] | None = None
-    """Called when a backward pass has reduced."""
-
-    @property
-    def place(self) -> list[int]:
-        """This rank, and how many there are."""
-        return [self.rank, self.size]
-
-    def expect(self, closes: bool, steps: int, last: bool = False, counts: bool = True) -> None:
-        """What the next micro-batch is, before its forward pass.
-
-        Args:
-            closes: It closes the window.
-            steps: The window's length.
-            last: It is the last one of this rank's epoch.
-            counts: It weighs something.
-        """
-
-    def meet(self, last: bool) -> None:
-        """A micro-batch of `batches()` begins: sharded models cannot do without the other ranks in any of them.
-
-        Raises:
-            WindowError: It is the last one on some ranks only.
-        """
-
-    def check_passes(self, passes: int) -> None:
-        """Before a window of so many forward and backward passes.
-
-        Raises:
-            ValueError: A sharded model, and other ranks have another number.
-        """
-
-    def scale(self, factor: float) -> None:
-        """Multiply what arrives at a sharded model's outputs in the backward pass."""
-
-    def clear(self) -> None:
-        """Drop what an open window has added up beside `p.grad`."""
-
-    @property
-    def reduced(self) -> bool:
-        """Whether a backward pass has reduced the open window's sum."""
-        return False
-
-    def total(self, mine: Total) -> Total:
-        """At the window's end: bring `p.grad` to its mean over the ranks. Returns what the window weighs on all."""
-        return mine
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """A tensor's sum over the ranks, in place."""
-        return tensor
-
-    def add_up(self, number: float) -> float:
-        """A number's sum over the ranks."""
-        return number
-
-    def end(self) -> None:
-        """This rank's epoch is over."""
-
-    def goes_on(self) -> None:
-        """A micro-batch is in, and the window stays open."""
-
-    def others_go_on(self) -> bool:
-        """Whether other ranks close one more window, in which this one takes part with nothing."""
-        return False
-
-    def begin(self) -> None:
-        """The epoch is over on all ranks: the next one may begin."""
-
-    def gather(self) -> None:
-        """Have all that a sharded model's open window has added up in `p.grad`, to be saved. All ranks take part."""
-
-    def restored(self) -> None:
-        """The open window came from a checkpoint: DDP has not seen where its gradients came from."""
-
-    def leave(self) -> None:
-        """This rank drops out in the middle of an epoch; the others shall not wait for it."""
+__all__ = ["Together"]
 
 
 class _Round(enum.IntEnum):
@@ -211,33 +104,45 @@ class Together(Alone):
         waits = self.by_hand or self._restored or not (counts or self.in_step)
         self._engine.hold(closes and not waits, self._always and not waits)
 
-    def meet(self, last: bool) -> None:
-        if self.in_step:
-            said = self._exchange(_Round.MICRO_BATCH, 0, last)
-            self._check_present(said, _Round.MICRO_BATCH)
-            lasts = [bool(numbers[2]) for numbers in said]
-            if len({*lasts}) > 1:
+    def meet(self, last: bool, repeatable: bool = True) -> bool:
+        if not isinstance(self._engine, Shards):
+            return last
+        known = self._engine.next_micro_batch()
+        said = self._exchange(_Round.MICRO_BATCH, repeatable and known, last)
+        self._check_present(said, _Round.MICRO_BATCH)
+        lasts = [bool(numbers[2]) for numbers in said]
+        if len({*lasts}) > 1:
+            if not all(numbers[1] for numbers in said):
                 raise WindowError(
-                    "A sharded model needs the same number of micro-batches on every rank. The last one has come: "
-                    f"{_by_rank(lasts)}. Pad or drop batches (DistributedSampler does), or use DistributedDataParallel."
+                    "A sharded model needs the same passes on every rank, and a rank whose batches are used up can "
+                    "repeat its last micro-batch only if that has one backward pass, no GradScaler and no other "
+                    f"optimizer's batches. The last one has come: {_by_rank(lasts)}. Pad or drop batches "
+                    "(DistributedSampler does), or use DistributedDataParallel."
                 )
+            if last:
+                self._engine.keep()
+        return all(lasts)
 
-    def check_passes(self, passes: int) -> None:
-        if self.in_step:
-            said = self._exchange(_Round.NUMBER, passes)
-            self._check_present(said, _Round.NUMBER)
-            numbers = [int(each[1]) for each in said]
-            if len({*numbers}) > 1:
-                raise ValueError(
-                    "A sharded model needs the same number of micro-batches on every rank. Received: "
-                    f"{_by_rank(numbers)}. Give each rank the same number of rows, or use DistributedDataParallel."
-                )
+    def repeat(self) -> None:
+        if isinstance(self._engine, Shards):
+            self._engine.repeat()
+
+    def most(self, passes: int) -> int:
+        if not self.in_step:
+            return passes
+        said = self._exchange(_Round.NUMBER, passes)
+        self._check_present(said, _Round.NUMBER)
+        return max(int(numbers[1]) for numbers in said)
 
     def scale(self, factor: float) -> None:
         self._engine.scale(factor)
 
     def clear(self) -> None:
         self._engine.clear()
+
+    @property
+    def elsewhere(self) -> Callable[[], list[Tensor]]:
+        return self._engine.elsewhere
 
     @property
     def reduced(self) -> bool:
@@ -248,6 +153,8 @@ class Together(Alone):
             self.on_forward(self.loss_scale)
 
     def _backward_starts(self) -> None:
+        if self.on_backward is not None:
+            self.on_backward()
         if not (self._closes or self._always) or self.by_hand:
             return
         if not self._reducing:
@@ -303,6 +210,9 @@ class Together(Alone):
         self._check_present(said, _Round.NUMBER)
         return sum(numbers[1] for numbers in said)
 
+    def everybody(self, mine: Any) -> list[Any]:
+        return self._channel.gather(mine)
+
     def gather(self) -> None:
         # The mean over the ranks of a part of the sum; what comes is added to it, and the mean of that is right.
         self._engine.reduce()
@@ -331,6 +241,8 @@ class Together(Alone):
 
     def begin(self) -> None:
         self._last = self._over = False
+        if isinstance(self._engine, Shards):
+            self._engine.forget()
 
     def leave(self) -> None:
         if not self._over and not self._announced:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradaccum.torch.batch import leaves
+from gradaccum.torch.batch import leaves, map_leaves
+from gradaccum.torch.transaction import as_found
 
 __all__ = ["Shards", "is_sharded", "sharded_modules"]
 
@@ -39,6 +40,42 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
+def _is_differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+class _Weighed(torch.autograd.Function):
+    """The tensor itself; its gradient goes through a function."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, times: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.times = times
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.times(gradients[0]), None
+
+
+class Call:
+    """One forward pass, to be made again: without the graph that its inputs came from."""
+
+    def __init__(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self._module = module
+        self._inputs, self._keywords = map_leaves(_detached, inputs), map_leaves(_detached, keywords)
+        self._device = next(module.parameters()).device.type
+        self._autocast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
+
+    def __call__(self) -> Any:
+        enabled, dtype = self._autocast
+        with torch.autocast(self._device, dtype, enabled=enabled):
+            return self._module(*self._inputs, **self._keywords)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
 class Shards:
     """The sharded parts of a model.
 
@@ -47,13 +84,14 @@ class Shards:
     next forward pass. With `always=True` it reduces on every micro-batch (with HSDP within the shard group only) and
     keeps the shard's gradient alone.
 
-    Every forward and backward pass gathers parameters, so all ranks must have the same number of micro-batches.
+    Every forward and backward pass gathers parameters, so all ranks must run the same passes. One that has no
+    micro-batch left runs its last forward pass again, and a backward pass of zeros.
 
     Args:
         modules: What `sharded_modules` found.
         always: Reduce on every micro-batch.
         on_forward: Called when a forward pass of a micro-batch that closes the window is done.
-        on_backward: Called when a backward pass that will reduce starts.
+        on_backward: Called when a backward pass starts.
     """
 
     in_step = True
@@ -75,6 +113,9 @@ class Shards:
         self._mesh = mesh
         self._reduces = self._closes = False
         self._factor = 1.0
+        self._calls: list[Call] | None = None
+        self._keeps = False
+        self._backwards: set[int] = set()
         this_forward, this_backward = weakref.WeakMethod(on_forward), weakref.WeakMethod(on_backward)
         this = weakref.ref(self)
 
@@ -82,29 +123,39 @@ class Shards:
             shards, tell = this(), this_backward()
             if shards is None or tell is None:
                 return None
-            if shards._reduces:
-                tell()
-            if shards._factor == 1.0:
-                return None
+            tell()
+            shards._backwards.add(torch._C._current_graph_task_id())
+            return None if shards._factor else torch.zeros_like(gradient)
+
+        def times(gradient: Tensor) -> Tensor:
+            shards = this()
+            if shards is None or shards._factor == 1.0:
+                return gradient
             if shards._factor and len(shards.modules) > 1:
                 raise ValueError(
                     "Several sharded models, and micro-batches of different weights: loss.backward() cannot say what "
                     "it weighs. Use optimizer.backward(loss)."
                 )
-            return gradient * shards._factor if shards._factor else torch.zeros_like(gradient)
+            return gradient * shards._factor
 
         @torch.compiler.disable
-        def forward_done(module: Any, inputs: Any, outputs: Any) -> None:
+        def forward_done(module: Any, inputs: Any, keywords: Any, outputs: Any) -> Any:
             shards, tell = this(), this_forward()
             if shards is None or tell is None or not torch.is_grad_enabled():
-                return
+                return None
+            if shards._keeps and shards._calls is not None:
+                shards._calls.append(Call(module, inputs, keywords))
             if shards._reduces:
                 tell()
             for _, leaf in leaves(outputs):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                if _is_differentiable(leaf):
                     leaf.register_hook(backward_starts)
+            if shards._factor in (0.0, 1.0):
+                return None
+            # Not a hook: the model may have made one of its outputs from another, whose gradient it would meet twice.
+            return map_leaves(lambda leaf: _Weighed.apply(leaf, times) if _is_differentiable(leaf) else leaf, outputs)
 
-        self._hooks = [module.register_forward_hook(forward_done) for module in self.modules]
+        self._hooks = [module.register_forward_hook(forward_done, with_kwargs=True) for module in self.modules]
 
     def _groups(self) -> Iterator[Any]:
         for module in self.modules:
@@ -132,12 +183,42 @@ class Shards:
         """
         self._factor = factor
 
+    def next_micro_batch(self) -> bool:
+        """A micro-batch begins. Returns whether one like the last could be repeated: its passes have a known order."""
+        backwards, self._backwards = self._backwards, set()
+        return len(backwards) <= 1
+
+    def keep(self) -> None:
+        """Keep the inputs of the forward passes that come, the epoch's last here, for `repeat`."""
+        if self._calls is None:
+            self._calls, self._keeps = [], True
+
+    def forget(self) -> None:
+        """An epoch begins."""
+        self._calls, self._keeps = None, False
+
+    def repeat(self) -> None:
+        """Run the passes that were kept, with a gradient of zeros: buffers and random numbers stay as they are."""
+        calls, self._keeps = self._calls or [], False
+        everything = [part for module in self.modules for part in module.modules()]
+        with as_found(everything, next(self.modules[0].parameters()).device):
+            with torch.enable_grad():
+                outputs = [leaf for call in calls for _, leaf in leaves(call()) if _is_differentiable(leaf)]
+            torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+
     def starts(self) -> None:
         """The backward pass that reduces has started."""
 
     def reduce(self) -> None:
         """Reduce what the window has added up, outside of a backward pass. All ranks take part."""
         self._set(True)
+        for group in self._groups():
+            if group._partial_reduce_output is not None:  # HSDP's second reduction goes only with a first one: of zeros
+                for parameter in group.fsdp_params:
+                    if hasattr(parameter, "_unsharded_param") and parameter.sharded_param.requires_grad:
+                        dtype = parameter.reduce_dtype or parameter._unsharded_param.dtype
+                        zeros = torch.zeros_like(parameter._unsharded_param, dtype=dtype, requires_grad=False)
+                        parameter.unsharded_accumulated_grad = zeros
         with torch.no_grad():
             for module in self.modules:
                 module._get_fsdp_state()._root_post_backward_final_callback()
@@ -146,6 +227,17 @@ class Shards:
     def settle(self) -> None:
         """After a window."""
         self._factor = 1.0
+
+    def elsewhere(self) -> list[Tensor]:
+        """What an open window has added up that is not reduced yet."""
+        found: list[Tensor | None] = []
+        for group in self._groups():
+            found.append(group._partial_reduce_output)
+            for parameter in group.fsdp_params:
+                found.append(parameter.unsharded_accumulated_grad)
+                if hasattr(parameter, "_unsharded_param"):
+                    found.append(parameter.unsharded_param.grad)
+        return [tensor for tensor in found if tensor is not None]
 
     def clear(self) -> None:
         """Drop what an open window has added up."""

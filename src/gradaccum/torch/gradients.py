@@ -27,6 +27,8 @@ class GradientSum:
         self._operands: dict[tuple[float, torch.dtype], Tensor] = {}
         self.aside: list[Tensor | None] | None = None
         """The sum, while it is out of reach of backward passes."""
+        self.elsewhere: Callable[[], list[Tensor]] = list
+        """What of the sum is not in `p.grad` yet: a sharded model keeps it to itself until it is reduced."""
         self.prepare()
 
     def prepare(self) -> None:
@@ -47,7 +49,7 @@ class GradientSum:
 
     def gradients(self) -> list[Tensor]:
         """The gradients that are there."""
-        return [g for p in self.parameters() if (g := p.grad) is not None]
+        return [g for p in self.parameters() if (g := p.grad) is not None] + self.elsewhere()
 
     def held(self) -> list[Tensor | None]:
         """The sum of each parameter, None where nothing has arrived."""

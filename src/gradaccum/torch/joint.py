@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaccum.torch.distributed import Alone, Total
+from gradaccum.torch.alone import Alone, Total
 from gradaccum.torch.gradients import GradientSum
 from gradaccum.torch.loss import Objective, Tally, Weight
 
@@ -33,7 +33,9 @@ class JointBatch:
         They must be so in the backward pass already: it spans the ranks where SyncBatchNorm does.
         """
         mine = objective.total(batch) if self.ranks.several else None
-        return objective.tally(batch, None if mine is None else self.ranks.add_up(float(mine)))
+        # What a sharded model adds up over the ranks on the way has one unit from the start.
+        unit = 1.0 if self.ranks.in_step else None
+        return objective.tally(batch, None if mine is None else self.ranks.add_up(float(mine)), unit)
 
     def close(self, tally: Tally) -> tuple[Tensor, Weight | None, bool]:
         """The loss over all ranks' rows; what the summed gradients are to be divided by; whether anything weighs.
@@ -45,11 +47,11 @@ class JointBatch:
             return tally.loss, tally.divisor, not tally.empty
         told = tally.told()
         factor, weight = (1.0, 0.0) if told is None else told
-        if told is not None:
+        if told is not None and not self.ranks.in_step:
             self._sums.scale_(factor / self._unit)
         total = self.ranks.total(Total(weight, given=told is not None, largest=weight))
         loss = self.ranks.sum(tally.sum.double() * factor)
-        unit, self._unit = self._unit, total.largest or self._unit
+        unit, self._unit = self._unit, 1.0 if self.ranks.in_step else total.largest or self._unit
         if total.given:
             weighs, divisor = total.weight > 0, total.weight / unit / self.ranks.size
             loss = loss / total.weight if weighs else loss

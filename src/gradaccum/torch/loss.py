@@ -128,18 +128,19 @@ class Objective:
                 loss = loss / weight
         return loss
 
-    def tally(self, batch: tuple[Any, ...], total: Weight | None = None) -> Tally:
+    def tally(self, batch: tuple[Any, ...], total: Weight | None = None, unit: Weight | None = None) -> Tally:
         """A window over this batch, to which its micro-batches are added one by one.
 
         Args:
             batch: The large batch.
             total: What it weighs, where others share it: summed over the ranks, say. None: what `total(batch)` says.
+            unit: What weights that only the forward pass tells are multiples of. None: the first of them.
         """
         by_targets = self.by_targets(batch)
         if by_targets:
             assert self.loss_fn is not None
             self._summed = weights.summed(self.loss_fn)
-        return Tally(self, self.total(batch) if total is None else total, by_targets)
+        return Tally(self, self.total(batch) if total is None else total, by_targets, unit)
 
     def total(self, batch: tuple[Any, ...], rows: int | None = None) -> Weight | None:
         """What the loss on this batch divides by, as far as the batch tells: a number, or a tensor on its device.
@@ -227,6 +228,8 @@ class Part(NamedTuple):
     """What `compute_loss` said it weighs; None where the total is known beforehand."""
     share: Weight | None = None
     """Its part of that total; None where there is none."""
+    idle: Tensor | None = None
+    """The loss of a micro-batch that weighs nothing, if it had a forward pass."""
 
 
 class Tally:
@@ -240,14 +243,16 @@ class Tally:
     somebody asks for their sum.
     """
 
-    def __init__(self, objective: Objective, total: Weight | None, by_targets: bool) -> None:
+    def __init__(
+        self, objective: Objective, total: Weight | None, by_targets: bool, unit: Weight | None = None
+    ) -> None:
         self.objective = objective
         self.total = total
         self._summed = by_targets and objective.weight is None and objective.reduction == "mean"
         self._losses: dict[Any, tuple[Weight, list[Tensor]]] = {}
         self._starts: dict[Any, tuple[Weight, Tensor]] = {}
         self._divisor: Weight | None = None
-        self._unit: Weight | None = None
+        self._unit = unit
         # Sums, of a torch.nn loss or of the user's own, are all multiplied by the same.
         self._one = None if total is None else _ratio(1.0, total)
 
@@ -321,7 +326,7 @@ class Tally:
         loss, told = objective.forward(micro_batch, self._summed)
         if told is not None:
             if _is_zero(told):
-                return Part(None, weight=told)
+                return Part(None, weight=told, idle=loss)
             if objective.reduction == "sum":
                 return Part(loss, weight=told)
             unit = self._unit if self._unit is not None else _unit(told)

@@ -41,6 +41,7 @@ class LossScale:
         self._live: Tensor | None = None
         self._handle: Any = None
         self._due = False
+        self._shown: Tensor | None = None
         self.close()
 
     def close(self) -> None:
@@ -59,6 +60,11 @@ class LossScale:
             self.overflow = torch.ones(1, device=self._sums.parameters()[0].device)
 
     @property
+    def known(self) -> bool:
+        """Whether a GradScaler has ever stepped."""
+        return self._live is not None
+
+    @property
     def in_use(self) -> bool:
         """Whether a GradScaler has stepped in this window."""
         return self.overflow is not None
@@ -67,6 +73,19 @@ class LossScale:
     def scale(self) -> Tensor | None:
         """What the sum is multiplied by; None where no GradScaler has stepped in this window."""
         return self._scale if self.in_use else None
+
+    def show(self) -> None:
+        """`GradScaler.step` wants a gradient to look at: a zero where the window has none in `p.grad` so far."""
+        parameters = [p for p in self._sums.parameters() if p.requires_grad]
+        if parameters and all(p.grad is None for p in parameters):
+            self._shown = min(parameters, key=Tensor.numel)
+            self._shown.grad = torch.zeros_like(self._shown, requires_grad=False)
+
+    def hide(self) -> None:
+        """It has looked."""
+        shown, self._shown = self._shown, None
+        if shown is not None:
+            shown.grad = None
 
     def add(self, live: Tensor | None, found_inf: Tensor) -> None:
         """A micro-batch is done.

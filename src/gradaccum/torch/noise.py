@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.noise import NoiseScale, Norms, estimate
-from gradaccum.torch.gradients import norms
+from gradaccum.torch.gradients import clip_norm_, norms
 
 __all__ = ["NoiseMeter"]
 
@@ -66,7 +66,9 @@ class NoiseMeter:
             multiple: What `gradients` are a multiple of that mean by.
         """
         if self._first is not None and gradients and size > self._first.size:
-            self._records.append((self._first, _Measured(norms(gradients), multiple, float(size))))
+            sharded = any(hasattr(gradient, "to_local") for gradient in gradients)
+            found = clip_norm_(list(gradients), None).reshape(1) if sharded else norms(gradients)
+            self._records.append((self._first, _Measured(found, multiple, float(size))))
         self.restart()
 
     def estimate(self) -> NoiseScale:

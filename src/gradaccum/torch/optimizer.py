@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradaccum.noise import NoiseScale
 from gradaccum.schedule import Schedule, Steps
-from gradaccum.torch import optimizer_state
+from gradaccum.torch import optimizer_state, sharded_state
 from gradaccum.torch.accumulation import Accumulation, Nonfinite
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.torch.batch_norm import warn_of_batch_norm
@@ -74,9 +74,6 @@ class Optimizer(torch.optim.Optimizer):
         >>> optimizer.updates            # windows of 4, 4 and 2
         3
     """
-
-    # GradScaler.step then hands over the scale, in place of unscaling the window's sum on every micro-batch.
-    _step_supports_amp_scaling = True
 
     inner: torch.optim.Optimizer
 
@@ -140,6 +137,7 @@ class Optimizer(torch.optim.Optimizer):
         self._rates: list[Any] = []
         self._warned_of_rates = False
         self._in_epoch = self._restored = self._noticed = False
+        self._all_over = True
         self.epoch = 0
         """Epochs that are over, for the schedule."""
         self.updates = 0
@@ -313,6 +311,8 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         accumulation = self._accumulation
+        if not accumulation.guard.arrivals and not self.inner.state and sharded_state.is_initialisation(self.inner):
+            return optimizer_state.initialise(self)
         if not accumulation.window.micro_batches:
             self._open()
         closes = accumulation.add(self._scaled)
@@ -426,9 +426,11 @@ class Optimizer(torch.optim.Optimizer):
 
     def _begin_micro_batch(self, weight: float, given: bool, last: bool) -> None:
         several = self._ranks.several
+        self._all_over = last
         if several:
-            self._ranks.meet(last)
-        self._accumulation.expect(weight, given, last)
+            alone = self._batches is None or len(self._batches.members) == 1
+            self._all_over = self._ranks.meet(last, alone and not self._accumulation.loss_scale.known)
+        self._accumulation.expect(weight, given, self._all_over)
         if several:
             self._expect(counts=weight > 0)
 
@@ -443,6 +445,11 @@ class Optimizer(torch.optim.Optimizer):
             if self._accumulation.window.is_open or self._accumulation.window.pending is not None:
                 self.discard()
         else:
+            while not self._all_over:  # the other ranks of a sharded model need this one in their passes
+                self._begin_micro_batch(0.0, False, True)
+                self.zero_grad()
+                self._ranks.repeat()
+                self.step()
             self._ranks.end()
             if self._accumulation.window.is_open:
                 self.flush()  # the last micro-batch was skipped
@@ -482,6 +489,7 @@ class Optimizer(torch.optim.Optimizer):
             args, kwargs = (self,), dict[str, Any]()
             for pre_hook in self._optimizer_step_pre_hooks.values():
                 args, kwargs = pre_hook(self, args, kwargs) or (args, kwargs)
+            sharded_state.release(self.inner)
             self.inner.step(*args[1:], **kwargs)
             for post_hook in self._optimizer_step_post_hooks.values():
                 post_hook(self, args, kwargs)
@@ -519,7 +527,13 @@ class Optimizer(torch.optim.Optimizer):
                     stacklevel=3,
                 )
 
-    # GradScaler: it sets `grad_scale` and `found_inf`, steps, and deletes both.
+    # GradScaler: it looks for infinity in the gradients, sets `grad_scale` and `found_inf`, steps, and deletes both.
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # True: it hands over the scale, in place of unscaling the window's sum on every micro-batch. It asks first.
+        self._accumulation.loss_scale.show()
+        return True
 
     @property
     def grad_scale(self) -> Any:
@@ -539,7 +553,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @found_inf.setter
     def found_inf(self, found: Tensor) -> None:
-        self._scaled[1] = found
+        self._accumulation.loss_scale.hide()
+        self._scaled[1] = found if isinstance(found, Tensor) else torch.tensor(float(found))  # 0: it saw no gradient
 
     @found_inf.deleter
     def found_inf(self) -> None:
@@ -548,10 +563,13 @@ class Optimizer(torch.optim.Optimizer):
     # Files.
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict under its usual keys, and beside it the open window with its gradients."""
+        """The inner optimizer's state dict under its usual keys, and beside it the open window with its gradients.
+
+        With a sharded model all ranks must call it; what it holds is the same for all of them.
+        """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        state = {**self.inner.state_dict(), optimizer_state.KEY: optimizer_state.window_state(self)}
+        state = optimizer_state.state_dict(self)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state = post_hook(self, state) or state
         return state

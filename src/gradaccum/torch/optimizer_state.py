@@ -1,6 +1,7 @@
 """What a checkpoint of a wrapped optimizer holds beside the inner one's state: the open window.
 
-Everything in it is a number, a string, a list, a dict or a tensor, so `torch.load(weights_only=True)` reads it.
+Of a sharded model it is in the inner one's state (see sharded_state.py). Everything in it is a number, a string, a
+list, a dict or a tensor, so `torch.load(weights_only=True)` reads it.
 """
 
 from __future__ import annotations
@@ -11,14 +12,33 @@ import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
+from gradaccum.torch import sharded_state
 from gradaccum.torch.batch import map_leaves
 
 if TYPE_CHECKING:
     from gradaccum.torch.optimizer import Optimizer
 
-__all__ = ["KEY", "load", "load_window", "window_state"]
+__all__ = ["KEY", "initialise", "load", "load_window", "state_dict", "window_state"]
 
 KEY = "gradaccum"
+
+
+def state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    """The inner optimizer's state and the window."""
+    window = window_state(optimizer)
+    if optimizer._ranks.in_step:
+        return sharded_state.pack(optimizer.inner, window, optimizer._ranks)
+    return {**optimizer.inner.state_dict(), KEY: window}
+
+
+def initialise(optimizer: Optimizer) -> None:
+    """What torch.distributed.checkpoint means by a step at rate 0: it wants to see state, not to train."""
+    if not optimizer._accumulation.window.is_open:
+        optimizer.inner.step()
+        if optimizer._ranks.in_step and not optimizer.updates:
+            sharded_state.reserve(optimizer.inner)
+    for parameter in optimizer._parameters():
+        parameter.grad = None
 
 
 def window_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -51,7 +71,8 @@ def window_state(optimizer: Optimizer) -> dict[str, Any]:
 
 def load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Load the inner optimizer's state and the window, or nothing."""
-    own = state_dict.pop(KEY, None)
+    state_dict, own = sharded_state.unpack(state_dict, optimizer._ranks)
+    own = state_dict.pop(KEY, own)
     _check_inner(optimizer.inner, state_dict)
     if own is not None:
         _check_window(optimizer, own)
@@ -82,11 +103,12 @@ def load_window(optimizer: Optimizer, state: dict[str, Any]) -> None:
         return
     accumulation.ranks.restored()
     accumulation.window.load_state_dict(state["window"])
-    accumulation.loss.entries = [(index, loss.clone(), weight) for index, loss, weight in state["losses"]]
+    parameters = optimizer._parameters()
+    device = parameters[0].device
+    accumulation.loss.entries = [(index, loss.to(device, copy=True), weight) for index, loss, weight in state["losses"]]
     accumulation.loss.weighed = state["losses_weighed"]
     optimizer._scheduled_for = (optimizer.epoch, optimizer.updates)
     optimizer._rates = [group.get("lr") for group in optimizer.param_groups]
-    parameters = optimizer._parameters()
     sums: list[Tensor | None] = [None] * len(parameters)
     for index, gradient in state["gradients"].items():
         sums[index] = gradient.detach().to(parameters[index].device, copy=True)

@@ -61,6 +61,13 @@ class Channel:
                 f"its loop. Look at its own message. ({error})"
             ) from error
 
+    def gather(self, mine: Any) -> list[Any]:
+        """What every rank has, by rank: anything that can be pickled."""
+        everybody = [mine] * self.size
+        if self._group is not None:
+            dist.all_gather_object(everybody, mine, group=self._group)
+        return everybody
+
     def post(self, *numbers: float) -> None:
         """Say these numbers without waiting for the others; `posted` tells later what they said."""
         if self._group is not None:

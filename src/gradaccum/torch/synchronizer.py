@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradaccum.torch.alone import Alone
 from gradaccum.torch.ddp import Replicas
-from gradaccum.torch.distributed import Alone, Together
+from gradaccum.torch.distributed import Together
 from gradaccum.torch.fsdp import Shards, is_sharded, sharded_modules
 
 __all__ = ["check_noticed", "synchronizer"]

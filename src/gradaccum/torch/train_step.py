@@ -158,10 +158,11 @@ class TrainStep:
         )
         if self.ranks.in_step and (micro_batch_size == "auto" or max_tokens is not None):
             raise ValueError(
-                "A sharded model needs the same micro-batches on every rank, which each would choose by itself. "
+                "With a sharded model sizes and padding cannot be tried out: other ranks would wait in these passes. "
                 f"Received: micro_batch_size={micro_batch_size!r}, max_tokens={max_tokens!r}. Give a number of rows."
             )
         self.joint = JointBatch(self.ranks, self.update.sums)
+        self.update.sums.elsewhere = self.ranks.elsewhere
         self._noticed = False
         self._transaction = Transaction(self._modules(), self.update.parameters, self.objective.device)
 
@@ -243,12 +244,12 @@ class TrainStep:
             The loss, and whether the batch weighs anything.
         """
         self.update.clear()
+        self.ranks.clear()
         self.ranks.expect(closes=False, steps=1)
         tally = self.joint.open(self.objective, batch)
         plan = self._plan(batch, rows)
         take = self._taker(batch, plan)
-        if self.ranks.in_step:
-            self.ranks.check_passes(len(list(plan)))
+        missing = self.ranks.most(own := len(list(plan))) - own if self.ranks.in_step else 0
         with self.batch_norm.window():
             if rows == 0:
                 pass  # other ranks have some
@@ -257,6 +258,8 @@ class TrainStep:
             else:
                 for piece in plan:
                     self._run(piece, take, tally, plan)
+            for _ in range(missing):
+                self._idle(take(Piece(slice(0, min(rows, self.micro_batch_size or rows)))))
         loss, divisor, weighs = self.joint.close(tally)
         if weighs:
             everybody_s = round(self.ranks.add_up(rows)) if self.update.noise is not None else rows
@@ -271,7 +274,7 @@ class TrainStep:
             self._micro_batch(piece, take, tally, plan)
             return
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error) or self.ranks.in_step:  # in the middle of a pass that others wait in
                 raise
             if piece.size == 1:
                 raise torch.OutOfMemoryError(
@@ -334,6 +337,10 @@ class TrainStep:
             live = self.gauge.live()
         if part.loss is not None:
             tally.backward(part, part.loss if self.update.scaler is None else self.update.scale(part.loss))
+        elif self.ranks.in_step and part.idle is not None:
+            self._backward_of_nothing(part.idle)
+        elif self.ranks.in_step:
+            self._idle(take(piece))
         tally.add(part)
         if noise is not None and part.loss is not None:
             self.update.measure(tally.multiple(part, piece.size), piece.size)
@@ -344,6 +351,17 @@ class TrainStep:
             seconds, highest = time.perf_counter() - began, self.gauge.mark()
             # The mark tells this micro-batch's peak where it has risen; else what was alive before backward has to do.
             plan.record(piece, seconds, base, highest if highest > mark else live)
+
+    def _idle(self, micro_batch: tuple[Any, ...]) -> None:
+        """A forward and a backward pass that count nothing: the other ranks of a sharded model wait for them."""
+        self._transaction.begin()
+        self._backward_of_nothing(self.objective.forward(micro_batch)[0])
+        self._transaction.restore()
+
+    def _backward_of_nothing(self, loss: Tensor) -> None:
+        self.ranks.scale(0.0)
+        loss.backward()
+        self.ranks.scale(1.0)
 
     def _plan(self, batch: tuple[Any, ...], rows: int) -> Rows | Tokens:
         if self.budget is not None:

@@ -94,7 +94,9 @@ class Update:
 
     def _scale(self) -> float | Tensor:
         """What the scaler multiplies with, on its device."""
-        return 1.0 if self.scaler is None else self.scaler.scale(torch.ones((), device=self.parameters()[0].device))
+        if self.scaler is None:
+            return 1.0
+        return self.scaler.scale(torch.ones((), dtype=torch.float64, device=self.parameters()[0].device))
 
     def finish(self, divisor: float | Tensor | None, rows: int, mean: bool = True) -> None:
         """Make the sum the finished gradient: divide, unscale, clip, and give it the parameter's own dtype.
