@@ -1,5 +1,6 @@
 """The backend is that of the process (`KERAS_BACKEND`): each one's tests run in a process of their own."""
 
+import gc
 import os
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -28,6 +29,13 @@ IGNORED = ["ignore:__array__ implementation doesn't accept a copy keyword:Deprec
 def pytest_configure(config):
     for line in IGNORED:
         config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def collect_only_what_tests_make():
+    """`clear_session` collects garbage after each test: seconds, with all that the frameworks have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradaccum.on_torch.memory import Gauge, container_limits, free_host_memory, is_out_of_memory, parse_bytes
 from gradaccum.torch import TrainStep
-from gradaccum.torch.memory import Gauge, container_limits, free_host_memory, is_out_of_memory, parse_bytes
 from tests.reference import FLOAT64, relative_error
 from tests.torch.test_train_step import OPTIMIZERS, assert_same_updates, batches, network
 
@@ -25,7 +25,7 @@ class Clock:
         self.now, self.highest, self.alive = 0.0, 0, 0
         self.fastest, self.bytes_per_row = fastest, bytes_per_row
         self.sizes: list[int] = []
-        monkeypatch.setattr("gradaccum.torch.train_step.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("gradaccum.on_torch.fitting.time.perf_counter", lambda: self.now)
         monkeypatch.setattr(Gauge, "mark", lambda gauge: self.highest)
         monkeypatch.setattr(Gauge, "live", lambda gauge: 100)
 

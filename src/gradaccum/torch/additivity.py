@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.errors import NotEquivalentError
+from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.torch.batch import per_row_leaves
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.loss import Objective
-from gradaccum.torch.memory import is_out_of_memory
 
 __all__ = ["same_gradient", "undisturbed", "verify_additivity"]
 

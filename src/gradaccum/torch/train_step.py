@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
@@ -17,19 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.noise import NoiseScale
+from gradaccum.on_torch.fitting import Fitting, MicroBatch
+from gradaccum.on_torch.memory import Gauge, is_out_of_memory, parse_bytes
+from gradaccum.on_torch.transaction import Transaction
+from gradaccum.pieces import Piece, Rows, TokenBudget, Tokens
+from gradaccum.shapes import Sizers
 from gradaccum.torch.additivity import verify_additivity
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.torch.batch import BatchDims, per_row_leaves
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms
 from gradaccum.torch.joint import JointBatch
 from gradaccum.torch.loss import Objective, Tally
-from gradaccum.torch.memory import Gauge, is_out_of_memory, parse_bytes
 from gradaccum.torch.noise import NoiseMeter
-from gradaccum.torch.pieces import Piece, Rows, TokenBudget, Tokens
-from gradaccum.torch.shapes import Sizers
 from gradaccum.torch.synchronizer import check_noticed, synchronizer
 from gradaccum.torch.tokens import Left, extents, trimmed, verified_left
-from gradaccum.torch.transaction import PutAside, Transaction
 from gradaccum.torch.update import Update
 from gradaccum.torch.whole_batch import EXACT_MICRO_BATCH_SIZE, WholeBatch
 
@@ -138,7 +138,7 @@ class TrainStep:
         self.gauge = Gauge(self.objective.device, parse_bytes(memory_limit))
         if self._whole is not None and micro_batch_size == "auto":
             micro_batch_size = EXACT_MICRO_BATCH_SIZE
-        self.sizers = Sizers(micro_batch_size, self.gauge, minimum=2 if batch_norms(model) else 1)
+        self.sizers = Sizers(micro_batch_size, self.gauge.limit, minimum=2 if batch_norms(model) else 1)
         self.budget = None if max_tokens is None else TokenBudget(max_tokens, self.sizers.size)
         if self._whole is not None and self.budget is not None:
             raise ValueError('batch_norm="exact" needs the whole batch as it is padded. Leave out `max_tokens`.')
@@ -163,6 +163,7 @@ class TrainStep:
         self.joint = JointBatch(self.ranks, self.update.sums)
         self._noticed = False
         self._transaction = Transaction(self._modules(), self._watched, self.objective.device)
+        self._fitting = Fitting(self._transaction, self.gauge)
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -244,7 +245,7 @@ class TrainStep:
                     self._run_whole(Piece(slice(0, rows)), batch, tally, plan)
                 else:
                     for piece in plan:
-                        self._run(piece, batch, tally, plan)
+                        self._fitting.run(piece, plan, self._micro_batch(batch, tally))
             loss, divisor, weighs = self.joint.close(tally)
             if weighs:
                 everybody_s = round(self.ranks.add_up(rows)) if self.update.noise is not None else rows
@@ -256,38 +257,6 @@ class TrainStep:
         if isinstance(plan, Rows) and rows:
             self.sizers.close(plan.sizer, rows)
         return loss, weighs
-
-    def _run(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, plan: Rows | Tokens) -> None:
-        """One micro-batch; where it does not fit, the same rows in smaller ones."""
-        try:
-            self._micro_batch(piece, batch, tally, plan)
-            return
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            if piece.size == 1:
-                raise torch.OutOfMemoryError(
-                    f"Out of memory with a micro-batch of one row: {error}\nNo update was made; parameters, optimizer "
-                    "state and buffers are as they were. Make the model's activations smaller (gradient checkpointing, "
-                    "autocast=torch.bfloat16), or the rows shorter."
-                ) from error
-        # Only here, out of reach of the error's frames, is its memory free.
-        self.gauge.release()
-        arrived = self._transaction.arrived()
-        self._transaction.restore()
-        pieces = plan.failed(piece)
-        logger.warning(
-            "Out of memory with a micro-batch of %d rows: going on with %d. Nothing else of the batch is lost.",
-            piece.size,
-            pieces[0].size,
-        )
-        aside = PutAside(arrived)
-        try:
-            for smaller in pieces:
-                for fitting in plan.fitting(smaller):
-                    self._run(fitting, batch, tally, plan)
-        finally:
-            aside.take_back()
 
     @property
     def _all_at_once(self) -> bool:
@@ -301,7 +270,7 @@ class TrainStep:
             size = plan.sizer.next_size(piece.size)
             try:
                 with self._whole.in_micro_batches(size):
-                    self._micro_batch(piece, batch, tally, plan)
+                    self._fitting.once(piece, plan, self._micro_batch(batch, tally))
                 return
             except Exception as error:
                 if not is_out_of_memory(error) or size == 1:
@@ -314,28 +283,19 @@ class TrainStep:
                 "Out of memory with micro-batches of %d rows: all over again with %d.", size, plan.sizer.size
             )
 
-    def _micro_batch(self, piece: Piece, batch: tuple[Any, ...], tally: Tally, plan: Rows | Tokens) -> None:
-        measuring = plan.measuring
-        if measuring:
-            self.gauge.synchronize()
-            base, mark, began = self.gauge.live(), self.gauge.mark(), time.perf_counter()
-        self._transaction.begin()
-        with self.batch_norm.micro_batch():
-            part = tally.part(self._take(batch, piece), piece.size, share=self.update.noise is not None)
-        if measuring:
-            live = self.gauge.live()
-        if part.loss is not None:
-            self.update.scale(part.loss).backward()
-        tally.add(part)
-        if part.loss is not None:
-            self.update.measure(tally.multiple(part, piece.size), piece.size)
-        self._transaction.commit()
-        self.batch_norm.commit()
-        if measuring:
-            self.gauge.synchronize()
-            seconds, highest = time.perf_counter() - began, self.gauge.mark()
-            # The mark tells this micro-batch's peak where it has risen; else what was alive before backward has to do.
-            plan.record(piece, seconds, base, highest if highest > mark else live)
+    def _micro_batch(self, batch: tuple[Any, ...], tally: Tally) -> MicroBatch:
+        def run(piece: Piece, between: Callable[[], None]) -> None:
+            with self.batch_norm.micro_batch():
+                part = tally.part(self._take(batch, piece), piece.size, share=self.update.noise is not None)
+            between()
+            if part.loss is not None:
+                self.update.scale(part.loss).backward()
+            tally.add(part)
+            if part.loss is not None:
+                self.update.measure(tally.multiple(part, piece.size), piece.size)
+            self.batch_norm.commit()
+
+        return run
 
     def _plan(self, batch: tuple[Any, ...], rows: int) -> Rows | Tokens:
         if self.budget is not None:

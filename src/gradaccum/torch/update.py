@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.torch.gradients import GradientSum, clip_norm_, scale_
-from gradaccum.torch.memory import is_out_of_memory
 from gradaccum.torch.noise import NoiseMeter
 
 __all__ = ["Update"]

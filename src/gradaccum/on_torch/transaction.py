@@ -11,8 +11,11 @@ from torch import Tensor, nn
 __all__ = ["PutAside", "State", "Transaction"]
 
 
+_Place = tuple[dict[str, Any], str]
+
+
 class _Buffer(NamedTuple):
-    owner: dict[str, Tensor | None]
+    owner: dict[str, Any]
     name: str
     tensor: Tensor
     version: int
@@ -45,17 +48,23 @@ class Transaction:
         modules: Whose buffers to watch: the model, and a loss that has buffers of its own.
         parameters: Called for the parameters whose gradients to watch.
         device: Where the model is.
+        others: Called for what is to be watched like buffers and is none: where each is kept, a dict and a key.
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], parameters: Callable[[], list[Tensor]], device: torch.device
+        self,
+        modules: Iterable[nn.Module],
+        parameters: Callable[[], list[Tensor]],
+        device: torch.device,
+        others: Callable[[], list[_Place]] = list,
     ) -> None:
         self._modules = list(modules)
         self._find_parameters = parameters
         self._device = device
+        self._find_others = others
         self._still: set[tuple[int, str]] = set()
         self._mode: list[bool] = []
-        self._places: list[tuple[dict[str, Tensor | None], str]] = []
+        self._places: list[_Place] = []
         self._parameters: list[Tensor] = []
         self._gradients: list[Tensor | None] = []
         self._versions: list[int] = []
@@ -68,8 +77,21 @@ class Transaction:
         if mode != self._mode:  # other buffers may move from now on
             self._mode, self._still = mode, set()
         self._places = [(module._buffers, name) for module in modules for name in module._buffers]
+        self._places += self._find_others()
         self._parameters = self._find_parameters()
         return self.begin()
+
+    def forget(self) -> None:
+        """Look anew at what stands still."""
+        self._still = set()
+
+    def drew(self, state: State) -> bool:
+        """Whether random numbers have been drawn since then from PyTorch's own generators."""
+        now = _random_state(self._device)
+        return any(
+            one is not None and other is not None and not torch.equal(one, other)
+            for one, other in zip(now, (state.host, state.device))
+        )
 
     def begin(self) -> State:
         """Remember how everything is, before a micro-batch. Returns what `restore` takes."""
@@ -79,8 +101,7 @@ class Transaction:
             if tensor is not None:
                 copy = None if (id(owner), name) in self._still else tensor.clone()
                 buffers.append(_Buffer(owner, name, tensor, tensor._version, copy))
-        device = _generator(self._device).get_rng_state(self._device) if self._device.type != "cpu" else None
-        self.state = State(torch.get_rng_state(), device, buffers)
+        self.state = State(*_random_state(self._device), buffers)
         self._gradients = [p.grad for p in self._parameters]
         self._versions = [-1 if gradient is None else gradient._version for gradient in self._gradients]
         return self.state
@@ -142,6 +163,10 @@ class PutAside:
 
 def _drop(parameter: Tensor) -> None:
     parameter.grad = None
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), None if device.type == "cpu" else _generator(device).get_rng_state(device)
 
 
 def _generator(device: torch.device) -> Any:
