@@ -37,6 +37,25 @@ class TorchStep(MicroBatchedStep):
         self.transaction = Transaction([self.model], self._trained, device, self._places)
         self.sizers: Sizers | None = None
 
+    def install(self) -> None:
+        """Make this the model's training step."""
+        super().install()
+        self.model.make_train_function = self._make_train_function
+
+    def _make_train_function(self, force: bool = False) -> None:
+        """Keras' own, which would hand the whole step to torch.compile where it is asked to.
+
+        Raises:
+            ValueError: It is asked to.
+        """
+        if self.model.jit_compile:
+            raise ValueError(
+                "micro_batched on PyTorch runs a loop that torch.compile can't take as a whole. Received: "
+                "jit_compile=True. Pass jit_compile=False to compile(), or train on the JAX or TensorFlow backend, "
+                "where the loop is compiled."
+            )
+        type(self.model).make_train_function(self.model, force=force)
+
     def __call__(self, data: Any) -> Any:
         model = self.model
         rows = rows_of(data)
