@@ -15,6 +15,7 @@ from tests.keras.test_micro_batched import (
     BACKEND,
     BATCH,
     CLASSES,
+    IN_FLOAT32,
     MICRO,
     ROWS,
     WEIGHTS,
@@ -77,7 +78,9 @@ def test_steps_per_execution_matches_plain_fit(float64):
 
 
 def test_run_eagerly_matches_plain_fit(float64):
-    assert_same(classifier, lambda: {**crossentropy(), "run_eagerly": True}, X, CLASSES, float64, epochs=1)
+    # On JAX the loop is compiled even so; what Keras computes in float32 there (tanh) is rounded otherwise one by one.
+    compiled = lambda: {**crossentropy(), "run_eagerly": True}  # noqa: E731
+    assert_same(classifier, compiled, X, CLASSES, max(float64, IN_FLOAT32), epochs=1)
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="XLA is not optional on JAX, and absent on PyTorch.")
