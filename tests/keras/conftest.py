@@ -1,5 +1,6 @@
 """The backend is that of the process (`KERAS_BACKEND`): each one's tests run in a process of their own."""
 
+import gc
 import os
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -8,6 +9,7 @@ BACKEND = os.environ["KERAS_BACKEND"]
 if BACKEND == "jax":  # before JAX starts: two devices to train on at once
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=2".strip()
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # programs that run once take longest to compile
 
 import keras  # noqa: E402  # Keras reads the environment when it is imported
 import pytest  # noqa: E402
@@ -28,6 +30,13 @@ IGNORED = ["ignore:__array__ implementation doesn't accept a copy keyword:Deprec
 def pytest_configure(config):
     for line in IGNORED:
         config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def collect_only_what_tests_make():
+    """`clear_session` collects garbage after each test: seconds, with all that the frameworks have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +70,9 @@ def bound(float64):
 
 @pytest.fixture
 def fit_bound(request):
-    """The same for whole models. Keras' losses, on JAX and PyTorch, compute in single precision whatever is set."""
+    """The same for whole models. On JAX and PyTorch, where `keras.backend.result_type` makes float32 of float64,
+    `ops.mean` and with it many of Keras' losses compute in single precision whatever is set.
+    """
     if BACKEND != "tensorflow":
         return 1e-6
     request.getfixturevalue("float64")

@@ -14,7 +14,7 @@ from tests.reference import relative_error
 
 @pytest.fixture
 def bound(float64):
-    """On JAX, Keras normalises in float32 whatever is set."""
+    """On JAX, Keras normalises in `result_type(inputs.dtype, "float32")`, which is float32 there for float64 too."""
     return max(float64, 1e-6) if BACKEND == "jax" else float64
 
 

@@ -41,7 +41,14 @@ def run(make, compiled, x, y=None, micro_batch_size=None, batch_norm="warn", **f
     return model, history.history
 
 
-def assert_same(make, compiled, x, y=None, tolerance=1e-6, micro_batch_size=MICRO, **fit):
+IN_FLOAT32 = 1e-6 if BACKEND == "jax" else 0.0
+"""The error of logs where Keras sums over rows in float32: `result_type` takes float64 for float32 on JAX.
+
+So `ops.mean` computes in it, and `ops.tanh`, and with it an activity regulariser of a tanh. Gradients don't see it.
+"""
+
+
+def assert_same(make, compiled, x, y=None, tolerance=1e-6, micro_batch_size=MICRO, in_logs=0.0, **fit):
     """Both ways of training end with the same weights, the same optimizer state and the same logs."""
     plain, expected = run(make, compiled, x, y, **fit)
     ours, logs = run(make, compiled, x, y, micro_batch_size, **fit)
@@ -49,8 +56,7 @@ def assert_same(make, compiled, x, y=None, tolerance=1e-6, micro_batch_size=MICR
     states = [[keras.ops.convert_to_numpy(v) for v in model.optimizer.variables] for model in (ours, plain)]
     assert relative_error(*states) <= 10 * tolerance
     assert logs.keys() == expected.keys()
-    # On JAX, Keras adds the terms of a loss in float32 whatever is set.
-    allowed = max(10 * tolerance, 1e-6 if BACKEND == "jax" else 0)
+    allowed = max(10 * tolerance, in_logs)
     for name, values in expected.items():
         assert relative_error([logs[name]], [values]) <= allowed, name
     return ours, plain
@@ -214,12 +220,12 @@ class Subclassed(keras.Model):
 
 
 def test_an_unbuilt_subclassed_model_with_added_losses_matches_plain_fit(float64):
-    assert_same(Subclassed, crossentropy, X, CLASSES, float64)
+    assert_same(Subclassed, crossentropy, X, CLASSES, float64, in_logs=IN_FLOAT32)
 
 
 def test_regularisers_count_once(float64):
     make = lambda: classifier(kernel_regularizer="l2", bias_regularizer="l1", activity_regularizer="l2")  # noqa: E731
-    assert_same(make, crossentropy, X, CLASSES, float64)
+    assert_same(make, crossentropy, X, CLASSES, float64, in_logs=IN_FLOAT32)
 
 
 @keras.saving.register_keras_serializable("gradaccum_tests")
@@ -240,71 +246,5 @@ def test_overridden_compute_loss_and_compute_metrics_match_plain_fit(float64):
         inputs = layers.Input((5,))
         return OwnLoss(inputs, layers.Dense(3, activation="softmax")(inputs))
 
-    assert_same(
-        make, lambda: crossentropy(reduction="mean_with_sample_weight"), X, CLASSES, float64, sample_weight=WEIGHTS
-    )
-
-
-ADDITIVE = {
-    "MeanSquaredError": "regression",
-    "MeanAbsoluteError": "regression",
-    "MeanAbsolutePercentageError": "positive",
-    "MeanSquaredLogarithmicError": "positive",
-    "CosineSimilarity": "regression",
-    "Huber": "regression",
-    "LogCosh": "regression",
-    "Hinge": "binary",
-    "SquaredHinge": "binary",
-    "CategoricalHinge": "one_hot",
-    "KLDivergence": "one_hot",
-    "Poisson": "positive",
-    "BinaryCrossentropy": "binary",
-    "BinaryFocalCrossentropy": "binary",
-    "CategoricalCrossentropy": "one_hot",
-    "CategoricalFocalCrossentropy": "one_hot",
-    "SparseCategoricalCrossentropy": "sparse",
-    "CategoricalGeneralizedCrossEntropy": "sparse",
-}
-TARGETS = {
-    "regression": random.normal(size=(ROWS, 3)),
-    "positive": random.uniform(1, 2, size=(ROWS, 3)),
-    "binary": random.integers(0, 2, (ROWS, 3)),
-    "one_hot": np.eye(3)[CLASSES],
-    "sparse": CLASSES,
-}
-
-
-def step_with(name, reduction, float64):
-    if not hasattr(losses, name):
-        pytest.skip(f"This Keras has no {name}.")
-
-    def compiled():
-        return {
-            "loss": getattr(losses, name)(reduction=reduction),
-            "optimizer": keras.optimizers.SGD(1e-3, momentum=0.9),
-        }
-
-    y = TARGETS[ADDITIVE[name]]
-    assert_same(
-        classifier, compiled, X, y, float64, sample_weight=WEIGHTS, epochs=1, batch_size=ROWS, micro_batch_size=8
-    )
-
-
-@pytest.mark.parametrize("name", ADDITIVE)
-def test_every_built_in_loss_matches_plain_fit(float64, name):
-    step_with(name, "sum_over_batch_size", float64)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ADDITIVE)
-@pytest.mark.parametrize("reduction", ["sum", "mean", "mean_with_sample_weight"])
-def test_every_built_in_loss_with_every_reduction_matches_plain_fit(float64, name, reduction):
-    step_with(name, reduction, float64)
-
-
-def test_ctc_matches_plain_fit(float64):
-    def make():
-        return keras.Sequential([layers.Input((6, 2)), layers.LSTM(4, return_sequences=True), layers.Dense(4)])
-
-    x, y = random.normal(size=(ROWS, 6, 2)), random.integers(1, 4, (ROWS, 2))
-    assert_same(make, lambda: {"loss": losses.CTC()}, x, y, max(float64, 1e-6), epochs=1)
+    compiled = lambda: crossentropy(reduction="mean_with_sample_weight")  # noqa: E731
+    assert_same(make, compiled, X, CLASSES, float64, in_logs=IN_FLOAT32, sample_weight=WEIGHTS)

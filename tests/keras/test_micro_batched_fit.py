@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from tests.keras.test_micro_batched import (
     BACKEND,
     BATCH,
     CLASSES,
+    IN_FLOAT32,
     MICRO,
     ROWS,
     WEIGHTS,
@@ -75,7 +78,9 @@ def test_steps_per_execution_matches_plain_fit(float64):
 
 
 def test_run_eagerly_matches_plain_fit(float64):
-    assert_same(classifier, lambda: {**crossentropy(), "run_eagerly": True}, X, CLASSES, max(float64, 1e-6), epochs=1)
+    # On JAX the loop is compiled even so; what Keras computes in float32 there (tanh) is rounded otherwise one by one.
+    compiled = lambda: {**crossentropy(), "run_eagerly": True}  # noqa: E731
+    assert_same(classifier, compiled, X, CLASSES, max(float64, IN_FLOAT32), epochs=1)
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="XLA is not optional on JAX, and absent on PyTorch.")
@@ -246,7 +251,7 @@ def test_auto_picks_a_size_and_matches_plain_fit(float64, caplog):
     with caplog.at_level("INFO", logger="gradaccum"):
         assert_same(classifier, crossentropy, X, CLASSES, float64, "auto", batch_size=11, epochs=1)
     (said,) = {record.message for record in caplog.records if "auto" in record.message}
-    assert int(said.split()[-2]) >= 1
+    assert re.match(r"micro_batch_size='auto': [1-9]\d* of (11|any number of) rows\.", said)
 
 
 # Errors.
@@ -276,10 +281,6 @@ def spread(y_true, y_pred):
     return ops.var(y_pred)
 
 
-def dice(axis):
-    return lambda: {"loss": losses.Dice(axis=axis)}
-
-
 @pytest.mark.parametrize(
     ("loss", "where"),
     [
@@ -298,10 +299,6 @@ def test_a_loss_that_looks_across_rows_is_named_and_nothing_is_touched(loss, whe
     assert relative_error(model.get_weights(), before) == 0
     model.compile(optimizer=sgd(), loss="mse")
     model.fit(X, np.eye(3)[CLASSES], batch_size=BATCH, verbose=0)
-
-
-def test_a_row_wise_dice_matches_plain_fit(float64):
-    assert_same(classifier, dice(axis=1), X, np.eye(3)[CLASSES], float64)
 
 
 def test_a_batch_that_cannot_be_split_is_named_and_nothing_is_touched():

@@ -10,8 +10,12 @@ import gradaccum.keras
 from gradaccum.keras.optimizers import BatchOptimizer, Optimizer
 from tests.keras.problems import (
     BACKEND,
+    SHAPES,
+    HeavyBall,
     adam,
     error,
+    means,
+    micro_gradients,
     network,
     plain,
     regression,
@@ -22,34 +26,6 @@ from tests.keras.problems import (
 )
 from tests.reference import relative_error
 
-SHAPES = [(4, 3), (3,), (3, 2)]
-
-
-@keras.saving.register_keras_serializable("tests")
-class HeavyBall(keras.optimizers.Optimizer):
-    """A user's own optimizer, as Keras' documentation tells to write one."""
-
-    def __init__(self, learning_rate=0.1, momentum=0.9, **kwargs):
-        super().__init__(learning_rate=learning_rate, **kwargs)
-        self.momentum = momentum
-
-    def build(self, variables):
-        if self.built:
-            return
-        super().build(variables)
-        self.velocities = [self.add_variable_from_reference(v, name="velocity") for v in variables]
-
-    def update_step(self, gradient, variable, learning_rate):
-        velocity = self.velocities[self._get_variable_index(variable)]
-        learning_rate = keras.ops.cast(learning_rate, variable.dtype)
-        gradient = keras.ops.cast(gradient, variable.dtype)
-        self.assign(velocity, velocity * self.momentum - gradient * learning_rate)
-        self.assign_add(variable, velocity)
-
-    def get_config(self):
-        return super().get_config() | {"momentum": self.momentum}
-
-
 WRAPPERS = {"LossScaleOptimizer", "MultiOptimizer"}
 BUILT_IN = sorted(
     name
@@ -59,16 +35,6 @@ BUILT_IN = sorted(
 INNER = {name: getattr(keras.optimizers, name) for name in BUILT_IN if name not in WRAPPERS} | {
     "a custom one": HeavyBall
 }
-
-
-def micro_gradients(count, seed=2):
-    generator = np.random.default_rng(seed)
-    return [[generator.normal(size=shape) for shape in SHAPES] for _ in range(count)]
-
-
-def means(gradients, steps):
-    windows = [gradients[start : start + steps] for start in range(0, len(gradients), steps)]
-    return [[np.mean([g[i] for g in window], axis=0) for i in range(len(SHAPES))] for window in windows]
 
 
 def both(make, steps=4, windows=3, by=""):

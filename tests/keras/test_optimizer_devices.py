@@ -8,9 +8,12 @@ from gradaccum.keras.callbacks import GradientAccumulation
 from gradaccum.keras.optimizers import BatchOptimizer, Optimizer
 from tests.keras.problems import (
     BACKEND,
+    SHAPES,
     adam,
     error,
     join,
+    means,
+    micro_gradients,
     network,
     plain,
     regression,
@@ -19,7 +22,6 @@ from tests.keras.problems import (
     train_by_hand,
     variables_like,
 )
-from tests.keras.test_optimizer import SHAPES, means, micro_gradients
 from tests.reference import keras_updates, relative_error
 
 LossScale = keras.optimizers.LossScaleOptimizer

@@ -13,8 +13,12 @@ from gradaccum.keras.callbacks import GradientAccumulation
 from gradaccum.keras.optimizers import Adam, BatchOptimizer, Optimizer
 from tests.keras.problems import (
     BACKEND,
+    SHAPES,
+    HeavyBall,
     adam,
     error,
+    means,
+    micro_gradients,
     network,
     plain,
     regression,
@@ -23,7 +27,6 @@ from tests.keras.problems import (
     train_by_hand,
     variables_like,
 )
-from tests.keras.test_optimizer import SHAPES, HeavyBall, means, micro_gradients
 from tests.reference import relative_error
 
 

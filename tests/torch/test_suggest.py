@@ -73,7 +73,7 @@ def test_the_estimate_agrees_with_the_memory_of_a_real_process() -> None:
         import torch
         from torch import nn
         from gradaccum.torch.loss import Objective
-        from gradaccum.torch.memory import process_memory
+        from gradaccum.on_torch.memory import process_memory
         from gradaccum.torch.trace import bytes_of, micro_batch_peak
 
         torch.manual_seed(0)

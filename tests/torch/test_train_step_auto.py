@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradaccum.on_torch.memory import Gauge, container_limits, free_host_memory, is_out_of_memory, parse_bytes
 from gradaccum.torch import TrainStep
-from gradaccum.torch.memory import Gauge, container_limits, free_host_memory, is_out_of_memory, parse_bytes
 from tests.reference import FLOAT64, relative_error
 from tests.torch.test_train_step import OPTIMIZERS, assert_same_updates, batches, network
 
@@ -25,7 +25,7 @@ class Clock:
         self.now, self.highest, self.alive = 0.0, 0, 0
         self.fastest, self.bytes_per_row = fastest, bytes_per_row
         self.sizes: list[int] = []
-        monkeypatch.setattr("gradaccum.torch.train_step.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("gradaccum.on_torch.fitting.time.perf_counter", lambda: self.now)
         monkeypatch.setattr(Gauge, "mark", lambda gauge: self.highest)
         monkeypatch.setattr(Gauge, "live", lambda gauge: 100)
 
@@ -84,9 +84,9 @@ def test_a_change_of_the_size_is_told_as_well(
 def test_without_a_limit_given_it_is_what_the_machine_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
     gauge = Gauge(torch.device("cpu"))
     monkeypatch.setattr(Gauge, "live", lambda gauge: 100)
-    monkeypatch.setattr("gradaccum.torch.memory.free_host_memory", lambda: 900)
+    monkeypatch.setattr("gradaccum.on_torch.memory.free_host_memory", lambda: 900)
     assert gauge.limit() == 1000
-    monkeypatch.setattr("gradaccum.torch.memory.free_host_memory", lambda: None)
+    monkeypatch.setattr("gradaccum.on_torch.memory.free_host_memory", lambda: None)
     assert gauge.limit() is None
     assert Gauge(torch.device("cpu"), 50).limit() == 50
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradaccum.on_torch.memory import Gauge
 from gradaccum.torch import TrainStep, undo
-from gradaccum.torch.memory import Gauge
 from tests.torch.test_train_step import batches, network
 from tests.torch.test_train_step_memory import OUT, Fragile
 

@@ -11,6 +11,8 @@ import numpy as np
 from jax import numpy as jnp
 
 from gradaccum.keras.counts import Counts
+from gradaccum.keras.sums import added
+from gradaccum.keras.sums import means as means_of
 
 __all__ = ["accumulate", "beside", "close", "host", "put", "replica", "total"]
 
@@ -21,7 +23,7 @@ def accumulate(optimizer: Any, gradients: list[Any], rows: Any) -> None:
     weight = optimizer._weigh(counts, rows)
     variables = optimizer._trainable_variables
     sums = [
-        total.value if gradient is None else optimizer._sum(total.value, gradient, variable, weight)
+        total.value if gradient is None else added(optimizer, total.value, gradient, variable, weight)
         for total, gradient, variable in zip(optimizer._sums, gradients, variables)
     ]
     present = jnp.asarray([gradient is not None for gradient in gradients], optimizer._touched.dtype)
@@ -40,7 +42,7 @@ def close(optimizer: Any) -> None:
     """Close the window with what it holds, outside of a compiled function."""
     inner = optimizer.inner_optimizer
     counts = Counts(*optimizer._counts.value)
-    means = optimizer._means([total.value for total in optimizer._sums], counts.weight)
+    means = means_of(optimizer, [total.value for total in optimizer._sums], counts.weight)
     touched = keras.ops.convert_to_numpy(optimizer._touched.value)
     before = jnp.asarray(inner.iterations)
     if touched.any():
@@ -59,7 +61,7 @@ def _traced(optimizer: Any, sums: Any, counts: Counts, touched: Any, closes: Any
     inner_variables = inner.variables
 
     def update(weights: Any, state: Any, sums: Any) -> Any:
-        means = optimizer._means(sums, counts.weight)
+        means = means_of(optimizer, sums, counts.weight)
 
         def all_of_them() -> Any:
             return inner.stateless_apply(state, means, weights)

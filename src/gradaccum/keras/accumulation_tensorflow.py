@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from gradaccum.keras.counts import Counts
+from gradaccum.keras.sums import means as means_of
 
 __all__ = ["accumulate", "beside", "close", "host", "put", "replica", "total"]
 
@@ -96,7 +97,7 @@ def _close(optimizer: Any, counts: Counts, absent: list[bool], strategy: Any) ->
 
     def apply(leave_out: list[bool]) -> None:
         def in_replica() -> None:
-            means = optimizer._means([total.value for total in optimizer._sums], counts.weight)
+            means = means_of(optimizer, [total.value for total in optimizer._sums], counts.weight)
             inner.apply([None if none else mean for mean, none in zip(means, leave_out)], variables)
 
         if not all(leave_out):

@@ -9,6 +9,7 @@ import keras
 import torch
 
 from gradaccum.keras.counts import Counts
+from gradaccum.keras.sums import added
 
 __all__ = ["accumulate", "beside", "close", "host", "put", "replica", "total"]
 
@@ -25,7 +26,7 @@ def accumulate(optimizer: Any, gradients: list[Any], rows: Any) -> None:
         optimizer._touched.value[index] = 1
         variable = optimizer._trainable_variables[index]
         if optimizer._overwrite_variable_with_gradient(variable):
-            total.assign(optimizer._sum(total.value, gradient, variable, None))
+            total.assign(added(optimizer, total.value, gradient, variable, None))
         else:
             plain[0].append(total.value)
             plain[1].append(gradient)

@@ -1,4 +1,4 @@
-"""`micro_batch_size="auto"`: the fastest micro-batch that fits, found by measuring before the first update."""
+"""`micro_batch_size="auto"` where the update is compiled as a whole: the fastest that fits, measured beforehand."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def fastest_size(model: Any, data: Any, rows: int | None) -> int:
 
     Powers of two are tried from small to large, each with a forward and backward pass over zeros in the shapes of
     `data`, compiled as the model is. A size is only tried when the memory of the smaller ones, an affine function of
-    the rows, says that it fits: what XLA states on JAX, and what the process or device took elsewhere.
+    the rows, says that it fits: what XLA states on JAX, and what the process took on TensorFlow.
 
     Args:
         model: A built and compiled model. Its variables aren't touched.
@@ -77,7 +77,7 @@ def fastest_size(model: Any, data: Any, rows: int | None) -> int:
             break
         size = following
     best = min(seconds, key=seconds.__getitem__, default=1)
-    _log.info('micro_batch_size="auto": micro-batches of %d rows', best)
+    _log.info("micro_batch_size='auto': %d of %s rows.", best, "any number of" if rows is None else rows)
     return best
 
 
@@ -117,10 +117,6 @@ def _zeros(leaf: Any, size: int) -> Any:
     return np.zeros((size, *shape), backend.standardize_dtype(leaf.dtype))
 
 
-def _converted(leaf: Any) -> Any:
-    return None if leaf is None else ops.convert_to_tensor(leaf)
-
-
 def _seconds(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()
@@ -135,11 +131,6 @@ def _free_memory() -> float | None:
         stats = jax.local_devices()[0].memory_stats() or {}
         if "bytes_limit" in stats:
             return stats["bytes_limit"] - stats["bytes_in_use"]
-    if backend.backend() == "torch":
-        import torch
-
-        if torch.cuda.is_available():
-            return torch.cuda.mem_get_info()[0]
     if backend.backend() == "tensorflow":
         import tensorflow as tf
 
@@ -150,11 +141,6 @@ def _free_memory() -> float | None:
 
 def _in_use() -> float:
     """The most bytes ever in use."""
-    if backend.backend() == "torch":
-        import torch
-
-        if torch.cuda.is_available():
-            return torch.cuda.max_memory_allocated()
     return process_memory()["VmHWM"]
 
 

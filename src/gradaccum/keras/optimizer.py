@@ -13,7 +13,7 @@ import numpy as np
 from keras import ops
 from keras.optimizers import Optimizer as KerasOptimizer
 
-from gradaccum.keras import optimizer_state
+from gradaccum.keras import optimizer_state, sums
 from gradaccum.keras.backends import accumulation
 from gradaccum.keras.counts import Counts
 from gradaccum.keras.inner import check_inner, of_inner
@@ -240,19 +240,7 @@ class Optimizer(KerasOptimizer):
             )
             # Which variables have had a gradient in this window, as 0 and 1.
             self._touched = self.add_variable((len(self._trainable_variables),), "zeros", "int", name="window_touched")
-        self._sums = []
-        for variable in self._trainable_variables:
-            dtype = keras.backend.standardize_dtype(variable.dtype)
-            path = getattr(variable, "path", variable.name).replace("/", "_").replace(":", "_")
-            with accumulation.beside(self, variable):
-                total = self.add_variable(
-                    variable.shape,
-                    "zeros",
-                    "float32" if dtype in ("float16", "bfloat16") else dtype,
-                    layout=getattr(variable, "_layout", None),
-                    name=f"{path}_gradient_sum",
-                )
-            self._sums.append(total)
+        self._sums = sums.made(self, accumulation.beside)
 
     def _check_variables(self, variables: Sequence[Any]) -> None:
         """Whether these may be trained; for subclasses."""
@@ -379,23 +367,6 @@ class Optimizer(KerasOptimizer):
     def _can_skip(self) -> bool:
         """Whether a window may close without an update."""
         return isinstance(self.inner_optimizer, keras.optimizers.LossScaleOptimizer)
-
-    def _means(self, sums: Sequence[Any], weight: Any) -> list[Any]:
-        """The finished gradients, in the dtype of their variables."""
-        means = []
-        for total, variable in zip(sums, self._trainable_variables):
-            if not self._overwrite_variable_with_gradient(variable):
-                total = total / ops.cast(weight, total.dtype)
-            means.append(ops.cast(total, variable.dtype))
-        return means
-
-    def _sum(self, total: Any, gradient: Any, variable: Any, weight: Any) -> Any:
-        """A sum with one more gradient in it, `weight` times (None: once)."""
-        gradient = ops.cast(gradient, total.dtype)
-        if self._overwrite_variable_with_gradient(variable):
-            # Not a gradient, but the variable's next value, such as the largest entry seen (float8 scaling).
-            return ops.maximum(total, gradient)
-        return total + (gradient if weight is None else gradient * ops.cast(weight, total.dtype))
 
 
 @keras.saving.register_keras_serializable(package="gradaccum")

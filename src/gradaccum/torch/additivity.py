@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.errors import NotEquivalentError
+from gradaccum.on_torch.memory import is_out_of_memory
+from gradaccum.on_torch.random_state import RandomState, torch_generators
+from gradaccum.on_torch.transaction import as_found
 from gradaccum.torch.batch import per_row_leaves
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.loss import Objective
-from gradaccum.torch.memory import is_out_of_memory
-from gradaccum.torch.random_state import RandomState, torch_generators
-from gradaccum.torch.transaction import as_found
 
 __all__ = ["same_gradient", "undisturbed", "verify_additivity"]
 

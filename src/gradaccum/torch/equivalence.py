@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.equivalence import Cause, Difference, Equivalence
+from gradaccum.on_torch import random_state
 from gradaccum.schedule import checked_count
 from gradaccum.sizes import even_sizes
-from gradaccum.torch import random_state
 from gradaccum.torch.arguments import checked_model
 from gradaccum.torch.batch import BatchDims, per_row_leaves
 from gradaccum.torch.batch_norm import BatchNormChoice, checked_batch_norm

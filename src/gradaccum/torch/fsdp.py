@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradaccum.on_torch.transaction import as_found
 from gradaccum.torch.batch import leaves, map_leaves
-from gradaccum.torch.transaction import as_found
 
 __all__ = ["Shards", "is_sharded", "sharded_modules"]
 

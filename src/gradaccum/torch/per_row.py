@@ -12,9 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from gradaccum.errors import NotEquivalentError
+from gradaccum.on_torch.random_state import RandomState, torch_generators
 from gradaccum.sizes import even_sizes
 from gradaccum.torch.batch import BatchDims, concatenate, leaves
-from gradaccum.torch.random_state import RandomState, torch_generators
 from gradaccum.torch.replay import Surroundings, accelerators, swapped
 
 __all__ = ["verify_per_row"]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import gradaccum
+from gradaccum.on_torch.memory import Gauge
 from gradaccum.report import Report
 from gradaccum.run import Run, encode, read
-from gradaccum.torch.memory import Gauge
 
 __all__ = ["Recorder"]
 

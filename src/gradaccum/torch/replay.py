@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradaccum.torch.random_state import RandomState, all_generators, kept
+from gradaccum.on_torch.random_state import RandomState, all_generators, kept
 
 __all__ = ["Buffers", "Surroundings", "accelerators", "stand_ins", "swapped"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradaccum.torch import random_state
+from gradaccum.on_torch import random_state
 
 __all__ = ["Replay"]
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from gradaccum.climb import MemoryLine
+from gradaccum.on_torch.memory import Gauge, parse_bytes
 from gradaccum.torch.batch import BatchDims
 from gradaccum.torch.loss import Objective
-from gradaccum.torch.memory import Gauge, parse_bytes
 from gradaccum.torch.trace import batch_bytes, bytes_of, micro_batch_peak, optimizer_bytes
 
 __all__ = ["MARGIN", "DoesNotFit", "SizeEstimate", "estimate_size", "suggest_micro_batch_size"]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from gradaccum.errors import NotEquivalentError
+from gradaccum.pieces import Piece
 from gradaccum.torch.additivity import same_gradient, undisturbed
 from gradaccum.torch.batch import has_rows, leaves, map_leaves
 from gradaccum.torch.loss import Objective
-from gradaccum.torch.pieces import Piece
 
 __all__ = ["Left", "extents", "trimmed", "verified_left"]
 

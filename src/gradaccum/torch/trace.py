@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from gradaccum.on_torch.transaction import as_found
 from gradaccum.torch.batch import has_rows, leaves, map_leaves
 from gradaccum.torch.loss import Objective
-from gradaccum.torch.transaction import as_found
 
 __all__ = ["LiveBytes", "bytes_of", "micro_batch_peak", "optimizer_bytes"]
 

@@ -8,7 +8,6 @@ for x, y in loader:          # 256 rows
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -16,19 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.noise import NoiseScale
+from gradaccum.on_torch.fitting import Fitting, MicroBatch
+from gradaccum.on_torch.memory import Gauge, is_out_of_memory, parse_bytes
+from gradaccum.on_torch.transaction import Transaction
+from gradaccum.pieces import Piece, Rows, TokenBudget, Tokens
+from gradaccum.shapes import Sizers
 from gradaccum.torch.additivity import verify_additivity
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.torch.batch import BatchDims, per_row_leaves
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms
 from gradaccum.torch.joint import JointBatch
 from gradaccum.torch.loss import Objective, Tally
-from gradaccum.torch.memory import Gauge, is_out_of_memory, parse_bytes
 from gradaccum.torch.noise import NoiseMeter
-from gradaccum.torch.pieces import Piece, Rows, TokenBudget, Tokens
-from gradaccum.torch.shapes import Sizers
 from gradaccum.torch.synchronizer import check_noticed, synchronizer
 from gradaccum.torch.tokens import Left, extents, trimmed, verified_left
-from gradaccum.torch.transaction import PutAside, Transaction
 from gradaccum.torch.update import Update
 from gradaccum.torch.whole_batch import EXACT_MICRO_BATCH_SIZE, WholeBatch
 
@@ -139,7 +139,7 @@ class TrainStep:
         )
         if self._whole is not None and micro_batch_size == "auto":
             micro_batch_size = EXACT_MICRO_BATCH_SIZE
-        self.sizers = Sizers(micro_batch_size, self.gauge, minimum=2 if batch_norms(model) else 1)
+        self.sizers = Sizers(micro_batch_size, self.gauge.limit, minimum=2 if batch_norms(model) else 1)
         self.budget = None if max_tokens is None else TokenBudget(max_tokens, self.sizers.size)
         if self._whole is not None and self.budget is not None:
             raise ValueError('batch_norm="exact" needs the whole batch as it is padded. Leave out `max_tokens`.')
@@ -165,6 +165,7 @@ class TrainStep:
         self.update.sums.elsewhere = self.ranks.elsewhere
         self._noticed = False
         self._transaction = Transaction(self._modules(), self.update.parameters, self.objective.device)
+        self._fitting = Fitting(self._transaction, self.gauge)
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -248,18 +249,20 @@ class TrainStep:
         self.ranks.expect(closes=False, steps=1)
         tally = self.joint.open(self.objective, batch)
         plan = self._plan(batch, rows)
-        take = self._taker(batch, plan)
+        micro_batch = self._micro_batch(self._taker(batch, plan), tally)
+        # In the middle of a sharded model's pass the other ranks wait: it cannot be run again.
+        run = self._fitting.once if self.ranks.in_step else self._fitting.run
         missing = self.ranks.most(own := len(list(plan))) - own if self.ranks.in_step else 0
         with self.batch_norm.window():
             if rows == 0:
                 pass  # other ranks have some
             elif self._all_at_once and isinstance(plan, Rows):
-                self._run_whole(Piece(slice(0, rows)), take, tally, plan)
+                self._run_whole(Piece(slice(0, rows)), plan, micro_batch)
             else:
                 for piece in plan:
-                    self._run(piece, take, tally, plan)
+                    run(piece, plan, micro_batch)
             for _ in range(missing):
-                self._idle(take(Piece(slice(0, min(rows, self.micro_batch_size or rows)))))
+                self._idle(self.objective.take(batch, slice(0, min(rows, self.micro_batch_size or rows))))
         loss, divisor, weighs = self.joint.close(tally)
         if weighs:
             everybody_s = round(self.ranks.add_up(rows)) if self.update.noise is not None else rows
@@ -268,51 +271,19 @@ class TrainStep:
             self.sizers.close(plan.sizer, rows)
         return loss, weighs
 
-    def _run(self, piece: Piece, take: Take, tally: Tally, plan: Rows | Tokens) -> None:
-        """One micro-batch; where it does not fit, the same rows in smaller ones."""
-        try:
-            self._micro_batch(piece, take, tally, plan)
-            return
-        except Exception as error:
-            if not is_out_of_memory(error) or self.ranks.in_step:  # in the middle of a pass that others wait in
-                raise
-            if piece.size == 1:
-                raise torch.OutOfMemoryError(
-                    f"Out of memory with a micro-batch of one row: {error}\nNo update was made; parameters, optimizer "
-                    "state and buffers are as they were. Make the model's activations smaller (gradient checkpointing, "
-                    "autocast=torch.bfloat16), or the rows shorter."
-                ) from error
-        # Only here, out of reach of the error's frames, is its memory free.
-        self.gauge.release()
-        arrived = self._transaction.arrived()
-        self._transaction.restore()
-        pieces = plan.failed(piece)
-        logger.warning(
-            "Out of memory with a micro-batch of %d rows: going on with %d. Nothing else of the batch is lost.",
-            piece.size,
-            pieces[0].size,
-        )
-        aside = PutAside(arrived)
-        try:
-            for smaller in pieces:
-                for fitting in plan.fitting(smaller):
-                    self._run(fitting, take, tally, plan)
-        finally:
-            aside.take_back()
-
     @property
     def _all_at_once(self) -> bool:
         """Whether the loss is to see all rows together, since BatchNorm layers do."""
         return self._whole is not None and self._whole.needed
 
-    def _run_whole(self, piece: Piece, take: Take, tally: Tally, plan: Rows) -> None:
+    def _run_whole(self, piece: Piece, plan: Rows, micro_batch: MicroBatch) -> None:
         """All rows at once, through a model that takes them in micro-batches: smaller ones, where these don't fit."""
         assert self._whole is not None
         while True:
             size = plan.sizer.next_size(piece.size)
             try:
                 with self._whole.in_micro_batches(size):
-                    self._micro_batch(piece, take, tally, plan)
+                    self._fitting.once(piece, plan, micro_batch)
                 return
             except Exception as error:
                 if not is_out_of_memory(error) or size == 1:
@@ -325,32 +296,25 @@ class TrainStep:
                 "Out of memory with micro-batches of %d rows: all over again with %d.", size, plan.sizer.size
             )
 
-    def _micro_batch(self, piece: Piece, take: Take, tally: Tally, plan: Rows | Tokens) -> None:
-        measuring, noise = plan.measuring, self.update.noise
-        if measuring:
-            self.gauge.synchronize()
-            base, mark, began = self.gauge.live(), self.gauge.mark(), time.perf_counter()
-        self._transaction.begin()
-        with self.batch_norm.micro_batch():
-            part = tally.part(take(piece), piece.size, share=noise is not None)
-        if measuring:
-            live = self.gauge.live()
-        if part.loss is not None:
-            tally.backward(part, part.loss if self.update.scaler is None else self.update.scale(part.loss))
-        elif self.ranks.in_step and part.idle is not None:
-            self._backward_of_nothing(part.idle)
-        elif self.ranks.in_step:
-            self._idle(take(piece))
-        tally.add(part)
-        if noise is not None and part.loss is not None:
-            self.update.measure(tally.multiple(part, piece.size), piece.size)
-        self._transaction.commit()
-        self.batch_norm.commit()
-        if measuring:
-            self.gauge.synchronize()
-            seconds, highest = time.perf_counter() - began, self.gauge.mark()
-            # The mark tells this micro-batch's peak where it has risen; else what was alive before backward has to do.
-            plan.record(piece, seconds, base, highest if highest > mark else live)
+    def _micro_batch(self, take: Take, tally: Tally) -> MicroBatch:
+        noise, scaler = self.update.noise, self.update.scaler
+
+        def run(piece: Piece, between: Callable[[], None]) -> None:
+            with self.batch_norm.micro_batch():
+                part = tally.part(take(piece), piece.size, share=noise is not None)
+            between()
+            if part.loss is not None:
+                tally.backward(part, part.loss if scaler is None else self.update.scale(part.loss))
+            elif self.ranks.in_step and part.idle is not None:
+                self._backward_of_nothing(part.idle)
+            elif self.ranks.in_step:
+                self._idle(take(piece))
+            tally.add(part)
+            if noise is not None and part.loss is not None:
+                self.update.measure(tally.multiple(part, piece.size), piece.size)
+            self.batch_norm.commit()
+
+        return run
 
     def _idle(self, micro_batch: tuple[Any, ...]) -> None:
         """A forward and a backward pass that count nothing: the other ranks of a sharded model wait for them."""

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gradaccum.on_torch.random_state import RandomState, kept
 from gradaccum.torch.batch import BatchDims, concatenate, has_rows, leaves, map_leaves, take, with_dims
 from gradaccum.torch.batch_norm import BatchNormPolicy
-from gradaccum.torch.random_state import RandomState, kept
 from gradaccum.torch.replay import Buffers, Surroundings, accelerators, stand_ins, swapped
 
 __all__ = [

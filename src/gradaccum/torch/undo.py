@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.torch.batch import leaves
-from gradaccum.torch.memory import Gauge, is_out_of_memory
 
 __all__ = ["Undo"]
 

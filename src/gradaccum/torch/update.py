@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.torch.gradients import GradientSum, clip_norm_, scale_
-from gradaccum.torch.memory import Gauge, is_out_of_memory
 from gradaccum.torch.noise import NoiseMeter
 from gradaccum.torch.undo import Undo
 

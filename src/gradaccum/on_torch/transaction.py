@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradaccum.torch.random_state import RandomState, torch_generators
+from gradaccum.on_torch.random_state import RandomState, torch_generators
 
 __all__ = ["PutAside", "Transaction", "as_found"]
 
 
-_Place = tuple[dict[str, Tensor | None], str]
+_Place = tuple[dict[str, Any], str]
 
 
 class _Buffer(NamedTuple):
-    owner: dict[str, Tensor | None]
+    owner: dict[str, Any]
     name: str
     tensor: Tensor
     version: int
@@ -67,13 +67,19 @@ class Transaction:
         modules: Whose buffers and gradients to watch: the model, and a loss that has some of its own.
         parameters: Called for further parameters whose gradients to watch.
         device: Where the model is.
+        others: Called for what is to be watched like buffers and is none: where each is kept, a dict and a key.
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], parameters: Callable[[], list[Tensor]], device: torch.device
+        self,
+        modules: Iterable[nn.Module],
+        parameters: Callable[[], list[Tensor]],
+        device: torch.device,
+        others: Callable[[], list[_Place]] = list,
     ) -> None:
         self._modules = list(modules)
         self._find_parameters = parameters
+        self._find_others = others
         self._generators = torch_generators([device])
         self._still_in_micro_batches: set[tuple[int, str]] = set()
         self._still_in_updates: set[tuple[int, str]] = set()
@@ -90,8 +96,10 @@ class Transaction:
         modules = [module for root in self._modules for module in root.modules()]
         mode = [module.training for module in modules]
         if mode != self._mode:  # other buffers may move from now on
-            self._mode, self._still_in_micro_batches, self._still_in_updates = mode, set(), set()
+            self._mode = mode
+            self.forget()
         self._places = [(module._buffers, name) for module in modules for name in module._buffers]
+        self._places += self._find_others()
         found = {id(p): p for p in self._find_parameters()}
         found.update((id(p), p) for module in modules for p in module._parameters.values() if p is not None)
         self._parameters = list(found.values())
@@ -104,9 +112,18 @@ class Transaction:
         self._update = None
 
     def abandon(self) -> None:
-        """No update: random numbers and buffers as they were when it began."""
+        """No update, or once more: random numbers and buffers as they were when it began."""
         assert self._update is not None
         self._update.put_back()
+
+    def forget(self) -> None:
+        """Look anew at what stands still."""
+        self._still_in_micro_batches, self._still_in_updates = set(), set()
+
+    def drew(self) -> bool:
+        """Whether random numbers have been drawn from PyTorch's own generators since the update began."""
+        assert self._update is not None
+        return bool(self._update.random.moved())
 
     def begin(self) -> None:
         """A micro-batch begins: remember how everything is."""

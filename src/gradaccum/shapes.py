@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from gradaccum.climb import Climb
+from gradaccum.pieces import Sizer
 from gradaccum.schedule import checked_count
 from gradaccum.sizes import FixedSize
-from gradaccum.torch.memory import Gauge
-from gradaccum.torch.pieces import Sizer
 
 __all__ = ["Sizers"]
 
@@ -20,7 +18,7 @@ logger = logging.getLogger("gradaccum")
 
 
 class Sizers:
-    """The micro-batch sizes of a `TrainStep`.
+    """The micro-batch sizes of a training step.
 
     Shapes are told apart by the kinds of their tensors and by the elements of a row, to a power of two: text padded to
     a different length in every batch shall not start a search in every batch. Rows longer than those the size was
@@ -28,18 +26,18 @@ class Sizers:
 
     Args:
         micro_batch_size: Rows, or `"auto"`.
-        gauge: What tells the limit.
+        limit: Tells the bytes that may be in use, or None.
         minimum: The fewest rows that `"auto"` tries.
     """
 
-    def __init__(self, micro_batch_size: int | str, gauge: Gauge, minimum: int = 1) -> None:
+    def __init__(self, micro_batch_size: int | str, limit: Callable[[], float | None], minimum: int = 1) -> None:
         if isinstance(micro_batch_size, str):
             if micro_batch_size != "auto":
                 raise ValueError(f'`micro_batch_size` must be an int >= 1 or "auto". Received: {micro_batch_size!r}.')
         else:
             checked_count(micro_batch_size, "micro_batch_size")
         self.micro_batch_size = micro_batch_size
-        self.gauge = gauge
+        self._limit = limit
         self.minimum = minimum
         self._known: dict[str, tuple[Sizer, float]] = {}
         self._last: Sizer | None = None
@@ -52,7 +50,7 @@ class Sizers:
             return self._last.size
         return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
 
-    def of(self, tensors: list[tuple[str, torch.Tensor, int]]) -> Sizer:
+    def of(self, tensors: list[tuple[str, Any, int]]) -> Sizer:
         """The size for a batch with these tensors: paths, tensors and the dimension of their rows."""
         elements = float(sum(math.prod(t.shape) / max(t.shape[dim], 1) for _, t, dim in tensors))
         kinds = ", ".join(f"{path} {t.dtype} {t.ndim}" for path, t, dim in tensors)
@@ -83,7 +81,7 @@ class Sizers:
         if settled:  # begin a little below what the nearest shape suggests
             size, measured = min(settled, key=lambda known: abs(math.log(known[1] / elements)))
             start = 1 << max(int(math.log2(max(size * min(measured / elements, 1.0) / 4, 1.0))), 0)
-        return Climb(start, self.gauge.limit(), self.minimum)
+        return Climb(start, self._limit(), self.minimum)
 
     def state_dict(self) -> dict[str, Any]:
         """What has been found, as plain numbers."""
@@ -99,7 +97,7 @@ class Sizers:
             if isinstance(self.micro_batch_size, int):
                 sizer = FixedSize(min(found["size"], self.micro_batch_size))
             elif found["settled"]:
-                sizer = Climb(found["size"], self.gauge.limit(), self.minimum)
+                sizer = Climb(found["size"], self._limit(), self.minimum)
                 sizer.settled = True
             else:
                 continue

@@ -1,0 +1,137 @@
+"""One device dispatch per update where the backend compiles: a loop on the device, traced once for each shape."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, losses
+
+from gradaccum.keras.micro_batched import micro_batched
+from tests.keras.problems import BACKEND
+
+if BACKEND == "torch":
+    pytest.skip("PyTorch runs a loop of Python's", allow_module_level=True)
+
+ROWS, UPDATES = 24, 3
+random = np.random.default_rng(5)
+X, Y = random.normal(size=(ROWS, 5)).astype("float32"), random.normal(size=(ROWS, 3)).astype("float32")
+
+
+class Traced(layers.Dense):
+    """Counts how often Python runs through it: while a step is traced, and never while it runs."""
+
+    runs = 0
+
+    def call(self, inputs):
+        Traced.runs += 1
+        return super().call(inputs)
+
+
+def compiled(micro_batch_size):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([layers.Input((5,)), Traced(7, activation="tanh"), layers.Dense(3)])
+    model = micro_batched(model, micro_batch_size)
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss=losses.MeanSquaredError(), jit_compile=BACKEND == "jax")
+    return model
+
+
+def fit(model, updates):
+    """Train for so many updates; how often Python ran through the model."""
+    before = Traced.runs
+    model.fit(np.tile(X, (updates, 1)), np.tile(Y, (updates, 1)), batch_size=ROWS, verbose=0)
+    return Traced.runs - before
+
+
+def test_python_runs_through_the_model_no_more_often_for_more_micro_batches_or_updates():
+    traces = {size: fit(compiled(size), UPDATES) for size in (12, 4, 1)}
+    assert len(set(traces.values())) == 1, traces
+    model = compiled(4)
+    assert fit(model, 1) == traces[4]
+    assert fit(model, UPDATES) == 0
+
+
+def test_the_compiled_function_is_called_once_per_update():
+    model = compiled(4)
+    model.make_train_function()
+    calls, train_function = [], model.train_function
+
+    def counting(*args):
+        calls.append(len(args))
+        return train_function(*args)
+
+    model.train_function = counting
+    fit(model, UPDATES)
+    assert len(calls) == UPDATES
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="JAX's")
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_program_holds_one_loop_over_the_micro_batches_whatever_their_number(masked):
+    import jax
+
+    def program(micro_batch_size):
+        keras.utils.set_random_seed(0)
+        first = [layers.Masking(), layers.Dense(4)] if masked else [layers.Dense(4)]
+        model = micro_batched(keras.Sequential([layers.Input((2, 5)), *first]), micro_batch_size)
+        reduction = "mean_with_sample_weight" if masked else "sum_over_batch_size"
+        model.compile(optimizer="adam", loss=losses.MeanSquaredError(reduction=reduction))
+        data = (np.ones((ROWS, 2, 5), "float32"), np.ones((ROWS, 2, 4), "float32"))
+        model._symbolic_build(data_batch=data)
+        parts = (model.trainable_variables, model.non_trainable_variables, model.optimizer.variables)
+        state = tuple([v.value for v in part] for part in (*parts, model.metrics_variables))
+        return jax.make_jaxpr(model.train_step)(state, data).jaxpr
+
+    programs = {size: program(size) for size in (12, 4, 1)}
+    assert len({count(jaxpr) for jaxpr in programs.values()}) == 1, "as many operations"
+    for size, jaxpr in programs.items():
+        loops = [equation for equation in jaxpr.eqns if equation.primitive.name == "scan"]
+        assert {loop.params["length"] for loop in loops} == {ROWS // size}
+        assert len(loops) == (2 if masked else 1), "a second one counts what the mask lets through"
+        inside = {name for loop in loops for name in primitives(loop.params["jaxpr"].jaxpr)}
+        assert "dot_general" in inside
+        outside = [equation for equation in jaxpr.eqns if equation.primitive.name != "scan"]
+        assert not any("dot_general" in primitives_of(equation) for equation in outside), "the model runs in the loop"
+
+
+def inner(equation):
+    import jax
+
+    leaves = jax.tree.leaves(equation.params, is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr"))
+    return [getattr(leaf, "jaxpr", leaf) for leaf in leaves if hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")]
+
+
+def primitives_of(equation):
+    return [equation.primitive.name, *(name for jaxpr in inner(equation) for name in primitives(jaxpr))]
+
+
+def primitives(jaxpr):
+    return [name for equation in jaxpr.eqns for name in primitives_of(equation)]
+
+
+def count(jaxpr):
+    return len(primitives(jaxpr))
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's")
+def test_the_graph_holds_one_loop_over_the_micro_batches_whatever_their_number():
+    import tensorflow as tf
+
+    def graph(micro_batch_size):
+        model = compiled(micro_batch_size)
+        model._symbolic_build(data_batch=(X, Y))
+        specs = (tf.TensorSpec((ROWS, 5)), tf.TensorSpec((ROWS, 3)))
+        function = tf.function(lambda x, y: model.train_step((x, y))).get_concrete_function(*specs)
+        return function.graph.as_graph_def()
+
+    def operations(graph_def):
+        functions = {function.signature.name: function.node_def for function in graph_def.library.function}
+        return [node.op for node in graph_def.node], [node.op for body in functions.values() for node in body]
+
+    graphs = {size: operations(graph(size)) for size in (12, 4, 1)}
+    assert len({(len(outside), len(inside)) for outside, inside in graphs.values()}) == 1, "as many operations"
+    for outside, inside in graphs.values():
+        loops = [op for op in [*outside, *inside] if op in ("While", "StatelessWhile")]
+        assert len(loops) == 1
+        assert "MatMul" in inside
+        assert "MatMul" not in outside, "the model runs in the loop"
