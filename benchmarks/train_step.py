@@ -100,7 +100,7 @@ def main() -> None:
     options = arguments(__doc__)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
     torch.manual_seed(0)
-    rounds = 3 if options.quick else 21
+    rounds = 3 if options.quick else 9
     body = f"""Time per update of SGD on the guide's network (784-512-512-10), median of {20 * rounds} interleaved
 rounds on {torch.get_num_threads()} threads.
 
