@@ -45,7 +45,6 @@ def ratios(contenders: Mapping[str, Callable[[], object]], rival: str, rounds: i
         rival: The one that the others are divided by.
         rounds: How often each is timed.
     """
-    keep_freed_memory()
     for function in contenders.values():
         function()
     shuffle = random.Random(0)
@@ -63,7 +62,8 @@ def keep_freed_memory() -> None:
     """Have the C library hold on to freed memory, where it is glibc.
 
     Whether it hands a large block back to the system, and has its pages made anew the next time, hangs on what happens
-    to lie above that block: a tenth of the time of two loops that do the same, for a whole process.
+    to lie above that block: a tenth of the time of two loops that do the same, for a whole process. For contenders that
+    allocate the same; where one needs larger blocks than the other, what they cost is part of the comparison.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

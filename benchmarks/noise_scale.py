@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gradaccum.torch
-from benchmarks.harness import arguments, publish, ratios, seconds, table
+from benchmarks.harness import arguments, keep_freed_memory, publish, ratios, seconds, table
 
 loss_function = nn.CrossEntropyLoss()
 
@@ -78,6 +78,7 @@ def by_train_step(make: Callable[[], nn.Module], batches: list, noise_scale: boo
 def main() -> None:
     options = arguments(__doc__)
     torch.set_num_threads(1)
+    keep_freed_memory()
     rounds, count = (5, 8) if options.quick else (21, 16)
     rows = []
     for name, (make, shape, size) in NETWORKS.items():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gradaccum.torch
-from benchmarks.harness import arguments, in_fresh_process, publish, ratios, seconds, table
+from benchmarks.harness import arguments, in_fresh_process, keep_freed_memory, publish, ratios, seconds, table
 
 NETWORKS = {
     "the guide's, 784-512-512-10": lambda: nn.Sequential(
@@ -116,6 +116,7 @@ def main() -> None:
     options = arguments(__doc__)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    keep_freed_memory()
     rounds, count = (3, 100) if options.quick else (41, 200)
     imported = statistics.median(float(in_fresh_process(IMPORT)) for _ in range(3 if options.quick else 9)) * 1e3
     body = f"""Time per micro-batch of 16 rows, windows of 4, SGD, as a ratio to the hand-written loop (one thread,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from benchmarks.harness import arguments, publish, ratios, table
+from benchmarks.harness import arguments, keep_freed_memory, publish, ratios, table
 from gradaccum.torch import TrainStep
 from gradaccum.torch.trace import LiveBytes
 
@@ -101,6 +101,8 @@ def main() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
     torch.manual_seed(0)
     rounds = 3 if options.quick else 9
+    found = searched(rounds)
+    keep_freed_memory()
     body = f"""Time per update of SGD on the guide's network (784-512-512-10), median of {20 * rounds} interleaved
 rounds on {torch.get_num_threads()} threads.
 
@@ -108,7 +110,7 @@ rounds on {torch.get_num_threads()} threads.
 
 `micro_batch_size="auto"`, once settled, against the best of all powers of two (median of {rounds} rounds):
 
-{searched(rounds)}
+{found}
 
 Peak bytes of live tensors: {live_bytes():.3f} of the hand-written loop's."""
     publish("train_step", "Splitting the batch", body, ["torch"], options.write)

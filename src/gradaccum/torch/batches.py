@@ -35,9 +35,9 @@ class Batches:
             raise TypeError(f"`weight` must be a callable: weight(batch) -> number. Received: weight={weight!r}.")
         self.loader: Iterable[Any] = loader.loader if isinstance(loader, Batches) else loader
         others = loader.members if isinstance(loader, Batches) else []
-        if any(optimizer is other for other, _ in others):
+        if any(optimizer is other.optimizer for other in others):
             raise ValueError("The batches of this loader fill this optimizer's windows already.")
-        self.members: list[tuple[Optimizer, Callable[[Any], float] | None]] = [*others, (optimizer, weight)]
+        self.members: list[_Member] = [*others, _Member(optimizer, weight)]
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # an unsized loader's own error is the right one
@@ -51,8 +51,8 @@ class Batches:
                 f"The loader yielded no batch. Received: loader of type {type(self.loader).__name__}. "
                 "An iterator can be used only once; pass what makes a new one for each epoch."
             ) from None
-        for optimizer, _ in self.members:
-            optimizer._begin_epoch(self)
+        for member in self.members:
+            member.begin(self)
         last, failure = False, None
         while not last and failure is None:
             batch = upcoming
@@ -62,20 +62,82 @@ class Batches:
                 last = True
             except Exception as error:  # raised when the batch in hand has been trained on: it is a good one
                 failure = error
-            for optimizer, weight in self.members:
-                optimizer._begin_micro_batch(_weight_of(batch, weight), weight is not None, last)
+            for member in self.members:
+                member.expect(batch, last)
             try:
                 yield batch
             except GeneratorExit:
-                for optimizer, _ in self.members:
-                    optimizer._end_epoch(self, broken_off=True)
+                for member in self.members:
+                    member.break_off(self)
                 raise
-            for optimizer, _ in self.members:
-                optimizer._end_micro_batch()
+            for member in self.members:
+                member.optimizer._accumulation.skip()
         if failure is not None:
             raise failure
-        for optimizer, _ in self.members:
-            optimizer._end_epoch(self)
+        for member in self.members:
+            member.end(self)
+
+
+class _Member:
+    """An optimizer, and what the batches of an epoch mean for its windows."""
+
+    def __init__(self, optimizer: Optimizer, weight: Callable[[Any], float] | None) -> None:
+        self.optimizer = optimizer
+        self.weight = weight
+        self._over = True
+
+    def begin(self, batches: Batches) -> None:
+        """The first batch is there."""
+        optimizer = self.optimizer
+        before, optimizer._batches = optimizer._batches, None
+        if optimizer._restored:
+            optimizer._restored = False
+        elif before is None:
+            optimizer.flush()  # left over by a plain loop; the window ends with its epoch
+        elif not (isinstance(batches.loader, Iterator) and before.loader is batches.loader):
+            # The loop before was left by an exception. An iterator goes on where it was; a loader starts over.
+            optimizer.discard()
+        optimizer._batches = batches
+
+    def expect(self, batch: Any, last: bool) -> None:
+        """A batch is about to be handed out."""
+        self._expect(_weight_of(batch, self.weight), self.weight is not None, last)
+
+    def _expect(self, weight: float, given: bool, last: bool) -> None:
+        optimizer, ranks = self.optimizer, self.optimizer._ranks
+        self._over = last
+        if ranks.several:
+            alone = optimizer._batches is None or len(optimizer._batches.members) == 1
+            self._over = ranks.meet(last, alone and not optimizer._loss_scale.known)
+        optimizer._accumulation.expect(weight, given, self._over)
+        if ranks.several:
+            optimizer._expect(counts=weight > 0)
+
+    def end(self, batches: Batches) -> None:
+        """The loop has used the last batch."""
+        optimizer = self.optimizer
+        if optimizer._batches is not batches:
+            return  # another loop has begun since
+        while not self._over:  # the other ranks of a sharded model need this one in their passes
+            self._expect(0.0, False, True)
+            optimizer.zero_grad()
+            optimizer._ranks.repeat()
+            optimizer.step()
+        optimizer._ranks.end()
+        if optimizer._accumulation.window.is_open:
+            optimizer.flush()  # the last micro-batch was skipped
+        optimizer._keep_up()
+        optimizer._end_epoch()
+
+    def break_off(self, batches: Batches) -> None:
+        """The loop was left before its end."""
+        optimizer, window = self.optimizer, self.optimizer._accumulation.window
+        if optimizer._batches is not batches:
+            return
+        optimizer._ranks.leave()
+        if window.is_open or window.pending is not None:
+            optimizer.discard()
+        optimizer._end_epoch()
 
 
 def _weight_of(batch: Any, weight: Callable[[Any], float] | None) -> float:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,9 +17,9 @@ from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch import optimizer_state, sharded_state
 from gradaccum.torch.accumulation import Accumulation, Nonfinite
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
+from gradaccum.torch.around import Around, needs_closure, parameters_of
 from gradaccum.torch.batch_norm import warn_of_batch_norm
 from gradaccum.torch.batches import Batches
-from gradaccum.torch.loss_scale import LossScale
 from gradaccum.torch.synchronizer import check_noticed, synchronizer
 from gradaccum.window import Reduction, checked_reduction
 
@@ -31,7 +30,7 @@ logger = logging.getLogger("gradaccum")
 Sync = Literal["window", "micro_batch"]
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(Around):
     """An optimizer that makes one update per window of micro-batches: the update of the large batch.
 
     Every `step()` counts a micro-batch. The one that closes the window divides the sum of gradients by what it weighs,
@@ -75,8 +74,6 @@ class Optimizer(torch.optim.Optimizer):
         3
     """
 
-    inner: torch.optim.Optimizer
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -109,13 +106,10 @@ class Optimizer(torch.optim.Optimizer):
         logger.info("Wrapping '%s' PyTorch optimizer with GA of %s steps", type(optimizer).__name__, self._schedule)
 
     def _start(self, inner: torch.optim.Optimizer, schedule: Schedule) -> None:
-        self._closure_only = _needs_closure(inner)
+        self._closure_only = needs_closure(inner)
         if self._closure_only:
             _check_closure_only(inner, schedule, self._accumulation_arguments)
-        # torch's constructor makes the hook tables. It would also write groups and state, which are the inner
-        # optimizer's: until `inner` is set, the properties below swallow that.
-        super().__init__(inner.param_groups, inner.defaults)
-        self.inner = inner
+        self._hold(inner)
         self._schedule = schedule
         self._scheduled_for: tuple[int, int] | None = None
         self._ranks = synchronizer(
@@ -128,16 +122,15 @@ class Optimizer(torch.optim.Optimizer):
             nonfinite=self._accumulation_arguments["nonfinite"],
         )
         # Not a method of this object: without cycles it goes as soon as an error ends its loop, and other ranks know.
-        parameters = functools.partial(_parameters_of, inner)
+        parameters = functools.partial(parameters_of, inner)
         self._accumulation = Accumulation(parameters, ranks=self._ranks, **self._accumulation_arguments)
         if self._ranks.several:
             weakref.finalize(self, _abandon, self._accumulation).atexit = False
-        self._scaled: list[Any] = []
+        self._loss_scale = self._accumulation.loss_scale
         self._batches: Batches | None = None
         self._rates: list[Any] = []
         self._warned_of_rates = False
         self._in_epoch = self._restored = self._noticed = False
-        self._all_over = True
         self.epoch = 0
         """Epochs that are over, for the schedule."""
         self.updates = 0
@@ -145,41 +138,6 @@ class Optimizer(torch.optim.Optimizer):
         self.updated = False
         """Whether the last `step()` or `flush()` made an update."""
         self._expect()
-
-    # The inner optimizer's own tables, so that schedulers, scalers and checkpoints find them where they look.
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        if "inner" in self.__dict__:
-            self.inner.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        return self.inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        if "inner" in self.__dict__:
-            self.inner.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.inner.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        if "inner" in self.__dict__:
-            self.inner.defaults = defaults
-
-    def __getattr__(self, name: str) -> Any:
-        # What an inner optimizer has beyond torch's interface (train() and eval() of schedule-free ones, say).
-        if name.startswith("_") or "inner" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.inner, name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the inner optimizer; their part of the open window's sum starts here."""
@@ -189,7 +147,7 @@ class Optimizer(torch.optim.Optimizer):
             self._accumulation.loss_scale.remove()
 
     def _parameters(self) -> list[Tensor]:
-        return _parameters_of(self.inner)
+        return parameters_of(self.inner)
 
     # The window.
 
@@ -411,49 +369,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         return Batches(loader, self, weight)
 
-    # What `Batches` tells.
-
-    def _begin_epoch(self, batches: Batches) -> None:
-        before, self._batches = self._batches, None
-        if self._restored:
-            self._restored = False
-        elif before is None:
-            self.flush()  # left over by a plain loop; the window ends with its epoch
-        elif not (isinstance(batches.loader, Iterator) and before.loader is batches.loader):
-            # The loop before was left by an exception. An iterator goes on where it was; a loader starts over.
-            self.discard()
-        self._batches = batches
-
-    def _begin_micro_batch(self, weight: float, given: bool, last: bool) -> None:
-        several = self._ranks.several
-        self._all_over = last
-        if several:
-            alone = self._batches is None or len(self._batches.members) == 1
-            self._all_over = self._ranks.meet(last, alone and not self._accumulation.loss_scale.known)
-        self._accumulation.expect(weight, given, self._all_over)
-        if several:
-            self._expect(counts=weight > 0)
-
-    def _end_micro_batch(self) -> None:
-        self._accumulation.skip()
-
-    def _end_epoch(self, batches: Batches, broken_off: bool = False) -> None:
-        if self._batches is not batches:
-            return  # another loop has begun since
-        if broken_off:
-            self._ranks.leave()
-            if self._accumulation.window.is_open or self._accumulation.window.pending is not None:
-                self.discard()
-        else:
-            while not self._all_over:  # the other ranks of a sharded model need this one in their passes
-                self._begin_micro_batch(0.0, False, True)
-                self.zero_grad()
-                self._ranks.repeat()
-                self.step()
-            self._ranks.end()
-            if self._accumulation.window.is_open:
-                self.flush()  # the last micro-batch was skipped
-            self._keep_up()
+    def _end_epoch(self) -> None:
+        """The loop of `batches()` is over."""
         self._batches = None
         self._accumulation.expect_nothing()
         self._next_epoch()
@@ -486,13 +403,8 @@ class Optimizer(torch.optim.Optimizer):
         try:
             if not self._accumulation.finish():
                 return False
-            args, kwargs = (self,), dict[str, Any]()
-            for pre_hook in self._optimizer_step_pre_hooks.values():
-                args, kwargs = pre_hook(self, args, kwargs) or (args, kwargs)
             sharded_state.release(self.inner)
-            self.inner.step(*args[1:], **kwargs)
-            for post_hook in self._optimizer_step_post_hooks.values():
-                post_hook(self, args, kwargs)
+            self._step_inner()
         finally:
             self._accumulation.close()
         self.updates += 1
@@ -526,39 +438,6 @@ class Optimizer(torch.optim.Optimizer):
                     "last one. A scheduler steps once per update: `if optimizer.updated: scheduler.step()`.",
                     stacklevel=3,
                 )
-
-    # GradScaler: it looks for infinity in the gradients, sets `grad_scale` and `found_inf`, steps, and deletes both.
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        # True: it hands over the scale, in place of unscaling the window's sum on every micro-batch. It asks first.
-        self._accumulation.loss_scale.show()
-        return True
-
-    @property
-    def grad_scale(self) -> Any:
-        return LossScale.neutral
-
-    @grad_scale.setter
-    def grad_scale(self, scale: Any) -> None:
-        self._scaled = [scale if isinstance(scale, Tensor) else None, None]
-
-    @grad_scale.deleter
-    def grad_scale(self) -> None:
-        self._scaled = []
-
-    @property
-    def found_inf(self) -> Tensor | None:
-        return self._scaled[1] if self._scaled else None
-
-    @found_inf.setter
-    def found_inf(self, found: Tensor) -> None:
-        self._accumulation.loss_scale.hide()
-        self._scaled[1] = found if isinstance(found, Tensor) else torch.tensor(float(found))  # 0: it saw no gradient
-
-    @found_inf.deleter
-    def found_inf(self) -> None:
-        self._scaled = []
 
     # Files.
 
@@ -610,20 +489,10 @@ class Optimizer(torch.optim.Optimizer):
         return f"{type(self).__name__}({self._schedule} steps, {self.inner!r})"
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _abandon(accumulation: Accumulation) -> None:
     """The optimizer is gone: if in the middle of a window, an error has ended its loop."""
     if accumulation.window.is_open:
         accumulation.ranks.leave()
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its `step` cannot be called without a closure, which it then evaluates as often as it likes."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _check_closure_only(inner: torch.optim.Optimizer, schedule: Schedule, arguments: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
+from gradaccum.torch.around import needs_closure
 from gradaccum.torch.gradients import GradientSum, clip_norm_, scale_
 from gradaccum.torch.noise import NoiseMeter
 from gradaccum.torch.undo import Undo
@@ -51,7 +51,7 @@ class Update:
     ) -> None:
         self.noise = noise
         self.optimizers: list[torch.optim.Optimizer] = _checked_optimizers(optimizers)
-        self.closures = [optimizer for optimizer in self.optimizers if _needs_closure(optimizer)]
+        self.closures = [optimizer for optimizer in self.optimizers if needs_closure(optimizer)]
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         if self.closures and self.scaler is not None:
             raise ValueError(
@@ -197,9 +197,3 @@ def _checked_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
     if not listed:
         raise ValueError("`optimizer` must be a torch.optim.Optimizer or a list of them. Received: an empty list.")
     return listed
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step` cannot do without a closure, as LBFGS'."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
