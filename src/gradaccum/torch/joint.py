@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gradaccum.torch.alone import Alone, Total
 from gradaccum.torch.gradients import GradientSum
-from gradaccum.torch.loss import Objective, Tally, Weight
+from gradaccum.torch.loss import Objective
+from gradaccum.torch.tally import Tally, Weight
 
 __all__ = ["JointBatch"]
 

@@ -25,9 +25,10 @@ from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_mod
 from gradaccum.torch.batch import BatchDims, per_row_leaves
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms
 from gradaccum.torch.joint import JointBatch
-from gradaccum.torch.loss import Objective, Tally
+from gradaccum.torch.loss import Objective
 from gradaccum.torch.noise import NoiseMeter
 from gradaccum.torch.synchronizer import check_noticed, synchronizer
+from gradaccum.torch.tally import Tally
 from gradaccum.torch.tokens import Left, extents, trimmed, verified_left
 from gradaccum.torch.update import Update
 from gradaccum.torch.whole_batch import EXACT_MICRO_BATCH_SIZE, WholeBatch
