@@ -359,8 +359,6 @@ class BatchNormPolicy:
         if self.statistics is not None:
             self.statistics.commit()
 
-    @contextlib.contextmanager
-    def recomputation(self) -> Iterator[None]:
+    def recomputation(self) -> contextlib.AbstractContextManager[Any]:
         """Around a forward pass that repeats one made before, outside the window."""
-        with frozen(self.module) if self.choice == "frozen" else contextlib.nullcontext():
-            yield
+        return frozen(self.module) if self.choice == "frozen" else _NOTHING

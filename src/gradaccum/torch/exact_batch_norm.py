@@ -166,7 +166,7 @@ class ExactCall(Call):
 
     def _values(self, segment: Segment, tensors: Sequence[Tensor], index: int) -> dict[fx.Node, Any]:
         """What a segment loads of a micro-batch, without gradients."""
-        sliced = dict(zip(self.cut.inputs, tensors_of(self.rows(tensors, index)), strict=True))
+        sliced = dict(zip(self.cut.inputs, self.pieces(tensors, index), strict=True))
         values: dict[fx.Node, Any] = {}
         for node in segment.loads:
             if node in sliced:
@@ -272,7 +272,7 @@ class Backward:
     def run(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the parameters and inputs, given those of the outputs."""
         segments = self.call.cut.segments
-        with swapped(self.call.module, self.sums.parameters):
+        with swapped(self.call.module, self.sums.parameters), self.call.random_kept():
             for number in reversed(range(len(segments))):
                 for index in range(len(self.call.slices)):
                     self._segment(number, index, grads)
@@ -284,7 +284,7 @@ class Backward:
 
     def _segment(self, number: int, index: int, grads: Sequence[Tensor | None]) -> None:
         call, segment = self.call, self.call.cut.segments[number]
-        inputs = self.sums.of(call.rows(self.sums.inputs, index))
+        inputs = self.sums.of(call.pieces(self.sums.inputs, index))
         values: dict[fx.Node, Any] = {}
         leaves_of: list[tuple[fx.Node, list[Tensor]]] = []
         with torch.enable_grad():
@@ -302,7 +302,7 @@ class Backward:
                     values[node] = with_tensors(kept.skeleton, made)
                     leaves_of.append((node, made))
             values.update(zip(call.cut.inputs, inputs, strict=True))
-            with call.surroundings[number, index].replayed(), call.segment_buffers[number].lent():
+            with call.surroundings[number, index].again(), call.segment_buffers[number].lent():
                 call.cut.run(segment, values)
             reached: list[Tensor] = []
             given: list[Tensor] = []

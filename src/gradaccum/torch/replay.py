@@ -18,6 +18,9 @@ from gradaccum.on_torch.random_state import RandomState, all_generators, kept
 __all__ = ["Buffers", "Surroundings", "accelerators", "stand_ins", "swapped"]
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def accelerators(tensors: Iterable[Any]) -> list[torch.device]:
     """The devices of these tensors, each once, without the CPU.
 
@@ -69,17 +72,19 @@ class Surroundings:
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """These surroundings inside; outside, everything as it was, as if nothing had been drawn."""
-        with contextlib.ExitStack() as stack:
-            if self.random.states:
-                stack.enter_context(kept(self.random.states))
-                self.random.put_back()
-            for type_, enabled, dtype in self.autocast:
-                if not enabled and not torch.is_autocast_enabled(type_):
-                    continue
-                stack.enter_context(
-                    torch.autocast(type_, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache)
-                )
+        with kept(self.random.states), self.again():
             yield
+
+    def again(self) -> contextlib.AbstractContextManager[Any]:
+        """The same, but for random numbers: from here on they are what they were here."""
+        self.random.put_back()
+        casts = [cast for cast in self.autocast if cast[1] or torch.is_autocast_enabled(cast[0])]
+        if not casts:
+            return _NOTHING
+        stack = contextlib.ExitStack()
+        for type_, enabled, dtype in casts:
+            stack.enter_context(torch.autocast(type_, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache))
+        return stack
 
 
 @contextlib.contextmanager
@@ -161,9 +166,12 @@ class Buffers:
         self.moved: dict[int, Tensor] = {}
         self.rows = 0
 
-    @contextlib.contextmanager
-    def lent(self, rows: int | None = None) -> Iterator[None]:
+    def lent(self, rows: int | None = None) -> contextlib.AbstractContextManager[Any]:
         """For one pass: a first pass over so many rows, or, without rows, a repetition that moves nothing."""
+        return self._lent(rows) if self.before else _NOTHING
+
+    @contextlib.contextmanager
+    def _lent(self, rows: int | None) -> Iterator[None]:
         copies = {key: buffer.clone() for key, buffer in self.before.items() if rows is None or key not in self.owned}
         versions = {key: copy._version for key, copy in copies.items() if not copy.is_inference()}
         with swapped(self.module, copies) as left:

@@ -301,8 +301,9 @@ class TrainStep:
         noise, scaler = self.update.noise, self.update.scaler
 
         def run(piece: Piece, between: Callable[[], None]) -> None:
+            measured = noise is not None and noise.waiting
             with self.batch_norm.micro_batch():
-                part = tally.part(take(piece), piece.size, share=noise is not None)
+                part = tally.part(take(piece), piece.size, share=measured)
             between()
             if part.loss is not None:
                 tally.backward(part, part.loss if scaler is None else self.update.scale(part.loss))
@@ -311,7 +312,7 @@ class TrainStep:
             elif self.ranks.in_step:
                 self._idle(take(piece))
             tally.add(part)
-            if noise is not None and part.loss is not None:
+            if measured and part.loss is not None:
                 self.update.measure(tally.multiple(part, piece.size), piece.size)
             self.batch_norm.commit()
 

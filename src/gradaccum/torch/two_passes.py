@@ -87,10 +87,12 @@ class Call:
         described = [entry for entry in with_dims(inputs, batch_dims) if isinstance(entry[1], Tensor)]
         self.paths = [path for path, _, _ in described]
         self.dims = [dim for _, _, dim in described]
-        self.has_arrays = any(has_rows(leaf) and not isinstance(leaf, Tensor) for _, leaf in leaves(inputs))
         self.skeleton = without_tensors(inputs)
         ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
         self.slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        self.skeletons = [self.skeleton] * len(sizes)
+        if any(has_rows(leaf) and not isinstance(leaf, Tensor) for _, leaf in leaves(inputs)):  # arrays
+            self.skeletons = [without_tensors(take(inputs, rows, batch_dims)) for rows in self.slices]
         self.devices = accelerators([*(leaf for _, leaf, _ in described), *module.parameters()])
         self.surroundings: dict[Any, Surroundings] = {}
         self._here: Surroundings | None = None
@@ -133,14 +135,14 @@ class Call:
             before.put_back()
             here = Surroundings(self.devices)
             for index in indices:
-                inputs = self.rows(tensors, index)
+                inputs = self.inputs_of(self.pieces(tensors, index), index)
                 with self.buffers.lent():
                     self.module(*inputs.args, **inputs.kwargs)
                 self.surroundings[index], here = here, here.leave()
 
     def first_pass(self, tensors: Sequence[Tensor], index: int) -> Any:
         """The outputs of one micro-batch; graph and activations are kept as the grad mode says."""
-        inputs = self.rows(tensors, index)
+        inputs = self.inputs_of(self.pieces(tensors, index), index)
         versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
         with self.policy.micro_batch(), self.buffers.lent(self.slices[index].stop - self.slices[index].start):
             outputs = self.module(*inputs.args, **inputs.kwargs)
@@ -161,20 +163,29 @@ class Call:
         return outputs
 
     def second_pass(self, inputs: Inputs, index: int) -> Any:
-        """The outputs of one micro-batch again, everything but its inputs as in the first pass; nothing is moved."""
-        with self.surroundings[index].replayed(), self.policy.recomputation(), self.buffers.lent():
+        """The outputs of one micro-batch again, everything but its inputs as in the first pass.
+
+        Nothing is moved but random numbers: second passes are made inside `random_kept`.
+        """
+        with self.surroundings[index].again(), self.policy.recomputation(), self.buffers.lent():
             return self.module(*inputs.args, **inputs.kwargs)
 
-    def rows(self, tensors: Sequence[Tensor], index: int) -> Inputs:
-        """The inputs of one micro-batch, from the tensors of all."""
+    def random_kept(self) -> contextlib.AbstractContextManager[None]:
+        """Around second passes: random numbers go on outside as if they had not been made."""
+        return kept({generator for here in self.surroundings.values() for generator in here.random.states})
+
+    def pieces(self, tensors: Sequence[Tensor], index: int) -> list[Tensor]:
+        """What a micro-batch has of these tensors, those of the inputs."""
         rows = self.slices[index]
-        if self.has_arrays:
-            return take(with_tensors(self.skeleton, tensors), rows, self.batch_dims)
-        pieces = [
-            tensor if dim is None else tensor.narrow(dim, rows.start, rows.stop - rows.start)
+        start, length = rows.start, rows.stop - rows.start
+        return [
+            tensor if dim is None else tensor.narrow(dim, start, length)
             for tensor, dim in zip(tensors, self.dims, strict=True)
         ]
-        return with_tensors(self.skeleton, pieces)
+
+    def inputs_of(self, pieces: Sequence[Tensor], index: int) -> Inputs:
+        """The inputs of a micro-batch, from its tensors."""
+        return with_tensors(self.skeletons[index], pieces)
 
     @contextlib.contextmanager
     def buffers_moved_once(self) -> Iterator[None]:
@@ -265,11 +276,11 @@ class Leaves:
         }
         self._whole: dict[int, Tensor] = {}
 
-    def of(self, rows: Inputs) -> list[Tensor]:
+    def of(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """The tensors in a micro-batch's inputs, as leaves."""
         return [
             self._shared[place] if place in self._shared else value.detach().requires_grad_(self._needed[place])
-            for place, value in enumerate(tensors_of(rows))
+            for place, value in enumerate(pieces)
         ]
 
     def add(self, values: Sequence[Tensor], rows: slice) -> None:
@@ -314,12 +325,11 @@ def _summed(
 ) -> list[Tensor | None]:
     """Gradients of parameters and inputs: each micro-batch's graph is built and used up before the next one's."""
     sums = Leaves(call, tensors, needed)
-    with swapped(call.module, sums.parameters):
+    with swapped(call.module, sums.parameters), call.random_kept():
         for index in indices:
-            rows = call.rows(sums.inputs, index)
-            values = sums.of(rows)
+            values = sums.of(call.pieces(sums.inputs, index))
             with torch.enable_grad():
-                outputs = call.second_pass(with_tensors(rows, values), index)
+                outputs = call.second_pass(call.inputs_of(values, index), index)
                 reached, given = with_gradients(call, outputs, grads, call.slices[index])
             if reached:
                 torch.autograd.backward(reached, given)
@@ -341,7 +351,8 @@ def _differentiable(
     total: list[Tensor | None] = [None] * len(wanted)
     for index in indices:
         rows = call.slices[index]
-        outputs = call.second_pass(call.rows(inputs, index), index)
+        with call.random_kept():
+            outputs = call.second_pass(call.inputs_of(call.pieces(inputs, index), index), index)
         reached, given = with_gradients(call, outputs, grads, rows)
         if reached:
             parts = torch.autograd.grad(reached, wanted, given, create_graph=True, allow_unused=True)
