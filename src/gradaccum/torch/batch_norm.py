@@ -92,7 +92,7 @@ def warn_of_batch_norm(module: nn.Module, remedy: str) -> bool:
 
 def _level_of_the_user() -> int:
     """The `stacklevel`, for a caller of this function, of the first line that is neither ours nor PyTorch's."""
-    inside = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
+    inside = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__)
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         frame, level = frame.f_back, level + 1
