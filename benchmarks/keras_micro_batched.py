@@ -2,6 +2,8 @@
 
 Against (a) plain `fit(batch_size=256)`, (b) Keras' own `gradient_accumulation_steps=16` at 16 rows, and (c) a loop that
 is written by hand for the backend: fused on the device where it compiles, without Keras' losses, metrics or callbacks.
+Epochs of 16 batches, so that what `fit` takes to start is in them. On a CPU, JAX's compiler makes slow code of convolutions
+inside a loop, whoever writes it; so there is a network without any, too.
 """
 
 from __future__ import annotations
@@ -25,11 +27,17 @@ from benchmarks import keras_micro_batched
 """
 
 
-def network() -> Any:
-    """A small CNN whose activations are what takes the memory."""
+NETWORKS = ("CNN", "784-512-512-10")
+
+
+def network(kind: str) -> Any:
+    """A small CNN whose activations are what takes the memory; or the guide's network."""
     import keras
 
     keras.utils.set_random_seed(0)
+    if kind != "CNN":
+        dense = [keras.layers.Dense(512, activation="relu") for _ in range(2)]
+        return keras.Sequential([keras.Input((28, 28, 1)), keras.layers.Flatten(), *dense, keras.layers.Dense(10)])
     return keras.Sequential(
         [
             keras.Input((28, 28, 1)),
@@ -43,7 +51,7 @@ def network() -> Any:
     )
 
 
-def contender(name: str, batches: int) -> Callable[[], object]:
+def contender(name: str, kind: str, batches: int) -> Callable[[], object]:
     """A function that trains one epoch of so many batches."""
     import keras
 
@@ -52,7 +60,7 @@ def contender(name: str, batches: int) -> Callable[[], object]:
     random = np.random.default_rng(0)
     x = random.normal(size=(BATCH * batches, 28, 28, 1)).astype("float32")
     y = random.integers(0, 10, BATCH * batches).astype("int32")
-    model = network()
+    model = network(kind)
     if name == "by hand":
         return by_hand(model, x, y)
     if name == "gradaccum":
@@ -151,17 +159,17 @@ def _torch(model: Any, optimizer: Any, loss_of: Any) -> Callable[..., object]:
     return step
 
 
-def print_times(batches: int, rounds: int) -> None:
+def print_times(kind: str, batches: int, rounds: int) -> None:
     """In the backend's process: the times, as ratios to plain `fit`."""
-    contenders = {name: contender(name, batches) for name in CONTENDERS}
+    contenders = {name: contender(name, kind, batches) for name in CONTENDERS}
     result = ratios(contenders, "plain 256", rounds)
     print(*(f"{result[name]:.2f}" for name in CONTENDERS), sep="|")
 
 
 def print_memory(name: str, batches: int) -> None:
     """In a process of its own: by how many MiB an epoch raises the peak over what one row at a time takes."""
-    epoch = contender(name, batches)
-    warm = network()
+    epoch = contender(name, "CNN", batches)
+    warm = network("CNN")
     warm.compile(optimizer="adam", loss="mse")
     warm.train_on_batch(np.zeros((1, 28, 28, 1), "float32"), np.zeros((1, 10), "float32"))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -172,16 +180,18 @@ def print_memory(name: str, batches: int) -> None:
 def main() -> None:
     """Run it."""
     options = arguments(__doc__)
-    batches, rounds = (2, 3) if options.quick else (16, 9)  # short epochs measure what `fit` takes to start
+    batches, rounds = (2, 3) if options.quick else (16, 7)  # short epochs measure what `fit` takes to start
     rows = []
     for backend, title in BACKENDS.items():
-        code = f"{IN_BACKEND}\nkeras_micro_batched.print_times({batches}, {rounds})"
-        times = in_fresh_process(code, backend).strip().splitlines()[-1].split("|")
+        for kind in NETWORKS:
+            code = f"{IN_BACKEND}\nkeras_micro_batched.print_times({kind!r}, {batches}, {rounds})"
+            times = in_fresh_process(code, backend).strip().splitlines()[-1].split("|")
+            rows.append([title, f"time, {kind}", *times])
         memory = []
         for name in CONTENDERS:
             code = f"{IN_BACKEND}\nkeras_micro_batched.print_memory({name!r}, 2)"
             memory.append(f"{float(in_fresh_process(code, backend).strip().splitlines()[-1]):.0f} MiB")
-        rows += [[title, "time", *times], [title, "peak", *memory]]
+        rows.append([title, "peak, CNN", *memory])
     publish(
         "keras_micro_batched",
         "`fit` at 256 rows in micro-batches of 16",
