@@ -93,7 +93,7 @@ class Transaction:
 
     def open(self) -> None:
         """An update begins: look which parameters and buffers there are, and remember how everything is."""
-        modules = [module for root in self._modules for module in root.modules()]
+        modules = _all_modules(self._modules)
         mode = [module.training for module in modules]
         if mode != self._mode:  # other buffers may move from now on
             self._mode = mode
@@ -150,6 +150,18 @@ class Transaction:
             for parameter, gradient, version in found
             if parameter.grad is not gradient or (gradient is not None and gradient._version != version)
         ]
+
+
+def _all_modules(roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """What `nn.Module.modules` tells, in a fraction of its time: this is asked in every update."""
+    found = {id(root): root for root in roots}
+    todo = list(found.values())
+    while todo:
+        for child in todo.pop()._modules.values():
+            if child is not None and id(child) not in found:
+                found[id(child)] = child
+                todo.append(child)
+    return list(found.values())
 
 
 def _state(places: Sequence[_Place], generators: list[Any], still: Collection[tuple[int, str]] = ()) -> _State:

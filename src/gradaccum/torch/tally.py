@@ -103,8 +103,7 @@ class Tally:
         if not self._losses:
             parameter = next(self.objective.model.parameters(), torch.zeros(()))
             return torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        sums = [_times(torch.stack(losses).sum(), factor) for factor, losses in self._losses.values()]
-        return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+        return _added([_times(_added(losses), factor) for factor, losses in self._losses.values()])
 
     def part(self, micro_batch: tuple[Any, ...], rows: int | None = None, share: bool = False) -> Part:
         """Run the forward pass of a micro-batch and weigh its loss. Changes nothing here: `add` does.
@@ -191,6 +190,10 @@ def _ratio(weight: Weight, total: Weight) -> Weight:
 def _where_any(loss: Tensor, weight: Weight) -> Tensor:
     """The loss; 0 where it is a mean over nothing, which is NaN."""
     return torch.where(weight.to(loss.device) > 0, loss, 0.0) if isinstance(weight, Tensor) else loss
+
+
+def _added(values: list[Tensor]) -> Tensor:
+    return values[0] if len(values) == 1 else torch.stack(values).sum()
 
 
 def _key(factor: Weight) -> Any:

@@ -54,7 +54,7 @@ class Undo:
         self._optimizers = optimizers
         self._gauge = gauge
         self.always = always
-        self._first = True
+        self._first, self._large = True, False
         self._held: list[_Held] = []
         self._copies: _Copies | None = None
         self._free = self._enough = math.inf
@@ -62,13 +62,15 @@ class Undo:
 
     def remember(self) -> None:
         """A step begins."""
-        tensors = list({id(tensor): tensor for o in self._optimizers for tensor in _tensors(o)}.values())
-        small = sum([tensor.nbytes for tensor in tensors]) <= SMALL
-        if small or self._first or self.always or self._short():
-            self._held = [_Held(optimizer) for optimizer in self._optimizers]
-            self._copy(tensors, on_host=not small)
-        else:
-            self._copies = None
+        risky = self._first or self.always or self._short()
+        if risky or not self._large:  # what is large stays so, and needs no counting
+            tensors = list({id(tensor): tensor for o in self._optimizers for tensor in _tensors(o)}.values())
+            self._large = sum([tensor.nbytes for tensor in tensors]) > SMALL
+            if risky or not self._large:
+                self._held = [_Held(optimizer) for optimizer in self._optimizers]
+                self._copy(tensors, on_host=self._large)
+                return
+        self._copies = None
 
     def _copy(self, tensors: list[Tensor], *, on_host: bool) -> None:
         try:
