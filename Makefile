@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Two suites at a time, one thread each: the machine they are sized for has two cores.
 export OMP_NUM_THREADS ?= 1
 KERAS_SUITES := test-keras-tensorflow test-keras-jax test-keras-torch
-SUITES := $(KERAS_SUITES) test-torch lint
+SUITES := test-keras-tensorflow test-keras-jax test-torch test-keras-torch lint  # the longest first
 PYTEST := $(BIN)/python -m pytest -q
 NOT_SLOW := -m "not slow and not gpu"
 

@@ -9,7 +9,6 @@ BACKEND = os.environ["KERAS_BACKEND"]
 if BACKEND == "jax":  # before JAX starts: two devices to train on at once
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=2".strip()
-    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # programs that run once take longest to compile
 
 import keras  # noqa: E402  # Keras reads the environment when it is imported
 import pytest  # noqa: E402
