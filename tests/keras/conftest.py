@@ -39,7 +39,13 @@ def collect_only_what_tests_make():
 
 
 @pytest.fixture(autouse=True)
-def leave_keras_as_found():
+def leave_keras_as_found(request):
+    if BACKEND == "jax":
+        import jax
+
+        # A program that runs once takes longest to compile. But where rows are summed in a loop, what XLA does without
+        # its simplifications goes through float32.
+        jax.config.update("jax_disable_most_optimizations", "micro_batched" not in request.path.name)
     keras.utils.set_random_seed(0)
     yield
     keras.backend.set_floatx("float32")
