@@ -68,7 +68,7 @@ def print_peak(name: str) -> None:
 
 def main() -> None:
     options = arguments(__doc__)
-    batches, rounds, processes = (16, 2, 1) if options.quick else (64, 9, 3)
+    batches, rounds, processes = (16, 2, 1) if options.quick else (32, 7, 1)
     times, peaks = [], []
     for backend, title in BACKENDS.items():
         printed = in_fresh_process(f"{IN_BACKEND}keras_optimizers.print_times({batches}, {rounds})", backend)
