@@ -298,7 +298,7 @@ class TrainStep:
             )
 
     def _micro_batch(self, take: Take, tally: Tally) -> MicroBatch:
-        noise, scaler = self.update.noise, self.update.scaler
+        noise = self.update.noise
 
         def run(piece: Piece, between: Callable[[], None]) -> None:
             measured = noise is not None and noise.waiting
@@ -306,7 +306,7 @@ class TrainStep:
                 part = tally.part(take(piece), piece.size, share=measured)
             between()
             if part.loss is not None:
-                tally.backward(part, part.loss if scaler is None else self.update.scale(part.loss))
+                tally.backward(part, self.update.scale(part.loss))
             elif self.ranks.in_step and part.idle is not None:
                 self._backward_of_nothing(part.idle)
             elif self.ranks.in_step:
