@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -61,7 +62,13 @@ class Rows:
         return not self.sizer.settled
 
     def __iter__(self) -> Iterator[Piece]:
-        start = 0
+        start, size = 0, self.sizer.size
+        if self.sizer.settled and self.rows:
+            for piece in _even(self.rows, size):
+                if self.sizer.size != size:  # that was too much
+                    break
+                yield piece
+                start = piece.rows.stop  # type: ignore[union-attr]  # rows of a whole batch are a slice
         while start < self.rows:
             size = self.sizer.next_size(self.rows - start)
             yield Piece(slice(start, start + size))
@@ -80,6 +87,11 @@ class Rows:
         """The piece, or smaller ones where a smaller size has failed meanwhile."""
         ceiling = self.sizer.ceiling or piece.size
         return piece.split(piece.size if piece.size <= ceiling else min(self.sizer.size, ceiling))
+
+
+@functools.lru_cache(maxsize=64)
+def _even(rows: int, size: int) -> list[Piece]:
+    return Piece(slice(0, rows)).split(size)
 
 
 class TokenBudget:

@@ -41,6 +41,7 @@ class Sizers:
         self.minimum = minimum
         self._known: dict[str, tuple[Sizer, float]] = {}
         self._last: Sizer | None = None
+        self._seen: list[Any] = []
         self._told: dict[int, int] = {}
 
     @property
@@ -52,6 +53,10 @@ class Sizers:
 
     def of(self, tensors: list[tuple[str, Any, int]]) -> Sizer:
         """The size for a batch with these tensors: paths, tensors and the dimension of their rows."""
+        seen = [(path, t.shape, t.dtype, dim) for path, t, dim in tensors]
+        if seen == self._seen and self._last is not None:
+            return self._last
+        self._seen = seen
         elements = float(sum(math.prod(t.shape) / max(t.shape[dim], 1) for _, t, dim in tensors))
         kinds = ", ".join(f"{path} {t.dtype} {t.ndim}" for path, t, dim in tensors)
         key = f"{kinds}; 2**{math.floor(math.log2(max(elements, 1.0)))}"
@@ -102,4 +107,4 @@ class Sizers:
             else:
                 continue
             self._known[key] = sizer, found["elements"]
-            self._last = sizer
+            self._last, self._seen = sizer, []

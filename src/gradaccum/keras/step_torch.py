@@ -131,7 +131,7 @@ class TorchStep(MicroBatchedStep):
         window = _Window(_Gradients(model.trainable_weights), totals, tracked=[0.0] * plan.tracked)
         window.pooled = [] if pool is None else pool.zeros()
 
-        def run(piece: Piece, between: Callable[[], None]) -> None:
+        def run(piece: Piece, between: Callable[[], None] | None) -> None:
             share = piece.size / rows
             x, y, sample_weight = unpack(_take(data, piece))
             # On PyTorch, Keras' losses multiply sample weights with masks in place: they get copies.
@@ -143,7 +143,8 @@ class TorchStep(MicroBatchedStep):
             if window.totals is None and _at_the_end(plan, model):
                 window.totals = {i: torch.where(count != 0, count, 1) / share for i, count in counts.items()}
             part = loss * share
-            between()
+            if between is not None:
+                between()
             if model.trainable_weights:
                 (part if model.optimizer is None else model.optimizer.scale_loss(part)).backward()
                 window.sums.take()

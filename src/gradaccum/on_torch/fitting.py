@@ -14,8 +14,8 @@ from gradaccum.pieces import Piece, Rows, Tokens
 
 __all__ = ["Fitting", "MicroBatch", "nothing_fits"]
 
-MicroBatch = Callable[[Piece, Callable[[], None]], None]
-"""Runs the forward and backward pass of a piece, and calls what it is given between the two."""
+MicroBatch = Callable[[Piece, Callable[[], None] | None], None]
+"""Runs the forward and backward pass of a piece, and calls what it is given, if anything, between the two."""
 
 logger = logging.getLogger("gradaccum")
 
@@ -66,12 +66,15 @@ class Fitting:
 
     def once(self, piece: Piece, plan: Rows | Tokens, micro_batch: MicroBatch) -> None:
         """One micro-batch, whether it fits or not. What it cost is told to a plan that measures."""
-        gauge = self._gauge
-        if not plan.measuring:
-            self._transaction.begin()
-            micro_batch(piece, _nothing)
-            self._transaction.commit()
+        if plan.measuring:
+            self._measured(piece, plan, micro_batch)
             return
+        self._transaction.begin()
+        micro_batch(piece, None)
+        self._transaction.commit()
+
+    def _measured(self, piece: Piece, plan: Rows | Tokens, micro_batch: MicroBatch) -> None:
+        gauge = self._gauge
         gauge.synchronize()
         base, mark, began = gauge.live(), gauge.mark(), time.perf_counter()
         live = base
@@ -87,10 +90,6 @@ class Fitting:
         seconds, highest = time.perf_counter() - began, gauge.mark()
         # The mark tells this micro-batch's peak where it has risen; else what was alive before backward has to do.
         plan.record(piece, seconds, base, highest if highest > mark else live)
-
-
-def _nothing() -> None:
-    pass
 
 
 def nothing_fits(error: Exception) -> torch.OutOfMemoryError:

@@ -34,11 +34,12 @@ class _Buffer(NamedTuple):
 class _State(NamedTuple):
     """Random number generators and buffers as they were at some moment."""
 
-    random: RandomState
+    random: RandomState | None
     buffers: list[_Buffer]
 
     def put_back(self) -> None:
-        self.random.put_back()
+        if self.random is not None:
+            self.random.put_back()
         with torch.no_grad():
             for buffer in self.buffers:
                 if buffer.copy is not None and buffer.moved:
@@ -55,11 +56,15 @@ class _State(NamedTuple):
                 still.add(place)
 
 
+_NOTHING_MOVES = _State(None, [])
+
+
 class Transaction:
     """The random numbers, the buffers and the gradients that a micro-batch moves, in the update that it is part of.
 
     Buffers that move, such as the statistics of a BatchNorm, are copied before each micro-batch, and before the update;
-    those that have been seen to stand still there are not, however large they are. As to gradients: autograd runs each
+    those that have been seen to stand still there are not, however large they are; nor are, before each micro-batch,
+    random numbers that nobody has drawn from since the last update began. As to gradients: autograd runs each
     parameter's accumulation once per backward pass, and raises the version of `p.grad`; so a changed version means that
     all of this micro-batch's gradient has arrived there.
 
@@ -83,27 +88,38 @@ class Transaction:
         self._generators = torch_generators([device])
         self._still_in_micro_batches: set[tuple[int, str]] = set()
         self._still_in_updates: set[tuple[int, str]] = set()
+        self._random: RandomState | None = None
+        self._still = False
         self._mode: list[bool] = []
         self._places: list[_Place] = []
         self._parameters: list[Tensor] = []
-        self._gradients: list[Tensor | None] = []
-        self._versions: list[int] = []
+        self._before: list[tuple[Tensor, Tensor | None, int]] = []
         self._update: _State | None = None
         self._micro_batch: _State | None = None
 
     def open(self) -> None:
         """An update begins: look which parameters and buffers there are, and remember how everything is."""
-        modules = _all_modules(self._modules)
-        mode = [module.training for module in modules]
+        found = {id(p): p for p in self._find_parameters()}
+        mode, places, modules = [], self._find_others(), list(self._modules)
+        seen = set(map(id, modules))
+        for module in modules:  # what nn.Module.modules tells, in a fraction of its time: this runs in every update
+            mode.append(module.training)
+            for p in module._parameters.values():
+                if p is not None:
+                    found[id(p)] = p
+            if buffers := module._buffers:
+                places += [(buffers, name) for name, buffer in buffers.items() if buffer is not None]
+            for child in module._modules.values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    modules.append(child)
         if mode != self._mode:  # other buffers may move from now on
             self._mode = mode
             self.forget()
-        self._places = [(module._buffers, name) for module in modules for name in module._buffers]
-        self._places += self._find_others()
-        found = {id(p): p for p in self._find_parameters()}
-        found.update((id(p), p) for module in modules for p in module._parameters.values() if p is not None)
-        self._parameters = list(found.values())
-        self._update = _state(self._places, self._generators, self._still_in_updates)
+        self._places, self._parameters = places, list(found.values())
+        before, self._random = self._random, RandomState(self._generators)
+        self._still = before is not None and not before.moved(self._random)
+        self._update = _State(self._random, _buffers(places, self._still_in_updates))
 
     def close(self) -> None:
         """The update has been made. Learns which buffers stood still."""
@@ -118,18 +134,22 @@ class Transaction:
 
     def forget(self) -> None:
         """Look anew at what stands still."""
-        self._still_in_micro_batches, self._still_in_updates = set(), set()
+        self._still_in_micro_batches, self._still_in_updates, self._random = set(), set(), None
 
     def drew(self) -> bool:
         """Whether random numbers have been drawn from PyTorch's own generators since the update began."""
         assert self._update is not None
+        assert self._update.random is not None
         return bool(self._update.random.moved())
 
     def begin(self) -> None:
         """A micro-batch begins: remember how everything is."""
-        self._micro_batch = _state(self._places, self._generators, self._still_in_micro_batches)
-        self._gradients = gradients = [p.grad for p in self._parameters]
-        self._versions = [-1 if g is None else g._version for g in gradients]
+        if self._still and not self._places:
+            self._micro_batch = _NOTHING_MOVES
+        else:
+            random = None if self._still else RandomState(self._generators)
+            self._micro_batch = _State(random, _buffers(self._places, self._still_in_micro_batches))
+        self._before = [(p, g := p.grad, -1 if g is None else g._version) for p in self._parameters]
 
     def commit(self) -> None:
         """The micro-batch is in. Learns which buffers stood still."""
@@ -144,36 +164,21 @@ class Transaction:
 
     def arrived(self) -> list[Tensor]:
         """The parameters in whose gradient this micro-batch's is in already."""
-        found = zip(self._parameters, self._gradients, self._versions, strict=True)
         return [
             parameter
-            for parameter, gradient, version in found
+            for parameter, gradient, version in self._before
             if parameter.grad is not gradient or (gradient is not None and gradient._version != version)
         ]
 
 
-def _all_modules(roots: Iterable[nn.Module]) -> list[nn.Module]:
-    """What `nn.Module.modules` tells, in a fraction of its time: this is asked in every update."""
-    found = {id(root): root for root in roots}
-    todo = list(found.values())
-    while todo:
-        for child in todo.pop()._modules.values():
-            if child is not None and id(child) not in found:
-                found[id(child)] = child
-                todo.append(child)
-    return list(found.values())
-
-
-def _state(places: Sequence[_Place], generators: list[Any], still: Collection[tuple[int, str]] = ()) -> _State:
-    if not places:
-        return _State(RandomState(generators), [])
+def _buffers(places: Sequence[_Place], still: Collection[tuple[int, str]] = ()) -> list[_Buffer]:
     buffers = []
     for owner, name in places:
         tensor = owner.get(name)
         if tensor is not None:
             copy = None if (id(owner), name) in still else tensor.clone()
             buffers.append(_Buffer(owner, name, tensor, tensor._version, copy))
-    return _State(RandomState(generators), buffers)
+    return buffers
 
 
 @contextlib.contextmanager
@@ -187,7 +192,8 @@ def as_found(modules: Iterable[nn.Module], device: torch.device) -> Iterator[Non
         >>> norm.running_mean, norm.num_batches_tracked
         (tensor([0., 0.]), tensor(0))
     """
-    state = _state([(m._buffers, name) for m in modules for name in m._buffers], torch_generators([device]))
+    buffers = _buffers([(m._buffers, name) for m in modules for name in m._buffers])
+    state = _State(RandomState(torch_generators([device])), buffers)
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["BatchDims", "concatenate", "cutter", "leaves", "map_leaves", "number_of_rows", "per_row_leaves", "take"]
+__all__ = ["BatchDims", "Cutter", "concatenate", "leaves", "map_leaves", "number_of_rows", "per_row_leaves", "take"]
 
 BatchDims = Any
 """Like `torch.vmap`'s `in_dims`: an int (the dimension that holds the rows), None (shared), or a container of these
@@ -118,17 +118,82 @@ def with_dims(tree: Any, batch_dims: BatchDims = 0, path: str = "") -> Iterator[
         yield from with_dims(child, dim, path + suffix)
 
 
-def per_row_leaves(batch: Any, batch_dims: BatchDims = 0) -> list[tuple[str, Any, int]]:
-    """The leaves that carry rows: `(path, tensor, dimension)`."""
-    if _is_flat(batch, batch_dims):
-        return [(f"[{index}]", leaf, 0) for index, leaf in enumerate(batch)]
-    return [(path, leaf, dim) for path, leaf, dim in with_dims(batch, batch_dims) if dim is not None]
+class Cutter:
+    """Cuts micro-batches out of a batch, as many as it takes: what there is to find out about it is found out once.
+
+    Args:
+        batch: The batch.
+        batch_dims: Where its rows are.
+
+    Example:
+        >>> cutter = Cutter((torch.arange(6), "shared"))
+        >>> cutter.rows, cutter.take(slice(0, 2)), cutter.take(slice(2, 4))
+        (6, (tensor([0, 1]), 'shared'), (tensor([2, 3]), 'shared'))
+    """
+
+    def __init__(self, batch: Any, batch_dims: BatchDims = 0) -> None:
+        self.batch = batch
+        self._described: list[tuple[str, Any, int | None]] | None = None
+        self.leaves: list[tuple[str, Any, int]]
+        """Those that carry rows: path, tensor, dimension."""
+        if _is_flat(batch, batch_dims):
+            self.leaves = [(f"[{index}]", leaf, 0) for index, leaf in enumerate(batch)]
+        else:
+            self._described = list(with_dims(batch, batch_dims))
+            self.leaves = [(path, leaf, dim) for path, leaf, dim in self._described if dim is not None]
+
+    @property
+    def rows(self) -> int:
+        """The rows of the batch.
+
+        Raises:
+            ValueError: No leaf carries rows, or they disagree; the message lists every path and shape.
+        """
+        found = self.leaves
+        if not found:
+            raise ValueError(f"No tensor with rows in this batch of type {type(self.batch).__name__}.")
+        rows = {int(leaf.shape[dim]) for _, leaf, dim in found}
+        if len(rows) > 1:
+            listing = "".join(
+                f"\n  batch{path}  shape {tuple(leaf.shape)}, {leaf.shape[dim]} rows in dimension {dim}"
+                for path, leaf, dim in found
+            )
+            raise ValueError(
+                f"The tensors of a batch must have the same number of rows.{listing}\n"
+                "Mark what every micro-batch shares with None in `batch_dims`, as in torch.vmap's `in_dims`."
+            )
+        return rows.pop()
+
+    def take(self, rows: slice | torch.Tensor) -> Any:
+        """The micro-batch that holds these rows: a view for a slice, a copy for a tensor of indices."""
+        if self._described is None:
+            if isinstance(rows, slice):
+                return tuple([leaf[rows] for leaf in self.batch])
+            return tuple([leaf.index_select(0, rows.to(leaf.device)) for leaf in self.batch])
+        dims = iter(self._described)
+
+        def pick(leaf: Any) -> Any:
+            _, _, dim = next(dims)
+            if dim is None:
+                return leaf
+            if isinstance(rows, slice):
+                return leaf[(slice(None),) * dim + (rows,)]
+            if not isinstance(leaf, torch.Tensor):  # an array
+                return leaf.take(rows.tolist(), axis=dim)
+            return leaf.index_select(dim, rows.to(leaf.device))
+
+        return map_leaves(pick, self.batch)
 
 
 def _is_flat(batch: Any, batch_dims: BatchDims) -> bool:
     """A tuple of tensors with their rows in front: the usual batch, which takes no walk."""
     flat = type(batch) is tuple and type(batch_dims) is int and batch_dims == 0
     return flat and all([type(leaf) is torch.Tensor and leaf.dim() > 0 for leaf in batch])
+
+
+def per_row_leaves(batch: Any, batch_dims: BatchDims = 0) -> list[tuple[str, Any, int]]:
+    """The leaves that carry rows: `(path, tensor, dimension)`."""
+    return Cutter(batch, batch_dims).leaves
 
 
 def number_of_rows(batch: Any, batch_dims: BatchDims = 0) -> int:
@@ -141,20 +206,7 @@ def number_of_rows(batch: Any, batch_dims: BatchDims = 0) -> int:
         >>> number_of_rows((torch.zeros(16, 3), {"label": torch.zeros(16), "name": "train"}))
         16
     """
-    found = per_row_leaves(batch, batch_dims)
-    if not found:
-        raise ValueError(f"No tensor with rows in this batch of type {type(batch).__name__}.")
-    rows = {int(leaf.shape[dim]) for _, leaf, dim in found}
-    if len(rows) > 1:
-        listing = "".join(
-            f"\n  batch{path}  shape {tuple(leaf.shape)}, {leaf.shape[dim]} rows in dimension {dim}"
-            for path, leaf, dim in found
-        )
-        raise ValueError(
-            f"The tensors of a batch must have the same number of rows.{listing}\n"
-            "Mark what every micro-batch shares with None in `batch_dims`, as in torch.vmap's `in_dims`."
-        )
-    return rows.pop()
+    return Cutter(batch, batch_dims).rows
 
 
 def take(batch: Any, rows: slice | torch.Tensor, batch_dims: BatchDims = 0) -> Any:
@@ -164,41 +216,7 @@ def take(batch: Any, rows: slice | torch.Tensor, batch_dims: BatchDims = 0) -> A
         >>> take((torch.arange(6), "shared"), slice(2, 4))
         (tensor([2, 3]), 'shared')
     """
-    return cutter(batch, batch_dims)(rows)
-
-
-def cutter(batch: Any, batch_dims: BatchDims = 0) -> Callable[[slice | torch.Tensor], Any]:
-    """`take` for this batch, as often as it takes: what there is to find out about the batch is found out once.
-
-    Example:
-        >>> cut = cutter((torch.arange(6), "shared"))
-        >>> cut(slice(0, 2)), cut(slice(2, 4))
-        ((tensor([0, 1]), 'shared'), (tensor([2, 3]), 'shared'))
-    """
-    if _is_flat(batch, batch_dims):
-        return lambda rows: (
-            tuple([leaf[rows] for leaf in batch])
-            if isinstance(rows, slice)
-            else tuple([leaf.index_select(0, rows.to(leaf.device)) for leaf in batch])
-        )
-    described = list(with_dims(batch, batch_dims))
-
-    def cut(rows: slice | torch.Tensor) -> Any:
-        dims = iter(described)
-
-        def pick(leaf: Any) -> Any:
-            _, _, dim = next(dims)
-            if dim is None:
-                return leaf
-            if isinstance(rows, slice):
-                return leaf[(slice(None),) * dim + (rows,)]
-            if not isinstance(leaf, torch.Tensor):  # an array
-                return leaf.take(rows.tolist(), axis=dim)
-            return leaf.index_select(dim, rows.to(leaf.device))
-
-        return map_leaves(pick, batch)
-
-    return cut
+    return Cutter(batch, batch_dims).take(rows)
 
 
 def concatenate(parts: Sequence[Any], batch_dims: BatchDims = 0) -> Any:

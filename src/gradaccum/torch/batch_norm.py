@@ -326,32 +326,37 @@ class BatchNormPolicy:
         self.module = module
         self.remedy = remedy
         self.warned = False
+        self._has_layers: bool | None = None
+        self.idle = False
+        """Whether there is nothing to do in this window's micro-batches."""
         self.micro_batches = 0
         self.pooled = self.choice == "pooled" or (self.choice == "warn" and moved_once)
         self.statistics: PooledStatistics | None = None
 
-    @contextlib.contextmanager
-    def window(self) -> Iterator[None]:
+    def window(self) -> contextlib.AbstractContextManager[Any]:
         """Around all of a window's forward and backward passes."""
         self.micro_batches = 0
+        self.idle = not self.pooled and (self.choice != "warn" or self.warned or self._has_layers is False)
         if self.choice == "frozen":
-            with frozen(self.module):
+            return frozen(self.module)
+        return self._pooling() if self.pooled else _NOTHING
+
+    @contextlib.contextmanager
+    def _pooling(self) -> Iterator[None]:
+        self.statistics = PooledStatistics(self.module)
+        try:
+            with self.statistics.window():
                 yield
-        elif self.pooled:
-            self.statistics = PooledStatistics(self.module)
-            try:
-                with self.statistics.window():
-                    yield
-            finally:
-                self.statistics = None
-        else:
-            yield
+        finally:
+            self.statistics = None
 
     def micro_batch(self) -> contextlib.AbstractContextManager[Any]:
         """Around the forward pass of each micro-batch of a window."""
         self.micro_batches += 1
         if self.choice == "warn" and self.micro_batches == 2 and not self.warned:  # one alone is the large batch
-            self.warned = warn_of_batch_norm(self.module, self.remedy)
+            if self._has_layers is None:
+                self._has_layers = any(isinstance(layer, _BatchNorm) for layer in self.module.modules())
+            self.warned = self._has_layers and warn_of_batch_norm(self.module, self.remedy)
         return _NOTHING if self.statistics is None else self.statistics.micro_batch()
 
     def commit(self) -> None:

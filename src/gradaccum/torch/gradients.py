@@ -111,8 +111,9 @@ class GradientSum:
             else:
                 parameter.grad = parameter.grad.detach()
                 parameter.grad.zero_()
-        for parameter in self._narrow():
-            parameter.grad_dtype = self.dtype
+        if self.dtype is not None:
+            for parameter in self._narrow():
+                parameter.grad_dtype = self.dtype
         if self.aside is not None:
             self.aside = [None for _ in self.parameters()]
 

@@ -14,11 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.torch import weights
-from gradaccum.torch.batch import BatchDims, cutter, number_of_rows, take
+from gradaccum.torch.batch import BatchDims, Cutter
 from gradaccum.torch.tally import Tally, Weight
 from gradaccum.window import checked_reduction, checked_weight
 
 __all__ = ["Objective"]
+
+STARTS = 16
+"""Factors that are kept from one window to the next."""
 
 
 class Objective:
@@ -78,7 +81,10 @@ class Objective:
             )
         self.model = model
         self.loss_fn = weights.with_known_divisor(loss_fn) if loss_fn is not None else None
+        self._by_targets = weights.divides_by_targets(self.loss_fn)
         self._summed: Any = None
+        self.starts: dict[Any, tuple[Weight, Tensor]] = {}
+        """Where backward passes start, by factor."""
         self.compute_loss = compute_loss
         self.weight = weight
         self.batch_dims = batch_dims
@@ -104,19 +110,21 @@ class Objective:
 
     def by_targets(self, batch: tuple[Any, ...]) -> bool:
         """Whether the loss divides by a number that its targets say, so that sums of it are what adds up."""
-        return self.loss_fn is not None and len(batch) == 2 and weights.divides_by(self.loss_fn, batch[1])
+        # Floating-point targets are class probabilities, over which the mean is one over rows.
+        known = self._by_targets and len(batch) == 2 and isinstance(batch[1], Tensor)
+        return known and not batch[1].is_floating_point()
 
     def rows(self, batch: tuple[Any, ...]) -> int:
         """The rows of a batch; a ValueError that lists every path and shape where they disagree."""
-        return number_of_rows(batch, self.dims(batch))
+        return self.cutter(batch).rows
 
     def take(self, batch: tuple[Any, ...], rows: slice | Tensor) -> tuple[Any, ...]:
         """The micro-batch that holds these rows."""
-        return take(batch, rows, self.dims(batch))
+        return self.cutter(batch).take(rows)
 
-    def cutter(self, batch: tuple[Any, ...]) -> Callable[[slice | Tensor], tuple[Any, ...]]:
-        """`take` for this batch, as often as it takes."""
-        return cutter(batch, self.dims(batch))
+    def cutter(self, batch: tuple[Any, ...]) -> Cutter:
+        """What cuts this batch, as often as it takes."""
+        return Cutter(batch, self.dims(batch))
 
     def whole(self, batch: tuple[Any, ...]) -> Tensor:
         """The large batch's loss in one forward pass, as the user's own loop has it."""
@@ -135,10 +143,12 @@ class Objective:
             total: What it weighs, where others share it: summed over the ranks, say. None: what `total(batch)` says.
             unit: What weights that only the forward pass tells are multiples of. None: the first of them.
         """
+        if len(self.starts) > STARTS:
+            self.starts = {}
         by_targets = self.by_targets(batch)
         if by_targets:
             assert self.loss_fn is not None
-            self._summed = weights.summed(self.loss_fn)
+            self._summed = weights.summed(self.loss_fn, self._summed)
         return Tally(self, self.total(batch) if total is None else total, by_targets, unit)
 
     def total(self, batch: tuple[Any, ...], rows: int | None = None) -> Weight | None:
@@ -152,7 +162,8 @@ class Objective:
         if self.reduction == "sum":
             return None
         if self.by_targets(batch):
-            return plain_weight(weights.divisor(self.loss_fn, batch[1]))
+            divisor = weights.divisor(self.loss_fn, batch[1])
+            return divisor if isinstance(divisor, float) else plain_weight(divisor)
         return float(self.rows(batch) if rows is None else rows)
 
     def forward(self, batch: tuple[Any, ...], summed: bool = False) -> tuple[Tensor, Weight | None]:
@@ -165,11 +176,11 @@ class Objective:
         Raises:
             TypeError, ValueError: The loss is not one number that depends on the model.
         """
-        if self.autocast is not None:
+        if self.autocast is None:
+            result = self._result(batch, summed)
+        else:
             with torch.autocast(self.device.type, self.autocast):
                 result = self._result(batch, summed)
-        else:
-            result = self._result(batch, summed)
         if type(result) is Tensor and result.dim() == 0:  # as most are
             return result, None
         weight = None
@@ -201,8 +212,10 @@ class Objective:
         outputs = self.model(batch[0])
         if summed and isinstance(outputs, Tensor) and outputs.dtype == torch.float16:
             outputs = outputs.float()  # a sum of losses soon passes 65504
-        arguments = [*_unpacked(outputs), *(_unpacked(batch[1]) if len(batch) == 2 else ())]
-        return (self._summed if summed else self.loss_fn)(*arguments)
+        loss_fn = self._summed if summed else self.loss_fn
+        if len(batch) == 2 and type(outputs) is Tensor and type(batch[1]) is Tensor:  # as mostly
+            return loss_fn(outputs, batch[1])
+        return loss_fn(*_unpacked(outputs), *(_unpacked(batch[1]) if len(batch) == 2 else ()))
 
     @property
     def device(self) -> torch.device:

@@ -37,8 +37,8 @@ class Tally:
     Where only the forward pass tells, they are kept in multiples of the first one's weight, and `divisor` is what
     the sums are to be divided by in the end.
 
-    The factors cost nothing: each is where its backward pass starts, in place of 1, and losses are added up only when
-    somebody asks for their sum.
+    The factors cost nothing: each is where its backward pass starts, in place of 1. Losses are added up at once where
+    that waits for no device, and elsewhere when somebody asks for their sum.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class Tally:
         self.total = total
         self._summed = by_targets and objective.weight is None and objective.reduction == "mean"
         self._losses: dict[Any, tuple[Weight, list[Tensor]]] = {}
-        self._starts: dict[Any, tuple[Weight, Tensor]] = {}
+        self._read = 0.0
+        self._dtype: torch.dtype | None = None
         self._divisor: Weight | None = None
         self._unit = unit
         # Sums, of a torch.nn loss or of the user's own, are all multiplied by the same.
@@ -78,7 +79,7 @@ class Tally:
     @property
     def loss(self) -> Tensor:
         """The large batch's loss so far, without a graph; NaN where it weighs nothing, as 0 / 0 is."""
-        if not self._losses or self.empty:
+        if (self._dtype is None and not self._losses) or self.empty:
             return torch.full((), float("nan"), device=self.objective.device)
         if self._divisor is not None:
             return self.sum / self._divisor
@@ -100,6 +101,8 @@ class Tally:
     @property
     def sum(self) -> Tensor:
         """The sum of the parts' losses so far, without a graph."""
+        if self._dtype is not None:
+            return torch.scalar_tensor(self._read, dtype=self._dtype)
         if not self._losses:
             parameter = next(self.objective.model.parameters(), torch.zeros(()))
             return torch.zeros((), dtype=parameter.dtype, device=parameter.device)
@@ -133,11 +136,11 @@ class Tally:
         if self._one is None:
             return Part(loss)
         assert self.total is not None
-        ratio = None if weight is None else _ratio(weight, self.total)
+        if weight is None:
+            return Part(loss, self._one)
+        ratio = _ratio(weight, self.total)
         if self._summed or objective.reduction == "sum":
             return Part(loss, self._one, share=ratio)
-        assert weight is not None
-        assert ratio is not None
         return Part(_where_any(loss, weight), ratio, share=ratio)
 
     def backward(self, part: Part, loss: Tensor) -> None:
@@ -147,22 +150,27 @@ class Tally:
             part: The part.
             loss: Its loss, or that multiplied by a GradScaler's scale.
         """
-        if _is_one(part.factor):
+        factor = part.factor
+        if isinstance(factor, float) and factor == 1.0:
             loss.backward()
             return
-        key = _key(part.factor), loss.dtype
-        if key not in self._starts:
-            start = _times(torch.ones_like(loss, requires_grad=False), part.factor)
-            self._starts[key] = part.factor, start  # with the factor, so that its id stays its own
-        loss.backward(self._starts[key][1])
+        starts, key = self.objective.starts, (_key(factor), loss.dtype, loss.device)
+        if key not in starts:
+            start = _times(torch.ones_like(loss, requires_grad=False), factor)
+            starts[key] = factor, start  # with the factor, so that its id stays its own
+        loss.backward(starts[key][1])
 
     def add(self, part: Part) -> None:
         """The gradient of this part is in."""
-        if part.loss is not None:
+        loss = part.loss
+        if loss is not None and type(loss) is Tensor and loss.is_cpu:
+            self._read += loss.item() * float(part.factor)
+            self._dtype = loss.dtype
+        elif loss is not None:
             key = _key(part.factor)
             if key not in self._losses:
                 self._losses[key] = part.factor, []
-            self._losses[key][1].append(part.loss.detach())
+            self._losses[key][1].append(loss.detach())
         if part.weight is not None:
             if self.objective.reduction == "mean" and self._unit is None and not _is_zero(part.weight):
                 self._unit = _unit(part.weight)
@@ -199,10 +207,6 @@ def _added(values: list[Tensor]) -> Tensor:
 def _key(factor: Weight) -> Any:
     """What tells factors apart without waiting for a device."""
     return id(factor) if isinstance(factor, Tensor) else factor
-
-
-def _is_one(factor: Weight) -> bool:
-    return isinstance(factor, float) and factor == 1.0
 
 
 def _times(value: Tensor, factor: Weight) -> Tensor:

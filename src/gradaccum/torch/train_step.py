@@ -22,7 +22,7 @@ from gradaccum.pieces import Piece, Rows, TokenBudget, Tokens
 from gradaccum.shapes import Sizers
 from gradaccum.torch.additivity import verify_additivity
 from gradaccum.torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
-from gradaccum.torch.batch import BatchDims, per_row_leaves
+from gradaccum.torch.batch import BatchDims, Cutter
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms
 from gradaccum.torch.joint import JointBatch
 from gradaccum.torch.loss import Objective
@@ -199,14 +199,14 @@ class TrainStep:
                 large model cannot be taken back, the message says so.
         """
         try:
-            return self._call(batch)
+            return self._call(self.objective.arguments(batch))
         except BaseException:
             self.ranks.leave()
             raise
 
     def _call(self, batch: tuple[Any, ...]) -> Tensor:
-        batch = self.objective.arguments(batch)
-        rows = self.objective.rows(batch)
+        cutter = self.objective.cutter(batch)
+        rows = cutter.rows
         if rows == 0 and not self.ranks.several:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
         if not self._noticed:
@@ -220,7 +220,7 @@ class TrainStep:
             self._verify = False
         self._transaction.open()
         try:
-            loss = self._make_update(batch, rows)
+            loss = self._make_update(cutter, rows)
         except BaseException:
             self.update.abandon()
             self._transaction.abandon()
@@ -228,18 +228,18 @@ class TrainStep:
         self._transaction.close()
         return loss
 
-    def _make_update(self, batch: tuple[Any, ...], rows: int) -> Tensor:
-        loss, weighs = self._window(batch, rows)
+    def _make_update(self, cutter: Cutter, rows: int) -> Tensor:
+        loss, weighs = self._window(cutter, rows)
         if not weighs:
             logger.info("Nothing in this batch of %d rows weighs anything: no update.", rows)
             return loss
         # An optimizer that evaluates a closure starts with the gradients that are there.
         fresh = [loss] if self.update.closures == self.update.optimizers[:1] else []
-        if self.update.step(lambda: fresh.pop() if fresh else self._window(batch, rows)[0]):
+        if self.update.step(lambda: fresh.pop() if fresh else self._window(cutter, rows)[0]):
             self.updates += 1
         return loss
 
-    def _window(self, batch: tuple[Any, ...], rows: int) -> tuple[Tensor, bool]:
+    def _window(self, cutter: Cutter, rows: int) -> tuple[Tensor, bool]:
         """Leave the finished gradients of a whole batch in `p.grad`.
 
         Returns:
@@ -248,9 +248,9 @@ class TrainStep:
         self.update.clear()
         self.ranks.clear()
         self.ranks.expect(closes=False, steps=1)
-        tally = self.joint.open(self.objective, batch)
-        plan = self._plan(batch, rows)
-        micro_batch = self._micro_batch(self._taker(batch, plan), tally)
+        tally = self.joint.open(self.objective, cutter.batch)
+        plan = self._plan(cutter, rows)
+        micro_batch = self._micro_batch(self._taker(cutter, plan), tally)
         # In the middle of a sharded model's pass the other ranks wait: it cannot be run again.
         run = self._fitting.once if self.ranks.in_step else self._fitting.run
         missing = self.ranks.most(own := len(list(plan))) - own if self.ranks.in_step else 0
@@ -263,7 +263,7 @@ class TrainStep:
                 for piece in plan:
                     run(piece, plan, micro_batch)
             for _ in range(missing):
-                self._idle(self.objective.take(batch, slice(0, min(rows, self.micro_batch_size or rows))))
+                self._idle(cutter.take(slice(0, min(rows, self.micro_batch_size or rows))))
         loss, divisor, weighs = self.joint.close(tally)
         if weighs:
             everybody_s = round(self.ranks.add_up(rows)) if self.update.noise is not None else rows
@@ -298,23 +298,29 @@ class TrainStep:
             )
 
     def _micro_batch(self, take: Take, tally: Tally) -> MicroBatch:
-        noise = self.update.noise
+        update, batch_norm = self.update, self.batch_norm
+        noise = update.noise
 
-        def run(piece: Piece, between: Callable[[], None]) -> None:
+        def run(piece: Piece, between: Callable[[], None] | None) -> None:
             measured = noise is not None and noise.waiting
-            with self.batch_norm.micro_batch():
-                part = tally.part(take(piece), piece.size, share=measured)
-            between()
+            if batch_norm.idle:
+                part = tally.part(take(piece), piece.size, measured)
+            else:
+                with batch_norm.micro_batch():
+                    part = tally.part(take(piece), piece.size, measured)
+            if between is not None:
+                between()
             if part.loss is not None:
-                tally.backward(part, self.update.scale(part.loss))
+                tally.backward(part, part.loss if update.scaler is None else update.scaler.scale(part.loss))
             elif self.ranks.in_step and part.idle is not None:
                 self._backward_of_nothing(part.idle)
             elif self.ranks.in_step:
                 self._idle(take(piece))
             tally.add(part)
             if measured and part.loss is not None:
-                self.update.measure(tally.multiple(part, piece.size), piece.size)
-            self.batch_norm.commit()
+                update.measure(tally.multiple(part, piece.size), piece.size)
+            if not batch_norm.idle:
+                batch_norm.commit()
 
         return run
 
@@ -329,21 +335,20 @@ class TrainStep:
         loss.backward()
         self.ranks.scale(1.0)
 
-    def _plan(self, batch: tuple[Any, ...], rows: int) -> Rows | Tokens:
+    def _plan(self, cutter: Cutter, rows: int) -> Rows | Tokens:
         if self.budget is not None:
-            return Tokens(self.budget, extents(batch))
-        return Rows(self.sizers.of(per_row_leaves(batch, self.objective.dims(batch))), rows)
+            return Tokens(self.budget, extents(cutter.batch))
+        return Rows(self.sizers.of(cutter.leaves), rows)
 
-    def _taker(self, batch: tuple[Any, ...], plan: Rows | Tokens) -> Take:
+    def _taker(self, cutter: Cutter, plan: Rows | Tokens) -> Take:
         """What makes a micro-batch of a piece."""
         if isinstance(plan, Rows):
-            cut = self.objective.cutter(batch)
-            return lambda piece: cut(piece.rows if isinstance(piece.rows, slice) else torch.tensor(piece.rows))
+            return lambda piece: cutter.take(piece.rows)  # type: ignore[arg-type]  # a slice
 
         def trimmed_rows(piece: Piece) -> tuple[Any, ...]:
             assert piece.columns is not None
             start = piece.columns[0] if self.left != "keep" else 0
-            columns = trimmed(batch, start, piece.columns[1], positions=self.left == "number" and start > 0)
+            columns = trimmed(cutter.batch, start, piece.columns[1], positions=self.left == "number" and start > 0)
             return self.objective.take(columns, torch.tensor(piece.rows))
 
         return trimmed_rows

@@ -58,7 +58,8 @@ class Undo:
         self._held: list[_Held] = []
         self._copies: _Copies | None = None
         self._free = self._enough = math.inf
-        self._ask_again = -math.inf
+        # On a CPU, the system ends a process that takes too much, and a copy would only hasten that.
+        self._ask_again = math.inf if gauge.device.type == "cpu" else -math.inf
 
     def remember(self) -> None:
         """A step begins."""
@@ -85,7 +86,9 @@ class Undo:
     def forget(self) -> None:
         """It went well."""
         if self._first:  # the state has been made, so this is what later steps find
-            self._first, self._free = False, self._free_memory()
+            self._first = False
+            if self._ask_again < math.inf:
+                self._free = self._free_memory()
         self._enough = min(self._enough, self._free)
         if self._copies is not None and self._copies.on_host:
             self._copies = None
@@ -102,16 +105,14 @@ class Undo:
 
     def _short(self) -> bool:
         """Whether less memory is free than at any update that went well; asked in 1 % of the time, at most."""
-        now = time.perf_counter()
-        if now < self._ask_again:
+        if self._ask_again == math.inf or (now := time.perf_counter()) < self._ask_again:
             return False
         self._free = self._free_memory()
         self._ask_again = now + 100 * (time.perf_counter() - now)
         return self._free < self._enough - SMALL
 
     def _free_memory(self) -> float:
-        # On a CPU, the system ends a process that takes too much, and a copy would only hasten that.
-        limit = self._gauge.limit() if self._gauge.device.type != "cpu" else None
+        limit = self._gauge.limit()
         return math.inf if limit is None else limit - self._gauge.live()
 
 

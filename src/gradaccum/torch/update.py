@@ -83,10 +83,6 @@ class Update:
             self.scaler.update(self.scaler.get_scale())
             self._scaler_involved = False
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss as the scaler wants it for the backward pass."""
-        return loss if self.scaler is None else self.scaler.scale(loss)
-
     def measure(self, multiple: float | Tensor, rows: int) -> None:
         """A micro-batch of so many rows is in, and the sum is this multiple of its mean gradient."""
         if self.noise is not None and self.noise.waiting:

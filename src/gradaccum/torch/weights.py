@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["divides_by", "divisor", "reduction_of", "summed", "with_known_divisor"]
+__all__ = ["divides_by_targets", "divisor", "reduction_of", "summed", "with_known_divisor"]
 
 _BY_TARGETS: tuple[type[nn.Module], ...] = tuple(
     getattr(nn, name)
@@ -61,16 +61,14 @@ def reduction_of(loss_fn: Callable[..., Any]) -> str | None:
     return {"mean": "mean", "batchmean": "mean", "elementwise_mean": "mean", "sum": "sum"}.get(str(reduction))
 
 
-def divides_by(loss_fn: Any, targets: Any) -> bool:
-    """Whether this loss divides by a number that depends on its targets, not by rows."""
-    # A subclass with a forward of its own may divide by anything; floating-point targets are class probabilities,
-    # over which the mean is one over rows.
-    known = isinstance(loss_fn, _BY_TARGETS) and any(type(loss_fn).forward is loss.forward for loss in _BY_TARGETS)
-    return known and isinstance(targets, Tensor) and not targets.is_floating_point()
+def divides_by_targets(loss_fn: Any) -> bool:
+    """Whether this loss, where its targets are class indices, divides by a number that depends on them, not by rows."""
+    # A subclass with a forward of its own may divide by anything.
+    return isinstance(loss_fn, _BY_TARGETS) and any(type(loss_fn).forward is loss.forward for loss in _BY_TARGETS)
 
 
-def divisor(loss_fn: Any, targets: Tensor) -> Tensor:
-    """What such a loss divides by on these targets, a tensor on their device.
+def divisor(loss_fn: Any, targets: Tensor) -> float | Tensor:
+    """What such a loss divides by on these class indices, a tensor where that spares waiting for their device.
 
         sum of weight[t]  over the targets t that are not ignore_index      (weight is 1 without class weights)
 
@@ -79,15 +77,23 @@ def divisor(loss_fn: Any, targets: Tensor) -> Tensor:
         >>> divisor(loss_fn, torch.tensor([0, 1, 1, -1]))
         tensor(7.)
     """
-    valid = targets != (-100 if loss_fn.ignore_index is None else loss_fn.ignore_index)
-    if loss_fn.weight is None:
-        return valid.sum()
-    class_weights = loss_fn.weight.detach().to(targets.device)
-    return torch.where(valid, class_weights[torch.where(valid, targets, 0)], 0.0).sum()
+    ignored = -100 if loss_fn.ignore_index is None else loss_fn.ignore_index
+    if loss_fn.weight is not None:
+        valid = targets != ignored
+        class_weights = loss_fn.weight.detach().to(targets.device)
+        return torch.where(valid, class_weights[torch.where(valid, targets, 0)], 0.0).sum()
+    if targets.is_cpu and targets.numel() and ignored < 0 <= int(targets.min()):
+        return float(targets.numel())  # one look in place of two: nothing is ignored, as mostly
+    return (targets != ignored).sum()
 
 
-def summed(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same loss as a sum: a shallow copy that shares weights and buffers with the original."""
-    new: Any = object.__new__(type(loss_fn))
+def summed(loss_fn: Callable[..., Any], before: Any = None) -> Callable[..., Any]:
+    """The same loss as a sum: a shallow copy that shares weights and buffers with the original.
+
+    Args:
+        loss_fn: The loss.
+        before: What was made of it before, to be brought up to date.
+    """
+    new: Any = object.__new__(type(loss_fn)) if before is None else before
     new.__dict__.update(loss_fn.__dict__, reduction="sum")
     return new
