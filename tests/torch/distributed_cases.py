@@ -374,6 +374,43 @@ def unreached_penalty(rank: int) -> float:
     return oracle.error(model)
 
 
+def penalty_later(rank: int, of: Sequence[int]) -> tuple[float, list[int]]:
+    """The backward pass of a penalty, for the first time when the third window closes, on some ranks.
+
+    Returns:
+        The error, and how many messages this rank has sent for each window.
+    """
+    model = network()
+    oracle = Oracle(model)
+    replica, optimizer = wrap(model, 2)
+    ranks = data([[4, 3] * 5, [2, 5] * 5])
+    channel, messages = optimizer._ranks._channel, [0]  # type: ignore[attr-defined]
+    say = channel.say
+
+    def counted(*numbers: float) -> Any:
+        messages[-1] += 1
+        return say(*numbers)
+
+    channel.say = counted
+    for i, rows in enumerate(optimizer.batches(ranks[rank])):
+        optimizer.zero_grad()
+        loss_of(replica, rows).backward()
+        if i == 5 and rank in of:
+            replica(rows[0] * 0.5).square().sum(1).mean().backward()
+        optimizer.step()
+        if not optimizer.updated:
+            continue
+        messages.append(0)
+        window = concatenated([ranks[r][j] for r in range(2) for j in (i - 1, i)])
+
+        def loss(m: nn.Module, rows: Rows, i: int = i, window: Rows = window) -> Tensor:
+            penalties = [m(ranks[r][i][0] * 0.5).square().sum() for r in range(2)] if i == 5 else []
+            return loss_of(m, rows) + sum(penalties) / len(window[0])
+
+        oracle.update(window, loss)
+    return oracle.error(model), messages[:-1]
+
+
 def batch_norm(rank: int) -> bool:
     """Buffers are broadcast once per window, whoever still has micro-batches."""
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()

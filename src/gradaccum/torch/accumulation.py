@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -73,6 +74,8 @@ class Accumulation:
         self.arrivals = Arrivals(parameters)
         self.ranks.on_forward, self.ranks.on_reduced = self.loss_scale.adopt, self.guard.accept
         self.ranks.on_backward, self.sums.elsewhere = self.loss_scale.rescale_, self.ranks.elsewhere
+        this = weakref.ref(self)
+        self.ranks.foresee = lambda: None if (accumulation := this()) is None else accumulation.foreseen()
         self.begin()
         self.loss = WindowLoss(reduction)
         self.weights: list[float] = []
@@ -295,8 +298,7 @@ class Accumulation:
             if window.reduction == "mean":
                 self.sums.scale_(window.rescale(self.unit))
             scale.bring_to(ranks.loss_scale)
-        mine = Total(window.weight, window.weights_given, window.largest, *scale.told())
-        total = ranks.total(mine)
+        total = ranks.total(Total(window.weight, window.weights_given, window.largest, *scale.told()))
         scale.agree(ranks.loss_scale)
         window.weight, window.weights_given = total.weight, total.given
         self.unit = total.largest or self.unit
@@ -309,6 +311,15 @@ class Accumulation:
                 logger.info("No update: a gradient of this window overflowed the loss scale")
                 return False
         return True
+
+    def foreseen(self) -> Total | None:
+        """What the window will weigh with the micro-batch in progress; None where more may come to light."""
+        if self.loss_scale.known:
+            return None
+        window, weight, given = self.window, self.window.pending, self.window.pending_given
+        if weight is None:
+            weight, given = self._default, self._default_given
+        return Total(window.weight + weight, window.weights_given or given, max(window.largest, weight))
 
     def _finite(self) -> bool:
         finite = all_finite(self.sums.gradients())

@@ -42,6 +42,8 @@ class Alone:
     """Called with `loss_scale` when the forward pass of the micro-batch that closes the window is done."""
     on_backward: Callable[[], None] | None = None
     """Called when a backward pass starts: any of a sharded model, else one that reduces."""
+    foresee: Callable[[], Total | None] | None = None
+    """Called when a backward pass starts that reduces: what the window will weigh, if no more can change."""
     on_reduced: Callable[[], None] | None = None
     """Called when a backward pass has reduced."""
 

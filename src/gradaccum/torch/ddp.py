@@ -19,6 +19,9 @@ __all__ = ["Replicas"]
 
 logger = logging.getLogger("gradaccum")
 
+LOOKS = 10
+"""In how many reductions to look for what DDP logs about itself: it does so in the first ten."""
+
 
 class Replicas:
     """The DDP models whose gradients an optimizer takes.
@@ -58,6 +61,8 @@ class Replicas:
             _without_static_graph(model)
             model.require_forward_param_sync = False  # DDP's constructor has synchronised the buffers
         self._reduced = [_reduced_parameters(model) for model in self.models]
+        self._first: Tensor | None = None
+        self._looks = LOOKS
         if wide and any(getattr(model, "_comm_hooks", None) for model in self.models):
             logger.warning("accumulate_dtype: gradients are reduced in it directly, without DDP's communication hook")
         this_forward, this_backward = weakref.WeakMethod(on_forward), weakref.WeakMethod(on_backward)
@@ -83,6 +88,25 @@ class Replicas:
         """Whether the next forward pass is of a micro-batch whose backward pass closes the window, or reduces it."""
         for model in self.models:
             model.require_backward_grad_sync = closes or reduces
+
+    def before_reducing(self, tell: Callable[[], object]) -> bool:
+        """Have `tell` called in the backward pass that has started, before anything is reduced. Returns whether it can.
+
+        It can't in the first few reductions, before DDP says which gradients it sends first, and where parameters may
+        be left out.
+        """
+        if self._first is None and self._looks:
+            self._looks -= 1
+            self._first = _last_of_the_first_bucket(self.models[0], self._reduced[0])
+        if self._first is None:
+            return False
+
+        def arrived(parameter: Tensor) -> None:
+            handle.remove()
+            tell()
+
+        handle = self._first.register_post_accumulate_grad_hook(arrived)
+        return True
 
     def starts(self) -> None:
         """The backward pass that reduces has started; more forward passes of this micro-batch belong to it no more."""
@@ -130,6 +154,13 @@ def _reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
     """The parameters in the order in which DDP's reducer counts them."""
     ignored = getattr(model, "parameters_to_ignore", ())
     return [p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
+
+
+def _last_of_the_first_bucket(model: DistributedDataParallel, parameters: list[nn.Parameter]) -> Tensor | None:
+    """The parameter whose gradient is the last that DDP waits for before it reduces any; None if that is unknown."""
+    buckets = str(model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", ""))
+    indices = buckets.split(",")[0].split()
+    return parameters[int(indices[-1])] if indices else None
 
 
 def _check_covered(models: Sequence[DistributedDataParallel], parameters: Sequence[Tensor]) -> None:

@@ -21,7 +21,7 @@ from gradaccum.errors import WindowError
 from gradaccum.torch.alone import Alone, Total
 from gradaccum.torch.ddp import Replicas
 from gradaccum.torch.fsdp import Shards
-from gradaccum.torch.ranks import Channel
+from gradaccum.torch.ranks import Channel, Message
 
 __all__ = ["Together"]
 
@@ -37,6 +37,8 @@ class _Round(enum.IntEnum):
     """This rank has dropped out."""
     TOTAL = 4
     """The reduction is done; what the window weighs."""
+    AGAIN = 8
+    """Another backward pass came after the one that reduced."""
     STEPS = 5
     """At the start: how long the windows are."""
     NUMBER = 7
@@ -48,9 +50,13 @@ class _Round(enum.IntEnum):
 class Together(Alone):
     """The windows of all ranks, closed together.
 
-    A window's end takes two rounds of messages. In the first every rank says that it is about to reduce, before it does
-    so: a rank that has no more micro-batches learns from it that the others have, and one that is gone is missed before
-    anybody waits in a reduction. In the second every rank says what its part weighs.
+    At a window's end every rank says that it is about to reduce, before it does so: a rank that has no more
+    micro-batches learns from it that the others have, and one that is gone is missed before anybody waits in a
+    reduction. It also says what its part weighs, as far as that is known: in the first window, and with a GradScaler,
+    that takes a second message when the reduction is done.
+
+    A backward pass that comes after the one that reduced is noticed in the first window, and later reductions wait for
+    step(). One that comes later on, for the first time, must come on all ranks.
 
     Args:
         engine: Makes what reduces the gradients, from what it shall call when the forward pass of a closing micro-batch
@@ -80,7 +86,7 @@ class Together(Alone):
         self._channel = Channel(self._engine.members, getattr(self._engine, "group", None))
         self.size, self.rank = self._channel.size, self._channel.rank
         self.by_hand = by_hand or self._engine.by_hand
-        self._closes = self._last = self._over = self._restored = False
+        self._closes = self._last = self._over = self._restored = self._known = False
         self._steps = 0
         self._restart()
         self._engine.hold(False, False)
@@ -88,6 +94,9 @@ class Together(Alone):
 
     def _restart(self) -> None:
         self._announced = self._reducing = False
+        self._message: Message | None = None
+        self._promised: Total | None = None
+        self._totals: list[list[float]] | None = None
         self._versions: list[tuple[int, int]] | None = None
 
     def _check_steps(self, steps: int | None) -> None:
@@ -158,13 +167,17 @@ class Together(Alone):
         if not (self._closes or self._always) or self.by_hand:
             return
         if not self._reducing:
-            self._announce(_Round.WINDOW if self._closes else _Round.MICRO_BATCH)
+            self._promised = self.foresee() if self._closes and self._known and self.foresee is not None else None
+            self._say(_Round.WINDOW if self._closes else _Round.MICRO_BATCH, self._promised)
             self._reducing = True
+            if not self._engine.before_reducing(self._hear):
+                self._hear()
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(lambda: queue(self._reduction_done))  # after the reducer's own, which is queued later
         self._engine.starts()
 
     def _reduction_done(self) -> None:
+        self._hear()
         self._versions = self._seen()
         if self.on_reduced is not None:
             self.on_reduced()
@@ -176,25 +189,27 @@ class Together(Alone):
 
     def total(self, mine: Total) -> Total:
         if not self._announced:
-            self._announce(_Round.WINDOW)
+            self._promised = mine
+            self._announce(_Round.WINDOW, mine)
         # Sharded models reduce in every backward pass of this micro-batch.
         late = self._versions is not None and not self.in_step and self._versions != self._seen()
+        totals, broken = self._totals, self._promised is not None and (late or self._promised != mine)
         if self._versions is None:
             self._engine.reduce()
         self._restart()
-        last = self._last or self._over
-        said = self._channel.exchange(
-            _Round.TOTAL, mine.weight, mine.given, mine.largest, mine.scale, mine.wish, mine.overflow, late, last
-        )
-        self._check_present(said, _Round.TOTAL)
-        _, weights, given, largest, scales, wishes, overflows, lates, lasts, _ = zip(*said)
+        if totals is None or broken:
+            about = _Round.TOTAL if totals is None else _Round.AGAIN
+            said = self._channel.exchange(about, 0, self._last or self._over, *mine, late, True)
+            self._check_present(said, about)
+            totals = said
+        _, _, lasts, weights, given, largest, scales, wishes, overflows, lates, _ = zip(*totals)
         if any(lates):
             # Another backward pass came after the one that reduced. Its gradients stand beside the mean over the ranks,
             # and the mean of that sum is right. From now on the reduction waits until step().
             self._engine.reduce()
             self.by_hand = True
         self._engine.settle()
-        self._restored = False
+        self._restored, self._known = False, True
         self._over = all(lasts)
         used = {scale for scale in scales if scale}
         # Where scales differ nevertheless, the sum is lost, as after an overflow.
@@ -255,16 +270,36 @@ class Together(Alone):
             self._check_present(earlier, _Round.LEFT, _Round.NOTHING)
         return self._channel.exchange(about, *numbers)
 
-    def _announce(self, about: _Round) -> list[list[float]]:
-        said = self._exchange(about, self._steps if about is not _Round.NOTHING else 0, self._last)
+    def _announce(self, about: _Round, total: Total | None = None) -> list[list[float]]:
+        self._say(about, total)
+        return self._hear()
+
+    def _say(self, about: _Round, total: Total | None = None) -> None:
+        for earlier in self._channel.posted():
+            self._check_present(earlier, _Round.LEFT, _Round.NOTHING)
+        steps = self._steps if about is not _Round.NOTHING else 0
+        known = total is not None or about is _Round.NOTHING  # nothing weighs nothing
+        last = self._last or (self._over and about is _Round.WINDOW)
+        self._about = about
+        self._message = self._channel.say(about, steps, last, *(total or Total(0.0)), False, known)
+        self._announced = about is _Round.WINDOW
+
+    def _hear(self) -> list[list[float]]:
+        """What all ranks have said in the round that this one has begun; nothing, where that was heard before."""
+        message, self._message = self._message, None
+        if message is None:
+            return []
+        said = self._channel.hear(message)
         kinds = {numbers[0] for numbers in said}
         if _Round.LEFT in kinds and kinds <= {_Round.LEFT, _Round.NOTHING} and self._last:
             return said
-        self._check_present(said, *({_Round.WINDOW, _Round.NOTHING} if about is not _Round.MICRO_BATCH else {about}))
+        sharded = self._about is _Round.MICRO_BATCH
+        self._check_present(said, *((_Round.MICRO_BATCH,) if sharded else (_Round.WINDOW, _Round.NOTHING)))
         steps = [int(numbers[1]) for numbers in said]
         if len({*steps} - {0}) > 1:
             raise WindowError(f"`steps` must be the same on every rank. Received: {_by_rank(steps)}.")
         self._announced = _Round.WINDOW in kinds
+        self._totals = said if all(numbers[-1] for numbers in said) else None
         return said
 
     def _check_present(self, said: list[list[float]], *expected: _Round) -> None:
@@ -281,7 +316,8 @@ class Together(Alone):
             )
         raise WindowError(
             f"The ranks are at different places: {_by_rank([kind.name for kind in others.values()])}. Call step(), "
-            "flush() and batches() in the same order on every rank."
+            "flush() and batches() in the same order on every rank; and where a micro-batch that closes a window has "
+            "several backward passes, have them on all ranks, or in the first window already."
         )
 
 

@@ -206,6 +206,10 @@ class Shards:
                 outputs = [leaf for call in calls for _, leaf in leaves(call()) if _is_differentiable(leaf)]
             torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
 
+    def before_reducing(self, tell: Callable[[], object]) -> bool:
+        """Have `tell` called before anything is reduced: it can't, as any layer may be the first."""
+        return False
+
     def starts(self) -> None:
         """The backward pass that reduces has started."""
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other: a few numbers, twice per window, over a process group of their own.
+"""What ranks tell each other: a few numbers, once or twice per window, over a process group of their own.
 
 The numbers travel over gloo, from host to host: no device waits for them, and they cannot get between the gradients'
 reductions, whose order must be the same on every rank.
@@ -16,10 +16,14 @@ import torch.distributed as dist
 
 from gradaccum.errors import WindowError
 
-__all__ = ["WIDTH", "Channel"]
+__all__ = ["WIDTH", "Channel", "Message"]
 
-WIDTH = 10
+WIDTH = 11
 """Numbers in a message. All messages have the same size, so that even mismatched ones meet, and are told apart."""
+
+
+Message = tuple[Any, torch.Tensor]
+"""What has been said, and where what the others say arrives."""
 
 
 class Channel:
@@ -42,7 +46,7 @@ class Channel:
                 timeout=_timeout_of(dist.group.WORLD if group is None else group),
                 use_local_synchronization=not everybody,
             )
-        self._posted: list[tuple[Any, list[torch.Tensor]]] = []
+        self._posted: list[Message] = []
 
     def exchange(self, *numbers: float) -> list[list[float]]:
         """Say these numbers, and wait for what every rank says: a row of `WIDTH` numbers for each.
@@ -50,16 +54,35 @@ class Channel:
         Raises:
             WindowError: A rank is gone, or has not answered within the process group's timeout.
         """
+        return self.hear(self.say(*numbers))
+
+    def say(self, *numbers: float) -> Message:
+        """The first half of `exchange`: say these numbers, and go on."""
+        mine = torch.tensor([*numbers, *[0.0] * (WIDTH - len(numbers))], dtype=torch.float64)
         if self._group is None:
-            return [_padded(numbers).tolist()]
+            return None, mine[None]
+        heard = torch.empty(self.size, WIDTH, dtype=torch.float64)
         try:
-            return self._heard(self._say(numbers))
+            return self._group.allgather([list(heard)], [mine]), heard
         except RuntimeError as error:
-            raise WindowError(
-                f"Rank {self.rank} waited for the other ranks at a window's end, and at least one of them is gone, or "
-                "took longer than the process group's timeout: it raised an error in the middle of the window, or left "
-                f"its loop. Look at its own message. ({error})"
-            ) from error
+            raise self._gone(error) from error
+
+    def hear(self, message: Message) -> list[list[float]]:
+        """The second half: wait for what every rank says. Messages are heard in the order in which they are said."""
+        work, heard = message
+        if work is not None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._gone(error) from error
+        return heard.tolist()
+
+    def _gone(self, error: RuntimeError) -> WindowError:
+        return WindowError(
+            f"Rank {self.rank} waited for the other ranks at a window's end, and at least one of them is gone, or took "
+            "longer than the process group's timeout: it raised an error in the middle of the window, or left its "
+            f"loop. Look at its own message. ({error})"
+        )
 
     def gather(self, mine: Any) -> list[Any]:
         """What every rank has, by rank: anything that can be pickled."""
@@ -72,33 +95,13 @@ class Channel:
         """Say these numbers without waiting for the others; `posted` tells later what they said."""
         if self._group is not None:
             # Where the process group is gone, so is whoever could listen.
-            with contextlib.suppress(RuntimeError, ValueError, AssertionError):
-                self._posted.append(self._say(numbers))
+            with contextlib.suppress(WindowError, ValueError, AssertionError):
+                self._posted.append(self.say(*numbers))
 
     def posted(self) -> list[list[list[float]]]:
         """What was said in the rounds of `post`, each once."""
         rounds, self._posted = self._posted, []
-        try:
-            return [self._heard(posted) for posted in rounds]
-        except RuntimeError as error:
-            raise WindowError(f"Rank {self.rank} has lost the other ranks. ({error})") from error
-
-    def _say(self, numbers: Sequence[float]) -> tuple[Any, list[torch.Tensor]]:
-        mine = _padded(numbers)
-        heard = [torch.empty_like(mine) for _ in range(self.size)]
-        return dist.all_gather(heard, mine, group=self._group, async_op=True), heard
-
-    def _heard(self, said: tuple[Any, list[torch.Tensor]]) -> list[list[float]]:
-        work, heard = said
-        work.wait()
-        return torch.stack(heard).tolist()
-
-
-def _padded(numbers: Sequence[float]) -> torch.Tensor:
-    assert len(numbers) <= WIDTH
-    message = torch.zeros(WIDTH, dtype=torch.float64)
-    message[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-    return message
+        return [self.hear(message) for message in rounds]
 
 
 def _timeout_of(group: Any) -> timedelta | None:
