@@ -118,6 +118,13 @@ def with_dims(tree: Any, batch_dims: BatchDims = 0, path: str = "") -> Iterator[
         yield from with_dims(child, dim, path + suffix)
 
 
+def described(tree: Any, batch_dims: BatchDims = 0) -> list[tuple[str, Any, int | None]]:
+    """What `with_dims` yields, listed; at once for a single tensor, which outputs mostly are."""
+    if type(tree) is torch.Tensor and type(batch_dims) is int and batch_dims == 0 and tree.dim():
+        return [("", tree, 0)]
+    return list(with_dims(tree, batch_dims))
+
+
 class Cutter:
     """Cuts micro-batches out of a batch, as many as it takes: what there is to find out about it is found out once.
 
@@ -139,7 +146,7 @@ class Cutter:
         if _is_flat(batch, batch_dims):
             self.leaves = [(f"[{index}]", leaf, 0) for index, leaf in enumerate(batch)]
         else:
-            self._described = list(with_dims(batch, batch_dims))
+            self._described = described(batch, batch_dims)
             self.leaves = [(path, leaf, dim) for path, leaf, dim in self._described if dim is not None]
 
     @property
@@ -231,7 +238,7 @@ def concatenate(parts: Sequence[Any], batch_dims: BatchDims = 0) -> Any:
         >>> concatenate([(torch.tensor([1, 2]), "name"), (torch.tensor([3]), "name")])
         (tensor([1, 2, 3]), 'name')
     """
-    dims = iter(list(with_dims(parts[0], batch_dims)))
+    dims = iter(described(parts[0], batch_dims))
 
     def join(*pieces: Any) -> Any:
         path, first, dim = next(dims)

@@ -271,11 +271,11 @@ class Backward:
 
     def run(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the parameters and inputs, given those of the outputs."""
-        segments = self.call.cut.segments
+        segments, pieces = self.call.cut.segments, self.call.cut_gradients(grads, len(self.call.sizes))
         with swapped(self.call.module, self.sums.parameters), self.call.random_kept():
             for number in reversed(range(len(segments))):
                 for index in range(len(self.call.slices)):
-                    self._segment(number, index, grads)
+                    self._segment(number, index, pieces[index])
                 for node in segments[number].stores:
                     self.gradients.pop(node, None)
                 if number:
@@ -307,7 +307,7 @@ class Backward:
             reached: list[Tensor] = []
             given: list[Tensor] = []
             if segment.boundary is None:
-                reached, given = with_gradients(call, call.cut.returned(values), grads, call.slices[index])
+                reached, given = with_gradients(call.cut.returned(values), grads)
             for node in segment.stores:
                 if node in self.gradients:
                     for tensor, gradient in zip(tensors_of(values[node]), self.gradients[node][index], strict=True):

@@ -6,7 +6,6 @@ Random numbers (PyTorch's on every device concerned, Python's, NumPy's), autocas
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -58,15 +57,20 @@ class Surroundings:
         ]
         self.autocast_cache = torch.is_autocast_cache_enabled()
 
-    def leave(self) -> Surroundings:
+    def leave(self, *, all_moved: bool = False) -> Surroundings:
         """What is to be replayed has run once: keep the states of the generators that it has moved, only.
+
+        Args:
+            all_moved: It has moved all of them, or may have, without a look.
 
         Returns:
             The surroundings of whatever runs next.
         """
-        following = copy.copy(self)
-        following.random = RandomState(self.random.states)
-        self.random = self.random.only(self.random.moved(following.random))
+        following = object.__new__(Surroundings)
+        following.random, following.autocast = RandomState(self.random.states), self.autocast
+        following.autocast_cache = self.autocast_cache
+        if not all_moved:
+            self.random = self.random.only(self.random.moved(following.random))
         return following
 
     @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.on_torch.random_state import RandomState, kept
-from gradaccum.torch.batch import BatchDims, concatenate, has_rows, leaves, map_leaves, take, with_dims
+from gradaccum.torch.batch import BatchDims, concatenate, described, has_rows, leaves, map_leaves, take
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.replay import Buffers, Surroundings, accelerators, stand_ins, swapped
 
@@ -84,21 +84,24 @@ class Call:
     ) -> None:
         self.module, self.policy = module, policy
         self.batch_dims, self.out_dims = batch_dims, out_dims
-        described = [entry for entry in with_dims(inputs, batch_dims) if isinstance(entry[1], Tensor)]
-        self.paths = [path for path, _, _ in described]
-        self.dims = [dim for _, _, dim in described]
+        of_tensors = [entry for entry in described(inputs, batch_dims) if isinstance(entry[1], Tensor)]
+        self.paths = [path for path, _, _ in of_tensors]
+        self.dims = [dim for _, _, dim in of_tensors]
         self.skeleton = without_tensors(inputs)
+        self.sizes = sizes
         ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
         self.slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self.skeletons = [self.skeleton] * len(sizes)
         if any(has_rows(leaf) and not isinstance(leaf, Tensor) for _, leaf in leaves(inputs)):  # arrays
             self.skeletons = [without_tensors(take(inputs, rows, batch_dims)) for rows in self.slices]
-        self.devices = accelerators([*(leaf for _, leaf, _ in described), *module.parameters()])
+        self.devices = accelerators([*(leaf for _, leaf, _ in of_tensors), *module.parameters()])
         self.surroundings: dict[Any, Surroundings] = {}
         self._here: Surroundings | None = None
         """Those of the next micro-batch, while they are to be remembered."""
         self.parameter_ids: list[int] = []
         self.output_skeleton: Any = None
+        self.output_dims: list[int | None] = []
+        """Where the rows of the tensors in the outputs are."""
 
     def run(self, recomputed: int, parameters: Sequence[Tensor] | None, tensors: Sequence[Tensor]) -> Any:
         """The outputs of all micro-batches.
@@ -140,18 +143,22 @@ class Call:
                     self.module(*inputs.args, **inputs.kwargs)
                 self.surroundings[index], here = here, here.leave()
 
-    def first_pass(self, tensors: Sequence[Tensor], index: int) -> Any:
-        """The outputs of one micro-batch; graph and activations are kept as the grad mode says."""
-        inputs = self.inputs_of(self.pieces(tensors, index), index)
+    def first_pass(self, tensors: Sequence[Tensor], index: int, pieces: Sequence[Tensor] | None = None) -> Any:
+        """The outputs of one micro-batch; graph and activations are kept as the grad mode says.
+
+        Args:
+            tensors: Those in the inputs.
+            index: Which micro-batch.
+            pieces: What it has of them, where that is known already.
+        """
+        inputs = self.inputs_of(self.pieces(tensors, index) if pieces is None else pieces, index)
         versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
         with self.policy.micro_batch(), self.buffers.lent(self.slices[index].stop - self.slices[index].start):
             outputs = self.module(*inputs.args, **inputs.kwargs)
         if self._here is not None:
-            self.surroundings[index], self._here = self._here, self._here.leave()
-            if index == 0:  # it takes long to look at these: from here on only if they are used
-                drawn = self.surroundings[0].random.states
-                unused = {"python", "numpy"} - set(drawn)
-                self._here.random = self._here.random.only(set(self._here.random.states) - unused)
+            self.surroundings[index], self._here = self._here, self._here.leave(all_moved=index > 0)
+            if index == 0:  # it takes long to look at generators: from here on only at those that are used
+                self._here.random = self._here.random.only(self.surroundings[0].random.states)
         self.policy.commit()
         for path, tensor, version in zip(self.paths, tensors, versions, strict=True):
             if version is not None and tensor._version != version:
@@ -183,6 +190,23 @@ class Call:
             for tensor, dim in zip(tensors, self.dims, strict=True)
         ]
 
+    def cut_inputs(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """What each micro-batch has of these tensors, those of the inputs; not to be edited in place."""
+        parts = [
+            [tensor] * len(self.sizes) if dim is None else tensor.split(self.sizes, dim)
+            for tensor, dim in zip(tensors, self.dims, strict=True)
+        ]
+        return list(zip(*parts)) if parts else [()] * len(self.sizes)
+
+    def cut_gradients(self, grads: Sequence[Tensor | None], count: int) -> list[tuple[Tensor | None, ...]]:
+        """What each of the first `count` micro-batches has of the gradients of the tensors in their outputs."""
+        parts: list[Sequence[Tensor | None]] = []
+        sizes = self.sizes[:count]
+        for grad, dim in zip(grads, self.output_dims, strict=True):
+            assert grad is None or dim is not None
+            parts.append([None] * count if grad is None else grad.split(sizes, dim or 0))
+        return list(zip(*parts))
+
     def inputs_of(self, pieces: Sequence[Tensor], index: int) -> Inputs:
         """The inputs of a micro-batch, from its tensors."""
         return with_tensors(self.skeletons[index], pieces)
@@ -202,7 +226,7 @@ class Call:
 
     def _check_rows(self, outputs: Any, index: int) -> None:
         rows = self.slices[index].stop - self.slices[index].start
-        for path, leaf, dim in with_dims(outputs, self.out_dims):
+        for path, leaf, dim in described(outputs, self.out_dims):
             if isinstance(leaf, Tensor) and (dim is None or leaf.shape[dim] != rows):
                 where = "no dimension" if dim is None else f"dimension {dim}"
                 raise ValueError(
@@ -229,7 +253,8 @@ class TwoPasses(torch.autograd.Function):
         with warnings.catch_warnings():
             # Reentrant checkpoints inside would say so of this pass, which is without gradients on purpose.
             warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
-            outputs = concatenate([call.first_pass(inputs, index) for index in indices], call.out_dims)
+            pieces = call.cut_inputs(inputs)
+            outputs = concatenate([call.first_pass(inputs, index, pieces[index]) for index in indices], call.out_dims)
         return handed_out(ctx, call, outputs)
 
     @staticmethod
@@ -249,7 +274,9 @@ def handed_out(ctx: Any, call: Call, outputs: Any) -> tuple[Tensor, ...]:
     if torch.is_autocast_cache_enabled():
         torch.clear_autocast_cache()
     call.output_skeleton = without_tensors(outputs)
-    flat = tuple(tensors_of(outputs))
+    found = [(leaf, dim) for _, leaf, dim in described(outputs, call.out_dims) if isinstance(leaf, Tensor)]
+    call.output_dims = [dim for _, dim in found]
+    flat = tuple([leaf for leaf, _ in found])
     ctx.mark_non_differentiable(*(t for t in flat if not (t.is_floating_point() or t.is_complex())))
     return flat
 
@@ -274,27 +301,32 @@ class Leaves:
             for place, (tensor, dim, is_needed) in enumerate(zip(self.inputs, self._dims, self._needed, strict=True))
             if is_needed and dim is None
         }
+        self._per_row = [place for place, needed in enumerate(self._needed) if needed and self._dims[place] is not None]
         self._whole: dict[int, Tensor] = {}
 
     def of(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """The tensors in a micro-batch's inputs, as leaves."""
         return [
-            self._shared[place] if place in self._shared else value.detach().requires_grad_(self._needed[place])
-            for place, value in enumerate(pieces)
+            value if not is_needed else self._shared[place] if dim is None else value.detach().requires_grad_()
+            for place, (value, dim, is_needed) in enumerate(zip(pieces, self._dims, self._needed, strict=True))
         ]
 
     def add(self, values: Sequence[Tensor], rows: slice) -> None:
         """Backward has reached these leaves of a micro-batch: add their gradients to those of all rows."""
-        for place, (tensor, dim, value) in enumerate(zip(self.inputs, self._dims, values, strict=True)):
-            if dim is not None and value.grad is not None:
+        for place in self._per_row:
+            gradient, dim = values[place].grad, self._dims[place]
+            if gradient is not None and dim is not None:
                 if place not in self._whole:
-                    self._whole[place] = torch.zeros_like(tensor)
-                self._whole[place].narrow(dim, rows.start, rows.stop - rows.start).add_(value.grad)
+                    self._whole[place] = torch.zeros_like(self.inputs[place])
+                self._whole[place].narrow(dim, rows.start, rows.stop - rows.start).add_(gradient)
 
     def gradients(self) -> list[Tensor | None]:
         """Those of the parameters, then those of the inputs."""
         return [
-            *(None if leaf.grad is None else leaf.grad.to(leaf.dtype) for leaf in self.parameters.values()),
+            *(
+                grad if (grad := leaf.grad) is None or grad.dtype is leaf.dtype else grad.to(leaf.dtype)
+                for leaf in self.parameters.values()
+            ),
             *(
                 self._shared[place].grad if place in self._shared else self._whole.get(place)
                 for place in range(len(self.inputs))
@@ -302,18 +334,13 @@ class Leaves:
         ]
 
 
-def with_gradients(
-    call: Call, outputs: Any, grads: Sequence[Tensor | None], rows: slice
-) -> tuple[list[Any], list[Any]]:
-    """The outputs that have a gradient and pass it on, and their gradients' rows."""
-    reached, given = [], []
-    found = [(leaf, dim) for _, leaf, dim in with_dims(outputs, call.out_dims) if isinstance(leaf, Tensor)]
-    for (leaf, dim), grad in zip(found, grads, strict=True):
-        if grad is not None and leaf.requires_grad:
-            assert dim is not None
-            reached.append(leaf)
-            given.append(grad.narrow(dim, rows.start, rows.stop - rows.start))
-    return reached, given
+def with_gradients(outputs: Any, grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors in a micro-batch's outputs that have a gradient and pass it on, and their gradients."""
+    if type(outputs) is Tensor:
+        return ([outputs], [grads[0]]) if grads[0] is not None and outputs.requires_grad else ([], [])
+    found = tensors_of(outputs)
+    both = [(leaf, grad) for leaf, grad in zip(found, grads, strict=True) if grad is not None and leaf.requires_grad]
+    return [leaf for leaf, _ in both], [grad for _, grad in both]
 
 
 def _summed(
@@ -325,12 +352,12 @@ def _summed(
 ) -> list[Tensor | None]:
     """Gradients of parameters and inputs: each micro-batch's graph is built and used up before the next one's."""
     sums = Leaves(call, tensors, needed)
-    with swapped(call.module, sums.parameters), call.random_kept():
+    pieces, pieces_of_grads = call.cut_inputs(sums.inputs), call.cut_gradients(grads, len(indices))
+    with swapped(call.module, sums.parameters), call.random_kept(), torch.enable_grad():
         for index in indices:
-            values = sums.of(call.pieces(sums.inputs, index))
-            with torch.enable_grad():
-                outputs = call.second_pass(call.inputs_of(values, index), index)
-                reached, given = with_gradients(call, outputs, grads, call.slices[index])
+            values = sums.of(pieces[index])
+            outputs = call.second_pass(call.inputs_of(values, index), index)
+            reached, given = with_gradients(outputs, pieces_of_grads[index])
             if reached:
                 torch.autograd.backward(reached, given)
             sums.add(values, call.slices[index])
@@ -349,11 +376,11 @@ def _differentiable(
     inputs = tensors[len(call.parameter_ids) :]
     wanted = [tensor for tensor, is_needed in zip(tensors, needed, strict=True) if is_needed]
     total: list[Tensor | None] = [None] * len(wanted)
+    pieces_of_grads = call.cut_gradients(grads, len(indices))
     for index in indices:
-        rows = call.slices[index]
         with call.random_kept():
             outputs = call.second_pass(call.inputs_of(call.pieces(inputs, index), index), index)
-        reached, given = with_gradients(call, outputs, grads, rows)
+        reached, given = with_gradients(outputs, pieces_of_grads[index])
         if reached:
             parts = torch.autograd.grad(reached, wanted, given, create_graph=True, allow_unused=True)
             total = [
