@@ -2,8 +2,8 @@
 
 Against (a) plain `fit(batch_size=256)`, (b) Keras' own `gradient_accumulation_steps=16` at 16 rows, and (c) a loop that
 is written by hand for the backend: fused on the device where it compiles, without Keras' losses, metrics or callbacks.
-An epoch is 16 batches of the CNN, 64 of the other network: what `fit` takes to start is in it. On a CPU, JAX's compiler
-makes slow code of convolutions inside a loop, whoever writes it; so there is a network without any, too.
+An epoch is 64 batches: what `fit` takes to start is in it. On a CPU, JAX's compiler makes slow code of convolutions inside
+a loop, whoever writes it; so there is a network without any, too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from benchmarks import keras_micro_batched
 """
 
 
-NETWORKS = {"CNN": 16, "784-512-512-10": 64}
-"""And the batches of an epoch."""
+NETWORKS = ("CNN", "784-512-512-10")
+BATCHES = 64
+"""Of an epoch."""
 
 
 def network(kind: str) -> Any:
@@ -184,8 +185,8 @@ def main() -> None:
     rounds = 3 if options.quick else 5
     rows = []
     for backend, title in BACKENDS.items():
-        for kind, batches in NETWORKS.items():
-            count = 2 if options.quick else batches
+        for kind in NETWORKS:
+            count = 2 if options.quick else BATCHES
             code = f"{IN_BACKEND}\nkeras_micro_batched.print_times({kind!r}, {count}, {rounds})"
             times = in_fresh_process(code, backend).strip().splitlines()[-1].split("|")
             rows.append([title, f"time, {kind}", *times])
