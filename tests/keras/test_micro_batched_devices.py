@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import keras
 import numpy as np
@@ -92,6 +93,32 @@ def test_several_outputs_on_two_devices_match_plain_fit(fit_bound):
     x, y = ({name: array[:ROWS] for name, array in some.items()} for some in (TWO_INPUTS, TWO_TARGETS))
     compiled = lambda: {**two_losses(), "jit_compile": BACKEND == "jax"}  # noqa: E731
     assert both(two_outputs, compiled, x, y, epochs=1) <= 10 * fit_bound
+
+
+def device_flops():
+    """What one device computes for 16 rows, all its micro-batches of 4 rows together."""
+    import jax
+    from keras.src.backend.jax.trainer import _distribute_data
+
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64), keras.layers.Dense(3)])
+    model = micro_batched(model, 4)
+    model.compile("sgd", losses.SparseCategoricalCrossentropy(from_logits=True))
+    data = np.zeros((16, 64), "float32"), np.zeros(16, "int32")
+    model.train_on_batch(*data)
+    state = model._get_jax_state(
+        trainable_variables=True, non_trainable_variables=True, optimizer_variables=True, metrics_variables=True
+    )
+    compiled = jax.jit(model.train_step).lower(state, _distribute_data(data)).compile()
+    (loops,) = re.findall(r"known_trip_count\D*(\d+)", compiled.as_text())
+    return compiled.cost_analysis()["flops"] * int(loops)  # the analysis counts a loop's body once
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="JAX's")
+def test_each_of_two_devices_computes_half_of_the_rows():
+    alone = device_flops()
+    with two_devices():
+        assert device_flops() <= 0.6 * alone
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="PyTorch's")

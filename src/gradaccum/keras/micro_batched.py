@@ -33,8 +33,9 @@ def micro_batched(model: Any, micro_batch_size: int | Literal["auto"], *, batch_
     Args:
         model: Any `keras.Model` that doesn't override `train_step`: functional, sequential or subclassed, built or not,
             compiled or not. It is changed in place: its training step becomes this one. Nothing of that is saved.
-        micro_batch_size: Rows that one forward and backward pass holds at most; or `"auto"`, the fastest that fits:
-            found during the first updates on PyTorch, measured before the first one where the update is compiled.
+        micro_batch_size: Rows that one forward and backward pass holds at most, on each device where the batch is
+            spread over several; or `"auto"`, the fastest that fits: found during the first updates on PyTorch, measured
+            before the first one where the update is compiled.
         batch_norm: What `BatchNormalization` does. `"warn"`: as `"micro"`, and says so in a warning. `"micro"`: each
             micro-batch is normalised by itself, and the moving statistics move with every one. `"pooled"`: the moving
             statistics move once per update, by mean and variance of the whole batch. `"frozen"`: normalises by the

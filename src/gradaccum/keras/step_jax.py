@@ -1,6 +1,9 @@
 """The training step on JAX: `lax.scan` over the micro-batches, inside the one function that `fit` compiles.
 
 An unrolled loop would hold more memory than the whole batch: XLA runs its micro-batches side by side.
+
+Where `keras.distribution` spreads the batch over several devices, each micro-batch has rows of all of them: rows that
+follow one another lie on one device, and the others would wait, or do the same again.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 from keras import tree
 from keras.src import backend
 
@@ -41,7 +45,8 @@ class JaxStep(MicroBatchedStep):
         rows = rows_of(data)
         assert rows is not None
         self._warn(stacklevel=2)
-        segments = _segments(data, even_sizes(rows, self.size_for(data, rows)))
+        devices = _devices(rows)
+        segments = _segments(data, even_sizes(rows // devices, self.size_for(data, rows // devices)), devices)
         plan = self._plan((trainable, non_trainable, metrics), tree.map_structure(_first, segments[0][1]))
         totals = None
         if plan.counted:
@@ -79,7 +84,7 @@ class JaxStep(MicroBatchedStep):
         outputs = []
         for size, micro_batches in segments:
             carry, stacked = _loop(functools.partial(micro, size), carry, micro_batches)
-            outputs.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked))
+            outputs.append(jax.tree.map(functools.partial(_by_device, devices=devices), stacked))
         sums, values, non_trainable, metrics, pooled = carry
         if pool is not None:
             for index, value in zip(moving, pool.moved(pooled, before)):
@@ -199,8 +204,24 @@ def _finalize_only_after_updates(optimizer: Any) -> None:
         vars(optimizer)["finalize_variable_values"] = finalize
 
 
-def _segments(data: Any, sizes: list[int]) -> list[tuple[int, Any]]:
-    """The batch as `(size, micro-batches stacked along a new first dimension)`, for each distinct size."""
+def _devices(rows: int) -> int:
+    """How many devices a batch of so many rows is spread over, in equal parts."""
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return 1
+    mesh = distribution.device_mesh
+    count = int(mesh.shape[mesh.axis_names.index(distribution.batch_dim_name)])
+    return count if rows % count == 0 else 1
+
+
+def _segments(data: Any, sizes: list[int], devices: int = 1) -> list[tuple[int, Any]]:
+    """The batch as `(size, micro-batches stacked along a new first dimension)`, for each distinct size.
+
+    Args:
+        data: The batch.
+        sizes: Of micro-batches, in rows of each device.
+        devices: On which equal parts of the batch lie.
+    """
     segments, start = [], 0
     for size in sorted(set(sizes), reverse=True):
         count = sizes.count(size)
@@ -209,11 +230,19 @@ def _segments(data: Any, sizes: list[int]) -> list[tuple[int, Any]]:
         def stacked(leaf: Any, start: int = start, stop: int = stop, shape: tuple[int, int] = (count, size)) -> Any:
             if not has_rows(leaf):
                 return None if leaf is None else jnp.broadcast_to(leaf, (shape[0], *jnp.shape(leaf)))
-            return leaf[start:stop].reshape(*shape, *leaf.shape[1:])
+            rest = leaf.shape[1:]
+            parts = leaf.reshape(devices, -1, *rest)[:, start:stop].reshape(devices, *shape, *rest)
+            return parts.swapaxes(0, 1).reshape(shape[0], devices * shape[1], *rest)
 
-        segments.append((size, tree.map_structure(stacked, data)))
+        segments.append((devices * size, tree.map_structure(stacked, data)))
         start = stop
     return segments
+
+
+def _by_device(stacked: Any, devices: int) -> Any:
+    """Outputs of the micro-batches, stacked, as `(device, its rows, ...)`."""
+    count, rest = stacked.shape[0], stacked.shape[2:]
+    return stacked.reshape(count, devices, -1, *rest).swapaxes(0, 1).reshape(devices, -1, *rest)
 
 
 def _loop(body: Callable[[Any, Any], Any], carry: Any, micro_batches: Any) -> tuple[Any, Any]:
@@ -229,7 +258,8 @@ def _first(leaf: Any) -> Any:
 
 
 def _joined(*parts: Any) -> Any:
-    return jnp.concatenate(parts)
+    """Outputs by device, in the order of the batch."""
+    return jnp.concatenate(parts, 1).reshape(-1, *parts[0].shape[2:])
 
 
 def _like(values: Any, reference: Any) -> Any:
