@@ -274,21 +274,34 @@ def scaler(rank: int, overflow_at: tuple[int, int] | None, interval: int) -> tup
     model = network()
     oracle = Oracle(model)
     replica, optimizer = wrap(model, 3)
+    scales = scaled(rank, replica, optimizer, oracle, overflow_at, interval)
+    return oracle.error(model), scales, optimizer.updates
+
+
+def scaled(
+    rank: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+    oracle: Oracle,
+    overflow_at: tuple[int, int] | None,
+    interval: int,
+) -> list[float]:
+    """An epoch of windows of three under a GradScaler, with the oracle beside it. Returns the scale after each."""
     grad_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=interval)
-    ranks = data([[4, 3, 2] * 4, [2, 2, 5] * 4])
+    ranks = data([[4, 3, 2] * 4, [2, 2, 5] * 4] * (dist.get_world_size() // 2))
     for w, window in enumerate(windows(ranks, 3)):
         if overflow_at is None or overflow_at[1] // 3 != w:
             oracle.update(concatenated(window))
     scales = []
     for i, rows in enumerate(optimizer.batches(ranks[rank])):
         optimizer.zero_grad()
-        loss = loss_of(replica, rows) * (float("inf") if (rank, i) == overflow_at else 1.0)
+        loss = loss_of(model, rows) * (float("inf") if (rank, i) == overflow_at else 1.0)
         grad_scaler.scale(loss).backward()
         grad_scaler.step(optimizer)
         grad_scaler.update()
         if i % 3 == 2:
             scales.append(grad_scaler.get_scale())
-    return oracle.error(model), scales, optimizer.updates
+    return scales
 
 
 class Branches(nn.Module):

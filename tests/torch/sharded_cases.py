@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 from tests.reference import FLOAT64, relative_error
-from tests.torch.distributed_cases import OPTIMIZERS, Oracle, concatenated, data, loss_of, network, windows
+from tests.torch.distributed_cases import OPTIMIZERS, Oracle, concatenated, data, loss_of, network, scaled, windows
 
 
 def shard(model: nn.Module, mesh: Any = None, **keywords: Any) -> nn.Module:
@@ -225,22 +225,8 @@ def scaler(rank: int, overflow_at: tuple[int, int] | None, interval: int, sync: 
     model = network()
     oracle = Oracle(model)
     sharded, optimizer = built(sync, model=model)
-    grad_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=interval)
-    ranks = data([[4, 3, 2] * 4, [2, 2, 5] * 4] * (dist.get_world_size() // 2))
-    for w, window in enumerate(windows(ranks, 3)):
-        if overflow_at is None or overflow_at[1] // 3 != w:
-            oracle.update(concatenated(window))
-    scales = []
-    for i, rows in enumerate(optimizer.batches(ranks[rank])):
-        optimizer.zero_grad()
-        loss = loss_of(sharded, rows) * (float("inf") if (rank, i) == overflow_at else 1.0)
-        grad_scaler.scale(loss).backward()
-        grad_scaler.step(optimizer)
-        grad_scaler.update()
-        if i % 3 == 2:
-            scales.append(grad_scaler.get_scale())
-    error = relative_error(whole(sharded), list(oracle.model.parameters()))
-    return error, scales, optimizer.updates
+    scales = scaled(rank, sharded, optimizer, oracle, overflow_at, interval)
+    return relative_error(whole(sharded), list(oracle.model.parameters())), scales, optimizer.updates
 
 
 def scaler_and_flush(rank: int, sync: str) -> tuple[float, int]:
