@@ -16,6 +16,7 @@ from gradaccum.keras.batch_norm import Pool, during_micro_batch
 from gradaccum.keras.denominators import denominators_of, tell_trackers, weighed_losses
 from gradaccum.keras.step import MicroBatchedStep, Plan
 from gradaccum.keras.step_data import has_rows, rows_of, unpack
+from gradaccum.on_torch.backward import run_backward
 from gradaccum.on_torch.fitting import Fitting, nothing_fits
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.transaction import Transaction
@@ -142,15 +143,15 @@ class TorchStep(MicroBatchedStep):
             counts = {index: count.detach() for index, count in measured.counts.items()}
             if window.totals is None and _at_the_end(plan, model):
                 window.totals = {i: torch.where(count != 0, count, 1) / share for i, count in counts.items()}
-            part = loss * share
             if between is not None:
                 between()
             if model.trainable_weights:
-                (part if model.optimizer is None else model.optimizer.scale_loss(part)).backward()
+                scaled = loss if model.optimizer is None else model.optimizer.scale_loss(loss)
+                run_backward([scaled], [torch.full_like(scaled, share, requires_grad=False)])
                 window.sums.take()
             # From here on nothing can run out of memory that smaller micro-batches would need less of.
             window.ran.append(piece)
-            window.losses.append(part.detach())
+            window.losses.append(loss.detach() * share)
             window.counts = {i: window.counts.get(i, 0) + count for i, count in counts.items()}
             window.tracked = [t + measured.values[j].detach() * share for j, t in enumerate(window.tracked)]
             if pool is not None:

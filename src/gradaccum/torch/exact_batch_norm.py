@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from gradaccum.on_torch.backward import run_backward
 from gradaccum.torch.batch import concatenate, leaves
 from gradaccum.torch.batch_norm import BatchNormPolicy, Pool, move_running_statistics, summed_over_ranks
 from gradaccum.torch.cut import Boundary, Cut, Segment, cut
@@ -317,7 +318,7 @@ class Backward:
                     self.gradients[node][index] = []
         del values
         if reached:
-            torch.autograd.backward(reached, given)
+            run_backward(reached, given)
         for node, tensors in leaves_of:
             so_far = self.gradients.setdefault(node, [[None] * len(k.devices) for k in self.kept[node]])[index]
             for place, tensor in enumerate(tensors):

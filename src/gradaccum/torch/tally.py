@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradaccum.on_torch.backward import run_backward
+
 if TYPE_CHECKING:
     from gradaccum.torch.loss import Objective
 
@@ -150,15 +152,11 @@ class Tally:
             part: The part.
             loss: Its loss, or that multiplied by a GradScaler's scale.
         """
-        factor = part.factor
-        if isinstance(factor, float) and factor == 1.0:
-            loss.backward()
-            return
-        starts, key = self.objective.starts, (_key(factor), loss.dtype, loss.device)
+        starts, key = self.objective.starts, (_key(part.factor), loss.dtype, loss.device)
         if key not in starts:
-            start = _times(torch.ones_like(loss, requires_grad=False), factor)
-            starts[key] = factor, start  # with the factor, so that its id stays its own
-        loss.backward(starts[key][1])
+            start = _times(torch.ones_like(loss, requires_grad=False), part.factor)
+            starts[key] = part.factor, start  # with the factor, so that its id stays its own
+        run_backward([loss], [starts[key][1]])
 
     def add(self, part: Part) -> None:
         """The gradient of this part is in."""

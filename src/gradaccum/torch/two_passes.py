@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gradaccum.on_torch.backward import run_backward
 from gradaccum.on_torch.random_state import RandomState, kept
 from gradaccum.torch.batch import BatchDims, concatenate, described, has_rows, leaves, map_leaves, take
 from gradaccum.torch.batch_norm import BatchNormPolicy
@@ -359,7 +360,7 @@ def _summed(
             outputs = call.second_pass(call.inputs_of(values, index), index)
             reached, given = with_gradients(outputs, pieces_of_grads[index])
             if reached:
-                torch.autograd.backward(reached, given)
+                run_backward(reached, given)
             sums.add(values, call.slices[index])
             del outputs, reached, given, values
     return sums.gradients()
