@@ -235,6 +235,13 @@ class Fickle(Noisy):
         return super().forward(x) if x[0, 0] > 0 else self.dropout(self.linear(x))
 
 
+class Rare(Noisy):
+    """Draws from any generator for some rows only."""
+
+    def forward(self, x):
+        return super().forward(x) if x[0, 0] > 0 else self.linear(x)
+
+
 def seeded(seed=3):
     torch.manual_seed(seed)
     random.seed(seed)
@@ -242,7 +249,10 @@ def seeded(seed=3):
 
 
 @pytest.mark.parametrize("keep", [0, 2])
-@pytest.mark.parametrize(("kind", "drawing"), [(Noisy, range(6)), (Fickle, [0, 3]), (Fickle, [2, 3]), (Fickle, [])])
+@pytest.mark.parametrize(
+    ("kind", "drawing"),
+    [(Noisy, range(6)), (Fickle, [0, 3]), (Fickle, [2, 3]), (Fickle, []), (Rare, [0, 3]), (Rare, [2, 3])],
+)
 def test_dropout_is_replayed_and_the_recomputation_draws_nothing(kind, drawing, keep):
     module, x = kind(), torch.randn(ROWS, 5)
     x[::4, 0] = torch.tensor([1.0 if index in drawing else -1.0 for index in range(6)])

@@ -1,0 +1,50 @@
+"""Backward passes that start at once do what `torch.autograd.backward` does."""
+
+import pytest
+import torch
+
+from gradaccum.on_torch import backward
+from gradaccum.on_torch.backward import run_backward
+
+
+@pytest.fixture(params=["torch's engine", "another torch"])
+def start(request, monkeypatch):
+    if request.param == "another torch":  # whose engine is called otherwise
+        monkeypatch.setattr(backward, "_engine", lambda: None)
+    else:
+        assert backward._engine() is not None
+    return run_backward
+
+
+def test_gradients_add_up_from_several_tensors(start):
+    weight = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    weight.grad = torch.tensor([10.0, 10.0], dtype=torch.float64)
+    start([weight**2, weight.sum()], [torch.tensor([1.0, 0.5], dtype=torch.float64), torch.tensor(3.0).double()])
+    assert weight.grad.tolist() == [15.0, 15.0]
+
+
+def test_a_tensor_without_a_graph_is_torchs_own_error(start):
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        start([torch.ones(())], [torch.ones(())])
+
+
+def test_the_graph_is_freed(start):
+    weight = torch.ones((), requires_grad=True)
+    loss = weight**2
+    start([loss], [torch.ones(())])
+    with pytest.raises(RuntimeError, match="second time"):
+        start([loss], [torch.ones(())])
+
+
+def test_subclasses_have_their_own_way(start):
+    seen = []
+
+    class Watching(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    loss = (torch.ones((), requires_grad=True) * 2).as_subclass(Watching)
+    start([loss], [torch.ones(())])
+    assert torch.autograd.backward in seen
