@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from benchmarks.harness import arguments, publish, ratios, table
 from gradaccum.torch import TrainStep
-from gradaccum.torch.trace import LiveBytes
+from gradaccum.torch.measure.fake_memory import LiveBytes
 
 ROWS, COLUMNS, BUDGET, WORDS = 256, 512, 2048, 1000
 

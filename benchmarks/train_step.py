@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.harness import arguments, keep_freed_memory, publish, ratios, table
 from gradaccum.torch import TrainStep
-from gradaccum.torch.trace import LiveBytes
+from gradaccum.torch.measure.fake_memory import LiveBytes
 
 loss_function = nn.CrossEntropyLoss()
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -6,7 +6,7 @@ import math
 import pytest
 from click.testing import CliRunner
 
-from gradaccum.cli import commands
+from gradaccum.cli.main import commands
 from gradaccum.run import encode, parse, read
 
 START = '{"start": {"gradaccum": "0.1.0", "torch": "2.13.0"}}'

@@ -13,7 +13,7 @@ from gradaccum.demo.experiment import Epoch, Outcome, Run, RunError, Setup, init
 from gradaccum.demo.findings import findings
 from gradaccum.demo.progress import Progress
 from gradaccum.demo.torch_experiment import train
-from gradaccum.report import Bars, Curves, Table, Text
+from gradaccum.report.report import Bars, Curves, Table, Text
 from tests.demo import fashion_mnist
 from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
 

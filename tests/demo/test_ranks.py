@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from gradaccum.cli import commands
+from gradaccum.cli.main import commands
 from gradaccum.demo.data import Data
 from gradaccum.demo.experiment import Setup, perform
 from gradaccum.demo.progress import Progress

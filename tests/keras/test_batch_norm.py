@@ -8,7 +8,7 @@ import pytest
 from keras import layers
 
 from gradaccum.keras.micro_batched import micro_batched
-from tests.keras.test_micro_batched import BACKEND, ROWS, TAGS, TOKENS, X, crossentropy, run
+from tests.keras.train_step.test_micro_batched import BACKEND, ROWS, TAGS, TOKENS, X, crossentropy, run
 from tests.reference import relative_error
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import keras
 
 from gradaccum.keras.callbacks import GradientAccumulation
-from gradaccum.keras.counts import Counts, minimum, where
-from gradaccum.keras.optimizer import Optimizer, wrapped_optimizer
+from gradaccum.keras.optimizer import Counts, Optimizer, minimum, where, wrapped_optimizer
 from gradaccum.schedule import checked_count, steps_for
 
 __all__ = ["BatchOptimizer"]

@@ -7,8 +7,7 @@ from typing import Any
 
 import keras
 
-from gradaccum.keras.optimizer import Optimizer, wrapped_optimizer
-from gradaccum.keras.rows import RowWatch
+from gradaccum.keras.optimizer import Optimizer, RowWatch, wrapped_optimizer
 from gradaccum.schedule import Schedule, Steps
 
 __all__ = ["GradientAccumulation"]

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import keras
 
 from gradaccum.keras.batch_norm import BatchNorm
-from gradaccum.keras.step import MicroBatchedStep
+from gradaccum.keras.train_step import MicroBatchedStep
 from gradaccum.schedule import checked_count
 
 __all__ = ["micro_batched"]
@@ -75,15 +75,15 @@ def micro_batched(model: Any, micro_batch_size: int | Literal["auto"], *, batch_
 def _step_class() -> type[MicroBatchedStep]:
     backend = keras.backend.backend()
     if backend == "tensorflow":
-        from gradaccum.keras.step_tensorflow import TensorFlowStep
+        from gradaccum.keras.train_step import TensorFlowStep
 
         return TensorFlowStep
     if backend == "jax":
-        from gradaccum.keras.step_jax import JaxStep
+        from gradaccum.keras.train_step import JaxStep
 
         return JaxStep
     if backend == "torch":
-        from gradaccum.keras.step_torch import TorchStep
+        from gradaccum.keras.train_step import TorchStep
 
         return TorchStep
     raise ValueError(f"micro_batched trains on TensorFlow, JAX and PyTorch. Received: Keras' {backend} backend.")

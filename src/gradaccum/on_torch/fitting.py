@@ -10,7 +10,7 @@ import torch
 
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.transaction import PutAside, Transaction
-from gradaccum.pieces import Piece, Rows, Tokens
+from gradaccum.sizes import Piece, Rows, Tokens
 
 __all__ = ["Fitting", "MicroBatch", "nothing_fits"]
 

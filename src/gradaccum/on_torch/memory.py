@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradaccum.host_memory import container_limits, free_host_memory, process_memory
+from gradaccum.sizes import container_limits, free_host_memory, process_memory
 
 __all__ = ["Gauge", "container_limits", "free_host_memory", "is_out_of_memory", "parse_bytes", "process_memory"]
 

@@ -1,0 +1,5 @@
+"""Prove it: accumulated and large batch compared, and the culprit named."""
+
+from gradaccum.keras.equivalence.check import check_equivalence
+
+__all__ = ["check_equivalence"]

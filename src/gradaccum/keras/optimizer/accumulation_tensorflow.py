@@ -1,0 +1,175 @@
+"""Accumulation under TensorFlow, in graphs and eagerly, on one device and on the replicas of a tf.distribute strategy.
+
+Each replica keeps a sum of its own. All that decides happens outside of the replicas, where `tf.cond` may hold a
+branch that synchronises them: so there is one reduction per window, the inner optimizer's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from gradaccum.keras.optimizer.counts import Counts
+from gradaccum.keras.optimizer.sums import means as means_of
+
+__all__ = ["accumulate", "beside", "close", "host", "put", "replica", "total"]
+
+
+def accumulate(optimizer: Any, gradients: list[Any], rows: Any) -> None:
+    """Add a micro-batch's gradients to the window, and close it if it is full."""
+    if tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            "Gradients must be applied by a replica. Call strategy.run(train_step), and apply them in train_step."
+        )
+    rows = None if rows is None else tf.cast(rows, "int64")
+    if not tf.__internal__.distribute.strategy_supports_no_merge_call():
+        tf.distribute.get_replica_context().merge_call(
+            lambda strategy, gradients, rows: _accumulate(optimizer, gradients, rows, strategy),
+            args=(gradients, rows),
+        )
+    else:
+        _accumulate(optimizer, gradients, rows, None)
+
+
+def close(optimizer: Any) -> None:
+    """Close the window with what it holds, between training steps."""
+    strategy = optimizer._distribution_strategy
+    untouched = _untouched(optimizer)
+    if strategy.num_replicas_in_sync > 1:
+        with strategy.scope():
+            # In a graph: run eagerly, replicas wait for each other's reductions in an order that can lock.
+            tf.function(lambda: _close(optimizer, _read(optimizer), untouched, strategy))()
+    else:
+        _close(optimizer, _read(optimizer), untouched, None)
+
+
+def _accumulate(optimizer: Any, gradients: Any, rows: Any, strategy: Any) -> None:
+    """`gradients` and `rows` are one replica's for `strategy=None`, else those of every replica."""
+    replicas = strategy.num_replicas_in_sync if strategy else 1
+    counts = _read(optimizer)
+    all_rows = strategy.reduce("SUM", rows, axis=None) if strategy and rows is not None else rows
+    weight = optimizer._weigh(counts, all_rows)
+
+    def add(total: Any, gradient: Any, rows: Any, variable: Any) -> None:
+        gradient = tf.cast(gradient, total.dtype)
+        if optimizer._overwrite_variable_with_gradient(variable):
+            total.assign(tf.maximum(total, gradient))
+            return
+        # Keras divides each replica's loss by their number; where rows are known it shall count by its rows.
+        own_weight = weight if rows is None else rows * replicas
+        if own_weight is not None:
+            gradient = _times(gradient, tf.cast(own_weight, total.dtype))
+        if isinstance(gradient, tf.IndexedSlices):
+            total.scatter_add(gradient)
+        else:
+            total.assign_add(gradient)
+
+    for total, gradient, variable in zip(optimizer._sums, gradients, optimizer._trainable_variables):
+        if gradient is None:
+            continue
+        if strategy:
+            strategy.extended.update(total.value, add, args=(gradient, rows, variable), group=False)
+        else:
+            add(total.value, gradient, rows, variable)
+    absent = [gradient is None for gradient in gradients]
+    present = tf.constant([not none for none in absent], optimizer._touched.value.dtype)
+    optimizer._touched.value.assign(tf.maximum(optimizer._touched.value, present))
+    counts, closes = optimizer._add(counts, weight)
+    tf.cond(
+        closes,
+        lambda: _close(optimizer, counts, absent if tf.inside_function() else _untouched(optimizer), strategy),
+        lambda: _write(optimizer, counts),
+    )
+
+
+def _close(optimizer: Any, counts: Counts, absent: list[bool], strategy: Any) -> None:
+    inner, variables = optimizer.inner_optimizer, optimizer._trainable_variables
+    touched = optimizer._touched.value
+
+    def in_each_replica(function: Any) -> None:
+        if strategy:
+            strategy.extended.call_for_each_replica(function)
+        else:
+            function()
+
+    def apply(leave_out: list[bool]) -> None:
+        def in_replica() -> None:
+            means = means_of(optimizer, [total.value for total in optimizer._sums], counts.weight)
+            inner.apply([None if none else mean for mean, none in zip(means, leave_out)], variables)
+
+        if not all(leave_out):
+            in_each_replica(in_replica)
+
+    before = tf.identity(inner.iterations)
+    if any(absent) and tf.inside_function():
+        # Whether an earlier micro-batch of the window had a gradient for one of them is known only at run time.
+        tf.cond(
+            tf.reduce_any(tf.boolean_mask(touched, absent) > 0),
+            lambda: apply([False] * len(absent)),
+            lambda: apply(absent),
+        )
+    else:
+        apply(absent)
+    for total in optimizer._sums:
+        total.value.assign(tf.zeros(total.shape, total.value.dtype))
+    touched.assign(tf.zeros(touched.shape, touched.dtype))
+    updated = tf.cast(inner.iterations != before, "int64") if optimizer._can_skip else 1
+    _write(optimizer, optimizer._closed(counts, updated))
+
+
+def _untouched(optimizer: Any) -> list[bool]:
+    """Which variables have had no gradient in this window."""
+    return [not touched for touched in optimizer._touched.value.numpy().tolist()]
+
+
+def _times(gradient: Any, factor: Any) -> Any:
+    # A replica without rows has a NaN for its mean, and counts for nothing.
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.math.multiply_no_nan(gradient.values, factor)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.math.multiply_no_nan(gradient, factor)
+
+
+def _read(optimizer: Any) -> Counts:
+    return Counts(*tf.unstack(tf.convert_to_tensor(optimizer._counts.value)))
+
+
+def _write(optimizer: Any, counts: Counts) -> None:
+    variable = optimizer._counts.value
+    variable.assign(tf.stack([tf.cast(count, variable.dtype) for count in counts]))
+
+
+def replica() -> Any:
+    """Which replica's training step this is."""
+    context = tf.distribute.get_replica_context()
+    replica = getattr(context, "replica_id_in_sync_group", 0)
+    return replica if isinstance(replica, int) else 0
+
+
+host = contextlib.nullcontext
+
+
+def beside(optimizer: Any, variable: Any) -> Any:
+    """Where the variables that go with this one are made."""
+    own = variable.value if isinstance(variable, keras.Variable) else variable
+    return optimizer._distribution_strategy.extended.colocate_vars_with(own)
+
+
+def total(variable: Any) -> Any:
+    """A sum over all replicas."""
+    return tf.add_n([tf.convert_to_tensor(part) for part in _parts(variable)])
+
+
+def put(variable: Any, value: Any) -> None:
+    """Let the replicas' sums add up to this."""
+    first, *others = _parts(variable)
+    first.assign(value)
+    for part in others:
+        part.assign(tf.zeros(part.shape, part.dtype))
+
+
+def _parts(variable: Any) -> list[Any]:
+    return list(getattr(variable.value, "values", [variable.value]))

@@ -1,0 +1,163 @@
+"""A model's training step in micro-batches: what those of the three backends share."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import keras
+from keras import tree
+from keras.src import backend
+
+from gradaccum.keras import batch_norm as batch_norms
+from gradaccum.keras.loss import Measured, check_additive
+from gradaccum.keras.train_step.auto_size import fastest_size
+from gradaccum.keras.train_step.data import has_rows
+
+__all__ = ["MicroBatchedStep", "Plan", "Spec"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor of a micro-batch: its dtype, the shape of a row (None: not known), and whether it has a mask."""
+
+    dtype: str
+    row: tuple[int | None, ...] | None
+    masked: bool
+
+    @classmethod
+    def of(cls, tensor: Any) -> Spec:
+        """That of a tensor; of a scalar, `row` is None."""
+        shape = tuple(tensor.shape)
+        masked = backend.get_keras_mask(tensor) is not None
+        return cls(backend.standardize_dtype(tensor.dtype), shape[1:] if shape else None, masked)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one forward pass tells about the rest.
+
+    Attributes:
+        counted: The losses whose denominators have to be counted, by index.
+        loss: What the loss is: a scalar, except with `reduction=None` on TensorFlow, where it keeps its rows.
+        outputs: The model's outputs, in their structure.
+        metrics: `"whole"`: metrics see the whole batch's outputs, once per update, as in plain `fit`; `"streamed"`:
+            they see those of each micro-batch, where the metrics are sums over rows and keeping all outputs would cost
+            more than the batch itself; `"none"`: there are none.
+        tracked: How many losses are logged by themselves.
+        terms: Whether the loss can have other terms than one compiled loss.
+    """
+
+    counted: tuple[int, ...]
+    loss: Spec
+    outputs: Any
+    metrics: Literal["whole", "streamed", "none"]
+    tracked: int
+    terms: bool
+
+
+class MicroBatchedStep:
+    """Replaces `model.train_step`; each backend has its own.
+
+    It is found under `model.train_step` and nowhere else, so nothing of it is saved, cloned or serialised.
+    """
+
+    def __init__(self, model: Any, micro_batch_size: int | Literal["auto"], batch_norm: batch_norms.BatchNorm) -> None:
+        self.model = model
+        self.micro_batch_size = micro_batch_size
+        self.batch_norm = batch_norm
+        self.plans: dict[Any, Plan] = {}
+        self._named: set[str] = set()
+        self._sizes: dict[str, int] = {}
+
+    def install(self) -> None:
+        """Make this the model's training step."""
+        self._warn(stacklevel=4)
+        self.model.train_step = self
+        self.model.train_function = None
+
+    def __call__(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+    def eagerly(self) -> contextlib.AbstractContextManager[Any]:
+        """While this is open, operations run at once, even in a function that is being traced."""
+        return contextlib.nullcontext()
+
+    def size_for(self, data: Any, rows: int | None) -> int:
+        """Rows of a micro-batch at most, for a batch of so many."""
+        if self.micro_batch_size != "auto":
+            return self.micro_batch_size
+        key = str(tree.map_structure(lambda leaf: None if leaf is None else tuple(leaf.shape), data))
+        if key not in self._sizes:
+            with self.eagerly():
+                self._sizes[key] = fastest_size(self.model, data, rows)
+        return self._sizes[key]
+
+    @property
+    def batch_norms(self) -> list[Any]:
+        """The layers that `batch_norm` is about."""
+        return batch_norms.batch_norms_of(self.model)
+
+    def build(self, data: Any) -> None:
+        """Build the model, its losses, metrics and optimizer, where that is still to do."""
+        model = self.model
+        model._symbolic_build(data_batch=data)
+        self._warn(stacklevel=3)
+
+    def _warn(self, stacklevel: int) -> None:
+        if self.batch_norm == "warn":
+            batch_norms.warn(self.model, self._named, stacklevel)
+
+    def plan(self, measured: Measured, y_pred: Any, loss: Any, data: Any) -> Plan:
+        """What has to be counted and kept. Refuses a loss that looks across rows.
+
+        Raises:
+            NotEquivalentError: There is such a loss.
+        """
+        with self.eagerly():
+            check_additive(self.model, measured)
+        model, outputs = self.model, tree.flatten(y_pred)
+        metrics: Literal["whole", "streamed", "none"]
+        if _overrides(model, "compute_metrics"):
+            metrics = "whole"
+        elif model._compile_metrics is None:
+            metrics = "none"
+        else:
+            # Keras' functions reduce an output of one dimension to a scalar.
+            additive = all(map(_adds_over_rows, model._compile_metrics.metrics)) and all(
+                len(output.shape) > 1 for output in outputs
+            )
+            kept, held = _numbers_per_row(outputs), _numbers_per_row(data)
+            metrics = "streamed" if additive and (kept is None or held is None or kept > held) else "whole"
+        return Plan(
+            counted=tuple(sorted(measured.counts)),
+            loss=Spec.of(loss),
+            outputs=tree.map_structure(Spec.of, y_pred),
+            metrics=metrics,
+            tracked=len(measured.values),
+            terms=len(measured.calls) != 1 or _overrides(model, "compute_loss"),
+        )
+
+
+def _overrides(model: Any, method: str) -> bool:
+    return getattr(type(model), method) is not getattr(keras.Model, method)
+
+
+def _adds_over_rows(metric: Any) -> bool:
+    """Whether this metric's state is a sum over rows, however they are split. True of Keras' own."""
+    function = getattr(metric, "_fn", None)
+    return all(part is None or part.__module__.startswith("keras.src.") for part in (type(metric), function))
+
+
+def _numbers_per_row(leaves: Any) -> int | None:
+    """How many numbers a row of these holds; None where a dimension is not known."""
+    total = 0
+    for leaf in filter(has_rows, tree.flatten(leaves)):
+        number = 1
+        for size in leaf.shape[1:]:
+            if size is None:
+                return None
+            number *= size
+        total += number
+    return total

@@ -1,0 +1,272 @@
+"""The training step on JAX: `lax.scan` over the micro-batches, inside the one function that `fit` compiles.
+
+An unrolled loop would hold more memory than the whole batch: XLA runs its micro-batches side by side.
+
+Where `keras.distribution` spreads the batch over several devices, each micro-batch has rows of all of them: rows that
+follow one another lie on one device, and the others would wait, or do the same again.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+from keras import tree
+from keras.src import backend
+
+from gradaccum.keras.batch_norm import Pool, during_micro_batch
+from gradaccum.keras.loss import denominators_of, tell_trackers, weighed_losses
+from gradaccum.keras.train_step.data import has_rows, rows_of, unpack
+from gradaccum.keras.train_step.step import MicroBatchedStep, Plan
+from gradaccum.sizes import even_sizes
+
+__all__ = ["JaxStep"]
+
+_State = tuple[Any, Any, Any, Any]
+"""Values of the trainable, non-trainable, optimizer's and metrics' variables."""
+
+
+class JaxStep(MicroBatchedStep):
+    """`model.train_step` on JAX: a pure function."""
+
+    def install(self) -> None:
+        """Make this the model's training step."""
+        super().install()
+        self.model.make_train_function = self._make_train_function
+
+    def __call__(self, state: _State, data: Any) -> tuple[Any, _State]:
+        model = self.model
+        trainable, non_trainable, optimizer_variables, metrics = state
+        rows = rows_of(data)
+        assert rows is not None
+        self._warn(stacklevel=2)
+        devices = _devices(rows)
+        segments = _segments(data, even_sizes(rows // devices, self.size_for(data, rows // devices)), devices)
+        plan = self._plan((trainable, non_trainable, metrics), tree.map_structure(_first, segments[0][1]))
+        totals = None
+        if plan.counted:
+            # The compiler drops all of this forward pass that the counts don't depend on.
+            totals = self._counted((trainable, non_trainable, metrics), segments, plan)
+        layers = self.batch_norms
+        pool = Pool(layers) if self.batch_norm == "pooled" else None
+        moving = [] if pool is None else _positions(model.non_trainable_variables, pool.variables)
+        before = [non_trainable[index] for index in moving]
+        gradient = jax.value_and_grad(self._loss, has_aux=True)
+
+        def micro(size: int, carry: Any, micro_batch: Any) -> tuple[Any, Any]:
+            sums, values, non_trainable, metrics, pooled = carry
+            x, y, sample_weight = unpack(micro_batch)
+            (_, aux), gradients = gradient(
+                trainable, non_trainable, metrics, x, y, sample_weight, optimizer_variables, size / rows, totals
+            )
+            parts, y_pred, new_non_trainable, new_metrics, valid = aux
+            if pool is not None:
+                pooled = pool.add(pooled, [new_non_trainable[index] for index in moving], valid, size)
+            if plan.metrics == "streamed":
+                new_metrics = self._stream(new_metrics, y, y_pred, sample_weight)
+            sums = [total + gradient for total, gradient in zip(sums, gradients)]
+            values = [value + part for value, part in zip(values, parts)]
+            after = _like((sums, values, new_non_trainable, new_metrics, pooled), carry)
+            return after, y_pred if plan.metrics == "whole" else None
+
+        carry = (
+            [jnp.zeros(value.shape, jnp.promote_types(value.dtype, jnp.float32)) for value in trainable],
+            [jnp.zeros((), backend.floatx())] * (1 + plan.tracked),
+            non_trainable,
+            metrics,
+            [] if pool is None else pool.zeros(),
+        )
+        outputs = []
+        for size, micro_batches in segments:
+            carry, stacked = _loop(functools.partial(micro, size), carry, micro_batches)
+            outputs.append(jax.tree.map(functools.partial(_by_device, devices=devices), stacked))
+        sums, values, non_trainable, metrics, pooled = carry
+        if pool is not None:
+            for index, value in zip(moving, pool.moved(pooled, before)):
+                non_trainable[index] = value
+        trainable, optimizer_variables = model.optimizer.stateless_apply(optimizer_variables, sums, trainable)
+        x, y, sample_weight = unpack(data)
+        with backend.StatelessScope(state_mapping=list(zip(model.metrics_variables, metrics))) as scope:
+            model._loss_tracker.update_state(values[0], sample_weight=rows)
+            tell_trackers(model, values[1:], rows)
+            if plan.metrics == "whole":
+                y_pred = jax.tree.map(_joined, *outputs)
+                logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+            else:
+                logs = model.get_metrics_result()
+        metrics = [scope.get_current_value(variable) for variable in model.metrics_variables]
+        return logs, (trainable, non_trainable, optimizer_variables, metrics)
+
+    def _loss(
+        self,
+        trainable: Any,
+        non_trainable: Any,
+        metrics: Any,
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        optimizer_variables: Any,
+        share: float,
+        totals: dict[int, Any] | None,
+    ) -> tuple[Any, Any]:
+        """A micro-batch's part of the large batch's loss, scaled for `jax.grad`. The rest is auxiliary."""
+        with (
+            during_micro_batch(self.batch_norms, self.batch_norm) as seen,
+            weighed_losses(self.model, share, totals) as measured,
+        ):
+            scaled, (loss, y_pred, non_trainable, metrics) = self.model.compute_loss_and_updates(
+                trainable, non_trainable, metrics, x, y, sample_weight, True, optimizer_variables
+            )
+        values = [loss, *(measured.values[index] for index in range(len(measured.values)))]
+        return scaled * share, ([value * share for value in values], y_pred, non_trainable, metrics, seen.valid)
+
+    def _plan(self, state: Any, micro_batch: Any) -> Plan:
+        seen: list[tuple[Any, Any, Any]] = []
+
+        def probe(state: Any, micro_batch: Any) -> None:
+            seen.append(denominators_of(self.model, state, *unpack(micro_batch))[1:])
+
+        jax.eval_shape(probe, state, micro_batch)
+        measured, y_pred, loss = seen[0]
+        return self.plan(measured, y_pred, loss, micro_batch)
+
+    def eagerly(self) -> Any:
+        """While this is open, operations run at once, even in a function that is being traced."""
+        return jax.ensure_compile_time_eval()
+
+    def _counted(self, state: Any, segments: Any, plan: Plan) -> dict[int, Any]:
+        trainable, non_trainable, metrics = state
+
+        def count(non_trainable: Any, micro_batch: Any) -> tuple[Any, Any]:
+            after, measured, _, _ = denominators_of(
+                self.model, (trainable, non_trainable, metrics), *unpack(micro_batch)
+            )
+            return _like(after, non_trainable), [measured.counts[index] for index in plan.counted]
+
+        totals = [0.0] * len(plan.counted)
+        for _, micro_batches in segments:
+            non_trainable, counts = _loop(count, non_trainable, micro_batches)
+            totals = [total + jnp.sum(part) for total, part in zip(totals, counts)]
+        return dict(zip(plan.counted, totals))
+
+    def _stream(self, metrics: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
+        variables = self.model.metrics_variables
+        with backend.StatelessScope(state_mapping=list(zip(variables, metrics))) as scope:
+            self.model._compile_metrics.update_state(y, y_pred, sample_weight)
+        return [scope.get_current_value(variable) for variable in variables]
+
+    def _make_train_function(self, force: bool = False) -> None:
+        """Keras' own, with one thing more: an error while a step is traced leaves the model's variables as they were.
+
+        `fit` takes the values out of the variables before the first step and puts them back after it.
+        """
+        model = self.model
+        if model.train_function is not None and not force:
+            return
+        model.train_step = copy.copy(self)  # a new one: `jax.jit` would find what was compiled for the old loss
+        type(model).make_train_function(model, force=force)
+        step: Callable[[_State, Any], Any] = model.train_function
+
+        def guarded(state: _State, iterator: Any) -> Any:
+            try:
+                return step(state, iterator)
+            except Exception:
+                parts = (
+                    model.trainable_variables,
+                    model.non_trainable_variables,
+                    model.optimizer.variables,
+                    model.metrics_variables,
+                )
+                for variables, values in zip(parts, state):
+                    for variable, value in zip(variables, values):
+                        if variable._value is None and not value.is_deleted():
+                            variable._value = value
+                _finalize_only_after_updates(model.optimizer)
+                raise
+
+        model.train_function = guarded
+
+
+def _finalize_only_after_updates(optimizer: Any) -> None:
+    """After an error, Keras' `fit` still puts the averages of `use_ema` into the variables: zeros before an update."""
+
+    def finalize(variables: Any) -> None:
+        del vars(optimizer)["finalize_variable_values"]
+        if int(optimizer.iterations) > 0:
+            optimizer.finalize_variable_values(variables)
+
+    if int(optimizer.iterations) == 0:
+        vars(optimizer)["finalize_variable_values"] = finalize
+
+
+def _devices(rows: int) -> int:
+    """How many devices a batch of so many rows is spread over, in equal parts."""
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return 1
+    mesh = distribution.device_mesh
+    count = int(mesh.shape[mesh.axis_names.index(distribution.batch_dim_name)])
+    return count if rows % count == 0 else 1
+
+
+def _segments(data: Any, sizes: list[int], devices: int = 1) -> list[tuple[int, Any]]:
+    """The batch as `(size, micro-batches stacked along a new first dimension)`, for each distinct size.
+
+    Args:
+        data: The batch.
+        sizes: Of micro-batches, in rows of each device.
+        devices: On which equal parts of the batch lie.
+    """
+    segments, start = [], 0
+    for size in sorted(set(sizes), reverse=True):
+        count = sizes.count(size)
+        stop = start + count * size
+
+        def stacked(leaf: Any, start: int = start, stop: int = stop, shape: tuple[int, int] = (count, size)) -> Any:
+            if not has_rows(leaf):
+                return None if leaf is None else jnp.broadcast_to(leaf, (shape[0], *jnp.shape(leaf)))
+            rest = leaf.shape[1:]
+            parts = leaf.reshape(devices, -1, *rest)[:, start:stop].reshape(devices, *shape, *rest)
+            return parts.swapaxes(0, 1).reshape(shape[0], devices * shape[1], *rest)
+
+        segments.append((devices * size, tree.map_structure(stacked, data)))
+        start = stop
+    return segments
+
+
+def _by_device(stacked: Any, devices: int) -> Any:
+    """Outputs of the micro-batches, stacked, as `(device, its rows, ...)`."""
+    count, rest = stacked.shape[0], stacked.shape[2:]
+    return stacked.reshape(count, devices, -1, *rest).swapaxes(0, 1).reshape(devices, -1, *rest)
+
+
+def _loop(body: Callable[[Any, Any], Any], carry: Any, micro_batches: Any) -> tuple[Any, Any]:
+    """`lax.scan`, without a loop where there is but one micro-batch."""
+    if jax.tree.leaves(micro_batches)[0].shape[0] > 1:
+        return jax.lax.scan(body, carry, micro_batches)
+    carry, output = body(carry, tree.map_structure(_first, micro_batches))
+    return carry, jax.tree.map(lambda a: a[None], output)
+
+
+def _first(leaf: Any) -> Any:
+    return None if leaf is None else leaf[0]
+
+
+def _joined(*parts: Any) -> Any:
+    """Outputs by device, in the order of the batch."""
+    return jnp.concatenate(parts, 1).reshape(-1, *parts[0].shape[2:])
+
+
+def _like(values: Any, reference: Any) -> Any:
+    """`values` in the dtypes of `reference`, as a loop's carry must be."""
+    return jax.tree.map(lambda value, like: jnp.asarray(value, like.dtype), values, reference)
+
+
+def _positions(variables: list[Any], wanted: list[Any]) -> list[int]:
+    by_id = {id(variable): index for index, variable in enumerate(variables)}
+    return [by_id[id(variable)] for variable in wanted]

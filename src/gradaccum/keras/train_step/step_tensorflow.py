@@ -1,0 +1,282 @@
+"""The training step on TensorFlow: a `tf.while_loop` over the micro-batches, inside the function that `fit` traces."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import tree
+from keras.src import backend
+from keras.src.losses.loss import unscale_loss_for_distribution
+
+from gradaccum.keras.batch_norm import Pool, during_micro_batch
+from gradaccum.keras.loss import denominators_of, tell_trackers, weighed_losses
+from gradaccum.keras.train_step.data import has_rows, rows_of, unpack
+from gradaccum.keras.train_step.step import MicroBatchedStep, Plan, Spec
+
+__all__ = ["TensorFlowStep"]
+
+
+class TensorFlowStep(MicroBatchedStep):
+    """`model.train_step` on TensorFlow."""
+
+    def __call__(self, data: Any) -> Any:
+        model = self.model
+        rows = rows_of(data)
+        self.build(data)
+        cut = _Cut(data, rows, self.size_for(data, rows), static=model.jit_compile)
+        plan = self._plan(cut)
+        totals = self._counted(cut, plan) if plan.counted else None
+        pool = Pool(self.batch_norms) if self.batch_norm == "pooled" else None
+        before = [] if pool is None else [tf.identity(variable.value) for variable in pool.variables]
+        sparse = _embeddings(model.trainable_weights, model)
+        while True:
+            try:
+                gradients, loss, tracked, pooled, y_pred = self._accumulated(cut, plan, totals, pool, sparse)
+                break
+            except _SparseGradientsError as found:  # shows while the loop is traced: trace it once more
+                sparse = found.indices
+        model._loss_tracker.update_state(unscale_loss_for_distribution(loss), sample_weight=cut.rows)
+        tell_trackers(model, tracked, rows)  # no weight where the rows are not known: as Keras does it
+        if pool is not None:
+            for variable, value in zip(pool.variables, pool.moved(pooled, before)):
+                variable.assign(value)
+        if model.trainable_weights:
+            model.optimizer.apply_gradients(zip(gradients, model.trainable_weights))
+        else:
+            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+        if plan.metrics != "whole":
+            return model.get_metrics_result()
+        x, y, sample_weight = unpack(data)
+        return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+    def eagerly(self) -> contextlib.AbstractContextManager[Any]:
+        """While this is open, operations run at once, even in a function that is being traced."""
+        return tf.init_scope()
+
+    def _plan(self, cut: _Cut) -> Plan:
+        with tf.__internal__.FuncGraph("gradaccum_plan").as_default():
+            micro_batch = cut.take(0, cut.size)
+            _, measured, y_pred, loss = denominators_of(self.model, self._state(), *unpack(micro_batch))
+        return self.plan(measured, y_pred, loss, micro_batch)
+
+    def _counted(self, cut: _Cut, plan: Plan) -> dict[int, Any]:
+        # What the counts don't depend on is stateless, and pruned from the graph.
+        trainable, non_trainable, metrics = self._state()
+
+        def micro(start: Any, size: Any, carry: Any) -> tuple[Any, list[Any]]:
+            non_trainable, totals = carry
+            state = (trainable, non_trainable, metrics)
+            non_trainable, measured, _, _ = denominators_of(self.model, state, *unpack(cut.take(start, size)))
+            return (non_trainable, [total + measured.counts[j] for total, j in zip(totals, plan.counted)]), []
+
+        zeros = [tf.zeros((), backend.floatx()) for _ in plan.counted]
+        (_, totals), _ = cut.loop(micro, (non_trainable, zeros), [])
+        return dict(zip(plan.counted, totals))
+
+    def _state(self) -> list[list[Any]]:
+        model = self.model
+        parts = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
+        return [[tf.convert_to_tensor(variable.value) for variable in variables] for variables in parts]
+
+    def _accumulated(
+        self, cut: _Cut, plan: Plan, totals: dict[int, Any] | None, pool: Pool | None, sparse: frozenset[int]
+    ) -> tuple[list[Any], Any, list[Any], Any, Any]:
+        """Run all micro-batches: sums of gradients, the loss, the single losses, the pooled statistics, the outputs.
+
+        Sparse gradients aren't summed but put one behind the other, as they would be for the whole batch: Keras'
+        optimizers don't treat them like the dense gradient they stand for, where a row occurs twice.
+        """
+        model, layers = self.model, self.batch_norms
+        weights = model.trainable_weights
+        missing: set[int] = set()
+        kept = [
+            spec
+            for i in sorted(sparse)
+            for spec in (Spec(weights[i].dtype, tuple(weights[i].shape[1:]), False), _INDEX)
+        ]
+        keeps_outputs = plan.metrics == "whole"
+        for spec in tree.flatten(plan.outputs) if keeps_outputs else []:
+            kept += [spec, Spec("bool", spec.row[:1], False)] if spec.masked else [spec]
+        if plan.loss.row is not None:
+            kept.append(plan.loss)
+
+        def micro(start: Any, size: Any, carry: Any) -> tuple[Any, list[Any]]:
+            dense, loss_sum, tracked, pooled = carry
+            x, y, sample_weight = unpack(cut.take(start, size))
+            share = tf.cast(size, backend.floatx()) / tf.cast(cut.rows, backend.floatx())
+            with tf.GradientTape() as tape:
+                with during_micro_batch(layers, self.batch_norm) as seen:
+                    y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+                with weighed_losses(model, share, totals) as measured:
+                    loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+                part = loss * tf.cast(share, loss.dtype)
+                scaled = part if model.optimizer is None else model.optimizer.scale_loss(part)
+            gradients = tape.gradient(scaled, weights)
+            found = frozenset(i for i, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices))
+            if found != sparse:
+                raise _SparseGradientsError(found)
+            missing.update(i for i, gradient in enumerate(gradients) if gradient is None)
+            dense = [
+                total if gradient is None or i in sparse else total + tf.cast(gradient, total.dtype)
+                for i, (total, gradient) in enumerate(zip(dense, gradients))
+            ]
+            tracked = [total + measured.values[j] * tf.cast(share, total.dtype) for j, total in enumerate(tracked)]
+            if pool is not None:
+                statistics = [tf.convert_to_tensor(variable.value) for variable in pool.variables]
+                pooled = pool.add(pooled, statistics, seen.valid, size)
+            if plan.metrics == "streamed":
+                model._compile_metrics.update_state(y, y_pred, sample_weight)
+            rows = [tensor for i in sorted(sparse) for tensor in (gradients[i].values, gradients[i].indices)]
+            for output in tree.flatten(y_pred) if keeps_outputs else []:
+                mask = backend.get_keras_mask(output)
+                rows += [output] if mask is None else [output, mask]
+            if plan.loss.row is None:
+                loss_sum += tf.cast(part, loss_sum.dtype)
+            else:
+                rows.append(part)
+            return (dense, loss_sum, tracked, pooled), rows
+
+        zeros = [tf.zeros(() if i in sparse else weight.shape, _wide(weight.dtype)) for i, weight in enumerate(weights)]
+        tracked = [tf.zeros((), backend.floatx())] * plan.tracked
+        carry = (zeros, tf.zeros((), plan.loss.dtype), tracked, [] if pool is None else pool.zeros())
+        (gradients, loss, tracked, pooled), rows = cut.loop(micro, carry, kept)
+        gradients = [None if i in missing else gradient for i, gradient in enumerate(gradients)]
+        queue = iter(rows)
+        for i in sorted(sparse):
+            gradients[i] = tf.IndexedSlices(next(queue), next(queue), tf.constant(tuple(weights[i].shape), tf.int64))
+        y_pred = None
+        if keeps_outputs:
+            y_pred = tree.map_structure(
+                lambda spec: _with_mask(next(queue), next(queue) if spec.masked else None), plan.outputs
+            )
+        return gradients, loss if plan.loss.row is None else next(queue), tracked, pooled, y_pred
+
+
+class _SparseGradientsError(Exception):
+    """The gradients of these trainable weights, and no others, are `tf.IndexedSlices`."""
+
+    def __init__(self, indices: frozenset[int]) -> None:
+        super().__init__(indices)
+        self.indices = indices
+
+
+_INDEX = Spec("int64", (), False)
+
+
+class _Cut:
+    """A batch and how it is cut: `count` micro-batches of `size` rows, the first `larger` of them of one row more.
+
+    As `gradaccum.sizes.even_sizes` cuts it; but while TensorFlow traces, the number of rows is mostly a tensor.
+    """
+
+    def __init__(self, data: Any, rows: int | None, micro_batch_size: int, static: bool) -> None:
+        self.data = data
+        self.rows = _checked_rows(data) if rows is None else rows
+        self.count = (self.rows + micro_batch_size - 1) // micro_batch_size
+        self.size, self.larger = self.rows // self.count, self.rows % self.count
+        self.static = static
+        """Whether all micro-batches of a loop must have one size, as XLA wants it."""
+
+    def take(self, start: Any, size: Any) -> Any:
+        """The micro-batch of these rows."""
+        return tree.map_structure(lambda leaf: _slice(leaf, start, size) if has_rows(leaf) else leaf, self.data)
+
+    @property
+    def segments(self) -> list[tuple[Any, Any, Callable[[Any], tuple[Any, Any]]]]:
+        """Loops over the micro-batches: `(first, behind the last, index -> (its first row, its size))`."""
+        size, larger = self.size, self.larger
+
+        def ragged(index: Any) -> tuple[Any, Any]:
+            return index * size + tf.minimum(index, larger), size + tf.cast(index < larger, tf.int32)
+
+        def longer(index: Any) -> tuple[Any, Any]:
+            # XLA compiles this loop even where no micro-batch is longer: its slices must exist.
+            return index * (size + 1), tf.minimum(size + 1, self.rows)
+
+        def shorter(index: Any) -> tuple[Any, Any]:
+            return index * size + larger, size
+
+        if isinstance(larger, int) and larger == 0:
+            return [(0, self.count, shorter)]
+        return [(0, larger, longer), (larger, self.count, shorter)] if self.static else [(0, self.count, ragged)]
+
+    def loop(
+        self, micro: Callable[[Any, Any, Any], tuple[Any, list[Any]]], carry: Any, kept: list[Spec]
+    ) -> tuple[Any, list[Any]]:
+        """Run `micro(first row, size, carry) -> (carry, tensors)` over all micro-batches.
+
+        Returns:
+            The last carry, and the tensors of all micro-batches, one behind the other, of which `kept` tells the kinds.
+        """
+        rows: list[list[Any]] = []
+        for first, stop, bounds in self.segments:
+            arrays = [
+                tf.TensorArray(spec.dtype, stop - first, element_shape=[None, *(spec.row or ())], infer_shape=False)
+                for spec in kept
+            ]
+
+            def body(index: Any, carry: Any, arrays: Any, first: Any = first, bounds: Any = bounds) -> Any:
+                start, size = bounds(index)
+                carry, tensors = micro(start, size, carry)
+                written = [
+                    array.write(index - first, tf.cast(tensor, array.dtype)) for array, tensor in zip(arrays, tensors)
+                ]
+                return index + 1, carry, written
+
+            _, carry, arrays = tf.while_loop(
+                lambda index, carry, arrays, stop=stop: index < stop,
+                body,
+                (tf.constant(0, tf.int32) + first, carry, arrays),
+                parallel_iterations=1,  # more of them would be in memory at once
+            )
+            rows.append([array.concat() for array in arrays])
+        return carry, [tf.concat(parts, 0) if len(parts) > 1 else parts[0] for parts in zip(*rows)]
+
+
+def _checked_rows(data: Any) -> Any:
+    """The rows, as a tensor that is an error where the arrays of the batch disagree. XLA finds that by itself."""
+    rows = [tf.shape(leaf)[0] for leaf in tree.flatten(data) if has_rows(leaf)]
+    message = (
+        "A batch is cut into micro-batches along the first dimension: its arrays must have the same number of rows."
+    )
+    checks = [tf.debugging.assert_equal(rows[0], other, message) for other in rows[1:]]
+    checks.append(tf.debugging.assert_positive(rows[0], "A batch must have at least one row."))
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.identity(rows[0])
+
+
+def _slice(leaf: Any, start: Any, size: Any) -> Any:
+    if isinstance(leaf, tf.SparseTensor):
+        others = leaf.dense_shape[1:]
+        return tf.sparse.slice(
+            leaf,
+            tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(others)], 0),
+            tf.concat([[tf.cast(size, tf.int64)], others], 0),
+        )
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf[start : start + size]
+    others = tf.shape(leaf)[1:]
+    part = tf.slice(leaf, tf.concat([[start], tf.zeros_like(others)], 0), tf.concat([[size], others], 0))
+    part.set_shape([size if isinstance(size, int) else None, *leaf.shape[1:]])
+    return part
+
+
+def _embeddings(weights: list[Any], model: Any) -> frozenset[int]:
+    """The weights whose gradients are most likely sparse."""
+    tables = {id(layer._embeddings) for layer in model._flatten_layers() if isinstance(layer, keras.layers.Embedding)}
+    return frozenset(i for i, weight in enumerate(weights) if id(weight) in tables)
+
+
+def _wide(dtype: str) -> str:
+    return "float32" if dtype in ("float16", "bfloat16") else dtype
+
+
+def _with_mask(tensor: Any, mask: Any) -> Any:
+    if mask is not None:
+        backend.set_keras_mask(tensor, mask)
+    return tensor

@@ -1,0 +1,317 @@
+"""The training step on PyTorch: a loop, in which autograd sums into the variables' own gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from keras import tree
+from keras.src import backend
+from keras.src.backend.torch.core import get_device
+
+from gradaccum.keras.batch_norm import Pool, during_micro_batch
+from gradaccum.keras.loss import denominators_of, tell_trackers, weighed_losses
+from gradaccum.keras.train_step.data import has_rows, rows_of, unpack
+from gradaccum.keras.train_step.step import MicroBatchedStep, Plan
+from gradaccum.on_torch.backward import run_backward
+from gradaccum.on_torch.fitting import Fitting, nothing_fits
+from gradaccum.on_torch.memory import Gauge, is_out_of_memory
+from gradaccum.on_torch.transaction import Transaction
+from gradaccum.sizes import Piece, Rows, Sizers
+
+__all__ = ["TorchStep"]
+
+_T = TypeVar("_T")
+
+
+class TorchStep(MicroBatchedStep):
+    """`model.train_step` on PyTorch."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        device = torch.device(get_device())
+        self.gauge = Gauge(device)
+        self.transaction = Transaction([self.model], self._trained, device, self._places)
+        self.sizers: Sizers | None = None
+
+    def install(self) -> None:
+        """Make this the model's training step."""
+        super().install()
+        self.model.make_train_function = self._make_train_function
+
+    def _make_train_function(self, force: bool = False) -> None:
+        """Keras' own, which would hand the whole step to torch.compile where it is asked to.
+
+        Raises:
+            ValueError: It is asked to.
+        """
+        if self.model.jit_compile:
+            raise ValueError(
+                "micro_batched on PyTorch runs a loop that torch.compile can't take as a whole. Received: "
+                "jit_compile=True. Pass jit_compile=False to compile(), or train on the JAX or TensorFlow backend, "
+                "where the loop is compiled."
+            )
+        type(self.model).make_train_function(self.model, force=force)
+
+    def __call__(self, data: Any) -> Any:
+        model = self.model
+        rows = rows_of(data)
+        assert rows is not None
+        self.build(data)
+        if self.sizers is None:  # only a model that is built has all its layers
+            self.sizers = Sizers(self.micro_batch_size, self.gauge.limit, minimum=2 if self.batch_norms else 1)
+        leaves = [("/".join(map(str, path)), leaf) for path, leaf in tree.flatten_with_path(data) if has_rows(leaf)]
+        pieces = Rows(self.sizers.of([(path, leaf, 0) for path, leaf in leaves]), rows)
+        plan = self._plan(data, rows)
+        pool = Pool(self.batch_norms) if self.batch_norm == "pooled" else None
+        before = [] if pool is None else [variable.value.detach().clone() for variable in pool.variables]
+        self.transaction.open()
+        try:
+            window = self._exact_window(data, rows, pieces, plan, pool)
+        except BaseException:
+            model.zero_grad()
+            self.transaction.abandon()
+            raise
+        self.sizers.close(pieces.sizer, rows)
+        loss, scale = sum(window.losses[1:], window.losses[0]), None
+        if _at_the_end(plan, model):
+            assert window.totals is not None
+            ((index, assumed),) = window.totals.items()
+            total = window.counts[index]
+            scale = assumed / torch.where(total != 0, total, 1)
+            loss = loss * scale
+        model._loss_tracker.update_state(loss, sample_weight=rows)
+        tell_trackers(model, window.tracked, rows)
+        with torch.no_grad():
+            if pool is not None:
+                for variable, value in zip(pool.variables, pool.moved(window.pooled, before)):
+                    variable.assign(value)
+            if model.trainable_weights:
+                model.optimizer.apply(window.sums.scaled(scale), model.trainable_weights[:])
+            else:
+                warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+        self.transaction.close()
+        if plan.metrics != "whole":
+            return model.get_metrics_result()
+        x, y, sample_weight = unpack(data)
+        return model.compute_metrics(x, y, _concatenated(window.outputs), sample_weight=sample_weight)
+
+    def eagerly(self) -> Any:
+        """While this is open, random numbers are drawn that nobody misses afterwards."""
+        return torch.random.fork_rng()
+
+    def _exact_window(self, data: Any, rows: int, pieces: Rows, plan: Plan, pool: Pool | None) -> _Window:
+        """Run all micro-batches, and once more where random masks were counted for others than those that ran."""
+        totals, counted, drew = None, None, False
+        if plan.counted and not _at_the_end(plan, self.model):
+            totals, counted, drew = self._counted(data, pieces)
+        todo = iter(pieces)
+        while True:
+            window = self._window(data, rows, todo, pieces, plan, totals, pool)
+            if counted is None or not drew or window.ran == counted:
+                return window
+            self.transaction.abandon()
+            totals, counted, todo = window.counts, window.ran, iter(window.ran)
+
+    def _window(
+        self,
+        data: Any,
+        rows: int,
+        todo: Iterator[Piece],
+        pieces: Rows,
+        plan: Plan,
+        totals: dict[int, Any] | None,
+        pool: Pool | None,
+    ) -> _Window:
+        model, layers = self.model, self.batch_norms
+        model.zero_grad()
+        window = _Window(_Gradients(model.trainable_weights), totals, tracked=[0.0] * plan.tracked)
+        window.pooled = [] if pool is None else pool.zeros()
+
+        def run(piece: Piece, between: Callable[[], None] | None) -> None:
+            share = piece.size / rows
+            x, y, sample_weight = unpack(_take(data, piece))
+            # On PyTorch, Keras' losses multiply sample weights with masks in place: they get copies.
+            with during_micro_batch(layers, self.batch_norm) as seen:
+                y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+            with weighed_losses(model, share, window.totals) as measured:
+                loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=_copied(sample_weight), training=True)
+            counts = {index: count.detach() for index, count in measured.counts.items()}
+            if window.totals is None and _at_the_end(plan, model):
+                window.totals = {i: torch.where(count != 0, count, 1) / share for i, count in counts.items()}
+            if between is not None:
+                between()
+            if model.trainable_weights:
+                scaled = loss if model.optimizer is None else model.optimizer.scale_loss(loss)
+                run_backward([scaled], [torch.full_like(scaled, share, requires_grad=False)])
+                window.sums.take()
+            # From here on nothing can run out of memory that smaller micro-batches would need less of.
+            window.ran.append(piece)
+            window.losses.append(loss.detach() * share)
+            window.counts = {i: window.counts.get(i, 0) + count for i, count in counts.items()}
+            window.tracked = [t + measured.values[j].detach() * share for j, t in enumerate(window.tracked)]
+            if pool is not None:
+                with torch.no_grad():
+                    statistics = [variable.value.detach() for variable in pool.variables]
+                    window.pooled = pool.add(window.pooled, statistics, seen.valid, piece.size)
+            y_pred = tree.map_structure(_detached, y_pred)
+            if plan.metrics == "streamed":
+                model._compile_metrics.update_state(y, y_pred, sample_weight)
+            elif plan.metrics == "whole":
+                window.outputs.append(y_pred)
+
+        fitting = Fitting(self.transaction, self.gauge)
+        for piece in todo:
+            fitting.run(piece, pieces, run)
+            window.sums.take()  # what had arrived before memory ran out
+        return window
+
+    def _plan(self, data: Any, rows: int) -> Plan:
+        key = self.model._compile_loss, str(tree.map_structure(lambda a: a if a is None else len(a.shape), data))
+        if key not in self.plans:
+            self.transaction.forget()  # compiled anew: other variables may move
+            self.transaction.open()
+
+            def plan(size: int) -> Plan:
+                few = _take(data, Piece(slice(0, size)))
+                _, measured, y_pred, loss = denominators_of(self.model, self._state(), *_unpacked(few))
+                return self.plan(measured, y_pred, loss, few)
+
+            self.plans[key] = self._forward(min(rows, 2), plan)
+        return self.plans[key]
+
+    def _counted(self, data: Any, pieces: Rows) -> tuple[dict[int, Any], list[Piece], bool]:
+        """A forward pass over all rows: what losses divide by, the micro-batches it took, whether it drew."""
+
+        def counted(size: int) -> tuple[dict[int, Any], list[Piece], bool]:
+            cut = Piece(slice(0, pieces.rows)).split(size)
+            totals, moved = self._counts(data, cut)
+            return totals, cut, moved or self.transaction.drew()
+
+        return self._forward(pieces.sizer.size, counted)
+
+    def _forward(self, size: int, run: Callable[[int], _T]) -> _T:
+        """`run(size)`, forward passes without gradients and side effects; of fewer rows, where these don't fit."""
+        while True:
+            try:
+                with torch.no_grad():
+                    return run(size)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                if size == 1:
+                    raise nothing_fits(error) from error
+            finally:
+                self.transaction.abandon()
+            self.gauge.release()
+            size = -(-size // 2)
+
+    def _counts(self, data: Any, cut: list[Piece]) -> tuple[dict[int, Any], bool]:
+        """What the losses divide by, and whether any state of the model moved meanwhile, such as that of a seed."""
+        state = self._state()
+        before = state[1]
+        totals: dict[int, Any] = {}
+        for piece in cut:
+            state[1], measured, _, _ = denominators_of(self.model, state, *_unpacked(_take(data, piece)))
+            for index, count in measured.counts.items():
+                totals[index] = totals.get(index, 0) + count
+        return totals, any(not torch.equal(one, other) for one, other in zip(before, state[1]))
+
+    def _state(self) -> list[Any]:
+        model = self.model
+        parts = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
+        return [[variable.value for variable in variables] for variables in parts]
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [variable.value for variable in self.model.trainable_weights]
+
+    def _places(self) -> list[tuple[dict[str, Any], str]]:
+        """Where Keras keeps what a forward pass or a metric moves: not in buffers of the modules."""
+        weights = {id(v) for layer in self.model._flatten_layers() for v in layer._trainable_variables}  # frozen ones
+        variables = [*self.model.non_trainable_variables, *self.model.metrics_variables]
+        return [(vars(variable), "_value") for variable in variables if id(variable) not in weights]
+
+
+@dataclass
+class _Window:
+    """What the micro-batches of a batch have added up to."""
+
+    sums: _Gradients
+    totals: dict[int, Any] | None
+    """What the losses are divided by, as far as it is known or assumed."""
+    tracked: list[Any]
+    counts: dict[int, Any] = field(default_factory=dict)
+    """What they have turned out to divide by."""
+    losses: list[Any] = field(default_factory=list)
+    pooled: list[Any] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    ran: list[Piece] = field(default_factory=list)
+
+
+def _at_the_end(plan: Plan, model: Any) -> bool:
+    """Whether gradients can be divided at the end: one loss, and nothing beside it.
+
+    They are summed in multiples of the first micro-batch's count. Otherwise the counts must be known first.
+    """
+    return bool(plan.counted) and not plan.terms and not model.losses
+
+
+class _Gradients:
+    """The sums of gradients: in `.grad` where that has at least 32 bits, else beside it in float32."""
+
+    def __init__(self, variables: list[Any]) -> None:
+        self.parameters = [variable.value for variable in variables]
+        self.half = [index for index, p in enumerate(self.parameters) if p.dtype in (torch.float16, torch.bfloat16)]
+        self.sums: dict[int, torch.Tensor] = {}
+
+    def take(self) -> None:
+        """Move half-precision gradients of the micro-batch that was just run into their sums."""
+        for index in self.half:
+            gradient, self.parameters[index].grad = self.parameters[index].grad, None
+            if gradient is not None:
+                if index in self.sums:
+                    self.sums[index] += gradient
+                else:
+                    self.sums[index] = gradient.float()
+
+    def scaled(self, scale: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """The sums, in the order of the variables; None for those that no loss depends on."""
+        gradients = [self.sums.get(index, parameter.grad) for index, parameter in enumerate(self.parameters)]
+        if scale is not None:
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient *= scale
+        return gradients
+
+
+def _take(data: Any, piece: Piece) -> Any:
+    return tree.map_structure(lambda leaf: leaf[piece.rows] if has_rows(leaf) else leaf, data)
+
+
+def _copied(sample_weight: Any) -> Any:
+    return tree.map_structure(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, sample_weight)
+
+
+def _unpacked(micro_batch: Any) -> tuple[Any, Any, Any]:
+    x, y, sample_weight = unpack(micro_batch)
+    return x, y, _copied(sample_weight)
+
+
+def _detached(output: Any) -> Any:
+    detached, mask = output.detach(), backend.get_keras_mask(output)
+    if mask is not None:
+        backend.set_keras_mask(detached, mask)
+    return detached
+
+
+def _concatenated(outputs: list[Any]) -> Any:
+    def joined(*parts: Any) -> Any:
+        whole, masks = torch.cat(parts), [backend.get_keras_mask(part) for part in parts]
+        if masks[0] is not None:
+            backend.set_keras_mask(whole, torch.cat(masks))
+        return whole
+
+    return tree.map_structure(joined, *outputs)

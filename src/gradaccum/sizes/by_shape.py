@@ -1,0 +1,110 @@
+"""One micro-batch size for each shape of batch: what fitted or failed at one shape tells little about another."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+from gradaccum.schedule import checked_count
+from gradaccum.sizes.even import FixedSize
+from gradaccum.sizes.pieces import Sizer
+from gradaccum.sizes.search import SizeSearch
+
+__all__ = ["Sizers"]
+
+logger = logging.getLogger("gradaccum")
+
+
+class Sizers:
+    """The micro-batch sizes of a training step.
+
+    Shapes are told apart by the kinds of their tensors and by the elements of a row, to a power of two: text padded to
+    a different length in every batch shall not start a search in every batch. Rows longer than those the size was
+    found with get proportionally fewer.
+
+    Args:
+        micro_batch_size: Rows, or `"auto"`.
+        limit: Tells the bytes that may be in use, or None.
+        minimum: The fewest rows that `"auto"` tries.
+    """
+
+    def __init__(self, micro_batch_size: int | str, limit: Callable[[], float | None], minimum: int = 1) -> None:
+        if isinstance(micro_batch_size, str):
+            if micro_batch_size != "auto":
+                raise ValueError(f'`micro_batch_size` must be an int >= 1 or "auto". Received: {micro_batch_size!r}.')
+        else:
+            checked_count(micro_batch_size, "micro_batch_size")
+        self.micro_batch_size = micro_batch_size
+        self._limit = limit
+        self.minimum = minimum
+        self._known: dict[str, tuple[Sizer, float]] = {}
+        self._last: Sizer | None = None
+        self._seen: list[Any] = []
+        self._told: dict[int, int] = {}
+
+    @property
+    def size(self) -> int | None:
+        """The current size in rows; None where nothing has been tried yet."""
+        if self._last is not None:
+            return self._last.size
+        return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
+
+    def of(self, tensors: list[tuple[str, Any, int]]) -> Sizer:
+        """The size for a batch with these tensors: paths, tensors and the dimension of their rows."""
+        seen = [(path, t.shape, t.dtype, dim) for path, t, dim in tensors]
+        if seen == self._seen and self._last is not None:
+            return self._last
+        self._seen = seen
+        elements = float(sum(math.prod(t.shape) / max(t.shape[dim], 1) for _, t, dim in tensors))
+        kinds = ", ".join(f"{path} {t.dtype} {t.ndim}" for path, t, dim in tensors)
+        key = f"{kinds}; 2**{math.floor(math.log2(max(elements, 1.0)))}"
+        if key not in self._known:
+            self._known[key] = self._new(elements), elements
+        sizer, measured = self._known[key]
+        if elements > measured:
+            if isinstance(sizer, SizeSearch) and sizer.settled:
+                sizer.size = max(int(sizer.size * measured / elements), 1)
+            self._known[key] = sizer, elements
+        self._last = sizer
+        return sizer
+
+    def close(self, sizer: Sizer, rows: int) -> None:
+        """A window of so many rows is complete: log where the search has settled."""
+        before = self._told.get(id(sizer))
+        sizer.close()
+        if isinstance(sizer, SizeSearch) and sizer.settled and before != sizer.size:
+            self._told[id(sizer)] = sizer.size
+            logger.info("micro_batch_size='auto': %d of %d rows. %s", sizer.size, rows, sizer.summary)
+
+    def _new(self, elements: float) -> Sizer:
+        if isinstance(self.micro_batch_size, int):
+            return FixedSize(self.micro_batch_size)
+        start = 1
+        settled = [(sizer.size, measured) for sizer, measured in self._known.values() if sizer.settled]
+        if settled:  # begin a little below what the nearest shape suggests
+            size, measured = min(settled, key=lambda known: abs(math.log(known[1] / elements)))
+            start = 1 << max(int(math.log2(max(size * min(measured / elements, 1.0) / 4, 1.0))), 0)
+        return SizeSearch(start, self._limit(), self.minimum)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been found, as plain numbers."""
+        return {
+            key: {"size": sizer.size, "elements": elements, "settled": sizer.settled}
+            for key, (sizer, elements) in self._known.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the sizes of `state_dict`; a size that somebody chose since is taken instead, where smaller."""
+        for key, found in state.items():
+            sizer: Sizer
+            if isinstance(self.micro_batch_size, int):
+                sizer = FixedSize(min(found["size"], self.micro_batch_size))
+            elif found["settled"]:
+                sizer = SizeSearch(found["size"], self._limit(), self.minimum)
+                sizer.settled = True
+            else:
+                continue
+            self._known[key] = sizer, found["elements"]
+            self._last, self._seen = sizer, []

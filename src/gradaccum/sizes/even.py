@@ -1,0 +1,114 @@
+"""How a large batch is cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradaccum.schedule import checked_count
+
+__all__ = ["FixedSize", "even_size", "even_sizes", "packed"]
+
+
+def even_sizes(rows: int, micro_batch_size: int) -> list[int]:
+    """Sizes of the fewest micro-batches of at most `micro_batch_size` rows, as even as can be.
+
+    There are at most two distinct sizes, one row apart, the larger ones first: a compiler sees two shapes at most.
+
+    Args:
+        rows: Rows of the large batch, >= 0.
+        micro_batch_size: Rows that one micro-batch may have at most.
+
+    Raises:
+        TypeError: An argument is not an int.
+        ValueError: `rows` is below 0, or `micro_batch_size` below 1.
+
+    Example:
+        >>> even_sizes(100, 48), even_sizes(64, 16), even_sizes(3, 16)
+        ([34, 33, 33], [16, 16, 16, 16], [3])
+    """
+    checked_count(rows, "rows", least=0)
+    checked_count(micro_batch_size, "micro_batch_size")
+    if rows == 0:
+        return []
+    count = -(-rows // micro_batch_size)
+    size, larger = divmod(rows, count)
+    return [size + 1] * larger + [size] * (count - larger)
+
+
+def even_size(rows: int, micro_batch_size: int) -> int:
+    """The first of `even_sizes`: taking it again and again of what is left gives all of them.
+
+    Example:
+        >>> even_size(100, 48), even_size(66, 48), even_size(33, 48)
+        (34, 33, 33)
+    """
+    return -(-rows // -(-rows // micro_batch_size))
+
+
+class FixedSize:
+    """A micro-batch size that somebody chose, lowered where it turns out not to fit. The interface of `SizeSearch`.
+
+    Example:
+        >>> fixed = FixedSize(48)
+        >>> fixed.next_size(100)
+        34
+        >>> fixed.failed(34)
+        >>> fixed.size, fixed.next_size(100)
+        (17, 17)
+    """
+
+    settled = True
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.ceiling: int | None = None
+        """The largest size that may be tried: below one that failed."""
+
+    def next_size(self, rows: int) -> int:
+        """The size of the next micro-batch, where `rows` are left in the window."""
+        return even_size(rows, self.size)
+
+    def record(self, size: int, seconds: float, base: float | None = None, peak: float | None = None) -> None:
+        """Nothing to learn."""
+
+    def failed(self, size: int) -> None:
+        """A micro-batch of `size` rows ran out of memory."""
+        self.size = self.ceiling = max(min(size // 2, self.size), 1)
+
+    def close(self) -> None:
+        """The window is complete."""
+
+
+def packed(
+    extents: Sequence[tuple[int, int]], max_tokens: int, max_rows: int | None = None
+) -> list[tuple[list[int], int, int]]:
+    """Rows of different lengths, sorted and packed into micro-batches of at most `max_tokens` padded tokens.
+
+    Args:
+        extents: Of each row the column where its tokens begin, and the one after the last.
+        max_tokens: Rows times columns that a micro-batch may have. A row longer than that goes alone.
+        max_rows: Rows that a micro-batch may have, or None.
+
+    Returns:
+        For each micro-batch its rows and the columns, from and up to, that they need. The longest rows come first, so
+        that a micro-batch that does not fit into memory shows at once.
+
+    Example:
+        >>> packed([(0, 3), (0, 9), (0, 4), (0, 4)], max_tokens=12)
+        [([1], 0, 9), ([2, 3, 0], 0, 4)]
+    """
+    order = sorted(range(len(extents)), key=lambda row: (extents[row][0] - extents[row][1], row))
+    packs: list[tuple[list[int], int, int]] = []
+    rows: list[int] = []
+    start = stop = 0
+    for row in order:
+        first, last = extents[row][0], max(extents[row][1], extents[row][0] + 1)
+        columns = max(stop, last) - min(start, first)
+        if rows and (len(rows) + 1) * columns <= max_tokens and (max_rows is None or len(rows) < max_rows):
+            start, stop = min(start, first), max(stop, last)
+            rows.append(row)
+        else:
+            if rows:
+                packs.append((rows, start, stop))
+            rows, start, stop = [row], first, last
+    return [*packs, (rows, start, stop)] if rows else []

@@ -1,0 +1,237 @@
+"""Any loss on the outputs of the large batch, in the memory of a micro-batch.
+
+first pass      outputs of all micro-batches, without keeping activations
+the loss        on the whole batch's outputs, whatever it looks across
+second pass     backward recomputes micro-batch by micro-batch, given the gradient of the outputs
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum.on_torch.batch import BatchDims, leaves, number_of_rows, take
+from gradaccum.schedule import checked_count
+from gradaccum.sizes import even_sizes
+from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms, frozen, ranks_of
+from gradaccum.torch.chunking.exact_batch_norm import ExactCall
+from gradaccum.torch.chunking.row_independence import verify_per_row
+from gradaccum.torch.chunking.two_passes import Call, Inputs
+
+__all__ = ["Chunked", "chunked"]
+
+
+def chunked(
+    module: nn.Module,
+    micro_batch_size: int,
+    *,
+    keep: int = 0,
+    batch_dims: BatchDims = 0,
+    out_dims: BatchDims | None = None,
+    batch_norm: BatchNormChoice = "warn",
+    offload: bool = False,
+) -> Chunked:
+    """A module with the same outputs and gradients that keeps the activations of one micro-batch at a time.
+
+    The large batch goes forward in micro-batches of which nothing but the outputs is kept; backward runs each of them
+    again. It costs one more forward pass, and any loss on the outputs gets the large batch's gradient exactly:
+
+        dL/dp = sum_i (dL/d out_i) (d out_i/dp)        over micro-batches i, with dL/d out from the whole batch's loss
+
+    Args:
+        module: Its outputs must have a row for every row of its inputs, and a row's output must depend on that row
+            only; `Chunked.verify` checks that.
+        micro_batch_size: Rows whose activations fit, at most.
+        keep: Micro-batches that keep their activations and are not recomputed.
+        batch_dims: Like `torch.vmap`'s `in_dims`, over the positional arguments, or a dict by argument name: the
+            dimension that holds the rows; None for what all micro-batches share.
+        out_dims: The same for the outputs; default: `batch_dims` where that is an int, else 0.
+        batch_norm: What to do about BatchNorm: `"warn"` and `"pooled"` move the running statistics once per forward
+            pass, `"micro"` once per micro-batch, `"frozen"` never; `"exact"` normalises with the large batch's
+            statistics.
+        offload: With `batch_norm="exact"`: keep what crosses the BatchNorm layers in host memory.
+
+    Returns:
+        A module whose parameters, attributes and `state_dict` keys are those of `module`.
+
+    Raises:
+        TypeError, ValueError: An argument is none of what it must be.
+
+    Example:
+        >>> encoder = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        >>> small = chunked(encoder, 32)
+        >>> logits = small(torch.randn(256, 4)) @ small(torch.randn(256, 4)).T       # 256 x 256: looks across rows
+        >>> nn.functional.cross_entropy(logits, torch.arange(256)).backward()
+        >>> list(small.state_dict())
+        ['0.weight', '0.bias', '2.weight', '2.bias']
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"`module` must be a torch.nn.Module, so that its parameters are known. "
+            f"Received: {module!r} of type {type(module).__name__}."
+        )
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "`module` is a DistributedDataParallel, which expects one forward pass per backward pass. Chunk what "
+            "it wraps: DistributedDataParallel(chunked(encoder, ...))."
+        )
+    if batch_norm == "exact" and keep:
+        raise ValueError(
+            f'batch_norm="exact" recomputes every micro-batch. Received: keep={keep!r} with it; leave it at 0.'
+        )
+    policy = BatchNormPolicy(
+        batch_norm,
+        module,
+        moved_once=True,
+        remedy='Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.',
+    )
+    if out_dims is None:
+        out_dims = batch_dims if isinstance(batch_dims, int) else 0
+    size, kept = checked_count(micro_batch_size, "micro_batch_size"), checked_count(keep, "keep", least=0)
+    return Chunked(module, policy, size, kept, batch_dims, out_dims, offload)
+
+
+class Chunked(nn.Module):
+    """What `chunked` makes."""
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: BatchNormPolicy,
+        micro_batch_size: int,
+        keep: int,
+        batch_dims: BatchDims,
+        out_dims: BatchDims,
+        offload: bool,
+    ) -> None:
+        training = module.training
+        super().__init__()
+        self.__dict__["module"] = module  # not as a submodule, which would prefix every key
+        for shared in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
+            self.__dict__[shared] = module.__dict__[shared]
+        self.training = training
+        self.policy = policy
+        self.micro_batch_size, self.keep, self.offload = micro_batch_size, keep, offload
+        self.batch_dims, self.out_dims = batch_dims, out_dims
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the two passes are no graph; compile the module inside instead
+            return torch._dynamo.disable(self._forward)(*args, **kwargs)
+        return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = Inputs(args, kwargs)
+        dims = self._dims_of(inputs)
+        sizes = even_sizes(number_of_rows(inputs, dims), self.micro_batch_size)
+        _check_not_sharded_inside(self.module)
+        is_exact = self.policy.choice == "exact" and bool(batch_norms(self.module))
+        # A SyncBatchNorm's ranks exchange statistics in one way, also where one of them has a single micro-batch.
+        spans_ranks = is_exact and any(ranks_of(layer) > 1 for _, layer in batch_norms(self.module))
+        if len(sizes) <= 1 and not spans_ranks:
+            with self.policy.recomputation():
+                return self.module(*args, **kwargs)
+        kind = functools.partial(ExactCall, offload=self.offload) if is_exact else Call
+        call = kind(self.module, self.policy, inputs, dims, self.out_dims, sizes)
+        tensors = [leaf for _, leaf in leaves(inputs) if isinstance(leaf, Tensor)]
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
+            raise ValueError("`module` has lazy parameters without a shape yet: call it on a few rows first.")
+        differentiated = torch.is_grad_enabled() and bool(parameters or any(tensor.requires_grad for tensor in tensors))
+        kept = min(self.keep, len(sizes)) if differentiated else 0
+        with self.policy.window():
+            return call.run(len(sizes) - kept, parameters if differentiated else None, tensors)
+
+    def verify(self, *args: Any, **kwargs: Any) -> None:
+        """Check on these inputs' first rows that the module is per row, by comparing two chunkings of them.
+
+        Raises:
+            NotEquivalentError: It isn't; the message names the first layer whose outputs depend on other rows.
+
+        Example:
+            >>> chunked(nn.Linear(4, 2), 32).verify(torch.randn(256, 4))
+        """
+        inputs = Inputs(args, kwargs)
+        dims = self._dims_of(inputs)
+        rows = min(number_of_rows(inputs, dims), max(self.micro_batch_size, 2))
+        per_row = frozen(self.module) if self.policy.choice in ("exact", "frozen") else contextlib.nullcontext()
+        with per_row:
+            verify_per_row(self.module, lambda part: take(inputs, part, dims), rows, self.out_dims)
+
+    def _dims_of(self, inputs: Inputs) -> BatchDims:
+        """`batch_dims` as a prefix of `Inputs`."""
+        dims = self.batch_dims
+        if dims is None or isinstance(dims, int):
+            return dims
+        if not isinstance(dims, Mapping):
+            return Inputs(tuple(dims), dict.fromkeys(inputs.kwargs, 0))
+        signature = inspect.signature(self.module.forward)
+        names = [name for name, p in signature.parameters.items() if p.kind is not p.KEYWORD_ONLY]
+        unknown = set(dims) - set(signature.parameters) - set(inputs.kwargs)
+        if unknown:
+            raise ValueError(
+                f"`batch_dims` names {sorted(unknown)}, which {type(self.module).__name__}.forward{signature} doesn't "
+                "have."
+            )
+        return Inputs(
+            tuple(dims.get(name, 0) for name in (names + [""] * len(inputs.args))[: len(inputs.args)]),
+            {name: dims.get(name, 0) for name in inputs.kwargs},
+        )
+
+    # The module's own, in every respect but `forward`.
+
+    @property
+    def training(self) -> bool:
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "module" in self.__dict__:
+            self.module.training = mode
+
+    def train(self, mode: bool = True) -> Chunked:
+        self.module.train(mode)
+        return self
+
+    def apply(self, fn: Any) -> Chunked:
+        self.module.apply(fn)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Chunked:
+        self.module._apply(fn, recurse)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.module._load_from_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module":  # not there yet, as while unpickling
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def extra_repr(self) -> str:
+        return f"{type(self.module).__name__}, micro_batch_size={self.micro_batch_size}"
+
+
+def _check_not_sharded_inside(module: nn.Module) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for path, layer in module.named_modules() if fsdp is not None else ():
+        if isinstance(layer, fsdp.FSDPModule):  # type: ignore[union-attr]  # not None here
+            raise ValueError(
+                f"{path or 'The module'!r} inside a chunked module is sharded by fully_shard, which would reduce the "
+                "gradients of each micro-batch by itself. Shard around it: fully_shard(chunked(encoder, ...))."
+            )

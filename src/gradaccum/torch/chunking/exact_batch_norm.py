@@ -1,0 +1,344 @@
+"""BatchNorm over the large batch, in micro-batches: outputs, gradients and running statistics are the large batch's.
+
+The model is cut at its BatchNorm layers. Forward, each segment runs over all micro-batches before the next one starts,
+and in between the layer's mean and variance are pooled over all rows. What the layers normalise is kept, and the little
+else that later segments need; activations inside segments are not. Backward goes through the segments in reverse:
+each is run again, micro-batch by micro-batch, and at a layer
+
+    dx = w / sigma (dy - mean(dy) - xhat mean(dy xhat))        with means over all rows
+
+needs sums over all micro-batches, which have all reached it by then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from gradaccum.on_torch.backward import run_backward
+from gradaccum.on_torch.batch import concatenate, leaves
+from gradaccum.torch.batch_norm import BatchNormPolicy, Pool, move_running_statistics, summed_over_ranks
+from gradaccum.torch.chunking.recompute import Buffers, Surroundings, swapped
+from gradaccum.torch.chunking.segments import Boundary, Cut, Segment, cut
+from gradaccum.torch.chunking.two_passes import (
+    Call,
+    Inputs,
+    Leaves,
+    handed_out,
+    tensors_of,
+    with_gradients,
+    with_tensors,
+    without_tensors,
+)
+
+__all__ = ["ExactCall"]
+
+
+@dataclasses.dataclass
+class Kept:
+    """A value of one micro-batch that crosses a BatchNorm layer, on its device or in host memory."""
+
+    skeleton: Any
+    tensors: list[Tensor]
+    devices: list[torch.device]
+
+    @classmethod
+    def of(cls, value: Any, offload: bool) -> Kept:
+        tensors = [tensor.detach() for tensor in tensors_of(value)]
+        devices = [tensor.device for tensor in tensors]
+        return cls(without_tensors(value), [_in_host_memory(t) for t in tensors] if offload else tensors, devices)
+
+    def fetched(self) -> list[Tensor]:
+        return [t.to(device, non_blocking=True) for t, device in zip(self.tensors, self.devices, strict=True)]
+
+
+def _in_host_memory(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)  # on the stream that will fetch it
+
+
+@dataclasses.dataclass
+class Normalisation:
+    """A BatchNorm layer's statistics over the large batch."""
+
+    boundary: Boundary
+    count: float
+    mean: Tensor
+    variance: Tensor
+    """Biased, as rows are normalised with."""
+
+    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return nn.functional.batch_norm(x, self.mean, self.variance, weight, bias, False, 0.0, self.boundary.eps)
+
+    def through_statistics(self, weight: Tensor, to_weight: Tensor, to_bias: Tensor) -> Callable[[Tensor], Tensor]:
+        """What a row's gradient gets through the mean and the variance, as a function of the row.
+
+        It is what the formula above subtracts. `to_weight` and `to_bias` are this rank's sums of dy xhat and dy.
+        """
+        to_weight, to_bias = summed_over_ranks(self.boundary.layer, to_weight, to_bias)
+        deviation = (self.variance + self.boundary.eps).rsqrt()
+        scale = weight * deviation / self.count
+        constant, slope = scale * to_bias, scale * deviation * to_weight
+
+        def rest(x: Tensor) -> Tensor:
+            shape = [1, -1] + [1] * (x.dim() - 2)
+            centred = x.to(slope.dtype) - self.mean.view(shape)
+            return torch.addcmul(constant.view(shape), centred, slope.view(shape)).to(x.dtype)
+
+        return rest
+
+
+class ExactCall(Call):
+    """One call of a module whose BatchNorm layers normalise over all micro-batches.
+
+    Raises:
+        ValueError: The module can't be cut; the message names the line.
+    """
+
+    def __init__(
+        self, module: nn.Module, policy: BatchNormPolicy, inputs: Inputs, *where: Any, offload: bool = False
+    ) -> None:
+        super().__init__(module, policy, inputs, *where)
+        for path, leaf in leaves(inputs):
+            if hasattr(leaf, "shape") and not isinstance(leaf, Tensor):
+                raise ValueError(f'batch_norm="exact" takes tensors. Received: {path.removeprefix(".")} = {leaf!r}.')
+        self.offload = offload
+        self.cut: Cut = cut(module, self.skeleton, len(self.paths), with_tensors)
+        self.normalisations: dict[fx.Node, Normalisation] = {}
+        self.kept: dict[fx.Node, list[Kept]] = {}
+        self.segment_buffers: list[Buffers] = []
+
+    def run(self, recomputed: int, parameters: Sequence[Tensor] | None, tensors: Sequence[Tensor]) -> Any:
+        if parameters is None:
+            return self.outputs(tensors)
+        self.parameter_ids = [id(parameter) for parameter in parameters]
+        flat = ExactTwoPasses.apply(self, *parameters, *tensors)
+        return with_tensors(self.output_skeleton, flat)
+
+    def outputs(self, tensors: Sequence[Tensor], keep: bool = False) -> Any:
+        """The outputs of all micro-batches; `keep` what crosses the BatchNorm layers, or drop it after its last use."""
+        outputs: list[Any] = []
+        for number, segment in enumerate(self.cut.segments):
+            buffers = Buffers(nn.ModuleList(segment.modules))
+            self.segment_buffers.append(buffers)
+            made: dict[fx.Node, list[Kept]] = {node: [] for node in segment.stores}
+            source = None if segment.boundary is None else segment.boundary.source
+            pool = self._pooled_before(source)
+            here = Surroundings(self.devices)
+            for index, rows in enumerate(self.slices):
+                values = self._values(segment, tensors, index)
+                loaded = [
+                    (node, kept) for node in segment.loads if node in self.kept for kept in [self.kept[node][index]]
+                ]
+                versions = [[tensor._version for tensor in kept.tensors] for _, kept in loaded]
+                with buffers.lent(rows.stop - rows.start):
+                    self.cut.run(segment, values)
+                self.surroundings[number, index], here = here, here.leave()
+                for (node, kept), before in zip(loaded, versions, strict=True):
+                    if [tensor._version for tensor in kept.tensors] != before:
+                        raise ValueError(
+                            f"A value is edited in place across a BatchNorm layer: what was made in {_line(node)} is "
+                            'changed after a later layer, so batch_norm="exact" can\'t cut the model there. Edit a '
+                            "clone of it."
+                        )
+                for node in segment.stores:
+                    made[node].append(Kept.of(values[node], self.offload))
+                    if node is source:
+                        pool = Pool.of(values[node]).onto(pool)
+                if segment.boundary is None:
+                    outputs.append(self.cut.returned(values))
+                    self._check_rows(outputs[-1], index)
+                del values
+            buffers.move()
+            self.kept.update(made)
+            if segment.boundary is not None:
+                assert pool is not None
+                self._normalise(segment.boundary, pool)
+            if not keep:
+                for node in set(self.kept) - self.cut.read_after(number):
+                    del self.kept[node]
+        return concatenate(outputs, self.out_dims)
+
+    def _values(self, segment: Segment, tensors: Sequence[Tensor], index: int) -> dict[fx.Node, Any]:
+        """What a segment loads of a micro-batch, without gradients."""
+        sliced = dict(zip(self.cut.inputs, self.pieces(tensors, index), strict=True))
+        values: dict[fx.Node, Any] = {}
+        for node in segment.loads:
+            if node in sliced:
+                values[node] = sliced[node]
+            elif node in self.normalisations:
+                normalised = self.normalisations[node]
+                (x,) = self.kept[normalised.boundary.source][index].fetched()
+                values[node] = normalised(x, normalised.boundary.weight, normalised.boundary.bias)
+            else:
+                kept = self.kept[node][index]
+                values[node] = with_tensors(kept.skeleton, kept.fetched())
+        return values
+
+    def _pooled_before(self, source: fx.Node | None) -> Pool | None:
+        """The statistics of what an earlier segment has made for the next layer, if so."""
+        pool: Pool | None = None
+        for kept in self.kept.get(source, []) if source is not None else []:
+            pool = Pool.of(*kept.fetched()).onto(pool)
+        return pool
+
+    def _normalise(self, boundary: Boundary, pool: Pool) -> None:
+        """Fix what a layer normalises with, given its statistics over all rows, and move its running ones."""
+        pool = pool.over_ranks(boundary.layer)
+        if pool.count < 2:
+            raise ValueError(
+                f"BatchNorm needs more than one value per channel in training mode: {_line(boundary.node)}."
+            )
+        dtype = next((t.dtype for t in (boundary.weight, boundary.running_mean) if t is not None), pool.mean.dtype)
+        mean, variance = pool.mean.to(dtype), (pool.deviations / pool.count).to(dtype)
+        self.normalisations[boundary.node] = Normalisation(boundary, pool.count, mean, variance)
+        if boundary.layer is not None:
+            move_running_statistics(boundary.layer, pool.mean, pool.unbiased_variance)
+        elif boundary.running_mean is not None and boundary.running_var is not None:
+            # A layer with a forward of its own has counted this batch, and derived its momentum, while it was recorded.
+            for running, new_value in (
+                (boundary.running_mean, pool.mean),
+                (boundary.running_var, pool.unbiased_variance),
+            ):
+                running.data.lerp_(new_value.to(running.dtype), boundary.momentum or 0.0)
+
+
+def _line(node: fx.Node) -> str:
+    return node.meta.get("line") or f"node {node.name}"
+
+
+class ExactTwoPasses(torch.autograd.Function):
+    """All segments forward, and all segments back."""
+
+    @staticmethod
+    def forward(ctx: Any, call: ExactCall, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        outputs = call.outputs(tensors[len(call.parameter_ids) :], keep=True)
+        # Autograd frees what it saves as soon as backward is through.
+        every = [kept for of_node in call.kept.values() for kept in of_node]
+        ctx.save_for_backward(*tensors, *(tensor for kept in every for tensor in kept.tensors))
+        for kept in every:
+            kept.tensors = []
+        return handed_out(ctx, call, outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        call: ExactCall = ctx.call
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                'batch_norm="exact" has first derivatives only: create_graph=True needs the large batch\'s graph.'
+            )
+        needed = ctx.needs_input_grad[1:]
+        saved = iter(ctx.saved_tensors)
+        tensors = [next(saved) for _ in needed]
+        kept = {
+            node: [dataclasses.replace(one, tensors=[next(saved) for _ in one.devices]) for one in of_node]
+            for node, of_node in call.kept.items()
+        }
+        if all(grad is None for grad in grads):
+            return (None,) * (1 + len(tensors))
+        return (None, *Backward(call, tensors, needed, kept).run(grads))
+
+
+class Backward:
+    """The second pass: segments in reverse, micro-batches within them."""
+
+    def __init__(
+        self,
+        call: ExactCall,
+        tensors: Sequence[Tensor],
+        needed: Sequence[bool],
+        kept: dict[fx.Node, list[Kept]],
+    ) -> None:
+        self.call, self.kept = call, kept
+        self.sums = Leaves(call, tensors, needed)
+        self.gradients: dict[fx.Node, list[list[Tensor | None]]] = {}
+        """Of each value that crosses a BatchNorm layer: of each micro-batch, of each of its tensors."""
+        self.affine = {node: self._affine(normalised) for node, normalised in call.normalisations.items()}
+
+    def _affine(self, normalised: Normalisation) -> tuple[Tensor, Tensor]:
+        """A layer's weight and bias as leaves of this layer's own, whose gradients are the sums over rows it needs."""
+        boundary, mean = normalised.boundary, normalised.mean
+        weight = torch.ones_like(mean) if boundary.weight is None else boundary.weight.detach()
+        bias = torch.zeros_like(mean) if boundary.bias is None else boundary.bias.detach()
+        return weight.detach().requires_grad_(), bias.detach().requires_grad_()
+
+    def run(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the parameters and inputs, given those of the outputs."""
+        segments, pieces = self.call.cut.segments, self.call.cut_gradients(grads, len(self.call.sizes))
+        with swapped(self.call.module, self.sums.parameters), self.call.random_kept():
+            for number in reversed(range(len(segments))):
+                for index in range(len(self.call.slices)):
+                    self._segment(number, index, pieces[index])
+                for node in segments[number].stores:
+                    self.gradients.pop(node, None)
+                if number:
+                    self._through_statistics(segments[number - 1].boundary)
+        return self.sums.gradients()
+
+    def _segment(self, number: int, index: int, grads: Sequence[Tensor | None]) -> None:
+        call, segment = self.call, self.call.cut.segments[number]
+        inputs = self.sums.of(call.pieces(self.sums.inputs, index))
+        values: dict[fx.Node, Any] = {}
+        leaves_of: list[tuple[fx.Node, list[Tensor]]] = []
+        with torch.enable_grad():
+            for node in segment.loads:
+                if node in call.normalisations:
+                    normalised = call.normalisations[node]
+                    source = normalised.boundary.source
+                    x = [tensor.detach().requires_grad_() for tensor in self.kept[source][index].fetched()]
+                    values[node] = normalised(x[0], *self.affine[node])
+                    leaves_of.append((source, x))
+                elif node in self.kept:
+                    kept = self.kept[node][index]
+                    copies = [tensor.detach() for tensor in kept.fetched()]
+                    made = [t.requires_grad_(t.is_floating_point() or t.is_complex()) for t in copies]
+                    values[node] = with_tensors(kept.skeleton, made)
+                    leaves_of.append((node, made))
+            values.update(zip(call.cut.inputs, inputs, strict=True))
+            with call.surroundings[number, index].again(), call.segment_buffers[number].lent():
+                call.cut.run(segment, values)
+            reached: list[Tensor] = []
+            given: list[Tensor] = []
+            if segment.boundary is None:
+                reached, given = with_gradients(call.cut.returned(values), grads)
+            for node in segment.stores:
+                if node in self.gradients:
+                    for tensor, gradient in zip(tensors_of(values[node]), self.gradients[node][index], strict=True):
+                        if gradient is not None and tensor.requires_grad:
+                            reached.append(tensor)
+                            given.append(gradient)
+                    self.gradients[node][index] = []
+        del values
+        if reached:
+            run_backward(reached, given)
+        for node, tensors in leaves_of:
+            so_far = self.gradients.setdefault(node, [[None] * len(k.devices) for k in self.kept[node]])[index]
+            for place, tensor in enumerate(tensors):
+                if tensor.grad is not None:
+                    known = so_far[place]
+                    so_far[place] = tensor.grad if known is None else known + tensor.grad
+        self.sums.add(inputs, call.slices[index])
+
+    def _through_statistics(self, boundary: Boundary | None) -> None:
+        """All gradients have reached a layer's output: pass on what goes through its mean and variance."""
+        assert boundary is not None
+        weight, bias = self.affine[boundary.node]
+        if weight.grad is None or bias.grad is None:
+            return
+        rest = self.call.normalisations[boundary.node].through_statistics(weight.detach(), weight.grad, bias.grad)
+        for kept, gradients in zip(self.kept[boundary.source], self.gradients[boundary.source], strict=True):
+            (subtracted,) = (rest(x) for x in kept.fetched())
+            gradients[0] = -subtracted if gradients[0] is None else gradients[0].sub_(subtracted)
+        for parameter, leaf in ((boundary.weight, weight), (boundary.bias, bias)):
+            own = None if parameter is None else self.sums.parameters.get(id(parameter))
+            if own is not None and own.requires_grad:
+                assert leaf.grad is not None
+                own.grad = leaf.grad if own.grad is None else own.grad + leaf.grad

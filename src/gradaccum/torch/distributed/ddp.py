@@ -1,0 +1,286 @@
+"""DistributedDataParallel: hold its reduction back, let it happen, or bring it about."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradaccum.on_torch.batch import leaves
+
+__all__ = ["Replicas"]
+
+logger = logging.getLogger("gradaccum")
+
+LOOKS = 10
+"""In how many reductions to look for what DDP logs about itself: it does so in the first ten."""
+
+
+class Replicas:
+    """The DDP models whose gradients an optimizer takes.
+
+    DDP reduces in the backward pass of a forward pass that ran with `require_backward_grad_sync`, so that flag is set
+    one micro-batch ahead. Where no backward pass comes to carry the reduction, `reduce` has DDP do the very same one:
+    the same buckets in the same order through the same communication hooks, so one rank's by hand meets another's in
+    backward.
+
+    Args:
+        models: The DDP modules, in the same order on every rank.
+        parameters: The optimizer's.
+        wide: Gradients may be wider than their parameters, and than DDP's buckets: they are reduced without those.
+        on_forward: Called when a forward pass that will reduce is done.
+        on_backward: Called when its backward pass starts.
+    """
+
+    in_step = False
+    """Whether all ranks must run the same passes."""
+
+    def __init__(
+        self,
+        models: Sequence[DistributedDataParallel],
+        parameters: Sequence[Tensor],
+        wide: bool,
+        on_forward: Callable[[], None],
+        on_backward: Callable[[], None],
+    ) -> None:
+        self.models = list(models)
+        self.group: dist.ProcessGroup = self.models[0].process_group
+        self.members: list[int] = dist.get_process_group_ranks(self.group)
+        _check_covered(self.models, parameters)
+        self.wide = wide
+        # Reductions of several models would start in the order of backward: by hand, every rank keeps one order.
+        self.by_hand = wide or len(self.models) > 1
+        for model in self.models:
+            _without_static_graph(model)
+            model.require_forward_param_sync = False  # DDP's constructor has synchronised the buffers
+        self._reduced = [_reduced_parameters(model) for model in self.models]
+        self._first: Tensor | None = None
+        self._looks = LOOKS
+        if wide and any(getattr(model, "_comm_hooks", None) for model in self.models):
+            logger.warning("accumulate_dtype: gradients are reduced in it directly, without DDP's communication hook")
+        this_forward, this_backward = weakref.WeakMethod(on_forward), weakref.WeakMethod(on_backward)
+
+        def backward_starts(gradient: Tensor) -> None:
+            tell = this_backward()
+            if tell is not None:
+                tell()
+
+        @torch.compiler.disable
+        def forward_done(model: Any, inputs: Any, outputs: Any) -> None:
+            tell = this_forward()
+            if tell is None or not model.require_backward_grad_sync or not torch.is_grad_enabled():
+                return
+            tell()
+            for _, leaf in leaves(outputs):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(backward_starts)
+
+        self._hooks = [model.register_forward_hook(forward_done) for model in self.models]
+
+    def hold(self, closes: bool, reduces: bool = False) -> None:
+        """Whether the next forward pass is of a micro-batch whose backward pass closes the window, or reduces it."""
+        for model in self.models:
+            model.require_backward_grad_sync = closes or reduces
+
+    def before_reducing(self, tell: Callable[[], object]) -> bool:
+        """Have `tell` called in the backward pass that has started, before anything is reduced. Returns whether it can.
+
+        It can't in the first few reductions, before DDP says which gradients it sends first, and where parameters may
+        be left out.
+        """
+        if self._first is None and self._looks:
+            self._looks -= 1
+            self._first = _last_of_the_first_bucket(self.models[0], self._reduced[0])
+        if self._first is None:
+            return False
+
+        def arrived(parameter: Tensor) -> None:
+            handle.remove()
+            tell()
+
+        handle = self._first.register_post_accumulate_grad_hook(arrived)
+        return True
+
+    def starts(self) -> None:
+        """The backward pass that reduces has started; more forward passes of this micro-batch belong to it no more."""
+        self.hold(False)
+
+    def reduce(self) -> None:
+        """Bring the sums in `p.grad` to their mean over the ranks, outside of a backward pass. All ranks take part."""
+        for model, parameters in zip(self.models, self._reduced):
+            if self.wide:
+                _reduce_flat(parameters, model.process_group, model.bucket_bytes_cap)
+            else:
+                _reduce_by(model, parameters)
+
+    def scale(self, factor: float) -> None:
+        """Nothing: the parameters' own hooks can multiply what arrives."""
+
+    def clear(self) -> None:
+        """Drop what an open window has added up beside `p.grad`: nothing."""
+
+    def elsewhere(self) -> list[Tensor]:
+        """What an open window has added up beside `p.grad`."""
+        return []
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """A tensor's sum over the ranks."""
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def settle(self) -> None:
+        """After a window, do what DDP would do in the next forward pass, which not all ranks may have."""
+        for model in self.models:
+            model.reducer._rebuild_buckets()
+            if model.will_sync_module_buffers() and not hasattr(model, "buffer_hook"):
+                model._sync_buffers()
+                model.require_forward_param_sync = False
+
+    def remove(self) -> None:
+        """Leave the models as they were found."""
+        for hook in self._hooks:
+            hook.remove()
+        self.hold(True)
+
+
+def _reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters in the order in which DDP's reducer counts them."""
+    ignored = getattr(model, "parameters_to_ignore", ())
+    return [p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
+
+
+def _last_of_the_first_bucket(model: DistributedDataParallel, parameters: list[nn.Parameter]) -> Tensor | None:
+    """The parameter whose gradient is the last that DDP waits for before it reduces any; None if that is unknown."""
+    buckets = str(model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", ""))
+    indices = buckets.split(",")[0].split()
+    return parameters[int(indices[-1])] if indices else None
+
+
+def _check_covered(models: Sequence[DistributedDataParallel], parameters: Sequence[Tensor]) -> None:
+    covered = {parameter for model in models for parameter in model.parameters()}
+    outside = [parameter for parameter in parameters if parameter.requires_grad and parameter not in covered]
+    if outside:
+        raise ValueError(
+            f"{len(outside)} of the optimizer's parameters (the first of shape {tuple(outside[0].shape)}) are in none "
+            "of `model`'s DistributedDataParallel modules, so their gradients would differ from rank to rank. Make "
+            "them part of the model before DDP wraps it."
+        )
+
+
+class _Reduction(torch.autograd.Function):
+    """A backward pass in which nothing is computed, and every gradient is ready."""
+
+    @staticmethod
+    def forward(ctx: Any, ready: Callable[[], None], leaf: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.ready, ctx.parameters = ready, len(parameters)
+        return torch.zeros_like(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.ready()
+        return (None, gradients[0].clone(), *([None] * ctx.parameters))
+
+
+class _InPlaceOf(nn.Module):
+    """Stands in for DDP's module in a forward pass that only starts a reduction."""
+
+    def __init__(self, module: nn.Module, output: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self._module, self._output = [module], output
+
+    def forward(self, _: Tensor) -> Tensor:
+        return self._output()
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return self._module[0].named_buffers(*args, **kwargs)  # the ones that DDP may be about to broadcast
+
+
+def _reduce_by(model: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
+    """Have DDP reduce what is in `p.grad` as if a backward pass had just added nothing to it.
+
+    The parameters' own hooks don't see it: the pass ends before them, and tells DDP's reducer that they are ready.
+    """
+    leaf = torch.zeros((), device=parameters[0].device, requires_grad=True)
+    reachable = [parameter for parameter in parameters if parameter.requires_grad]
+
+    def ready() -> None:
+        for index in range(len(parameters)):
+            model.reducer._autograd_hook(index)  # type: ignore[attr-defined]  # DDP calls it, too, for mixed precision
+
+    module = model.module
+    with torch.enable_grad(), _sparse_gradients(module):
+        model.require_backward_grad_sync = True
+        model.module = _InPlaceOf(module, lambda: _Reduction.apply(ready, leaf, *reachable))
+        try:
+            output = DistributedDataParallel.forward(model, torch.zeros((), device=leaf.device))
+        finally:
+            model.module = module
+            model.require_backward_grad_sync = False
+        output.backward(inputs=[leaf])
+
+
+@contextlib.contextmanager
+def _sparse_gradients(module: nn.Module) -> Iterator[None]:
+    """DDP takes a missing gradient for zero, but not where it expects a sparse one."""
+    for part in module.modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.grad is None:
+            weight = part.weight
+            weight.grad = torch.zeros_like(weight, layout=torch.sparse_coo)
+    yield
+
+
+@torch.no_grad()
+def _reduce_flat(parameters: list[nn.Parameter], group: dist.ProcessGroup, bytes_at_once: int) -> None:
+    """Bring gradients of any dtype to their mean over the ranks, in flat buckets."""
+    size = dist.get_world_size(group)
+    bucket: list[nn.Parameter] = []
+    filled = 0
+
+    def flush() -> None:
+        nonlocal filled
+        if bucket:
+            flat = torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None])
+            dist.all_reduce(flat, group=group)
+            flat /= size
+            for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket])):
+                assert parameter.grad is not None
+                parameter.grad.copy_(part.view_as(parameter.grad))
+        bucket.clear()
+        filled = 0
+
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
+        if bucket and bucket[-1].grad is not None and bucket[-1].grad.dtype != parameter.grad.dtype:
+            flush()
+        bucket.append(parameter)
+        filled += parameter.numel() * parameter.grad.element_size()
+        if filled >= bytes_at_once:
+            flush()
+    flush()
+
+
+def _without_static_graph(model: DistributedDataParallel) -> None:
+    """DDP with `static_graph=True` counts the backward passes that don't reduce, too, and then waits for as many.
+
+    So its reducer is built again, as one that finds unused parameters, which a static graph may have.
+    """
+    if not model.static_graph:
+        return
+    logger.warning(
+        "static_graph=True cannot hold back DDP's reduction to the window's end. This model goes on as if it had been "
+        "wrapped with find_unused_parameters=True."
+    )
+    model.static_graph, model.find_unused_parameters = False, True
+    model._remove_autograd_hooks()
+    parameters, sparse = model._build_params_for_reducer()
+    model._ddp_init_helper(parameters, sparse, model._build_debug_param_to_name_mapping(parameters), False)
+    for hook, state in model._comm_hooks:
+        dist._register_comm_hook(model.reducer, state, hook)

@@ -1,0 +1,113 @@
+"""Finds out whether a model is replicated or sharded, and what keeps its windows together with the other ranks'."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradaccum.torch.distributed.ddp import Replicas
+from gradaccum.torch.distributed.fsdp import Shards, is_sharded, sharded_modules
+from gradaccum.torch.distributed.ranks import Ranks
+from gradaccum.torch.distributed.single_rank import SingleRank
+
+__all__ = ["check_noticed", "detect_ranks"]
+
+logger = logging.getLogger("gradaccum")
+
+
+def detect_ranks(
+    model: nn.Module | None,
+    parameters: Sequence[Tensor],
+    *,
+    steps: int | None = None,
+    by_hand: bool = False,
+    dtype: torch.dtype | None = None,
+    always: bool = False,
+    nonfinite: str = "propagate",
+) -> SingleRank:
+    """What keeps the windows of this model together with those of the other ranks, if there are any.
+
+    Args:
+        model: The model, or None.
+        parameters: The optimizer's parameters.
+        steps: The length of every window, or None if it varies.
+        by_hand: No backward pass may reduce, since the sum is finished only afterwards.
+        dtype: What narrower gradients are summed in, or None.
+        always: Reduce on every micro-batch.
+        nonfinite: What is done about NaN and infinity.
+    """
+    if model is None or not (dist.is_available() and dist.is_initialized()):
+        return SingleRank()
+    wide = dtype is not None and any(
+        p.is_floating_point() and torch.finfo(p.dtype).bits < torch.finfo(dtype).bits for p in parameters
+    )
+    replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    shards = sharded_modules(model) if not replicas else []
+    if not replicas and not shards:
+        return SingleRank()
+    if shards:
+        _check_shards(parameters, nonfinite, wide)
+
+    def engine(on_forward: Callable[[], None], on_backward: Callable[[], None]) -> Replicas | Shards:
+        if replicas:
+            return Replicas(replicas, parameters, wide, on_forward, on_backward)
+        return Shards(shards, always, on_forward, on_backward)
+
+    return Ranks(engine, parameters, steps=steps, by_hand=by_hand, always=always)
+
+
+def _check_shards(parameters: Sequence[Tensor], nonfinite: str, wide: bool) -> None:
+    if not any(is_sharded(parameter) for parameter in parameters):
+        raise ValueError(
+            "None of the optimizer's parameters is sharded, and `model` is: fully_shard has replaced them. Shard the "
+            "model first, then build the inner optimizer and its wrapper from it, on every rank."
+        )
+    if nonfinite == "skip_micro_batch":
+        raise ValueError(
+            "nonfinite='skip_micro_batch' looks at each micro-batch's gradient, which fully_shard does not show before "
+            "it is reduced. Use nonfinite='skip_window'."
+        )
+    if wide:
+        raise ValueError(
+            "accumulate_dtype is fully_shard's to choose: MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+            "reduce_dtype=torch.float32) sums and reduces bfloat16 gradients in float32."
+        )
+
+
+def check_noticed(model: nn.Module | None, parameters: Sequence[Tensor], ranks: SingleRank, steps: int | None) -> None:
+    """Raise, or warn, if these parameters are data-parallel, and the optimizer was not told so.
+
+    Raises:
+        ValueError: `model` was wrapped or sharded after the optimizer was built, or not given.
+    """
+    if ranks.several or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    own = {id(parameter) for parameter in parameters}
+    if model is not None and parameters and not any(id(parameter) in own for parameter in model.parameters()):
+        raise ValueError(
+            "None of the optimizer's parameters is in `model` any more: fully_shard has replaced them, perhaps. Shard "
+            "the model first, then build the inner optimizer and its wrapper from it, on every rank."
+        )
+    # By type, without isinstance: other objects may be proxies.
+    found = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    if not any(id(parameter) in own for replica in found for parameter in replica.parameters()):
+        return
+    if model is not None:
+        raise ValueError(
+            "`model` was wrapped in DistributedDataParallel after the optimizer was built, which holds back nothing "
+            "and weighs each rank the same. Wrap the model first, and pass that, on every rank: "
+            "Optimizer(..., model=ddp)."
+        )
+    told = (
+        "The parameters belong to a DistributedDataParallel model that the optimizer does not know: it reduces on "
+        "every micro-batch, and all ranks weigh the same whatever their rows. Pass model=ddp."
+    )
+    if steps != 1:
+        raise ValueError(told)
+    logger.warning(told)

@@ -1,0 +1,291 @@
+"""Why a window differs from the large batch: the module, the loss, the input or the buffer, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum.equivalence import Cause, Difference
+from gradaccum.on_torch.batch import children, map_leaves, rebuild, take, with_dims
+from gradaccum.torch.equivalence.loss_causes import loss_cause
+from gradaccum.torch.equivalence.row_dependence import Trace, mixing
+from gradaccum.torch.equivalence.trial import Outcome, Trial
+
+__all__ = ["find_causes", "input_cause", "nondeterminism_cause"]
+
+_NORMS = (nn.modules.batchnorm._BatchNorm,)
+
+
+def find_causes(
+    trial: Trial,
+    differences: Sequence[Difference],
+    partitions: Sequence[Sequence[Tensor]],
+    tolerance: float,
+) -> list[Cause]:
+    """Every cause that can be told apart in one go, the most certain first.
+
+    Args:
+        trial: The copy to try it on.
+        differences: What differs.
+        partitions: Those in which it does.
+        tolerance: The largest relative error that counts as rounding.
+    """
+    large = trial.trace(None)
+    causes, culprits = _module_causes(trial, large, partitions)
+    if not causes or any(cause.kind == "error" for cause in causes):
+        shared = _shared_input(trial, partitions, tolerance)
+        if shared is not None:
+            return [shared]
+    cause = _loss_cause(trial, bool(culprits))
+    if cause is not None:
+        causes.append(cause)
+    causes += _buffer_causes(large, differences, culprits, tolerance)
+    if not causes:
+        causes += _suspects(trial, large)
+    return causes or [_unknown(differences, tolerance)]
+
+
+def _loss_cause(trial: Trial, model_differs: bool) -> Cause | None:
+    """What is wrong with the loss, judged on the large batch's outputs; on the whole, where the model is innocent."""
+    try:
+        outputs = trial.outputs()
+        cause = loss_cause(trial, _splits(trial), outputs) if outputs.calls else None
+        if (not outputs.calls or not outputs.complete) and not model_differs:
+            cause = loss_cause(trial, _splits(trial), None)
+    except Exception:  # the loss fails on these parts: what fails is named where it fails
+        return None
+    return cause
+
+
+def nondeterminism_cause(trial: Trial, error: float) -> Cause:
+    """The large batch differs from itself: name the module, if it is one."""
+    found = mixing(trial.trace(None), trial.trace(None), trial.rows)
+    where = _where(found[0]) if found else "loss"
+    return Cause(
+        "nondeterminism",
+        where,
+        f"The same batch gives another gradient each time, by a relative error of {error:.2g}, with the same random "
+        f"state: look at '{where}' for state of its own, or randomness that torch, Python and NumPy don't seed, or try "
+        "torch.use_deterministic_algorithms(True).",
+    )
+
+
+# Modules.
+
+
+def _module_causes(trial: Trial, large: Trace, partitions: Sequence[Sequence[Tensor]]) -> tuple[list[Cause], list[str]]:
+    culprits: dict[str, Cause] = {}
+    for partition in partitions:
+        for rows in partition:
+            part = trial.trace(rows)
+            if part.failed is not None:
+                path, error = part.failed
+                where = "loss" if path == "loss" else _where(path)
+                culprits.setdefault(path, _failure(where, large.kinds.get(path), len(rows), error))
+            for path in mixing(large, part, trial.rows, taken=rows):
+                culprits.setdefault(path, _mixes(path, large.kinds[path]))
+        if culprits:
+            break
+    return list(culprits.values()), list(culprits)
+
+
+def _failure(where: str, module: nn.Module | None, rows: int, error: Exception) -> Cause:
+    kind = "batch_norm" if isinstance(module, _NORMS) else "error"
+    shown = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    return Cause(
+        kind,  # type: ignore[arg-type]  # one of two literals
+        where,
+        f"'{where}'{_of_type(module)} raises on a micro-batch of {rows} rows, and not on the large batch: "
+        f"{type(error).__name__}: {shown}",
+    )
+
+
+def _mixes(path: str, module: nn.Module) -> Cause:
+    where = _where(path)
+    if isinstance(module, _NORMS):
+        return Cause(
+            "batch_norm",
+            where,
+            f"'{where}' is a {type(module).__name__}: it normalises each micro-batch by itself. Use "
+            'batch_norm="exact", or GroupNorm.',
+        )
+    return Cause(
+        "mixes_rows",
+        where,
+        f"'{where}'{_of_type(module)} mixes rows: what it returns for a row depends on the other rows of the "
+        "micro-batch (a batch statistic, detached or not, a ranking or a capacity over the batch). Compute it per row, "
+        "or take it out of the model into the loss and use gradaccum.torch.chunked around what comes before.",
+    )
+
+
+def _suspects(trial: Trial, large: Trace) -> list[Cause]:
+    """Modules through which one row reaches another, found by changing a row and by making it NaN."""
+    found: list[str] = []
+    for batch in _perturbed(trial):
+        other = trial.trace(None, batch)
+        if other.failed is None:
+            found += [path for path in mixing(large, other, trial.rows, changed=0) if path not in found]
+    return [_mixes(path, large.kinds[path]) for path in found]
+
+
+def _perturbed(trial: Trial) -> Iterator[tuple[Any, ...]]:
+    """The batch with its first row replaced by another row, and with NaN in it."""
+    rows = torch.arange(trial.rows)
+    objective = trial.original
+    for other in (1, trial.rows - 1):
+        yield objective.take(trial.batch, torch.where(rows == 0, other, rows))
+    dims = iter(list(with_dims(trial.batch, objective.dims(trial.batch))))
+
+    def tainted(leaf: Any) -> Any:
+        _, _, dim = next(dims)
+        if dim is None or not leaf.is_floating_point():
+            return leaf
+        leaf = leaf.detach().clone()
+        leaf.select(dim, 0).fill_(float("nan"))
+        return leaf
+
+    yield map_leaves(tainted, trial.batch)
+
+
+# Inputs.
+
+
+def input_cause(batch: Any, batch_dims: Any, found: Sequence[tuple[str, Any, int]]) -> Cause:
+    """The tensor of a batch whose rows don't match those of the others.
+
+    Args:
+        batch: The batch as the user has it.
+        batch_dims: Where the rows were looked for.
+        found: The leaves that carry rows: path, tensor, dimension.
+    """
+    counts = [int(leaf.shape[dim]) for _, leaf, dim in found]
+    rows = max(sorted(set(counts), reverse=True), key=counts.count)
+    path, leaf, dim = next(entry for entry, count in zip(found, counts) if count != rows)
+    others = [other for other, size in enumerate(leaf.shape) if size == rows]
+    better = others[0] if others else None
+    listing = ", ".join(f"batch{p} {tuple(t.shape)}" for p, t, _ in found)
+    return Cause(
+        "input",
+        f"batch{path}",
+        f"batch{path} has {leaf.shape[dim]} entries in dimension {dim}, where the other tensors have {rows} rows "
+        f"({listing}). {_say_dims(batch, batch_dims, path, better)}",
+    )
+
+
+def _say_dims(batch: Any, batch_dims: Any, path: str, dim: int | None) -> str:
+    where = "is shared by all micro-batches" if dim is None else f"has its rows in dimension {dim}"
+    return f"If it {where}, say so: batch_dims={_dims_with(batch, batch_dims, path, dim)!r}."
+
+
+def _dims_with(batch: Any, batch_dims: Any, path: str, dim: int | None, here: str = "") -> Any:
+    """`batch_dims` as a prefix tree that says `dim` for the leaf at `path`, and what it said for the others."""
+    if here == path:
+        return dim
+    inside = children(batch)
+    if inside is None or not path.startswith(here):
+        return batch_dims
+    given = children(batch_dims)
+    values = []
+    for index, (suffix, _, child) in enumerate(inside):
+        below = given[index][2] if given is not None else batch_dims
+        hit = path == here + suffix or path.startswith((here + suffix + "[", here + suffix + "."))
+        values.append(_dims_with(child, below, path, dim, here + suffix) if hit else below)
+    return rebuild(batch, values)
+
+
+def _shared_input(trial: Trial, partitions: Sequence[Sequence[Tensor]], tolerance: float) -> Cause | None:
+    """A tensor of the batch that makes the difference: whole for every micro-batch, or split elsewhere, it is exact."""
+    objective, batch = trial.original, trial.batch
+    dims = objective.dims(batch)
+    large = trial.large()
+    for path, leaf, dim in [entry for entry in with_dims(batch, dims) if entry[2] is not None][:8]:
+        options = [None, *(other for other, size in enumerate(leaf.shape) if other != dim and size == trial.rows)]
+        for option in options:
+            trying = _dims_with(batch, dims, path, option)
+            try:
+                if all(entry[2] is None for entry in with_dims(batch, trying)):
+                    continue
+                outcomes = [trial.accumulated(partition, batch_dims=trying) for partition in partitions[:2]]
+            except Exception:  # this is no way to split it, then
+                continue
+            errors = [difference.error for outcome in outcomes for difference in outcome.differences(large)]
+            if max(errors) <= tolerance and _others_matter(trial, path, large, tolerance):
+                return Cause(
+                    "input",
+                    f"batch{path}",
+                    f"batch{path} is not per-row: split along dimension {dim} it gives another gradient. "
+                    f"{_say_dims(batch, dims, path, option)}",
+                )
+    return None
+
+
+def _others_matter(trial: Trial, path: str, large: Outcome, tolerance: float) -> bool:
+    """Whether the gradient depends on the rows of the other tensors: if not, leaving this one whole splits nothing."""
+    objective = trial.original
+    rest = _dims_with(trial.batch, objective.dims(trial.batch), path, None)
+    repeated = take(trial.batch, torch.arange(trial.rows).clamp(min=1), rest)
+    return max(difference.error for difference in trial.large(repeated).differences(large)) > tolerance
+
+
+# Buffers, and the rest.
+
+
+def _buffer_causes(
+    large: Trace, differences: Sequence[Difference], culprits: Sequence[str], tolerance: float
+) -> list[Cause]:
+    moved: dict[str, list[str]] = {}
+    for difference in differences:
+        if difference.part == "buffer" and not difference.error <= tolerance:
+            moved.setdefault(difference.group, []).append(difference.name.rpartition(".")[2])
+    causes = []
+    for path, names in moved.items():
+        if path in culprits:
+            continue
+        module = large.kinds.get(path)
+        if isinstance(module, _NORMS):  # behind a module that mixes rows itself, so that its inputs differ already
+            causes.append(_mixes(path, module))
+            continue
+        causes.append(
+            Cause(
+                "buffer",
+                _where(path),
+                f"'{_where(path)}'{_of_type(module)} moves its buffers ({', '.join(names)}) in every forward pass: "
+                "once per micro-batch, not once per update. Where that matters, move them once per update, after the "
+                "optimizer's step.",
+            )
+        )
+    return causes
+
+
+def _unknown(differences: Sequence[Difference], tolerance: float) -> Cause:
+    wrong = [d.group for d in differences if d.part == "gradient" and not d.error <= tolerance]
+    where = _where(wrong[-1]) if wrong else "loss"
+    return Cause(
+        "unknown",
+        where,
+        "The cause was not found: the forward pass agrees row by row in every module that could be compared. The last "
+        f"module whose gradient differs is '{where}': look behind it for a custom backward pass, or for state outside "
+        "the modules.",
+    )
+
+
+def _splits(trial: Trial) -> list[tuple[Tensor, Tensor]]:
+    """Two ways to cut the rows in two, of unequal sizes."""
+    cuts = sorted({max(1, trial.rows // 3), max(1, trial.rows - trial.rows // 4 - 1)})
+    generator = torch.Generator().manual_seed(1)
+    splits = []
+    for cut in cuts if len(cuts) > 1 else cuts * 2:
+        order = torch.randperm(trial.rows, generator=generator)
+        splits.append((order[:cut].sort().values, order[cut:].sort().values))
+    return splits
+
+
+def _where(path: str) -> str:
+    return path or "model"
+
+
+def _of_type(module: nn.Module | None) -> str:
+    return f" ({type(module).__name__})" if module is not None else ""

@@ -1,0 +1,250 @@
+"""Which rows a module's output depends on: fingerprints of every module's inputs and outputs, row by row."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum.on_torch.batch import leaves, map_leaves
+
+__all__ = ["Outputs", "Trace", "mixing"]
+
+_TOLERANCE = 1e-8
+"""Relative difference between fingerprints that counts as rounding, in float64; narrower dtypes get more."""
+
+
+@dataclass(frozen=True)
+class _Fingerprint:
+    """A tensor, projected on one number per index, for each of its first dimensions."""
+
+    shape: torch.Size
+    along: tuple[Tensor, ...]
+    precision: float
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Fingerprint:
+        tensor = tensor.detach()
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            tensor = tensor.to_dense() if not tensor.is_nested else tensor.to_padded_tensor(0.0)
+        precision = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
+        values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+        # Numbers that no honest value takes, so that a NaN is a change like any other.
+        values = values.nan_to_num(nan=1234.5678, posinf=4321.8765, neginf=-4321.8765)
+        along = []
+        for dim in range(min(tensor.dim(), 3)):
+            moved = values.movedim(dim, 0).flatten(1) if values.dim() > 1 else values.unsqueeze(1)
+            direction = torch.cos(1.0 + 12.9898 * torch.arange(moved.shape[1], dtype=values.dtype)).to(values.device)
+            along.append(moved @ direction)
+        return cls(tensor.shape, tuple(along) or (values.reshape(1),), precision)
+
+
+def _differs(ours: Tensor, theirs: Tensor, precision: float) -> bool:
+    scale = max(ours.abs().max().item(), theirs.abs().max().item()) if ours.numel() else 0.0
+    return bool(((ours - theirs).abs() > max(_TOLERANCE, 1e3 * precision) * scale).any()) if scale else False
+
+
+def _part_differs(whole: _Fingerprint, part: _Fingerprint, rows: int, taken: Tensor) -> bool | None:
+    """Whether a micro-batch's tensor is another than its rows of the large batch's; None where that can't be told."""
+    precision = max(whole.precision, part.precision)
+    if whole.shape == part.shape:  # shared by all micro-batches
+        return _differs(whole.along[0], part.along[0], precision)
+    if len(whole.shape) != len(part.shape):
+        return None
+    different = [dim for dim, (a, b) in enumerate(zip(whole.shape, part.shape)) if a != b]
+    if len(different) != 1 or different[0] >= len(whole.along):
+        return None
+    dim = different[0]
+    size, rest = divmod(whole.shape[dim], rows)
+    if rest or size * len(taken) != part.shape[dim]:
+        return None
+    expected = whole.along[dim].unflatten(0, (rows, size))[taken.to(whole.along[dim].device)].flatten()
+    return _differs(part.along[dim], expected, precision)
+
+
+def _others_differ(before: _Fingerprint, after: _Fingerprint, rows: int, changed: int) -> bool | None:
+    """Whether rows other than the changed one differ; None where the rows can't be found."""
+    if before.shape != after.shape:
+        return None
+    found = False
+    for old, new in zip(before.along, after.along):
+        size, rest = divmod(old.shape[0], rows)
+        if rest or not before.shape:
+            continue
+        found = True
+        keep = torch.arange(rows, device=old.device) != changed
+        precision = max(before.precision, after.precision)
+        # Where another dimension happens to have as many entries, all of them see the change: so one is enough.
+        if not _differs(old.unflatten(0, (rows, size))[keep], new.unflatten(0, (rows, size))[keep], precision):
+            return False
+    return found or None
+
+
+class Trace:
+    """Fingerprints of what goes into and comes out of every call of every module, in one forward pass.
+
+    Args:
+        model: A copy that this trace may put hooks on.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: dict[tuple[str, int], tuple[list[_Fingerprint], list[_Fingerprint]]] = {}
+        self.kinds: dict[str, nn.Module] = {}
+        self.failed: tuple[str, Exception] | None = None
+        self._inputs: list[tuple[str, list[_Fingerprint]]] = []
+        self._count: Counter[str] = Counter()
+        for path, module in model.named_modules():
+            self.kinds[path] = module
+            module.register_forward_pre_hook(self._before(path), with_kwargs=True, prepend=True)
+            module.register_forward_hook(self._after(path), with_kwargs=True)
+
+    def _before(self, path: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._inputs.append((path, _fingerprints((args, kwargs))))
+
+        return hook
+
+    def _after(self, path: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            while self._inputs and self._inputs[-1][0] != path:  # a call inside failed, and its failure was caught
+                self._inputs.pop()
+            _, inputs = self._inputs.pop()
+            self.calls[path, self._count[path]] = inputs, _fingerprints(output)
+            self._count[path] += 1
+
+        return hook
+
+    @contextlib.contextmanager
+    def failures(self) -> Iterator[None]:
+        """Note which module was running when the forward pass raised."""
+        try:
+            yield
+        except Exception as error:
+            self.failed = (self._inputs[-1][0] if self._inputs else "loss", error)
+
+
+def mixing(
+    large: Trace, other: Trace, rows: int, *, taken: Tensor | None = None, changed: int | None = None
+) -> list[str]:
+    """The innermost modules whose inputs agree and whose outputs don't.
+
+    Args:
+        large: The trace of the large batch.
+        other: Of the rows `taken`; or of the large batch with the row `changed`; or, with neither, of the large batch
+            once more.
+        rows: Rows of the large batch.
+    """
+
+    def differ(a: _Fingerprint, b: _Fingerprint) -> bool | None:
+        if taken is not None:
+            return _part_differs(a, b, rows, taken)
+        if changed is not None:
+            return _others_differ(a, b, rows, changed)
+        return _differs(a.along[0], b.along[0], max(a.precision, b.precision)) if a.shape == b.shape else True
+
+    found = []
+    for (path, call), (inputs, outputs) in large.calls.items():
+        if (path, call) not in other.calls:
+            continue
+        their_inputs, their_outputs = other.calls[path, call]
+        if len(inputs) != len(their_inputs) or len(outputs) != len(their_outputs) or not inputs:
+            continue
+        told = [differ(a, b) for a, b in zip(inputs, their_inputs)]
+        # An input of no rows (a mask, a number) that can't be compared is no reason to suspect the module.
+        if any(told) or all(verdict is None for verdict in told):
+            continue
+        # An output without rows is a reduction over the batch, a loss say: whether that adds up is not asked here.
+        pairs = [(a, b) for a, b in zip(outputs, their_outputs) if taken is None or a.shape != b.shape]
+        if any(differ(a, b) for a, b in pairs) and path not in found:
+            found.append(path)
+    return [path for path in found if not any(_is_inside(inner, path) for inner in found)]
+
+
+def _is_inside(inner: str, outer: str) -> bool:
+    return inner != outer and (not outer or inner.startswith(outer + "."))
+
+
+def _fingerprints(tree: Any) -> list[_Fingerprint]:
+    found = []
+    for _, leaf in leaves(tree):
+        if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__") and not callable(leaf):
+            inside = [value for _, value in leaves(dict(vars(leaf)))]  # a container of the user's own
+        else:
+            inside = [leaf]
+        found += [_Fingerprint.of(value) for value in inside if isinstance(value, Tensor) and value.numel()]
+    return found
+
+
+class Outputs:
+    """What a model returns for the large batch, one tree per call.
+
+    Args:
+        rows: Rows of the large batch.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.calls: list[Any] = []
+        self.complete = True
+        """Whether every tensor could be put in place so far."""
+        self._leaves: list[Tensor] = []
+
+    @contextlib.contextmanager
+    def kept(self, model: nn.Module) -> Iterator[None]:
+        """Keep what the model returns."""
+
+        def keep(leaf: Any) -> Any:
+            return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+        handle = model.register_forward_hook(lambda _, args, output: self.calls.append(map_leaves(keep, output)))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @contextlib.contextmanager
+    def replaced(self, model: nn.Module, rows: Tensor | None) -> Iterator[None]:
+        """Have the model return its rows of what was kept, in leaves whose gradient is the loss's alone."""
+        self._leaves = []
+        calls = iter(self.calls)
+
+        def replace(module: nn.Module, args: Any, output: Any) -> Any:
+            kept = next(calls, None)
+            try:
+                return map_leaves(lambda new, whole: self._part(new, whole, rows), output, kept)
+            except ValueError:  # another structure than the large batch's
+                self.complete = False
+                return output
+
+        handle = model.register_forward_hook(replace)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _part(self, new: Any, whole: Any, rows: Tensor | None) -> Any:
+        if not isinstance(new, Tensor) or not isinstance(whole, Tensor):
+            return new
+        leaf = whole.clone()
+        if leaf.is_floating_point():
+            self._leaves.append(leaf.requires_grad_())
+        if rows is None:
+            return leaf.clone()
+        different = [dim for dim, (a, b) in enumerate(zip(leaf.shape, new.shape)) if a != b]
+        if leaf.dim() == new.dim() and len(different) == 1:
+            dim = different[0]
+            if leaf.shape[dim] % self.rows == 0 and leaf.shape[dim] // self.rows * len(rows) == new.shape[dim]:
+                split = leaf.unflatten(dim, (self.rows, -1))
+                return split.index_select(dim, rows.to(leaf.device)).flatten(dim, dim + 1)
+        self.complete = False
+        return new
+
+    def gradients(self) -> Tensor:
+        """The gradient with respect to the whole of what was kept, in one vector."""
+        parts = [(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).flatten() for leaf in self._leaves]
+        return torch.cat(parts) if parts else torch.zeros(1)

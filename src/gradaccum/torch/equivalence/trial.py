@@ -1,0 +1,370 @@
+"""A copy of what the user trains, on which a batch can be run at once or in micro-batches, as often as needed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum.equivalence import Difference
+from gradaccum.on_torch.batch import BatchDims, map_leaves
+from gradaccum.torch.batch_norm import BatchNormChoice, frozen
+from gradaccum.torch.equivalence.row_dependence import Outputs, Trace
+from gradaccum.torch.equivalence.row_randomness import Replay
+from gradaccum.torch.loss import Objective
+from gradaccum.torch.train_step import TrainStep
+
+__all__ = ["Outcome", "Trial"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one way of computing a batch's gradient leaves behind."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+    def differences(self, expected: Outcome) -> list[Difference]:
+        """How far this is from `expected`: the loss, each gradient, each buffer that moved or differs."""
+        found = [Difference("loss", relative_error(self.loss, expected.loss), "loss")]
+        # A gradient that is zero but for rounding has no relative error of its own: floor its scale.
+        largest = max((_largest(g) for g in expected.gradients.values() if g is not None), default=0.0)
+        for name, theirs in expected.gradients.items():
+            ours = self.gradients[name]
+            if ours is None and theirs is None:
+                continue
+            some = theirs if theirs is not None else ours
+            assert some is not None
+            ours, theirs = (torch.zeros_like(some) if g is None else g for g in (ours, theirs))
+            found.append(Difference(name, relative_error(ours, theirs, 1e-3 * largest), "gradient", some.numel()))
+        for name, value in expected.buffers.items():
+            error = relative_error(self.buffers[name], value) if name in self.buffers else math.inf
+            found.append(Difference(name, error, "buffer", value.numel()))
+        return found
+
+
+class Trial:
+    """Runs a batch on fresh copies of model and loss, with the same random numbers for the same rows each time.
+
+    Args:
+        objective: The user's own; nothing of it is touched.
+        batch: The large batch, as the arguments that follow the model.
+        device: Where to compute.
+        dtype: What floating tensors are converted to; None leaves them.
+        batch_norm: As for `TrainStep`. `"frozen"` freezes both sides; `"exact"` and `"pooled"` have `TrainStep` itself
+            run the micro-batches, without random numbers.
+        neutral: Replace random numbers by their mean.
+
+    Raises:
+        TypeError: The model or the loss can't be copied.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        batch: tuple[Any, ...],
+        *,
+        device: torch.device,
+        dtype: torch.dtype | None = torch.float64,
+        batch_norm: BatchNormChoice = "warn",
+        neutral: bool = False,
+    ) -> None:
+        self.original = objective
+        self.batch_norm = batch_norm
+        self.by_train_step = batch_norm in ("exact", "pooled")
+        self.device, self.dtype = device, dtype
+
+        def converted(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            floating = dtype if leaf.is_floating_point() else None
+            return leaf.detach().clone().to(device=device, dtype=floating).requires_grad_(leaf.requires_grad)
+
+        self.batch = map_leaves(converted, batch)
+        self.rows = objective.rows(self.batch)
+        self.replay = Replay(self.rows, neutral=neutral or self.by_train_step)
+        self._things = _copy_all(_things(objective), {}, self._convert)
+        parameters = [p for module in _modules(self._things) for p in module.parameters()]
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
+            raise ValueError("The model has lazy layers whose sizes aren't known yet: run it once before the check.")
+        self._shared = {id(p): p for p in parameters if p.requires_grad}
+        if not self._shared:
+            raise ValueError("No parameter of the model requires a gradient: there is nothing to compare.")
+
+    def _convert(self, thing: Any) -> Any:
+        return thing.to(device=self.device, dtype=self.dtype if _floating(thing) else None)
+
+    @contextlib.contextmanager
+    def _fresh(self, batch_dims: BatchDims | None = None) -> Iterator[Objective]:
+        """An objective on a fresh copy of everything but the trained parameters, whose gradients start empty."""
+        for parameter in self._shared.values():
+            parameter.grad = None
+        things = _copy_all(self._things, dict(self._shared), lambda thing: thing)
+        objective = _rebuilt(self.original, things, batch_dims)
+        freezing = frozen(objective.model) if self.batch_norm == "frozen" else contextlib.nullcontext()
+        with freezing, torch.enable_grad(), self.replay:
+            yield objective
+
+    def _whole(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        return map_leaves(
+            lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf,
+            batch,
+        )
+
+    def _outcome(self, objective: Objective, loss: Tensor) -> Outcome:
+        gradients: dict[str, Tensor | None] = {}
+        buffers: dict[str, Tensor] = {}
+        for prefix, module in _named_modules(objective):
+            persistent = module.state_dict(keep_vars=True)
+            for name, parameter in module.named_parameters(prefix):
+                if parameter.requires_grad:
+                    grad = parameter.grad
+                    gradients[name] = None if grad is None else grad.detach().to_dense()
+            for name, value in persistent.items():
+                if isinstance(value, Tensor) and id(value) not in self._shared:
+                    buffers[f"{prefix}.{name}" if prefix else name] = value.detach().clone()
+        for parameter in self._shared.values():
+            parameter.grad = None
+        return Outcome(loss.detach(), gradients, buffers)
+
+    def large(self, batch: tuple[Any, ...] | None = None) -> Outcome:
+        """The batch at once."""
+        with self._fresh() as objective:
+            self.replay.start(None)
+            loss = objective.whole(self._whole(self.batch if batch is None else batch))
+            if not loss.requires_grad:
+                raise ValueError(
+                    "The loss has no gradient: it was computed without gradients (under torch.no_grad(), or by "
+                    ".item(), detach() or argmax), or doesn't depend on the model."
+                )
+            loss.backward()
+            outcome = self._outcome(objective, loss)
+        if all(gradient is None for gradient in outcome.gradients.values()):
+            raise ValueError(
+                "The loss doesn't reach the parameters of `model`. compute_loss(model, *batch) must use the model that "
+                "it is given: the check runs a copy."
+            )
+        return outcome
+
+    def accumulated(
+        self,
+        partition: Sequence[Tensor],
+        batch: tuple[Any, ...] | None = None,
+        batch_dims: BatchDims | None = None,
+    ) -> Outcome:
+        """The batch in micro-batches, each of them the given rows, weighed as `TrainStep` would weigh them."""
+        batch = self.batch if batch is None else batch
+        with self._fresh(batch_dims) as objective:
+            if self.by_train_step:
+                loss = self._train_step(objective, max(map(len, partition)))(*self._whole(batch))
+                return self._outcome(objective, loss)
+            tally = objective.tally(batch)
+            for rows in partition:
+                self.replay.start(rows)
+                part = tally.part(self._whole(objective.take(batch, rows)))
+                if part.loss is not None:
+                    tally.backward(part, part.loss)
+                tally.add(part)
+            if tally.divisor is not None:
+                for parameter in self._shared.values():
+                    if parameter.grad is not None:
+                        parameter.grad /= float(tally.divisor)
+            return self._outcome(objective, tally.loss)
+
+    def _train_step(self, objective: Objective, micro_batch_size: int) -> TrainStep:
+        """One that leaves the parameters where they are, and its gradients in them."""
+        self.replay.start(None)
+        return TrainStep(
+            objective.model,
+            torch.optim.SGD(self._shared.values(), lr=0.0),
+            loss_fn=objective.loss_fn,
+            compute_loss=objective.compute_loss,
+            micro_batch_size=micro_batch_size,
+            weight=objective.weight,
+            reduction=objective.reduction,
+            batch_dims=objective.batch_dims,
+            batch_norm=self.batch_norm,
+            verify=False,
+        )
+
+    def trace(self, rows: Tensor | None, batch: tuple[Any, ...] | None = None) -> Trace:
+        """What goes into and comes out of every module, for these rows (None: all, at once). Forward pass only."""
+        with self._fresh() as objective:
+            self.replay.start(rows)
+            batch = self.batch if batch is None else batch
+            taken = self._whole(batch if rows is None else objective.take(batch, rows))
+            trace = Trace(objective.model)
+            with trace.failures():
+                objective.forward(taken)
+            return trace
+
+    def outputs(self) -> Outputs:
+        """What the model returns for the large batch, to be put in place of what it returns for micro-batches."""
+        with self._fresh() as objective:
+            self.replay.start(None)
+            outputs = Outputs(self.rows)
+            with outputs.kept(objective.model):
+                objective.forward(self._whole(self.batch))
+            return outputs
+
+    def raw(self, rows: Tensor | None, outputs: Outputs | None = None) -> tuple[list[Tensor], float | None]:
+        """The user's loss as it is, neither weighed nor divided, on these rows: `[loss, gradient, outputs' gradient]`.
+
+        With `outputs`, the model's outputs are replaced by the large batch's, so that the loss alone decides. The
+        second value is the weight that `compute_loss` returns, if it does.
+        """
+        with self._fresh() as objective:
+            self.replay.start(rows)
+            taken = self._whole(self.batch if rows is None else objective.take(self.batch, rows))
+            with outputs.replaced(objective.model, rows) if outputs is not None else contextlib.nullcontext():
+                loss, weight = objective.forward(taken)
+            if loss.requires_grad:
+                loss.backward()
+            vector = [
+                (torch.zeros_like(p) if p.grad is None else p.grad.to_dense()).flatten() for p in self._shared.values()
+            ]
+            blocks = [loss.detach().reshape(1), torch.cat(vector)]
+            if outputs is not None:
+                blocks.append(outputs.gradients())
+            return blocks, None if weight is None else float(weight)
+
+
+def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """`max|a - b| / max|b|`, with a smallest scale; inf for another shape, or where one of both is not finite."""
+    if actual.shape != expected.shape:
+        return math.inf
+    if not expected.numel():
+        return 0.0
+    actual, expected = actual.detach().cpu(), expected.detach().cpu()
+    if not (expected.is_floating_point() or expected.is_complex()):
+        actual, expected = actual.double(), expected.double()
+    finite = torch.isfinite(expected)
+    if not torch.equal(torch.isfinite(actual), finite):
+        return math.inf
+    if not finite.any():
+        return 0.0
+    difference = (actual - expected)[finite].abs().max().item()
+    scale = max(_largest(expected[finite]), floor)
+    return difference / scale if scale else (math.inf if difference else 0.0)
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.detach().abs().max().item() if tensor.numel() else 0.0
+
+
+# Copies.
+
+
+def _things(objective: Objective) -> tuple[Any, ...]:
+    return _bare(objective.model), objective.loss_fn, objective.compute_loss, objective.weight
+
+
+def _bare(model: Any) -> Any:
+    """The user's own module inside torch's wrappers, which can't be copied or would reduce over ranks."""
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        return _bare(model.module)
+    return getattr(model, "_orig_mod", model)
+
+
+def _modules(things: tuple[Any, ...]) -> list[nn.Module]:
+    return [thing for thing in things if isinstance(thing, nn.Module)]
+
+
+def _named_modules(objective: Objective) -> list[tuple[str, nn.Module]]:
+    named = [("", objective.model), ("loss", objective.loss_fn), ("loss", objective.compute_loss)]
+    return [(prefix, module) for prefix, module in named if isinstance(module, nn.Module)]
+
+
+def _rebuilt(original: Objective, things: tuple[Any, ...], batch_dims: BatchDims | None) -> Objective:
+    model, loss_fn, compute_loss, weight = things
+    return Objective(
+        model,
+        loss_fn=loss_fn,
+        compute_loss=compute_loss,
+        weight=weight,
+        reduction=original.reduction,
+        batch_dims=original.batch_dims if batch_dims is None else batch_dims,
+    )
+
+
+def _floating(thing: Any) -> bool:
+    return isinstance(thing, nn.Module) or thing.is_floating_point()
+
+
+def _copy_all(things: tuple[Any, ...], memo: dict[int, Any], convert: Callable[[Any], Any]) -> tuple[Any, ...]:
+    names = ("The model", "`loss_fn`", "`compute_loss`", "`weight`")
+    copies = []
+    for name, thing in zip(names, things):
+        try:
+            copies.append(_copied(thing, memo, convert))
+        except Exception as error:
+            raise TypeError(
+                f"{name} can't be copied, and the check works on a copy: {type(error).__name__}: {error}"
+            ) from error
+    return tuple(copies)
+
+
+def _copied(thing: Any, memo: dict[int, Any], convert: Callable[[Any], Any]) -> Any:
+    """A deep copy. Functions are copied with the modules and tensors they refer to, so that these stay untouched."""
+    if isinstance(thing, (nn.Module, Tensor)):
+        known = id(thing) in memo
+        new = copy.deepcopy(thing, memo)
+        return new if known else _converted(thing, new, memo, convert)
+    if isinstance(thing, types.FunctionType):
+        return _copied_function(thing, memo, convert)
+    if isinstance(thing, types.MethodType):
+        return types.MethodType(_copied(thing.__func__, memo, convert), _copied(thing.__self__, memo, convert))
+    if isinstance(thing, functools.partial):
+        arguments = [_copied(value, memo, convert) for value in thing.args]
+        keywords = {name: _copied(value, memo, convert) for name, value in thing.keywords.items()}
+        return functools.partial(_copied(thing.func, memo, convert), *arguments, **keywords)
+    return thing
+
+
+def _converted(old: Any, new: Any, memo: dict[int, Any], convert: Callable[[Any], Any]) -> Any:
+    converted = convert(new)
+    memo[id(old)] = converted
+    return converted
+
+
+def _copied_function(function: types.FunctionType, memo: dict[int, Any], convert: Callable[[Any], Any]) -> Any:
+    if id(function) in memo:
+        return memo[id(function)]
+    kept = (nn.Module, Tensor, functools.partial)
+    used = {
+        name: _copied(function.__globals__[name], memo, convert)
+        for name in _names(function.__code__)
+        if isinstance(function.__globals__.get(name), kept)
+    }
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # not filled yet
+            content = None
+        inside = isinstance(content, (*kept, types.FunctionType)) and content is not function
+        cells.append(types.CellType(_copied(content, memo, convert)) if inside else cell)
+    new = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **used} if used else function.__globals__,
+        function.__name__,
+        tuple(_copied(value, memo, convert) for value in function.__defaults__) if function.__defaults__ else None,
+        tuple(cells) or None,
+    )
+    new.__kwdefaults__ = function.__kwdefaults__
+    memo[id(function)] = new
+    return new
+
+
+def _names(code: types.CodeType) -> set[str]:
+    nested = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*(_names(inner) for inner in nested))

@@ -1,0 +1,213 @@
+"""What a window's micro-batches add up to: the loss and the gradient of the large batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradaccum.on_torch.backward import run_backward
+
+if TYPE_CHECKING:
+    from gradaccum.torch.loss.objective import Objective
+
+__all__ = ["LossAccumulator", "Part", "Weight"]
+
+Weight = float | Tensor
+
+
+class Part(NamedTuple):
+    """One micro-batch's share of a window: `factor * loss`."""
+
+    loss: Tensor | None
+    """The micro-batch's own loss; None where it weighs nothing, so that there is nothing to add."""
+    factor: Weight = 1.0
+    """What its loss and its gradient are multiplied by."""
+    weight: Weight | None = None
+    """What `compute_loss` said it weighs; None where the total is known beforehand."""
+    share: Weight | None = None
+    """Its part of that total; None where there is none."""
+    idle: Tensor | None = None
+    """The loss of a micro-batch that weighs nothing, if it had a forward pass."""
+
+
+class LossAccumulator:
+    """A window's micro-batches as they are added up.
+
+    Where the total weight is known beforehand, the parts add up to the large batch's loss and gradient as they are.
+    Where only the forward pass tells, they are kept in multiples of the first one's weight, and `divisor` is what
+    the sums are to be divided by in the end.
+
+    The factors cost nothing: each is where its backward pass starts, in place of 1. Losses are added up at once where
+    that waits for no device, and elsewhere when somebody asks for their sum.
+    """
+
+    def __init__(
+        self, objective: Objective, total: Weight | None, by_targets: bool, unit: Weight | None = None
+    ) -> None:
+        self.objective = objective
+        self.total = total
+        self._summed = by_targets and objective.weight is None and objective.reduction == "mean"
+        self._losses: dict[Any, tuple[Weight, list[Tensor]]] = {}
+        self._read = 0.0
+        self._dtype: torch.dtype | None = None
+        self._divisor: Weight | None = None
+        self._unit = unit
+        # Sums, of a torch.nn loss or of the user's own, are all multiplied by the same.
+        self._one = None if total is None else _ratio(1.0, total)
+
+    @property
+    def divisor(self) -> Weight | None:
+        """What the summed gradients are to be divided by; None where they are complete as they are."""
+        return self._divisor
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the finished gradient is that of a mean, not of a sum."""
+        return self.total is not None or self._divisor is not None
+
+    def multiple(self, part: Part, rows: int) -> Weight:
+        """What the gradient of the first part, which has just been added, is a multiple of its mean gradient by."""
+        if self._divisor is not None:
+            return self._divisor
+        return float(rows) if part.share is None else part.share
+
+    @property
+    def empty(self) -> bool:
+        """Whether the window weighs nothing, as far as that is known without waiting for a device."""
+        return _is_zero(self.total if self._divisor is None else self._divisor)
+
+    @property
+    def loss(self) -> Tensor:
+        """The large batch's loss so far, without a graph; NaN where it weighs nothing, as 0 / 0 is."""
+        if (self._dtype is None and not self._losses) or self.empty:
+            return torch.full((), float("nan"), device=self.objective.device)
+        if self._divisor is not None:
+            return self.sum / self._divisor
+        if isinstance(self.total, Tensor):
+            loss = self.sum
+            return torch.where(self.total.to(loss.device) > 0, loss, float("nan"))
+        return self.sum
+
+    def told(self) -> tuple[float, float] | None:
+        """For several ranks: what makes their sums add up, and what this rank's part of the sum then weighs.
+
+        None where the total was known beforehand, so that the parts of all ranks add up as they are.
+        """
+        if self._divisor is None:
+            return None
+        unit = 1.0 if self._unit is None else float(self._unit)
+        return unit, float(self._divisor) * unit
+
+    @property
+    def sum(self) -> Tensor:
+        """The sum of the parts' losses so far, without a graph."""
+        if self._dtype is not None:
+            return torch.scalar_tensor(self._read, dtype=self._dtype)
+        if not self._losses:
+            parameter = next(self.objective.model.parameters(), torch.zeros(()))
+            return torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        return _added([_times(_added(losses), factor) for factor, losses in self._losses.values()])
+
+    def part(self, micro_batch: tuple[Any, ...], rows: int | None = None, share: bool = False) -> Part:
+        """Run the forward pass of a micro-batch and weigh its loss. Changes nothing here: `add` does.
+
+        Args:
+            micro_batch: The arguments after the model.
+            rows: Its rows, where they are known already.
+            share: Say the part's share of the total, too, even where the loss doesn't need it.
+
+        Raises:
+            TypeError, ValueError: The loss is no number, or comes with a weight only sometimes.
+        """
+        objective = self.objective
+        weight = None if self._summed and not share else objective.total(micro_batch, rows)
+        if objective.weight is not None and _is_zero(weight):
+            return Part(None)
+        loss, told = objective.forward(micro_batch, self._summed)
+        if told is not None:
+            if _is_zero(told):
+                return Part(None, weight=told, idle=loss)
+            if objective.reduction == "sum":
+                return Part(loss, weight=told)
+            unit = self._unit if self._unit is not None else _unit(told)
+            return Part(_where_any(loss, told), _ratio(told, unit), weight=told)
+        if self._divisor is not None:
+            raise ValueError("`compute_loss` must return (loss, weight) always or never. Received: both in one batch.")
+        if self._one is None:
+            return Part(loss)
+        assert self.total is not None
+        if weight is None:
+            return Part(loss, self._one)
+        ratio = _ratio(weight, self.total)
+        if self._summed or objective.reduction == "sum":
+            return Part(loss, self._one, share=ratio)
+        return Part(_where_any(loss, weight), ratio, share=ratio)
+
+    def backward(self, part: Part, loss: Tensor) -> None:
+        """The part's backward pass.
+
+        Args:
+            part: The part.
+            loss: Its loss, or that multiplied by a GradScaler's scale.
+        """
+        starts, key = self.objective.starts, (_key(part.factor), loss.dtype, loss.device)
+        if key not in starts:
+            start = _times(torch.ones_like(loss, requires_grad=False), part.factor)
+            starts[key] = part.factor, start  # with the factor, so that its id stays its own
+        run_backward([loss], [starts[key][1]])
+
+    def add(self, part: Part) -> None:
+        """The gradient of this part is in."""
+        loss = part.loss
+        if loss is not None and type(loss) is Tensor and loss.is_cpu:
+            self._read += loss.item() * float(part.factor)
+            self._dtype = loss.dtype
+        elif loss is not None:
+            key = _key(part.factor)
+            if key not in self._losses:
+                self._losses[key] = part.factor, []
+            self._losses[key][1].append(loss.detach())
+        if part.weight is not None:
+            if self.objective.reduction == "mean" and self._unit is None and not _is_zero(part.weight):
+                self._unit = _unit(part.weight)
+            share = part.weight if self._unit is None else _ratio(part.weight, self._unit)
+            self._divisor = share if self._divisor is None else self._divisor + share
+
+
+def _is_zero(weight: Weight | None) -> bool:
+    return isinstance(weight, float) and weight == 0
+
+
+def _unit(weight: Weight) -> Weight:
+    return torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else weight
+
+
+def _ratio(weight: Weight, total: Weight) -> Weight:
+    """`weight / total`, in float64; 0 where nothing weighs anything."""
+    if isinstance(weight, Tensor) or isinstance(total, Tensor):
+        weight, total = torch.as_tensor(weight).double(), torch.as_tensor(total).double()
+        weight, total = (x.to(weight.device if total.device.type == "cpu" else total.device) for x in (weight, total))
+        return torch.where(total > 0, weight / total, 0.0)
+    return weight / total if total else 0.0
+
+
+def _where_any(loss: Tensor, weight: Weight) -> Tensor:
+    """The loss; 0 where it is a mean over nothing, which is NaN."""
+    return torch.where(weight.to(loss.device) > 0, loss, 0.0) if isinstance(weight, Tensor) else loss
+
+
+def _added(values: list[Tensor]) -> Tensor:
+    return values[0] if len(values) == 1 else torch.stack(values).sum()
+
+
+def _key(factor: Weight) -> Any:
+    """What tells factors apart without waiting for a device."""
+    return id(factor) if isinstance(factor, Tensor) else factor
+
+
+def _times(value: Tensor, factor: Weight) -> Tensor:
+    if isinstance(factor, Tensor):
+        return value * factor.to(value.device, value.dtype)
+    return value if factor == 1 else value * factor

@@ -1,0 +1,244 @@
+"""The objective: from a model and a micro-batch to its share of the large batch's loss.
+
+    large batch's loss = sum_i part_i,      part_i = loss_i * w_i / W
+
+where `loss_i` is the mean loss of micro-batch i, `w_i` what that mean is over, and `W` the same for the large batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum.on_torch.batch import BatchDims, Cutter
+from gradaccum.torch.loss import divisors as weights
+from gradaccum.torch.loss.accumulator import LossAccumulator, Weight
+from gradaccum.window import checked_reduction, checked_weight
+
+__all__ = ["Objective"]
+
+STARTS = 16
+"""Factors that are kept from one window to the next."""
+
+
+class Objective:
+    """How a model's loss on a batch is computed, and what it divides by. The keywords are those of `TrainStep`.
+
+    Args:
+        model: The model.
+        loss_fn: `loss_fn(model(x), y)` on an `(x, y)` batch; tuples of outputs and of targets are unpacked. What a
+            `torch.nn` loss divides by is known; any other callable is taken to be a mean over rows.
+        compute_loss: In its place: `compute_loss(model, *batch) -> loss` or `(loss, weight)`.
+        weight: `weight(*micro_batch) -> number`, what the loss is a mean over, where that isn't rows. Additive: the
+            weight of a batch is the sum of its parts' weights.
+        reduction: `"mean"`, or `"sum"` for losses that are sums; those are divided by the weight, if one is given.
+        batch_dims: Where the rows are, like `in_dims` of `torch.vmap`.
+        autocast: A dtype in which the forward pass runs under `torch.autocast`, or None.
+
+    Raises:
+        TypeError, ValueError: Not exactly one of `loss_fn` and `compute_loss`, or one of the wrong kind.
+
+    Example:
+        >>> objective = Objective(nn.Linear(3, 2), loss_fn=nn.CrossEntropyLoss())
+        >>> batch = torch.randn(6, 3), torch.tensor([0, 1, 1, 0, 0, 1])
+        >>> tally = objective.tally(batch)
+        >>> for rows in (slice(0, 4), slice(4, 6)):
+        ...     part = tally.part(objective.take(batch, rows))
+        ...     tally.backward(part, part.loss)
+        ...     tally.add(part)
+        >>> torch.testing.assert_close(tally.loss, objective.whole(batch).detach())
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        compute_loss: Callable[..., Any] | None = None,
+        weight: Callable[..., Any] | None = None,
+        reduction: str = "mean",
+        batch_dims: BatchDims = 0,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        if not callable(model):
+            raise TypeError(f"`model` must be a torch.nn.Module. Received: {model!r} of type {type(model).__name__}.")
+        if (loss_fn is None) == (compute_loss is None):
+            raise ValueError(
+                "Give exactly one of `loss_fn`, as in loss_fn(model(x), y), and `compute_loss`, as in "
+                f"compute_loss(model, *batch). Received: loss_fn={loss_fn!r}, compute_loss={compute_loss!r}."
+            )
+        for name, function in (("loss_fn", loss_fn), ("compute_loss", compute_loss), ("weight", weight)):
+            if function is not None and not callable(function):
+                raise TypeError(
+                    f"`{name}` must be callable. Received: {name}={function!r} of type {type(function).__name__}."
+                )
+        if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
+            raise TypeError(
+                f"`autocast` must be a dtype such as torch.bfloat16, or None. Received: autocast={autocast!r}."
+            )
+        self.model = model
+        self.loss_fn = weights.with_known_divisor(loss_fn) if loss_fn is not None else None
+        self._by_targets = weights.divides_by_targets(self.loss_fn)
+        self._summed: Any = None
+        self.starts: dict[Any, tuple[Weight, Tensor]] = {}
+        """Where backward passes start, by factor."""
+        self.compute_loss = compute_loss
+        self.weight = weight
+        self.batch_dims = batch_dims
+        self.autocast = autocast
+        self.reduction = checked_reduction(reduction)
+        told = weights.reduction_of(self.loss_fn) if self.loss_fn is not None else None
+        if told == "mean" and self.reduction == "sum":
+            raise ValueError(f"reduction='sum' contradicts loss_fn={loss_fn!r}, which returns a mean.")
+        if told is not None:
+            self.reduction = checked_reduction(told)
+
+    def arguments(self, batch: Any) -> tuple[Any, ...]:
+        """`batch` as the arguments that follow the model: a tuple or list is unpacked, anything else is one argument.
+
+        Example:
+            >>> Objective(nn.Identity(), compute_loss=lambda model, batch: batch["x"].mean()).arguments({"x": 1})
+            ({'x': 1},)
+        """
+        plain = isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields")
+        if plain and self.loss_fn is not None and len(batch) == 1 and isinstance(batch[0], (tuple, list)):
+            return self.arguments(batch[0])
+        return tuple(batch) if plain else (batch,)
+
+    def by_targets(self, batch: tuple[Any, ...]) -> bool:
+        """Whether the loss divides by a number that its targets say, so that sums of it are what adds up."""
+        # Floating-point targets are class probabilities, over which the mean is one over rows.
+        known = self._by_targets and len(batch) == 2 and isinstance(batch[1], Tensor)
+        return known and not batch[1].is_floating_point()
+
+    def rows(self, batch: tuple[Any, ...]) -> int:
+        """The rows of a batch; a ValueError that lists every path and shape where they disagree."""
+        return self.cutter(batch).rows
+
+    def take(self, batch: tuple[Any, ...], rows: slice | Tensor) -> tuple[Any, ...]:
+        """The micro-batch that holds these rows."""
+        return self.cutter(batch).take(rows)
+
+    def cutter(self, batch: tuple[Any, ...]) -> Cutter:
+        """What cuts this batch, as often as it takes."""
+        return Cutter(batch, self.dims(batch))
+
+    def whole(self, batch: tuple[Any, ...]) -> Tensor:
+        """The large batch's loss in one forward pass, as the user's own loop has it."""
+        loss, weight = self.forward(batch)
+        if self.reduction == "sum":
+            weight = self.total(batch) if weight is None else weight
+            if weight is not None:
+                loss = loss / weight
+        return loss
+
+    def tally(self, batch: tuple[Any, ...], total: Weight | None = None, unit: Weight | None = None) -> LossAccumulator:
+        """A window over this batch, to which its micro-batches are added one by one.
+
+        Args:
+            batch: The large batch.
+            total: What it weighs, where others share it: summed over the ranks, say. None: what `total(batch)` says.
+            unit: What weights that only the forward pass tells are multiples of. None: the first of them.
+        """
+        if len(self.starts) > STARTS:
+            self.starts = {}
+        by_targets = self.by_targets(batch)
+        if by_targets:
+            assert self.loss_fn is not None
+            self._summed = weights.summed(self.loss_fn, self._summed)
+        return LossAccumulator(self, self.total(batch) if total is None else total, by_targets, unit)
+
+    def total(self, batch: tuple[Any, ...], rows: int | None = None) -> Weight | None:
+        """What the loss on this batch divides by, as far as the batch tells: a number, or a tensor on its device.
+
+        None for sums that nothing divides. Rows, where nothing says otherwise; a `compute_loss` that returns
+        `(loss, weight)` overrules that later.
+        """
+        if self.weight is not None:
+            return plain_weight(self.weight(*batch))
+        if self.reduction == "sum":
+            return None
+        if self.by_targets(batch):
+            divisor = weights.divisor(self.loss_fn, batch[1])
+            return divisor if isinstance(divisor, float) else plain_weight(divisor)
+        return float(self.rows(batch) if rows is None else rows)
+
+    def forward(self, batch: tuple[Any, ...], summed: bool = False) -> tuple[Tensor, Weight | None]:
+        """The loss of a batch and, where `compute_loss` returns one, its weight.
+
+        Args:
+            batch: The arguments after the model.
+            summed: Take a `torch.nn` loss as a sum, whatever its own reduction.
+
+        Raises:
+            TypeError, ValueError: The loss is not one number that depends on the model.
+        """
+        if self.autocast is None:
+            result = self._result(batch, summed)
+        else:
+            with torch.autocast(self.device.type, self.autocast):
+                result = self._result(batch, summed)
+        if type(result) is Tensor and result.dim() == 0:  # as most are
+            return result, None
+        weight = None
+        if isinstance(result, tuple) and not hasattr(result, "_fields"):
+            if len(result) != 2:
+                raise TypeError(f"The loss must be a tensor or (loss, weight). Received: a tuple of {len(result)}.")
+            result, weight = result
+            if self.weight is not None:
+                raise ValueError("`compute_loss` returns (loss, weight), and `weight` is given too. Use one of them.")
+            weight = plain_weight(weight)
+        loss = result if isinstance(result, Tensor) else getattr(result, "loss", result)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"The loss must be a tensor. Received: {loss!r} of type {type(loss).__name__}.")
+        if loss.numel() != 1:
+            raise ValueError(
+                f"The loss must be one number, the mean or the sum over its rows. Received: shape {tuple(loss.shape)}."
+            )
+        return loss.reshape(()) if loss.dim() else loss, weight
+
+    def _result(self, batch: tuple[Any, ...], summed: bool) -> Any:
+        if self.compute_loss is not None:
+            return self.compute_loss(self.model, *batch)
+        assert self.loss_fn is not None
+        if not 1 <= len(batch) <= 2:
+            raise ValueError(
+                f"`loss_fn` takes batches of (x, y). Received: {len(batch)} arguments. Nest several inputs or targets "
+                "in tuples, or use compute_loss(model, *batch)."
+            )
+        outputs = self.model(batch[0])
+        if summed and isinstance(outputs, Tensor) and outputs.dtype == torch.float16:
+            outputs = outputs.float()  # a sum of losses soon passes 65504
+        loss_fn = self._summed if summed else self.loss_fn
+        if len(batch) == 2 and type(outputs) is Tensor and type(batch[1]) is Tensor:  # as mostly
+            return loss_fn(outputs, batch[1])
+        return loss_fn(*_unpacked(outputs), *(_unpacked(batch[1]) if len(batch) == 2 else ()))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is, by its first parameter."""
+        parameters = getattr(self.model, "parameters", lambda: iter(()))()
+        return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
+    def dims(self, batch: tuple[Any, ...]) -> BatchDims:
+        """`batch_dims` for this tuple of arguments."""
+        # `batch_dims` may describe the one argument rather than the tuple of arguments around it.
+        return (self.batch_dims,) if isinstance(self.batch_dims, dict) and len(batch) == 1 else self.batch_dims
+
+
+def plain_weight(weight: Any) -> Weight:
+    """A weight as a float, or as a tensor where reading it would wait for its device.
+
+    Raises:
+        TypeError, ValueError: No finite number >= 0, as far as that can be told without waiting.
+    """
+    if isinstance(weight, Tensor) and weight.device.type != "cpu" and weight.numel() == 1:
+        return weight.detach().reshape(())
+    return checked_weight(weight.detach() if isinstance(weight, Tensor) else weight)
+
+
+def _unpacked(values: Any) -> tuple[Any, ...]:
+    return values if isinstance(values, tuple) and not hasattr(values, "_fields") else (values,)

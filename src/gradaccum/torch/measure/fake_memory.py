@@ -1,0 +1,176 @@
+"""What a micro-batch needs, found out without running it: fake tensors, of which every allocation is counted."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from gradaccum.on_torch.batch import has_rows, leaves, map_leaves
+from gradaccum.on_torch.transaction import as_found
+from gradaccum.torch.loss import Objective
+
+__all__ = ["LiveBytes", "bytes_of", "micro_batch_peak", "optimizer_bytes"]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that come into being inside, and their peak; fake or real ones.
+
+    Example:
+        >>> with LiveBytes() as live:
+        ...     x = torch.zeros(256)
+        ...     y = (x + 1).sum()
+        >>> live.bytes, live.peak
+        (1028, 2052)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.peak = 0
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = [t.untyped_storage() for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        given = {id(storage) for storage in before}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                storage = tensor.untyped_storage()
+                if id(storage) not in given and id(storage) not in self._known:
+                    self._add(storage)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+        self._known[id(storage)] = size
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+        weakref.finalize(storage, self._free, id(storage))
+
+    def _free(self, key: int) -> None:
+        self.bytes -= self._known.pop(key, 0)
+
+
+def micro_batch_peak(objective: Objective, batch: tuple[Any, ...], rows: int) -> int:
+    """Peak bytes of one micro-batch beyond parameters, buffers and inputs: activations, gradients, the sum before them.
+
+    Runs on fake tensors, or, where a model asks for values (`.item()`, a mask of varying size), really.
+
+    Args:
+        objective: The loss.
+        batch: The large batch, of which the shapes count.
+        rows: Rows of the micro-batch; more than the batch has are made by repeating it.
+    """
+    have = objective.rows(batch)
+    micro_batch = objective.take(batch, torch.arange(rows) % have)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _fake_modules(objective, mode):
+            fakes = map_leaves(
+                lambda leaf: mode.from_tensor(torch.as_tensor(leaf)) if has_rows(leaf) else leaf, micro_batch
+            )
+            return _two_micro_batches(objective, fakes)
+    except Exception:  # values were asked for, or an operator has no fake
+        with _as_found(objective):
+            return _two_micro_batches(objective, micro_batch)
+
+
+def _two_micro_batches(objective: Objective, micro_batch: tuple[Any, ...]) -> int:
+    """The second one adds to gradients that are there."""
+    with LiveBytes() as live, torch.enable_grad():
+        for _ in range(2):
+            loss, _ = objective.forward(micro_batch)
+            loss.backward()
+            del loss
+    return live.peak
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer | None, parameters: Sequence[Tensor]) -> int:
+    """The state that an optimizer keeps, in bytes; without one, Adam's: two numbers per parameter.
+
+    An optimizer that has not made its state yet is tried on fake tensors.
+    """
+    adam = 2 * bytes_of(parameters)
+    if optimizer is None:
+        return adam
+    held = bytes_of(state for states in optimizer.state.values() for state in states.values())
+    if held:
+        return held
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fakes = [nn.Parameter(mode.from_tensor(p.detach())) for p in parameters]
+            for fake in fakes:
+                fake.grad = torch.empty_like(fake)
+            twin = type(optimizer)(fakes, **optimizer.defaults)
+            twin.step()
+            return bytes_of(state for states in twin.state.values() for state in states.values())
+    except Exception:  # an optimizer of another signature
+        return adam
+
+
+def bytes_of(tensors: Any) -> int:
+    """Bytes of tensors; what is none counts nothing."""
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+
+
+def _modules(objective: Objective) -> list[nn.Module]:
+    return [
+        module
+        for root in (objective.model, objective.loss_fn)
+        if isinstance(root, nn.Module)
+        for module in root.modules()
+    ]
+
+
+@contextlib.contextmanager
+def _fake_modules(objective: Objective, mode: FakeTensorMode) -> Iterator[None]:
+    """Fake parameters and buffers in place of the modules' own, the same fake for the same tensor."""
+    fakes: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in fakes:
+            new: Any = mode.from_tensor(tensor.detach())
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fakes[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
+        return fakes[id(tensor)]
+
+    own = [(m, dict(m._parameters), dict(m._buffers)) for m in _modules(objective)]
+    try:
+        for module, parameters, buffers in own:
+            for name, parameter in parameters.items():
+                module._parameters[name] = None if parameter is None else fake(parameter)  # type: ignore[assignment]
+            for name, buffer in buffers.items():
+                module._buffers[name] = None if buffer is None else fake(buffer)
+        yield
+    finally:
+        for module, parameters, buffers in own:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+
+
+@contextlib.contextmanager
+def _as_found(objective: Objective) -> Iterator[None]:
+    """Gradients, buffers and random numbers are afterwards what they were before."""
+    modules = _modules(objective)
+    parameters = list({id(p): p for m in modules for p in m._parameters.values() if p is not None}.values())
+    gradients = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        with as_found(modules, objective.device):
+            yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def batch_bytes(batch: tuple[Any, ...]) -> int:
+    """Bytes of a batch's tensors."""
+    return bytes_of(leaf for _, leaf in leaves(batch))

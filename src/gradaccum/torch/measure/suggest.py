@@ -1,0 +1,183 @@
+"""The largest micro-batch for a memory limit, without the hardware that has it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradaccum.on_torch.batch import BatchDims
+from gradaccum.on_torch.memory import Gauge, parse_bytes
+from gradaccum.sizes import MemoryLine
+from gradaccum.torch.loss import Objective
+from gradaccum.torch.measure.fake_memory import batch_bytes, bytes_of, micro_batch_peak, optimizer_bytes
+
+__all__ = ["MARGIN", "DoesNotFit", "SizeEstimate", "estimate_size", "suggest_micro_batch_size"]
+
+logger = logging.getLogger("gradaccum")
+
+MARGIN = 0.1
+"""The part of the limit that is left free: allocators round up, kernels have workspaces, a CUDA context takes some."""
+
+
+class DoesNotFit(ValueError):
+    """Not even one row fits."""
+
+
+@dataclass(frozen=True)
+class SizeEstimate:
+    """What a micro-batch of a batch needs, and the largest that fits.
+
+    Example:
+        >>> print(SizeEstimate(64, 256, 16 * 2**30, 14 * 2**30, 2 * 2**30, 0.1))
+        micro_batch_size: 64 of 256 rows
+        estimated peak:   14.0 GiB, 2.0 GiB of it for parameters, gradients, optimizer state and the batch
+        memory limit:     16.0 GiB, 10 % of it left free as a margin
+    """
+
+    micro_batch_size: int
+    rows: int
+    limit: int
+    peak: int
+    constant: int
+    margin: float
+
+    def __str__(self) -> str:
+        return (
+            f"micro_batch_size: {self.micro_batch_size} of {self.rows} rows\n"
+            f"estimated peak:   {_readable(self.peak)}, {_readable(self.constant)} of it for parameters, gradients, "
+            "optimizer state and the batch\n"
+            f"memory limit:     {_readable(self.limit)}, {100 * self.margin:.0f} % of it left free as a margin"
+        )
+
+
+def suggest_micro_batch_size(model: nn.Module, batch: Any, **keywords: Any) -> int:
+    """The largest micro-batch of this batch whose peak memory stays within a limit, estimated with fake tensors.
+
+        parameters + gradients + optimizer state + batch + activations(rows)   <=   (1 - margin) * limit
+
+    Args:
+        model: The model, on any device.
+        batch: The large batch, as `TrainStep` takes it: `(x, y)` for a `loss_fn`.
+        keywords: Those of `estimate_size`, which returns the estimate itself.
+
+    Returns:
+        Rows, at most those of the batch.
+
+    Raises:
+        DoesNotFit: Not even one row fits; a ValueError.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 10))
+        >>> batch = torch.zeros(4096, 64), torch.zeros(4096, dtype=torch.long)
+        >>> suggest_micro_batch_size(model, batch, loss_fn=nn.CrossEntropyLoss(), memory_limit="16MiB")
+        1040
+    """
+    return estimate_size(model, batch, **keywords).micro_batch_size
+
+
+def estimate_size(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    compute_loss: Callable[..., Any] | None = None,
+    memory_limit: int | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    weight: Callable[..., Any] | None = None,
+    reduction: str = "mean",
+    batch_dims: BatchDims = 0,
+    autocast: torch.dtype | None = None,
+    margin: float = MARGIN,
+) -> SizeEstimate:
+    """What `suggest_micro_batch_size` found, with its estimate and margin.
+
+    Args:
+        model: The model.
+        batch: The large batch.
+        loss_fn, compute_loss, weight, reduction, batch_dims, autocast: As in `TrainStep`.
+        memory_limit: Bytes, or a string such as `"16GiB"`; default: what is free where the model is.
+        optimizer: Whose state to count; None counts Adam's.
+        margin: The part of the limit to leave free, in [0, 1).
+
+    Raises:
+        ValueError: Not even one row fits (DoesNotFit), or an argument is not what it must be.
+    """
+    if not 0 <= margin < 1:
+        raise ValueError(f"`margin` must be a number in [0, 1). Received: margin={margin!r}.")
+    objective = Objective(
+        model,
+        loss_fn=loss_fn,
+        compute_loss=compute_loss,
+        weight=weight,
+        reduction=reduction,
+        batch_dims=batch_dims,
+        autocast=autocast,
+    )
+    batch = objective.arguments(batch)
+    rows = objective.rows(batch)
+    limit = parse_bytes(memory_limit) or Gauge(objective.device).limit()
+    if limit is None:
+        raise ValueError('This machine does not say what memory it has. Give `memory_limit`, such as "16GiB".')
+    modules = [model, *([objective.loss_fn] if isinstance(objective.loss_fn, nn.Module) else [])]
+    parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
+    trained = [p for p in parameters if p.requires_grad]
+    constant = (
+        bytes_of(parameters)
+        + bytes_of(buffer for module in modules for buffer in module.buffers())
+        + optimizer_bytes(optimizer, trained)
+        + batch_bytes(batch)
+    )
+    allowed = (1 - margin) * limit
+
+    def peak(size: int) -> int:
+        return constant + micro_batch_peak(objective, batch, size)
+
+    size, needed = _largest(peak, rows, allowed)
+    if needed > allowed:
+        raise DoesNotFit(
+            f"Not even a micro-batch of one row fits: it needs about {_readable(needed)}, and "
+            f"{_readable(int(allowed))} are there ({100 * margin:.0f} % of {_readable(int(limit))} left free). "
+            "Make the model smaller, shard it, or use gradient checkpointing or autocast=torch.bfloat16."
+        )
+    return SizeEstimate(size, rows, int(limit), needed, constant + bytes_of(trained), margin)
+
+
+def _largest(peak: Callable[[int], int], rows: int, allowed: float) -> tuple[int, int]:
+    """The largest size whose peak is allowed, and that peak; where none is, one row and its peak.
+
+    The peak is the larger of a few affine functions of the size, so it is convex: the line between two known sizes is
+    above it. Reading the size off that line is safe, and once more, from there, nearly exact.
+    """
+    known = {rows: peak(rows)}
+    if known[rows] <= allowed:
+        return rows, known[rows]
+    known[1] = peak(1)
+    fits = 1
+    for _ in range(3):
+        if known[fits] > allowed:
+            break
+        line = MemoryLine()
+        above = min(size for size in known if known[size] > allowed)
+        line.add(fits, known[fits])
+        line.add(above, known[above])
+        size = min(math.floor(fits + (allowed - known[fits]) / max(line.slope, 1e-9)), above - 1)
+        if size <= fits:
+            break
+        known[size] = peak(size)
+        if known[size] <= allowed:
+            fits = size
+    return fits, known[fits]
+
+
+def _readable(size: int) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.1f} {unit}" if unit != "bytes" else f"{size} bytes"
+        size = size / 1024  # type: ignore[assignment]
+    return f"{size:.1f} GiB"

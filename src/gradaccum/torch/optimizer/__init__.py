@@ -1,0 +1,6 @@
+"""Wrap the optimizer: a loop that runs small batches makes the large batch's updates."""
+
+from gradaccum.torch.optimizer.optimizer import Optimizer
+from gradaccum.torch.optimizer.proxy import needs_closure
+
+__all__ = ["Optimizer", "needs_closure"]

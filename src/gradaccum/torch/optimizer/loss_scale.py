@@ -1,0 +1,194 @@
+"""Windows under `torch.amp.GradScaler`, whose scale may change on every micro-batch."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradaccum.on_torch.gradients import GradientSum, scale_
+
+__all__ = ["LossScale"]
+
+
+class _Neutral:
+    """`scale * _Neutral()` is `scale` itself, not a copy.
+
+    `GradScaler.step` hands over `scale * optimizer.grad_scale`. The tensor it multiplies is the one that
+    `GradScaler.update` changes in place, so holding it tells the scale of the next backward pass, too.
+    """
+
+    def __rmul__(self, scale: Tensor) -> Tensor:
+        return scale
+
+
+class LossScale:
+    """Keeps a window's sum in one scale, and remembers an overflow until its end, without a host synchronisation.
+
+    Micro-batch i's gradient arrives as `s_i g_i`. Before the first gradient of micro-batch i+1 joins it, the sum is
+    multiplied by `s_{i+1} / s_i`; and if it has overflowed it is set to zero, so that the scaler, which looks at the
+    sum on every micro-batch, sees one overflow and halves once.
+    """
+
+    neutral = _Neutral()
+
+    def __init__(self, sums: GradientSum, on_rescale: Callable[[], None]) -> None:
+        self._sums = sums
+        self._on_rescale = on_rescale
+        self._live: Tensor | None = None
+        self._handle: Any = None
+        self._due = False
+        self._shown: Tensor | None = None
+        self.close()
+
+    def close(self) -> None:
+        """The window is over."""
+        self._scale: Tensor | None = None
+        self.overflow: Tensor | None = None
+        self.restored: list[Tensor | None] | None = None
+        """Unscaled sums from a checkpoint, which wait for the first micro-batch to tell the scale."""
+        self._due = False
+        self._wish: Tensor | None = None
+
+    def restore(self, sums: list[Tensor | None], overflow: bool) -> None:
+        """Go on from a checkpoint: the scale of the next backward pass is known only when its micro-batch is done."""
+        self.restored = sums
+        if overflow:
+            self.overflow = torch.ones(1, device=self._sums.parameters()[0].device)
+
+    @property
+    def known(self) -> bool:
+        """Whether a GradScaler has ever stepped."""
+        return self._live is not None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a GradScaler has stepped in this window."""
+        return self.overflow is not None
+
+    @property
+    def scale(self) -> Tensor | None:
+        """What the sum is multiplied by; None where no GradScaler has stepped in this window."""
+        return self._scale if self.in_use else None
+
+    def show(self) -> None:
+        """`GradScaler.step` wants a gradient to look at: a zero where the window has none in `p.grad` so far."""
+        parameters = [p for p in self._sums.parameters() if p.requires_grad]
+        if parameters and all(p.grad is None for p in parameters):
+            self._shown = min(parameters, key=Tensor.numel)
+            self._shown.grad = torch.zeros_like(self._shown, requires_grad=False)
+
+    def hide(self) -> None:
+        """It has looked."""
+        shown, self._shown = self._shown, None
+        if shown is not None:
+            shown.grad = None
+
+    def add(self, live: Tensor | None, found_inf: Tensor) -> None:
+        """A micro-batch is done.
+
+        Args:
+            live: The scaler's own scale, of no dimensions or one element; None after `scaler.unscale_`.
+            found_inf: 1.0 if the sum is not finite, else 0.0.
+        """
+        self.overflow = found_inf.clone() if self.overflow is None else torch.maximum(self.overflow, found_inf)
+        if live is not None:
+            self._live = live
+            self._scale = live.detach().clone()  # `live` itself is about to change in place
+        else:
+            self._scale = torch.ones_like(found_inf)
+        self.join_restored()
+
+    def unscale_(self) -> None:
+        """Divide the finished sum by its scale."""
+        if self._scale is not None:
+            self._sums.scale_(
+                self._scale.double().reciprocal() if self._scale.device.type != "mps" else 1 / self._scale
+            )
+
+    def unscaled(self, sums: list[Tensor | None]) -> list[Tensor | None]:
+        """Copies of sums, divided by their scale: scales are powers of two, so nothing is rounded."""
+        if self._scale is None:
+            return [None if s is None else s.clone() for s in sums]
+        factor = self._scale.reciprocal()
+        return [None if s is None else s * factor.to(s.device, s.dtype) for s in sums]
+
+    def expect_backward(self) -> None:
+        """The window stays open: bring the sum to the next backward pass's scale as soon as that one starts."""
+        self._due = True
+        if self._handle is None:
+            this = weakref.ref(self)  # the parameters shall not keep the optimizer alive
+
+            def backward_starts(gradient: Tensor) -> None:
+                scale = this()
+                if scale is not None:
+                    scale.rescale_()
+
+            leaves = [p for p in self._sums.parameters() if p.requires_grad]
+            self._handle = torch.autograd.graph.register_multi_grad_hook(leaves, backward_starts, mode="any")
+
+    def rescale_(self) -> None:
+        """Bring the sum to the scale of the backward pass that starts now."""
+        if not self._due or self._live is None or self._scale is None or self.overflow is None:
+            return
+        self._due = False
+        with torch.no_grad():
+            self._sums.scale_(self._live / self._scale)
+            overflow = self.overflow > 0
+            for gradient in self._sums.gradients():
+                gradient.masked_fill_(overflow.to(gradient.device), 0)
+        self._on_rescale()
+
+    def join_restored(self) -> None:
+        """Add a checkpoint's sums, now that the scale of what has arrived since is known (none: it was not scaled)."""
+        if self.restored is None:
+            return
+        restored, self.restored = self.restored, None
+        if self._scale is not None:
+            scale_([s for s in restored if s is not None], self._scale)
+        arrived = self._sums.held()
+        joined = [
+            r if a is None else a if r is None else a.add_(r.to(a.dtype))
+            for a, r in zip(arrived, restored, strict=True)
+        ]
+        self._sums.hold(joined)
+
+    # Several ranks: their sums can be reduced together only in one scale.
+
+    def adopt(self, scale: float) -> None:
+        """Have the scaler scale the losses that come by this much: before the backward pass in which ranks reduce."""
+        if self._live is not None and scale:
+            self._wish = self._live.detach().clone()
+            self._live.fill_(scale)
+
+    def bring_to(self, scale: float) -> None:
+        """Bring the finished sum to this scale."""
+        if self.in_use and self._scale is not None and scale:
+            self._sums.scale_(scale / self._scale)
+            self._scale.fill_(scale)
+
+    def told(self) -> tuple[float, float, bool]:
+        """The scale of the sum (0 without a scaler), the scale that this rank's scaler has come to, any overflow."""
+        if not self.in_use:
+            return 0.0, 0.0, False
+        assert self._scale is not None
+        assert self.overflow is not None
+        wish = self._wish if self._wish is not None else self._live if self._live is not None else self._scale
+        scale, wish, overflow = torch.stack(
+            [t.detach().double().reshape(()) for t in (self._scale, wish, self.overflow)]
+        ).tolist()
+        return scale, wish, bool(overflow)
+
+    def agree(self, scale: float) -> None:
+        """All ranks' scalers go on from here."""
+        if self.in_use and self._live is not None and scale:
+            self._live.fill_(scale)
+
+    def remove(self) -> None:
+        """Take the hook off the parameters."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None

@@ -1,0 +1,516 @@
+"""The wrapper: torch's optimizer protocol on the outside, a window of micro-batches on the inside."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum.noise import NoiseScale
+from gradaccum.on_torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
+from gradaccum.schedule import Schedule, Steps
+from gradaccum.torch.batch_norm import warn_of_batch_norm
+from gradaccum.torch.distributed import check_noticed, detect_ranks
+from gradaccum.torch.optimizer import checkpoint as optimizer_state
+from gradaccum.torch.optimizer import sharded_checkpoint as sharded_state
+from gradaccum.torch.optimizer.accumulation import Accumulation, Nonfinite
+from gradaccum.torch.optimizer.batches import Batches
+from gradaccum.torch.optimizer.proxy import OptimizerProxy, needs_closure, parameters_of
+from gradaccum.window import Reduction, checked_reduction
+
+__all__ = ["Nonfinite", "Optimizer", "Sync"]
+
+logger = logging.getLogger("gradaccum")
+
+Sync = Literal["window", "micro_batch"]
+
+
+class Optimizer(OptimizerProxy):
+    """An optimizer that makes one update per window of micro-batches: the update of the large batch.
+
+    Every `step()` counts a micro-batch. The one that closes the window divides the sum of gradients by what it weighs,
+
+        gradient = sum_i w_i g_i / sum_i w_i,
+
+    and steps the inner optimizer, once. Until then `step()` and `zero_grad()` touch nothing, and `p.grad` holds the
+    undivided sum.
+
+    Args:
+        optimizer: The inner optimizer, any `torch.optim.Optimizer`. It is held, and never replaced.
+        steps: Micro-batches in a window: an int >= 1; `{epoch: steps}` with epoch 0 in it; or a callable
+            `(epoch, update) -> steps`. Epochs are counted by `batches()`, or by `flush()` outside of it.
+        model: The model, if BatchNorm in it shall be named in a warning, and its data-parallel reduction be held back
+            to the window's end.
+        reduction: `"mean"`: losses are means over their micro-batch. `"sum"`: they are sums, divided by the window's
+            total weight where weights are given, by nothing where not.
+        clip_grad_norm: Largest 2-norm of the finished gradient. `grad_norm` is its norm before clipping.
+        accumulate_dtype: What gradients of narrower parameters are summed in, such as `torch.float32` for bfloat16.
+        nonfinite: `"propagate"` NaN and infinity as a plain loop does; `"skip_window"`: no update from a gradient that
+            is not finite; `"skip_micro_batch"`: leave such a micro-batch out and keep the other rows exact, for one
+            more copy of the gradients.
+        noise_scale: Measure the gradient noise scale while training, for `noise_scale`.
+        sync: `"window"`: data-parallel ranks reduce once per window; `"micro_batch"`: once per micro-batch, for sharded
+            models whose unsharded gradients don't fit.
+
+    Raises:
+        TypeError: `optimizer` is none, or an argument is of the wrong type.
+        ValueError: It is wrapped already, or re-evaluates closures (LBFGS) with `steps` > 1, or an argument is out of
+            range.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = Optimizer(torch.optim.Adam(model.parameters()), steps=4)
+        >>> rows = [(torch.randn(16, 3), torch.randn(16, 1)) for _ in range(10)]
+        >>> for x, y in optimizer.batches(rows):
+        ...     optimizer.zero_grad()
+        ...     torch.nn.functional.mse_loss(model(x), y).backward()
+        ...     optimizer.step()
+        >>> optimizer.updates            # windows of 4, 4 and 2
+        3
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        steps: Steps,
+        *,
+        model: nn.Module | None = None,
+        reduction: Reduction = "mean",
+        clip_grad_norm: float | None = None,
+        accumulate_dtype: torch.dtype | None = None,
+        nonfinite: Nonfinite = "propagate",
+        noise_scale: bool = False,
+        sync: Sync = "window",
+    ) -> None:
+        self._accumulation_arguments: dict[str, Any] = {
+            "reduction": checked_reduction(reduction),
+            "clip_grad_norm": checked_norm(clip_grad_norm),
+            "accumulate_dtype": checked_dtype(accumulate_dtype),
+            "nonfinite": checked_choice("nonfinite", nonfinite, get_args(Nonfinite)),
+            "noise_scale": noise_scale or None,
+        }
+        self._model = None if model is None else checked_model(model)
+        schedule = Schedule(steps)
+        if self._model is not None and schedule.constant != 1:
+            warn_of_batch_norm(
+                self._model,
+                "TrainStep(batch_norm=\"exact\") gives the large batch's; GroupNorm and frozen BatchNorm don't differ.",
+            )
+        self._sync = checked_choice("sync", sync, get_args(Sync))
+        self._start(_checked_inner(optimizer), schedule)
+        logger.info("Wrapping '%s' PyTorch optimizer with GA of %s steps", type(optimizer).__name__, self._schedule)
+
+    def _start(self, inner: torch.optim.Optimizer, schedule: Schedule) -> None:
+        self._closure_only = needs_closure(inner)
+        if self._closure_only:
+            _check_closure_only(inner, schedule, self._accumulation_arguments)
+        self._hold(inner)
+        self._schedule = schedule
+        self._scheduled_for: tuple[int, int] | None = None
+        self._ranks = detect_ranks(
+            self._model,
+            self._parameters(),
+            steps=schedule.constant,
+            by_hand=self._accumulation_arguments["nonfinite"] == "skip_micro_batch",
+            dtype=self._accumulation_arguments["accumulate_dtype"],
+            always=self._sync == "micro_batch",
+            nonfinite=self._accumulation_arguments["nonfinite"],
+        )
+        # Not a method of this object: without cycles it goes as soon as an error ends its loop, and other ranks know.
+        parameters = functools.partial(parameters_of, inner)
+        self._accumulation = Accumulation(parameters, ranks=self._ranks, **self._accumulation_arguments)
+        if self._ranks.several:
+            weakref.finalize(self, _abandon, self._accumulation).atexit = False
+        self._loss_scale = self._accumulation.loss_scale
+        self._batches: Batches | None = None
+        self._rates: list[Any] = []
+        self._warned_of_rates = False
+        self._in_epoch = self._restored = self._noticed = False
+        self.epoch = 0
+        """Epochs that are over, for the schedule."""
+        self.updates = 0
+        """Updates made."""
+        self.updated = False
+        """Whether the last `step()` or `flush()` made an update."""
+        self._expect()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the inner optimizer; their part of the open window's sum starts here."""
+        if "inner" in self.__dict__:
+            self.inner.add_param_group(param_group)
+            self._accumulation.sums.prepare()
+            self._accumulation.loss_scale.remove()
+
+    def _parameters(self) -> list[Tensor]:
+        return parameters_of(self.inner)
+
+    # The window.
+
+    @property
+    def steps(self) -> int:
+        """Micro-batches of this window; of the next one, when none is open. Settable then."""
+        window = self._accumulation.window
+        if not window.micro_batches:
+            self._settle_steps()
+        return window.steps
+
+    @steps.setter
+    def steps(self, steps: Steps) -> None:
+        schedule = Schedule(steps)
+        if self._closure_only:
+            _check_closure_only(self.inner, schedule, self._accumulation_arguments)
+        self._accumulation.window.resize(schedule(self.epoch, self.updates))
+        self._schedule, self._scheduled_for = schedule, (self.epoch, self.updates)
+        self._expect()
+
+    def _settle_steps(self) -> None:
+        """Have the empty window as long as the schedule says."""
+        at = self.epoch, self.updates
+        if self._scheduled_for != at:
+            steps = self._schedule(*at)
+            if self._closure_only and steps > 1:
+                _check_closure_only(self.inner, Schedule(steps), self._accumulation_arguments)
+            self._accumulation.window.resize(steps)
+            self._scheduled_for = at
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches in the open window."""
+        return self._accumulation.window.micro_batches
+
+    @property
+    def closes_next(self) -> bool:
+        """Whether the next `step()` closes the window."""
+        return self.steps == 1 or self._accumulation.window.closes_next
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The mean loss of the window that is open, else of the last one: a detached tensor of no dimensions.
+
+        None unless losses came through `backward`.
+        """
+        return self._accumulation.loss.mean()
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """2-norm of the last finished gradient, before clipping; None without `clip_grad_norm`."""
+        return self._accumulation.grad_norm
+
+    @property
+    def noise_scale(self) -> NoiseScale:
+        """How many rows an update can use, measured over the last 500 windows; reading it waits for the device.
+
+        Raises:
+            ValueError: It is not measured.
+        """
+        if self._accumulation.noise is None:
+            raise ValueError("The noise scale is not measured. Pass noise_scale=True to the optimizer.")
+        return self._accumulation.noise.estimate()
+
+    def backward(
+        self,
+        loss: Tensor,
+        weight: float | None = None,
+        *,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+    ) -> None:
+        """Add this micro-batch's gradient to the open window.
+
+        At the window's end the update sees  sum_i w_i g_i / sum_i w_i,  the gradient of the large batch's mean loss.
+        Several losses over the same rows may come one after the other; the micro-batch counts once.
+
+        Args:
+            loss: Scalar, the mean over this micro-batch (with `reduction="sum"`, the sum).
+            weight: What that mean is over: rows, or valid tokens. 0 skips the micro-batch, even if its loss is NaN.
+                None: the batch's rows under `batches()`, else 1.
+            retain_graph: As for `torch.Tensor.backward`.
+            create_graph: As for `torch.Tensor.backward`.
+
+        Raises:
+            TypeError: `weight` is no number.
+            ValueError: `weight` is negative or not finite, or not the one given before for this micro-batch; or `loss`
+                is no scalar.
+            WindowError: An earlier backward pass of this window failed.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 1)
+            >>> optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
+            >>> for rows in (16, 4):
+            ...     optimizer.zero_grad()
+            ...     optimizer.backward(model(torch.ones(rows, 3)).mean(), weight=rows)
+            ...     optimizer.step()
+            >>> optimizer.updated
+            True
+        """
+        self._accumulation.backward(loss, weight, retain_graph=retain_graph, create_graph=create_graph)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Count a micro-batch; with the one that closes the window, make the update.
+
+        Args:
+            closure: Evaluates the micro-batch and returns its loss; called once, with gradients on.
+
+        Returns:
+            What the closure returns, else None.
+
+        Raises:
+            WindowError: The sum of an open window was edited or cleared from outside, or a backward pass failed.
+        """
+        result = None
+        if closure is not None:
+            if self._closure_only:
+                return self._step_with(closure)
+            with torch.enable_grad():
+                result = closure()
+        accumulation = self._accumulation
+        if not accumulation.guard.arrivals and not self.inner.state and sharded_state.is_initialisation(self.inner):
+            return optimizer_state.initialise(self)
+        if not accumulation.window.micro_batches:
+            self._open()
+        closes = accumulation.add(self._scaled)
+        self._in_epoch = True
+        if closes:
+            self._check_rates()
+            self.updated = self._update()
+        else:
+            self.updated = False
+        if self._ranks.several:
+            if not closes:
+                self._ranks.goes_on()
+            self._expect()
+        return result
+
+    # torch would call the hooks around every call of `step`; here they belong to the update.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Empty the gradients between windows; inside an open window, do nothing.
+
+        Raises:
+            WindowError: A gradient has reached the open window's sum since the last `step()`.
+        """
+        if self._accumulation.window.is_open:
+            self._accumulation.check_untouched()
+        else:
+            self._accumulation.empty(set_to_none)
+
+    def flush(self) -> bool:
+        """Close the open window now, divided by the weight that it really holds.
+
+        Outside of `batches()` this also ends the epoch, for a schedule that goes by epochs.
+
+        Returns:
+            Whether an update was made: False when no window is open, or when it weighs nothing.
+
+        Raises:
+            WindowError: The last micro-batch had its backward pass, and no `step()`.
+        """
+        accumulation = self._accumulation
+        accumulation.check_broken()
+        ends_epoch = self._batches is None
+        if ends_epoch:
+            self._ranks.end()
+        self.updated = False
+        if accumulation.window.is_open:
+            accumulation.skip()
+            accumulation.check_sum()
+            self._check_rates()
+            self.updated = self._update()
+            accumulation.empty()  # the loop's own zero_grad() is not to be relied on here: it may come before step()
+        elif not ends_epoch:
+            self._keep_up(once=True)
+        if ends_epoch:
+            self._keep_up()
+            self._next_epoch()
+        self._expect()
+        return self.updated
+
+    def discard(self) -> None:
+        """Drop the open window without an update, with a line in the log."""
+        window = self._accumulation.window
+        if window.is_open:
+            logger.warning("Discarding an open window of %d of %d micro-batches", window.micro_batches, window.steps)
+        self._accumulation.begin()
+        self._accumulation.empty()
+        self._expect()
+
+    def batches(self, loader: Iterable[Any], *, weight: Callable[[Any], float] | None = None) -> Batches:
+        """The loader's batches, unchanged; the last one closes its window, however short it is.
+
+        Each pass is an epoch for the schedule, except after `load_state_dict` restored an open window, which it
+        continues. Breaking out discards the open window, with a line; `flush()` before the break keeps it. Where the
+        loader raises, the window stays as it is: iterating over the same iterator again goes on with it, and a loader
+        that starts anew replaces it. Several optimizers can share a loader: `a.batches(b.batches(loader))`.
+
+        Args:
+            loader: Any iterable of batches, sized or not.
+            weight: `weight(batch) -> number`, what the batch's mean loss is a mean over. None: its rows, which all
+                tensors in it must agree on.
+
+        Raises:
+            ValueError: The loader yields nothing, or a batch's rows cannot be told.
+            WindowError: A batch had its backward pass, and no `step()`.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 1)
+            >>> optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), steps=4)
+            >>> for x in optimizer.batches(torch.ones(16, 3) for _ in range(2)):
+            ...     optimizer.zero_grad()
+            ...     model(x).mean().backward()
+            ...     optimizer.step()
+            >>> optimizer.updates
+            1
+        """
+        return Batches(loader, self, weight)
+
+    def _end_epoch(self) -> None:
+        """The loop of `batches()` is over."""
+        self._batches = None
+        self._accumulation.expect_nothing()
+        self._next_epoch()
+        self._expect()
+
+    def _next_epoch(self) -> None:
+        self.epoch += self._in_epoch
+        self._in_epoch = False
+        self._ranks.begin()
+
+    # Other ranks.
+
+    def _expect(self, counts: bool = True) -> None:
+        """Tell what comes next, one micro-batch ahead: DDP looks at it in the forward pass."""
+        if self._ranks.several:
+            self._ranks.expect(self.closes_next, self.steps, self._accumulation.window.last, counts)
+
+    def _keep_up(self, once: bool = False) -> None:
+        """Take part in the windows that other ranks still make in this epoch, and in their updates."""
+        while self._ranks.others_go_on():
+            self._accumulation.empty()
+            self.updated = self._update() or self.updated
+            self._accumulation.empty()
+            if once:
+                break
+
+    # The update.
+
+    def _update(self) -> bool:
+        try:
+            if not self._accumulation.finish():
+                return False
+            sharded_state.release(self.inner)
+            self._step_inner()
+        finally:
+            self._accumulation.close()
+        self.updates += 1
+        return True
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        """The plain loop of an optimizer that re-evaluates its closure: `steps` is 1, and nothing is divided."""
+        assert self.steps == 1
+        result = self.inner.step(closure)
+        self._accumulation.close()
+        self._in_epoch = self.updated = True
+        self.updates += 1
+        return result
+
+    def _open(self) -> None:
+        """The first micro-batch of a window is done: settle what holds for all of it."""
+        self._settle_steps()
+        self._rates = [group.get("lr") for group in self.inner.param_groups]
+        if not self._noticed:
+            check_noticed(self._model, self._parameters(), self._ranks, self._schedule.constant)
+            self._noticed = True
+
+    def _check_rates(self) -> None:
+        """A learning rate belongs to an update: warn, once, if one has changed inside the window."""
+        for group, before in zip(self.inner.param_groups, self._rates):
+            now = group.get("lr")
+            if now is not before and not isinstance(now, Tensor) and now != before and not self._warned_of_rates:
+                self._warned_of_rates = True
+                warnings.warn(
+                    f"A learning rate changed from {before:g} to {now:g} inside an open window: the update uses the "
+                    "last one. A scheduler steps once per update: `if optimizer.updated: scheduler.step()`.",
+                    stacklevel=3,
+                )
+
+    # Files.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state dict under its usual keys, and beside it the open window with its gradients.
+
+        With a sharded model all ranks must call it; what it holds is the same for all of them.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state = optimizer_state.state_dict(self)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state = post_hook(self, state) or state
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint: this wrapper's, open window included, or a plain optimizer's.
+
+        Nothing is touched unless all of it fits.
+
+        Raises:
+            ValueError: The state dict is of another model.
+            WindowError: It holds an open window of another length than `steps` says.
+        """
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        optimizer_state.load(self, dict(state_dict))
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "inner": self.inner,
+            "schedule": self._schedule,
+            "arguments": {
+                "_accumulation_arguments": self._accumulation_arguments,
+                "_model": self._model,
+                "_sync": self._sync,
+            },
+            optimizer_state.KEY: optimizer_state.window_state(self),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state["arguments"])
+        self._start(state["inner"], state["schedule"])
+        optimizer_state.load_window(self, state[optimizer_state.KEY])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._schedule} steps, {self.inner!r})"
+
+
+def _abandon(accumulation: Accumulation) -> None:
+    """The optimizer is gone: if in the middle of a window, an error has ended its loop."""
+    if accumulation.window.is_open:
+        accumulation.ranks.leave()
+
+
+def _check_closure_only(inner: torch.optim.Optimizer, schedule: Schedule, arguments: dict[str, Any]) -> None:
+    more = {**arguments, "reduction": None, "nonfinite": None if arguments["nonfinite"] == "propagate" else True}
+    if schedule.largest not in (1, None) or any(value is not None for value in more.values()):
+        raise ValueError(
+            f"{type(inner).__name__} re-evaluates its closure, which would have to run the whole window again. "
+            f"Received: steps={schedule}. Use gradaccum.torch.TrainStep, which does that, or steps=1 without options."
+        )
+
+
+def _checked_inner(optimizer: Any) -> torch.optim.Optimizer:
+    if isinstance(optimizer, Optimizer):
+        raise ValueError(f"This optimizer is wrapped already. Received: {optimizer!r}. Pass its `.inner`, or use it.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"`optimizer` must be a torch.optim.Optimizer. Received: {type(optimizer).__name__}. "
+            "For example: Optimizer(torch.optim.Adam(model.parameters()), steps=4)."
+        )
+    return optimizer

@@ -1,0 +1,140 @@
+"""The open window of a sharded model among the inner optimizer's state, where torch.distributed.checkpoint looks.
+
+`get_state_dict` knows two places, `state` by parameter and `param_groups`, and renames, saves and reshards what is in
+them. So a parameter's sum stands beside its momentum, as the DTensor it is; and what the window weighs is a line of
+text in the first group. The sums are reduced already: nothing in them belongs to one rank, and any number of ranks can
+go on from them. Over R ranks a sum is the mean `A = sum_r S_r / R`; over Q ranks it is `A R / Q`.
+
+A checkpoint is loaded into what the new optimizer's own state dict holds, entry by entry. So an entry is always there:
+where there is no sum, `False`; and before the first micro-batch zeros, which tensors can be loaded into.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradaccum.torch.distributed import SingleRank
+
+__all__ = ["is_initialisation", "pack", "release", "reserve", "unpack"]
+
+KEY = "gradaccum"
+
+
+def pack(inner: torch.optim.Optimizer, window: dict[str, Any], ranks: SingleRank) -> dict[str, Any]:
+    """The state dict of an inner optimizer with the window in it, the same for all ranks, which all take part.
+
+    Args:
+        inner: The inner optimizer. If it has made no state yet, what it would make stands in the state dict alone.
+        window: What `window_state` wrote.
+        ranks: What keeps the ranks together.
+    """
+    nothing_yet, blank = not inner.state, _is_reserved(inner)
+    if nothing_yet:
+        _initialise(inner)
+    packed = inner.state_dict()
+    if nothing_yet:
+        inner.state.clear()
+    sums, losses = window.pop("gradients", {}), window.pop("losses", [])
+    begun = window["window"]["micro_batches"] or window["updates"] or window["epoch"] or window["in_epoch"]
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(parameters):
+        if parameter.requires_grad:
+            nothing = False if begun else torch.zeros_like(parameter, requires_grad=False)
+            packed["state"][index] = {**packed["state"].get(index, {}), KEY: sums.get(index, nothing)}
+    mine = {
+        "weight": window["window"]["weight"],
+        "largest": window["window"]["largest"],
+        "losses": [[i, loss.item(), str(loss.dtype).removeprefix("torch."), weight] for i, loss, weight in losses],
+    }
+    packed["param_groups"][0][KEY] = json.dumps(
+        {**window, "blank": blank or nothing_yet, "parts": ranks.everybody(mine)}
+    )
+    return packed
+
+
+def unpack(state_dict: dict[str, Any], ranks: SingleRank) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What `pack` was given: the inner optimizer's state dict, and this rank's window; None where there is none in it.
+
+    Args:
+        state_dict: What `pack` wrote, by numbers or, after torch's `get_state_dict`, by the parameters' names.
+        ranks: What keeps the ranks together here; there may be more or fewer than there were.
+    """
+    groups = state_dict.get("param_groups", [])
+    found = [group[KEY] for group in groups if KEY in group]
+    if not found:
+        return state_dict, None
+    window = json.loads(found[0])
+    here, parts = ranks.place, window.pop("parts")
+    state, sums = dict(state_dict["state"]), dict[int, Tensor]()
+    for index, name in enumerate(name for group in groups for name in group["params"]):
+        own = {**state.pop(name, {})}
+        # torch.distributed.checkpoint loads what is no tensor under the number's text.
+        own.update(state.pop(str(index), {}) if isinstance(name, int) else {})
+        total = own.pop(KEY, False)
+        if isinstance(total, Tensor):
+            sums[index] = total if len(parts) == here[1] else total * (len(parts) / here[1])
+        if own and not window["blank"]:
+            state[name] = own
+    groups = [{key: value for key, value in group.items() if key != KEY} for group in groups]
+    if len(parts) == here[1]:
+        mine = parts[here[0]]
+    else:  # the first rank has seen all of it
+        weight = sum(part["weight"] for part in parts) if here[0] == 0 else 0.0
+        mine = {"weight": weight, "largest": max(part["largest"] for part in parts), "losses": []}
+    window["window"].update(weight=mine["weight"], largest=mine["largest"])
+    window["losses"] = [[i, torch.tensor(loss, dtype=getattr(torch, d)), w] for i, loss, d, w in mine["losses"]]
+    return {**state_dict, "state": state, "param_groups": groups}, {**window, "gradients": sums, "rank": here}
+
+
+def reserve(inner: torch.optim.Optimizer) -> None:
+    """Make the entries of `pack` in a new optimizer: with `flatten_optimizer_state_dict` torch loads only such."""
+    for parameter in (p for group in inner.param_groups for p in group["params"] if p.requires_grad):
+        inner.state[parameter][KEY] = False
+    inner.param_groups[0][KEY] = ""
+
+
+def release(inner: torch.optim.Optimizer) -> None:
+    """If nothing has been loaded into what `reserve` made, drop it: the first update finds the optimizer new."""
+    if _is_reserved(inner):
+        inner.state.clear()
+        del inner.param_groups[0][KEY]
+
+
+def _is_reserved(inner: torch.optim.Optimizer) -> bool:
+    return KEY in inner.param_groups[0]
+
+
+def _initialise(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer make its state without an update, as torch.distributed.checkpoint does: nothing at rate 0."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    gradients, rates = [p.grad for p in parameters], [group.get("lr") for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if rate is not None:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+    try:
+        optimizer.step()
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+
+
+def is_initialisation(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a `step()` is torch.distributed.checkpoint's, which means no update: rates and gradients are all zero."""
+    rates = [group.get("lr", 0.0) for group in optimizer.param_groups]
+    if optimizer.state or any((isinstance(rate, Tensor) and rate.device.type != "cpu") or rate for rate in rates):
+        return False
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return all(g is not None and not _here(g).any() for g in gradients)
+
+
+def _here(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,0 +1,71 @@
+"""The large batch as one piece of a `TrainStep`, where its BatchNorm layers have to see all rows at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from gradaccum.on_torch.batch import BatchDims
+from gradaccum.torch.batch_norm import batch_norms
+from gradaccum.torch.chunking import chunked
+
+__all__ = ["WholeBatch"]
+
+EXACT_MICRO_BATCH_SIZE = 32
+"""Rows, for "auto": all rows' boundary activations are kept in any case, and larger micro-batches are hardly faster."""
+
+
+class WholeBatch:
+    """A model that takes the large batch, in micro-batches, with exact BatchNorm.
+
+    Args:
+        model: The model; the inside of a DistributedDataParallel is what gets cut.
+        batch_dims: Where the rows of the batch are.
+        takes_inputs: Whether the model is called with the batch's first element, as `loss_fn(model(x), y)` has it.
+        offload: Keep what crosses the BatchNorm layers in host memory.
+    """
+
+    def __init__(self, model: nn.Module, batch_dims: BatchDims, takes_inputs: bool, *, offload: bool = False) -> None:
+        self.outer = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+        self.inner = model if self.outer is None else self.outer.get_submodule("module")
+        self.chunks = chunked(
+            self.inner,
+            EXACT_MICRO_BATCH_SIZE,
+            batch_dims=_of_the_model(batch_dims, takes_inputs),
+            batch_norm="exact",
+            offload=offload,
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """What to call on the large batch."""
+        return self.chunks if self.outer is None else self.outer
+
+    @property
+    def needed(self) -> bool:
+        """Whether the model looks across rows as it is now."""
+        return bool(batch_norms(self.inner))
+
+    @contextlib.contextmanager
+    def in_micro_batches(self, size: int) -> Iterator[None]:
+        """Calls of `model` inside run in micro-batches of at most so many rows."""
+        self.chunks.micro_batch_size = size
+        if self.outer is None:
+            yield
+            return
+        self.outer._modules["module"] = self.chunks
+        try:
+            yield
+        finally:
+            self.outer._modules["module"] = self.inner
+
+
+def _of_the_model(batch_dims: BatchDims, takes_inputs: bool) -> Any:
+    if batch_dims is None or isinstance(batch_dims, int):
+        return 0 if batch_dims is None else batch_dims
+    if not takes_inputs:
+        return 0
+    return (batch_dims[0],) if isinstance(batch_dims, (tuple, list)) else (batch_dims,)

@@ -1,0 +1,62 @@
+"""The large batch of all ranks: each brings its own rows, and the update and the loss are those of all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradaccum.on_torch.gradients import GradientSum
+from gradaccum.torch.distributed import SingleRank, Total
+from gradaccum.torch.loss import LossAccumulator, Objective, Weight
+
+__all__ = ["GlobalBatch"]
+
+
+class GlobalBatch:
+    """Puts a rank's window together with those of the others.
+
+    Args:
+        ranks: What keeps the ranks together.
+        sums: The gradients of this rank's micro-batches.
+    """
+
+    def __init__(self, ranks: SingleRank, sums: GradientSum) -> None:
+        self.ranks = ranks
+        self._sums = sums
+        self._unit = 1.0
+
+    def open(self, objective: Objective, batch: tuple[Any, ...]) -> LossAccumulator:
+        """A window over this rank's rows, whose parts are shares of all ranks' loss, where their weight is known.
+
+        They must be so in the backward pass already: it spans the ranks where SyncBatchNorm does.
+        """
+        mine = objective.total(batch) if self.ranks.several else None
+        # What a sharded model adds up over the ranks on the way has one unit from the start.
+        unit = 1.0 if self.ranks.in_step else None
+        return objective.tally(batch, None if mine is None else self.ranks.add_up(float(mine)), unit)
+
+    def close(self, tally: LossAccumulator) -> tuple[Tensor, Weight | None, bool]:
+        """The loss over all ranks' rows; what the summed gradients are to be divided by; whether anything weighs.
+
+        Raises:
+            WindowError: Another rank has dropped out.
+        """
+        if not self.ranks.several:
+            return tally.loss, tally.divisor, not tally.empty
+        told = tally.told()
+        factor, weight = (1.0, 0.0) if told is None else told
+        if told is not None and not self.ranks.in_step:
+            self._sums.scale_(factor / self._unit)
+        total = self.ranks.total(Total(weight, given=told is not None, largest=weight))
+        loss = self.ranks.sum(tally.sum.double() * factor)
+        unit, self._unit = self._unit, 1.0 if self.ranks.in_step else total.largest or self._unit
+        if total.given:
+            weighs, divisor = total.weight > 0, total.weight / unit / self.ranks.size
+            loss = loss / total.weight if weighs else loss
+        else:
+            weighs, divisor = not tally.empty, 1 / self.ranks.size
+        if not weighs:
+            loss = torch.full_like(loss, float("nan"))
+        return loss.to(tally.sum.dtype), divisor, weighs

@@ -1,0 +1,364 @@
+"""Split the batch: the large batch goes in, one exact update comes out, in micro-batches that fit.
+
+step = gradaccum.torch.TrainStep(model, optimizer, loss_fn=torch.nn.CrossEntropyLoss())
+for x, y in loader:          # 256 rows
+    loss = step(x, y)        # forward, backward, update
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum.noise import NoiseScale
+from gradaccum.on_torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
+from gradaccum.on_torch.batch import BatchDims, Cutter
+from gradaccum.on_torch.fitting import Fitting, MicroBatch
+from gradaccum.on_torch.memory import Gauge, is_out_of_memory, parse_bytes
+from gradaccum.on_torch.noise import NoiseMeter
+from gradaccum.on_torch.transaction import Transaction
+from gradaccum.sizes import Piece, Rows, Sizers, TokenBudget, Tokens
+from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms
+from gradaccum.torch.distributed import check_noticed, detect_ranks
+from gradaccum.torch.loss import LossAccumulator, Objective, verify_additivity
+from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch
+from gradaccum.torch.train_step.global_batch import GlobalBatch
+from gradaccum.torch.train_step.padding import Left, extents, trimmed, verified_left
+from gradaccum.torch.train_step.update import Update
+
+__all__ = ["TrainStep"]
+
+logger = logging.getLogger("gradaccum")
+
+Sync = Literal["window", "micro_batch"]
+Take = Callable[[Piece], tuple[Any, ...]]
+
+
+class TrainStep:
+    """Forward, backward and update on a large batch, in micro-batches that fit into memory.
+
+    The update is the one that `loss_fn(model(x), y).backward(); optimizer.step()` makes on the whole batch:
+
+        g = sum_i w_i g_i / sum_i w_i      over micro-batches i, with w_i what the loss of micro-batch i is a mean over
+
+    Args:
+        model: The model.
+        optimizer: A `torch.optim.Optimizer`, or a list of them. LBFGS and others that evaluate a closure re-run the
+            whole window.
+        loss_fn: `loss_fn(model(x), y)` on an `(x, y)` batch; tuples of outputs and of targets are unpacked. What a
+            `torch.nn` loss divides by is known; any other callable is taken to be a mean over rows, and verified.
+        compute_loss: In its place: `compute_loss(model, *batch) -> loss` or `(loss, weight)`.
+        micro_batch_size: Rows, or `"auto"`: the fastest size that fits, found during the first updates, each of which
+            is exact.
+        max_tokens: Padded tokens of a micro-batch: rows with an attention mask are sorted by length, trimmed and
+            packed.
+        weight: `weight(*micro_batch) -> number`: what the loss is a mean over, where that isn't rows. Additive.
+        reduction: `"mean"`, or `"sum"` for losses that are sums; those are divided by the weight, if one is given.
+        batch_dims: Where the rows are, like `in_dims` of `torch.vmap`; None marks what every micro-batch shares.
+        clip_grad_norm: Largest 2-norm of the finished gradient. `grad_norm` tells the norm before.
+        scaler: A `torch.amp.GradScaler`.
+        autocast: A dtype for the forward pass, such as `torch.bfloat16`.
+        accumulate_dtype: What gradients of narrower parameters are summed in, such as `torch.float32`.
+        batch_norm: What is done about BatchNorm: `"warn"`, `"micro"` (as is, silent), `"pooled"` (statistics once per
+            update, pooled over the window), `"frozen"`, or `"exact"`.
+        memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
+        noise_scale: Measure the gradient noise scale while training, for `noise_scale`.
+        verify: Check at the first update, on a few rows, that the loss is additive over rows with these weights.
+
+    Raises:
+        TypeError, ValueError: An argument is not what it must be.
+        NotEquivalentError: `verify` found a loss whose micro-batches don't add up to the large batch.
+        torch.OutOfMemoryError: Even one row does not fit, or the optimizer's step doesn't.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> step = TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=3)
+        >>> loss = step(torch.randn(10, 4), torch.randint(2, (10,)))
+        >>> loss.shape, step.updates, step.micro_batch_size
+        (torch.Size([]), 1, 3)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        compute_loss: Callable[..., Any] | None = None,
+        micro_batch_size: int | Literal["auto"] = "auto",
+        max_tokens: int | None = None,
+        weight: Callable[..., Any] | None = None,
+        reduction: str = "mean",
+        batch_dims: BatchDims = 0,
+        clip_grad_norm: float | None = None,
+        scaler: Any = None,
+        autocast: torch.dtype | None = None,
+        accumulate_dtype: torch.dtype | None = None,
+        batch_norm: BatchNormChoice = "warn",
+        offload: bool = False,
+        memory_limit: int | str | None = None,
+        noise_scale: bool = False,
+        verify: bool = True,
+        sync: Sync = "window",
+    ) -> None:
+        self.model = checked_model(model)
+        self.batch_norm = BatchNormPolicy(
+            batch_norm,
+            model,
+            remedy='Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.',
+        )
+        self.sync = checked_choice("sync", sync, get_args(Sync))
+        self._whole: WholeBatch | None = None
+        if self.batch_norm.choice == "exact":
+            self._whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=offload)
+        self.objective = Objective(
+            model if self._whole is None else self._whole.model,
+            loss_fn=loss_fn,
+            compute_loss=compute_loss,
+            weight=weight,
+            reduction=reduction,
+            batch_dims=batch_dims,
+            autocast=autocast,
+        )
+        self.gauge = Gauge(self.objective.device, parse_bytes(memory_limit))
+        self.update = Update(
+            optimizer,
+            self.gauge,
+            clip_grad_norm=checked_norm(clip_grad_norm),
+            scaler=scaler,
+            accumulate_dtype=checked_dtype(accumulate_dtype),
+            noise=NoiseMeter() if noise_scale else None,
+        )
+        if self._whole is not None and micro_batch_size == "auto":
+            micro_batch_size = EXACT_MICRO_BATCH_SIZE
+        self.sizers = Sizers(micro_batch_size, self.gauge.limit, minimum=2 if batch_norms(model) else 1)
+        self.budget = None if max_tokens is None else TokenBudget(max_tokens, self.sizers.size)
+        if self._whole is not None and self.budget is not None:
+            raise ValueError('batch_norm="exact" needs the whole batch as it is padded. Leave out `max_tokens`.')
+        self.left: Left = "cut"
+        self.updates = 0
+        """Updates made so far."""
+        self._verify = verify
+        # By hand: a backward pass that runs out of memory halfway through a reduction could not be taken back.
+        self.ranks = detect_ranks(
+            model,
+            self.update.parameters(),
+            steps=1,
+            by_hand=True,
+            dtype=self.update.sums.dtype,
+            always=self.sync == "micro_batch",
+        )
+        if self.ranks.in_step and (micro_batch_size == "auto" or max_tokens is not None):
+            raise ValueError(
+                "With a sharded model sizes and padding cannot be tried out: other ranks would wait in these passes. "
+                f"Received: micro_batch_size={micro_batch_size!r}, max_tokens={max_tokens!r}. Give a number of rows."
+            )
+        self.joint = GlobalBatch(self.ranks, self.update.sums)
+        self.update.sums.elsewhere = self.ranks.elsewhere
+        self._noticed = False
+        self._transaction = Transaction(self._modules(), self.update.parameters, self.objective.device)
+        self._fitting = Fitting(self._transaction, self.gauge)
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Rows of a micro-batch at the moment; None before `"auto"` has seen a batch."""
+        return self.sizers.size
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The 2-norm of the last finished gradient before clipping, a tensor; None without `clip_grad_norm`."""
+        return self.update.grad_norm
+
+    @property
+    def noise_scale(self) -> NoiseScale:
+        """How many rows an update can use, measured over the last 500 updates; reading it waits for the device.
+
+        Raises:
+            ValueError: It is not measured.
+        """
+        if self.update.noise is None:
+            raise ValueError("The noise scale is not measured. Pass noise_scale=True to TrainStep.")
+        return self.update.noise.estimate()
+
+    def __call__(self, *batch: Any) -> Tensor:
+        """Make one update with this batch. Returns the large batch's loss, a detached scalar on the device.
+
+        Raises:
+            ValueError: The tensors of the batch disagree about its rows; the message lists every path and shape.
+            torch.OutOfMemoryError: Even one row does not fit, or the optimizer's step. Parameters, state, buffers and
+                random numbers are then as they were before, as after any other error; where the optimizer's step on a
+                large model cannot be taken back, the message says so.
+        """
+        try:
+            return self._call(self.objective.arguments(batch))
+        except BaseException:
+            self.ranks.leave()
+            raise
+
+    def _call(self, batch: tuple[Any, ...]) -> Tensor:
+        cutter = self.objective.cutter(batch)
+        rows = cutter.rows
+        if rows == 0 and not self.ranks.several:
+            raise ValueError("A batch must have at least one row. Received: 0 rows.")
+        if not self._noticed:
+            check_noticed(self.model, self.update.parameters(), self.ranks, steps=1)
+            self._noticed = True
+        # Sharded models cannot run passes that other ranks leave out.
+        if self._verify and not self._all_at_once and rows and not self.ranks.in_step:
+            verify_additivity(self.objective, batch)
+            if self.budget is not None:
+                self.left = verified_left(self.objective, batch, Tokens(self.budget, extents(batch)).pieces[-1])
+            self._verify = False
+        self._transaction.open()
+        try:
+            loss = self._make_update(cutter, rows)
+        except BaseException:
+            self.update.abandon()
+            self._transaction.abandon()
+            raise
+        self._transaction.close()
+        return loss
+
+    def _make_update(self, cutter: Cutter, rows: int) -> Tensor:
+        loss, weighs = self._window(cutter, rows)
+        if not weighs:
+            logger.info("Nothing in this batch of %d rows weighs anything: no update.", rows)
+            return loss
+        # An optimizer that evaluates a closure starts with the gradients that are there.
+        fresh = [loss] if self.update.closures == self.update.optimizers[:1] else []
+        if self.update.step(lambda: fresh.pop() if fresh else self._window(cutter, rows)[0]):
+            self.updates += 1
+        return loss
+
+    def _window(self, cutter: Cutter, rows: int) -> tuple[Tensor, bool]:
+        """Leave the finished gradients of a whole batch in `p.grad`.
+
+        Returns:
+            The loss, and whether the batch weighs anything.
+        """
+        self.update.clear()
+        self.ranks.clear()
+        self.ranks.expect(closes=False, steps=1)
+        tally = self.joint.open(self.objective, cutter.batch)
+        plan = self._plan(cutter, rows)
+        micro_batch = self._micro_batch(self._taker(cutter, plan), tally)
+        # In the middle of a sharded model's pass the other ranks wait: it cannot be run again.
+        run = self._fitting.once if self.ranks.in_step else self._fitting.run
+        missing = self.ranks.most(own := len(list(plan))) - own if self.ranks.in_step else 0
+        with self.batch_norm.window():
+            if rows == 0:
+                pass  # other ranks have some
+            elif self._all_at_once and isinstance(plan, Rows):
+                self._run_whole(Piece(slice(0, rows)), plan, micro_batch)
+            else:
+                for piece in plan:
+                    run(piece, plan, micro_batch)
+            for _ in range(missing):
+                self._idle(cutter.take(slice(0, min(rows, self.micro_batch_size or rows))))
+        loss, divisor, weighs = self.joint.close(tally)
+        if weighs:
+            everybody_s = round(self.ranks.add_up(rows)) if self.update.noise is not None else rows
+            self.update.finish(divisor, everybody_s, mean=tally.is_mean)
+        if isinstance(plan, Rows) and rows:
+            self.sizers.close(plan.sizer, rows)
+        return loss, weighs
+
+    @property
+    def _all_at_once(self) -> bool:
+        """Whether the loss is to see all rows together, since BatchNorm layers do."""
+        return self._whole is not None and self._whole.needed
+
+    def _run_whole(self, piece: Piece, plan: Rows, micro_batch: MicroBatch) -> None:
+        """All rows at once, through a model that takes them in micro-batches: smaller ones, where these don't fit."""
+        assert self._whole is not None
+        while True:
+            size = plan.sizer.next_size(piece.size)
+            try:
+                with self._whole.in_micro_batches(size):
+                    self._fitting.once(piece, plan, micro_batch)
+                return
+            except Exception as error:
+                if not is_out_of_memory(error) or size == 1:
+                    raise
+            self.gauge.release()
+            self.update.clear()
+            self._transaction.restore()
+            plan.sizer.failed(size)
+            logger.warning(
+                "Out of memory with micro-batches of %d rows: all over again with %d.", size, plan.sizer.size
+            )
+
+    def _micro_batch(self, take: Take, tally: LossAccumulator) -> MicroBatch:
+        update, batch_norm = self.update, self.batch_norm
+        noise = update.noise
+
+        def run(piece: Piece, between: Callable[[], None] | None) -> None:
+            measured = noise is not None and noise.waiting
+            if batch_norm.idle:
+                part = tally.part(take(piece), piece.size, measured)
+            else:
+                with batch_norm.micro_batch():
+                    part = tally.part(take(piece), piece.size, measured)
+            if between is not None:
+                between()
+            if part.loss is not None:
+                tally.backward(part, part.loss if update.scaler is None else update.scaler.scale(part.loss))
+            elif self.ranks.in_step and part.idle is not None:
+                self._backward_of_nothing(part.idle)
+            elif self.ranks.in_step:
+                self._idle(take(piece))
+            tally.add(part)
+            if measured and part.loss is not None:
+                update.measure(tally.multiple(part, piece.size), piece.size)
+            if not batch_norm.idle:
+                batch_norm.commit()
+
+        return run
+
+    def _idle(self, micro_batch: tuple[Any, ...]) -> None:
+        """A forward and a backward pass that count nothing: the other ranks of a sharded model wait for them."""
+        self._transaction.begin()
+        self._backward_of_nothing(self.objective.forward(micro_batch)[0])
+        self._transaction.restore()
+
+    def _backward_of_nothing(self, loss: Tensor) -> None:
+        self.ranks.scale(0.0)
+        loss.backward()
+        self.ranks.scale(1.0)
+
+    def _plan(self, cutter: Cutter, rows: int) -> Rows | Tokens:
+        if self.budget is not None:
+            return Tokens(self.budget, extents(cutter.batch))
+        return Rows(self.sizers.of(cutter.leaves), rows)
+
+    def _taker(self, cutter: Cutter, plan: Rows | Tokens) -> Take:
+        """What makes a micro-batch of a piece."""
+        if isinstance(plan, Rows):
+            return lambda piece: cutter.take(piece.rows)  # type: ignore[arg-type]  # a slice
+
+        def trimmed_rows(piece: Piece) -> tuple[Any, ...]:
+            assert piece.columns is not None
+            start = piece.columns[0] if self.left != "keep" else 0
+            columns = trimmed(cutter.batch, start, piece.columns[1], positions=self.left == "number" and start > 0)
+            return self.objective.take(columns, torch.tensor(piece.rows))
+
+        return trimmed_rows
+
+    def _modules(self) -> list[nn.Module]:
+        loss_fn = self.objective.loss_fn
+        return [self.model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters and the sizes that have been found, as plain numbers. Model and optimizer have their own."""
+        return {"updates": self.updates, "sizes": self.sizers.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` wrote."""
+        self.updates = state["updates"]
+        self.sizers.load_state_dict(state["sizes"])

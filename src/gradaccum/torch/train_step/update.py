@@ -1,0 +1,195 @@
+"""The update: from the sum of a window's gradients to new parameters, by the user's own optimizers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradaccum.on_torch.gradients import GradientSum, clip_norm_, scale_
+from gradaccum.on_torch.memory import Gauge, is_out_of_memory
+from gradaccum.on_torch.noise import NoiseMeter
+from gradaccum.torch.optimizer import needs_closure
+from gradaccum.torch.train_step.rollback import Rollback
+
+__all__ = ["Update"]
+
+logger = logging.getLogger("gradaccum")
+
+_AS_THEY_WERE = "Parameters and optimizer state are as they were."
+_UNKNOWN = "Parameters and optimizer state may have been changed by then: go on from a checkpoint."
+
+
+class Update:
+    """What happens once per window.
+
+    Args:
+        optimizers: One `torch.optim.Optimizer`, or several.
+        gauge: Tells how much memory is free.
+        clip_grad_norm: Largest 2-norm of the finished gradient over all of them, or None.
+        scaler: A `torch.amp.GradScaler`, or None.
+        accumulate_dtype: What narrower parameters' gradients are summed in, or None.
+        noise: Measures the noise scale, or None.
+
+    Raises:
+        TypeError: Something else than optimizers.
+        ValueError: One that accumulates by itself, or needs a closure together with a `scaler`.
+    """
+
+    def __init__(
+        self,
+        optimizers: Any,
+        gauge: Gauge,
+        *,
+        clip_grad_norm: float | None = None,
+        scaler: Any = None,
+        accumulate_dtype: torch.dtype | None = None,
+        noise: NoiseMeter | None = None,
+    ) -> None:
+        self.noise = noise
+        self.optimizers: list[torch.optim.Optimizer] = _checked_optimizers(optimizers)
+        self.closures = [optimizer for optimizer in self.optimizers if needs_closure(optimizer)]
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        if self.closures and self.scaler is not None:
+            raise ValueError(
+                f"A GradScaler cannot step {type(self.closures[0]).__name__}, which evaluates a closure. "
+                "Leave `scaler` out, and use autocast=torch.bfloat16."
+            )
+        self.clip_grad_norm = clip_grad_norm
+        self.sums = GradientSum(self.parameters, accumulate_dtype)
+        self.grad_norm: Tensor | None = None
+        # The closures of LBFGS run whole windows, beside which copies cost nothing.
+        self._undo = Rollback(self.optimizers, gauge, always=bool(self.closures))
+        self._scaler_involved = False
+
+    def parameters(self) -> list[Tensor]:
+        """Every optimizer's parameters, each once."""
+        unique = {id(p): p for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        return list(unique.values())
+
+    def clear(self) -> None:
+        """Empty the sum of gradients."""
+        self.sums.clear()
+        if self.noise is not None:
+            self.noise.restart()
+
+    def abandon(self) -> None:
+        """After an error: no gradients, and a scaler that has not heard of them."""
+        self.clear()
+        if self.scaler is not None and self._scaler_involved:  # it keeps account of what it has unscaled and stepped
+            self.scaler.update(self.scaler.get_scale())
+            self._scaler_involved = False
+
+    def measure(self, multiple: float | Tensor, rows: int) -> None:
+        """A micro-batch of so many rows is in, and the sum is this multiple of its mean gradient."""
+        if self.noise is not None and self.noise.waiting:
+            self.noise.micro_batch(self.sums.gradients(), rows, self._scale() * multiple)
+
+    def _scale(self) -> float | Tensor:
+        """What the scaler multiplies with, on its device."""
+        if self.scaler is None:
+            return 1.0
+        return self.scaler.scale(torch.ones((), dtype=torch.float64, device=self.parameters()[0].device))
+
+    def finish(self, divisor: float | Tensor | None, rows: int, mean: bool = True) -> None:
+        """Make the sum the finished gradient: divide, unscale, clip, and give it the parameter's own dtype.
+
+        Args:
+            divisor: What the sum is to be divided by; None where it is complete.
+            rows: Rows of the window.
+            mean: Whether the result is a mean over the rows, not a sum.
+        """
+        if isinstance(divisor, Tensor):
+            scale_(self.sums.gradients(), torch.where(divisor > 0, 1.0 / divisor, 0.0))
+        elif divisor is not None:
+            self.sums.finish(divisor)
+        if self.noise is not None:
+            self.noise.window(self.sums.gradients(), rows, self._scale() * (1.0 if mean else float(rows)))
+        if self.clip_grad_norm is not None:
+            if self.scaler is not None:
+                self._scaler_involved = True
+                for optimizer in self.optimizers:
+                    self.scaler.unscale_(optimizer)
+            self.grad_norm = clip_norm_(self.sums.gradients(), self.clip_grad_norm)
+        self.sums.cast()
+
+    def step(self, window: Callable[[], Tensor]) -> bool:
+        """Run every optimizer on the finished gradients. Returns whether an update was made (an overflow makes none).
+
+        Args:
+            window: Computes the finished gradients anew and returns the loss, for optimizers that evaluate closures.
+
+        Raises:
+            torch.OutOfMemoryError: An optimizer ran out of memory; the message says whether parameters and optimizer
+                state are as they were.
+        """
+        stepped: list[Any] = []
+        told: list[BaseException] = []
+
+        def evaluated() -> Tensor:
+            try:
+                return window()
+            except BaseException as error:
+                told.append(error)
+                raise
+
+        self._undo.remember()
+        for optimizer in self.optimizers:
+            try:
+                self._step(optimizer, evaluated, stepped)
+            except BaseException as error:
+                restored = self._undo.restore()
+                self._undo.always |= is_out_of_memory(error)
+                said = _AS_THEY_WERE if restored else _UNKNOWN
+                if not is_out_of_memory(error) or error in told:
+                    if not restored:
+                        logger.warning("%s.step() raised %s. %s", type(optimizer).__name__, type(error).__name__, said)
+                    raise
+                raise torch.OutOfMemoryError(
+                    f"Out of memory in {type(optimizer).__name__}.step(), which smaller micro-batches cannot help: "
+                    f"{error}\n{said} Use an optimizer with less state, or torch.optim's foreach=False."
+                ) from error
+        if stepped:
+            self._undo.forget()
+        if self.scaler is not None:
+            self.scaler.update()
+            self._scaler_involved = False
+        return bool(stepped)
+
+    def _step(self, optimizer: torch.optim.Optimizer, window: Callable[[], Tensor], stepped: list[Any]) -> None:
+        """One optimizer's step; notes it in `stepped`, unless an overflow has left it out."""
+        if optimizer in self.closures:
+            optimizer.step(window)  # type: ignore[arg-type]  # a closure may return a tensor
+        elif self.scaler is None:
+            optimizer.step()
+        else:
+            self._scaler_involved = True
+            # The scaler leaves the step out after an overflow; a hook is the public way to know.
+            hook = optimizer.register_step_post_hook(lambda o, *_: stepped.append(o))
+            try:
+                self.scaler.step(optimizer)
+            finally:
+                hook.remove()
+            return
+        stepped.append(optimizer)
+
+
+def _checked_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
+    listed = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
+    for optimizer in listed:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                "`optimizer` must be a torch.optim.Optimizer or a list of them. "
+                f"Received: {optimizer!r} of type {type(optimizer).__name__}."
+            )
+        if hasattr(optimizer, "micro_batches") and hasattr(optimizer, "inner"):
+            raise ValueError(
+                f"TrainStep makes one update per call by itself. Received: {type(optimizer).__name__}, which "
+                "accumulates, too. Give it the inner optimizer."
+            )
+    if not listed:
+        raise ValueError("`optimizer` must be a torch.optim.Optimizer or a list of them. Received: an empty list.")
+    return listed

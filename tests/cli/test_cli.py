@@ -1,0 +1,190 @@
+"""The command line: exit codes 0, 1 and 2, one line for bad input, no traceback."""
+
+import dataclasses
+import gzip
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+import gradaccum
+from gradaccum.cli.main import commands
+from gradaccum.demo import experiment
+from tests.demo import fashion_mnist
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return fashion_mnist.write(tmp_path_factory.mktemp("data"))
+
+
+def command(*arguments, **options):
+    """`python -m gradaccum ...`, as a user runs it."""
+    line = [sys.executable, "-W", "error", "-m", "gradaccum", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, **options)
+
+
+def assert_one_clear_line(result, *parts):
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("Error: ")
+    assert all(part in line for part in parts), line
+
+
+@pytest.fixture(scope="module")
+def demonstration(folder, tmp_path_factory):
+    """The demo as it is, on few rows."""
+    out = tmp_path_factory.mktemp("out")
+    arguments = ["--data", folder, "--batch-size", 32, "--epochs", 2, "--dtype", "float64", "--out", "new/folder"]
+    return command("demo", *arguments, cwd=out), out / "new" / "folder"
+
+
+def test_the_demo_shows_the_large_batch_and_the_accumulated_one_equal(demonstration):
+    result, _ = demonstration
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    (summary,) = [line for line in lines if line.startswith("(a) and (b) are equal")]
+    assert "6 updates" in summary
+    gradients, parameters = (float(part.split()[0]) for part in summary.split("at most ")[1:])
+    assert gradients <= 1e-12
+    assert parameters <= 1e-12
+    (row,) = [line for line in lines if line.startswith("(b) 4 x batch 8")]
+    assert float(row.split()[-1]) <= 1e-12
+
+
+def test_the_demo_writes_a_picture_and_a_report_and_ends_with_their_paths(demonstration):
+    result, out = demonstration
+    assert result.stdout.splitlines()[-2:] == [str(out / "report.png"), str(out / "report.html")]
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "(b) 4 x batch 8" in page
+    assert page.count("data:image/svg+xml") == 8, "four pictures, light and dark"
+
+
+def test_the_demo_says_what_it_does_in_plain_lines_where_there_is_no_terminal(demonstration, folder):
+    result, _ = demonstration
+    lines = result.stderr.splitlines()
+    assert lines[0] == f"FashionMNIST from {folder}: 90 rows to train, 40 to test"
+    assert [line.partition(":")[0] for line in lines[1:]] == ["(a) batch 32", "(b) 4 x batch 8", "(c) batch 8"]
+    assert "\x1b" not in result.stdout + result.stderr
+
+
+def test_a_difference_is_exit_code_1(folder, tmp_path, monkeypatch):
+    def broken(setup, data, plan, progress):
+        parameters = [p + (plan.key == "b") for p in experiment.initial_parameters(data.features, setup.seed)]
+        return experiment.Run(plan, [experiment.Epoch(2.0, 2.0, 0.1)], 1.0, 3, parameters)
+
+    monkeypatch.setattr(experiment, "_in_a_process", broken)
+    result = CliRunner().invoke(commands, ["demo", "--data", str(folder), "--out", str(tmp_path)])
+    assert result.exit_code == 1, result.output
+    assert "(a) and (b) DIFFER" in result.stdout
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_a_run_that_fails_is_no_success(folder, tmp_path, monkeypatch):
+    def failing(*arguments):
+        raise experiment.RunError("Run (a) failed: out of memory")
+
+    monkeypatch.setattr(experiment, "_in_a_process", failing)
+    result = CliRunner().invoke(commands, ["demo", "--data", str(folder), "--out", str(tmp_path)])
+    assert result.exit_code == 3
+    assert "Error: Run (a) failed: out of memory" in result.stderr
+
+
+def test_a_truncated_file_is_named_in_one_line(tmp_path):
+    folder = fashion_mnist.write(tmp_path / "data")
+    path = folder / "t10k-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:500])
+    result = CliRunner().invoke(commands, ["demo", "--data", str(folder), "--out", str(tmp_path / "out")])
+    assert_one_clear_line(result, str(path), "truncated")
+    path.write_bytes(gzip.compress(b"<html>"))
+    result = CliRunner().invoke(commands, ["demo", "--data", str(folder), "--out", str(tmp_path / "out")])
+    assert_one_clear_line(result, str(path), "not an IDX file")
+    assert not (tmp_path / "out").exists(), "it left an empty folder behind"
+
+
+def test_a_truncated_file_has_no_traceback_in_a_shell(tmp_path):
+    folder = fashion_mnist.write(tmp_path / "data")
+    path = folder / "train-labels-idx1-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:20])
+    result = command("demo", "--data", folder, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"Error: {path}: broken or truncated")
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--data", "/nonexistent"], "/nonexistent: no such folder"),
+        (["--batch-size", "64", "--steps", "3"], "--batch-size must be a multiple of --steps. Received: 64 and 3"),
+        (["--steps", "0"], "0 is not in the range x>=1"),
+        (["--steps", "2.5"], "'2.5' is not a valid integer range"),
+        (["--epochs", "-1"], "-1 is not in the range x>=1"),
+        (["--dtype", "float16"], "'float16' is not one of"),
+        (["--dataset", "mnist"], "'mnist' is not one of"),
+        (["--framework", "jax"], "'jax' is not one of"),
+        (["--out", __file__], "is a file"),
+        (["--nonsense"], "No such option"),
+        (["surplus"], "unexpected extra argument"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, part, tmp_path):
+    result = CliRunner().invoke(commands, ["demo", "--out", str(tmp_path), *arguments])
+    assert_one_clear_line(result, part)
+
+
+def test_an_unknown_command_is_one_clear_line():
+    assert_one_clear_line(CliRunner().invoke(commands, ["demonstrate"]), "No such command 'demonstrate'")
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    arguments = ["demo", "--dataset", "digits", "--out", str(tmp_path / "file" / "out")]
+    result = CliRunner().invoke(commands, arguments)
+    assert_one_clear_line(result, "--out", "file/out")
+
+
+def test_a_framework_that_is_missing_is_told_with_its_extra(monkeypatch):
+    monkeypatch.setattr("gradaccum.cli.main.importlib.util.find_spec", lambda name: None)
+    result = CliRunner().invoke(commands, ["demo", "--framework", "keras"])
+    assert_one_clear_line(result, "keras is not installed", 'pip install "gradaccum[keras]"')
+
+
+@pytest.mark.parametrize("library", ["click", "rich"])
+def test_a_library_that_is_missing_is_told_with_the_extra(library, tmp_path):
+    (tmp_path / f"{library}.py").write_text(f"raise ModuleNotFoundError('No module', name='{library}')")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from gradaccum.__main__ import main; main()"
+    line = [sys.executable, "-c", program, "demo", "--dataset", "digits"]
+    result = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.splitlines() == [result.stderr.strip()]
+    assert library in result.stderr
+    assert 'pip install "gradaccum[cli]"' in result.stderr
+
+
+def test_the_version_is_the_packages():
+    assert CliRunner().invoke(commands, ["--version"]).stdout == f"gradaccum, version {gradaccum.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"], ["demo", "--help"]])
+def test_help_is_there(arguments):
+    result = CliRunner().invoke(commands, arguments)
+    assert "Usage: " in result.output
+    assert "demo" in result.output
+
+
+def test_the_digits_take_more_epochs_unless_told(tmp_path, monkeypatch):
+    setups = []
+
+    def perform(setup, data, progress):
+        setups.append(setup)
+        raise experiment.RunError("enough")
+
+    monkeypatch.setattr(experiment, "perform", perform)
+    for more in ([], ["--epochs", "3"]):
+        CliRunner().invoke(commands, ["demo", "--dataset", "digits", "--out", str(tmp_path), *more])
+    assert [setup.epochs for setup in setups] == [100, 3]
+    assert dataclasses.replace(setups[0], epochs=6) == experiment.Setup()

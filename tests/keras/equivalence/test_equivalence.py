@@ -1,0 +1,122 @@
+"""`check_equivalence` on compiled Keras models: what it says, and that it names the culprit."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, losses, ops
+
+import gradaccum.keras
+from gradaccum.errors import NotEquivalentError
+from gradaccum.keras import check_equivalence, micro_batched
+from tests.keras.train_step.test_micro_batched import (
+    CLASSES,
+    ROWS,
+    TAGS,
+    TOKENS,
+    TWO_INPUTS,
+    TWO_TARGETS,
+    WEIGHTS,
+    X,
+    classifier,
+    crossentropy,
+    tagger,
+    two_losses,
+    two_outputs,
+)
+from tests.reference import relative_error
+
+
+def compiled(model, **kwargs):
+    model.compile(**{"optimizer": "sgd", **crossentropy(), **kwargs})
+    return model
+
+
+def test_equal_models_pass_and_stay_as_they_are():
+    model = compiled(classifier(kernel_regularizer="l2", activity_regularizer="l2"))
+    before = model.get_weights()
+    result = check_equivalence(model, X, CLASSES, WEIGHTS, micro_batch_size=4)
+    assert result.raise_if_different() is result
+    assert result.max_error < 1e-5
+    assert relative_error(model.get_weights(), before) == 0
+    assert not [name for layer in model.layers for name in vars(layer) if name == "call"]
+    assert model.optimizer.iterations == 0
+
+
+def test_masks_and_several_outputs_pass():
+    assert check_equivalence(compiled(tagger()), TOKENS, TAGS, micro_batch_size=3).ok
+    assert check_equivalence(compiled(two_outputs(), **two_losses()), TWO_INPUTS, TWO_TARGETS, micro_batch_size=3).ok
+
+
+def test_dropout_is_no_difference():
+    model = keras.Sequential([layers.Dense(8), layers.Dropout(0.5), layers.Dense(3, activation="softmax")])
+    result = check_equivalence(compiled(model), X, CLASSES)
+    assert result.ok
+    assert any("dropout" in note for note in result.notes)
+
+
+def test_the_micro_batch_size_is_that_of_micro_batched():
+    result = check_equivalence(micro_batched(compiled(classifier()), 5), X, CLASSES)
+    assert (5, 5, 4, 4, 4) in result.partitions
+
+
+def test_batch_norm_is_named():
+    model = compiled(
+        keras.Sequential([layers.Dense(8), layers.BatchNormalization(name="bn"), layers.Dense(3, "softmax")])
+    )
+    result = check_equivalence(model, X, CLASSES)
+    assert not result.ok
+    assert [(cause.kind, cause.where) for cause in result.causes] == [("batch_norm", "bn")]
+    assert check_equivalence(model, X, CLASSES, batch_norm="frozen").ok
+
+
+class Centred(layers.Layer):
+    def call(self, inputs):
+        return inputs - ops.mean(inputs, axis=0, keepdims=True)
+
+
+def test_a_layer_that_mixes_rows_is_named():
+    model = compiled(keras.Sequential([layers.Dense(8), Centred(name="centred"), layers.Dense(3, "softmax")]))
+    result = check_equivalence(model, X, CLASSES)
+    assert [(cause.kind, cause.where) for cause in result.causes] == [("mixes_rows", "centred")]
+    with pytest.raises(NotEquivalentError, match="centred"):
+        result.raise_if_different()
+
+
+def test_a_loss_that_looks_across_rows_is_named():
+    model = keras.Sequential([layers.Dense(3, "sigmoid")])
+    result = check_equivalence(compiled(model, loss=losses.Dice()), X, np.eye(3)[CLASSES])
+    assert [cause.kind for cause in result.causes] == ["loss"]
+    assert "'dice'" in str(result)
+
+
+class Summed(layers.Layer):
+    def call(self, inputs):
+        self.add_loss(ops.sum(ops.square(inputs)))
+        return inputs
+
+
+def test_an_added_loss_that_is_no_mean_is_named():
+    model = compiled(keras.Sequential([layers.Dense(8), Summed(), layers.Dense(3, "softmax")]))
+    result = check_equivalence(model, X, CLASSES)
+    assert [(cause.kind, cause.where) for cause in result.causes] == [("regulariser", "losses[0]")]
+
+
+def test_it_saves(tmp_path):
+    result = check_equivalence(compiled(classifier()), X, CLASSES)
+    assert result.save(tmp_path / "result.json").exists()
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(TypeError, match=r"keras\.Model"):
+        check_equivalence(print, X, CLASSES)
+    with pytest.raises(ValueError, match="compiled"):
+        check_equivalence(classifier(), X, CLASSES)
+    with pytest.raises(ValueError, match="at least 2 rows"):
+        check_equivalence(compiled(classifier()), X[:1], CLASSES[:1])
+    with pytest.raises(ValueError, match="same number of rows"):
+        check_equivalence(compiled(classifier()), X, CLASSES[: ROWS - 1])
+    with pytest.raises(ValueError, match="micro_batch_size"):
+        check_equivalence(compiled(classifier()), X, CLASSES, micro_batch_size=0)
+    assert gradaccum.keras.check_equivalence is check_equivalence

@@ -1,0 +1,319 @@
+"""`micro_batched` in everything that `fit` can be given, and everything that happens once per update."""
+
+from __future__ import annotations
+
+import re
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, losses, ops
+
+from gradaccum.errors import NotEquivalentError
+from gradaccum.keras.micro_batched import micro_batched
+from tests.keras.train_step.test_micro_batched import (
+    BACKEND,
+    BATCH,
+    CLASSES,
+    IN_FLOAT32,
+    MICRO,
+    ROWS,
+    WEIGHTS,
+    X,
+    assert_same,
+    classifier,
+    crossentropy,
+    run,
+    sgd,
+)
+from tests.reference import relative_error
+
+
+class Sequence(keras.utils.PyDataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        rows = slice(index * BATCH, (index + 1) * BATCH)
+        return X[rows], CLASSES[rows], WEIGHTS[rows]
+
+
+def generator():
+    while True:
+        for index in range(3):
+            yield Sequence()[index]
+
+
+def tf_data():
+    tf = pytest.importorskip("tensorflow")
+    return tf.data.Dataset.from_tensor_slices((X, CLASSES, WEIGHTS)).batch(BATCH)
+
+
+@pytest.mark.parametrize("source", [Sequence, generator, tf_data])
+def test_every_source_of_batches_matches_plain_fit(float64, source):
+    fit = {"batch_size": None, "steps_per_epoch": 3 if source is generator else None}
+    assert_same(classifier, lambda: crossentropy(reduction="mean_with_sample_weight"), source, tolerance=float64, **fit)
+
+
+def test_validation_data_and_split_match_plain_fit(float64):
+    assert_same(classifier, crossentropy, X, CLASSES, float64, validation_data=(X, CLASSES), epochs=1)
+    assert_same(classifier, crossentropy, X, CLASSES, float64, validation_split=0.3, epochs=1)
+
+
+def test_train_on_batch_matches_plain_keras(float64):
+    models = []
+    for size in (None, MICRO):
+        keras.utils.set_random_seed(1)
+        model = classifier() if size is None else micro_batched(classifier(), size)
+        model.compile(optimizer=sgd(), **crossentropy())
+        logs = [model.train_on_batch(X[:n], CLASSES[:n], return_dict=True) for n in (9, 9, 5)]
+        models.append((model.get_weights(), [log["loss"] for log in logs], [log["accuracy"] for log in logs]))
+    assert relative_error(models[1][0], models[0][0]) <= float64
+    assert relative_error(models[1][1:], models[0][1:]) <= 10 * float64
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="Keras has no steps_per_execution on PyTorch.")
+def test_steps_per_execution_matches_plain_fit(float64):
+    assert_same(classifier, lambda: {**crossentropy(), "steps_per_execution": 2}, X, CLASSES, float64)
+
+
+def test_run_eagerly_matches_plain_fit(float64):
+    # On JAX the loop is compiled even so; what Keras computes in float32 there (tanh) is rounded otherwise one by one.
+    compiled = lambda: {**crossentropy(), "run_eagerly": True}  # noqa: E731
+    assert_same(classifier, compiled, X, CLASSES, max(float64, IN_FLOAT32), epochs=1)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="XLA is not optional on JAX, and absent on PyTorch.")
+@pytest.mark.parametrize("micro_batch_size", [3, 4])
+def test_xla_on_tensorflow_matches_plain_fit(micro_batch_size):
+    compiled = lambda: {**crossentropy(), "jit_compile": True}  # noqa: E731
+    assert_same(classifier, compiled, X, CLASSES, 1e-6, micro_batch_size, batch_size=10, epochs=1)
+
+
+def test_schedules_ema_weight_decay_constraints_and_callbacks_are_per_update(float64):
+    def optimizer():
+        schedule = keras.optimizers.schedules.ExponentialDecay(0.1, decay_steps=2, decay_rate=0.5)
+        return keras.optimizers.SGD(
+            schedule,
+            momentum=0.9,
+            weight_decay=0.01,
+            use_ema=True,
+            ema_momentum=0.5,
+            ema_overwrite_frequency=2,
+            clipnorm=0.1,
+        )
+
+    class Batches(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.seen.append((batch, float(logs["loss"])))
+
+    make = lambda: classifier(kernel_constraint=keras.constraints.MaxNorm(0.5))  # noqa: E731
+    seen = []
+    for size in (None, MICRO):
+        callback = Batches()
+        model, _ = run(
+            make, lambda: {**crossentropy(), "optimizer": optimizer()}, X, CLASSES, size, callbacks=[callback]
+        )
+        assert int(ops.convert_to_numpy(model.optimizer.iterations)) == 6
+        seen.append((model.get_weights(), callback.seen))
+    assert relative_error(seen[1][0], seen[0][0]) <= float64
+    assert relative_error(seen[1][1], seen[0][1]) <= 10 * float64
+
+
+def regularised():
+    return keras.Sequential(
+        [layers.Input((5,)), layers.Dense(8, activation="relu"), layers.Dropout(0.5), layers.Dense(3)]
+    )
+
+
+def test_random_layers_draw_per_micro_batch_and_are_reproducible():
+    compiled = lambda: {"loss": "mse"}  # noqa: E731
+    same = np.ones((8, 5))  # every micro-batch holds the same rows
+    first, _ = run(regularised, compiled, same, np.zeros((8, 3)), 2, epochs=1)
+    second, _ = run(regularised, compiled, same, np.zeros((8, 3)), 2, epochs=1)
+    assert relative_error(first.get_weights(), second.get_weights()) == 0
+    if BACKEND != "torch":  # which draws from PyTorch's own generator
+        (state,) = [ops.convert_to_numpy(v) for v in first.non_trainable_variables if "seed" in v.path]
+        assert int(state[1]) == 4  # one draw per micro-batch
+
+
+def test_metrics_that_are_no_sums_over_rows_match_plain_fit(float64):
+    def largest(y_true, y_pred):
+        return ops.max(y_pred)  # a scalar that looks across rows
+
+    compiled = lambda: {"loss": "sparse_categorical_crossentropy", "metrics": [largest]}  # noqa: E731
+    assert_same(classifier, compiled, X, CLASSES, float64)
+
+
+def test_metrics_of_outputs_larger_than_the_batch_are_streamed(float64):
+    def make():
+        return keras.Sequential([layers.Input((5,)), layers.Dense(40, activation="softmax")])
+
+    def compiled():
+        loss = losses.SparseCategoricalCrossentropy()
+        return {
+            "loss": loss,
+            "metrics": ["accuracy", keras.metrics.SparseCategoricalCrossentropy()],
+            "weighted_metrics": ["accuracy"],
+        }
+
+    ours, _ = assert_same(make, compiled, X, CLASSES, float64, sample_weight=WEIGHTS)
+    assert {plan.metrics for plan in ours.train_step.plans.values()} <= {"streamed"}
+
+
+def test_a_model_without_metrics_matches_plain_fit(float64):
+    assert_same(classifier, lambda: {"loss": "sparse_categorical_crossentropy"}, X, CLASSES, float64)
+
+
+def test_mixed_float16_with_loss_scaling_matches_plain_fit():
+    def make():
+        keras.config.set_dtype_policy("mixed_float16")
+        try:
+            return classifier()
+        finally:
+            keras.config.set_dtype_policy("float32")
+
+    ours, _ = assert_same(make, crossentropy, X, CLASSES, 2e-3, epochs=1)
+    assert type(ours.optimizer).__name__ == "LossScaleOptimizer"
+
+
+def test_half_precision_gradients_are_summed_in_float32():
+    def make():
+        keras.config.set_dtype_policy("bfloat16")
+        try:
+            return keras.Sequential([layers.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+        finally:
+            keras.config.set_dtype_policy("float32")
+
+    def summed(y_true, y_pred):
+        return -ops.sum(y_pred, axis=-1)
+
+    # 512 gradients of 1/512: a sum in bfloat16 stays at one half.
+    compiled = lambda: {"loss": summed, "optimizer": keras.optimizers.SGD(1.0)}  # noqa: E731
+    model, _ = run(make, compiled, np.ones((512, 1)), np.ones((512, 1)), 1, batch_size=512, epochs=1)
+    assert float(ops.convert_to_numpy(ops.cast(model.weights[0], "float32")).item()) == 1.0
+
+
+def test_variables_without_a_gradient_stay_as_they_are():
+    class Unused(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = layers.Dense(3), layers.Dense(2)
+
+        def build(self, shape):
+            self.used.build(shape)
+            self.unused.build(shape)
+
+        def call(self, inputs):
+            return self.used(inputs)
+
+    compiled = lambda: {"loss": "mse"}  # noqa: E731
+    if BACKEND == "jax":
+        assert_same(Unused, compiled, X, X[:, :3])
+    else:
+        with pytest.warns(UserWarning, match="[Gg]radients do not exist"):
+            assert_same(Unused, compiled, X, X[:, :3])
+
+
+def test_the_model_saves_loads_and_clones_as_what_it_came_from(tmp_path):
+    plain, ours = classifier(), micro_batched(classifier(), MICRO)
+    ours.compile(optimizer=sgd(), **crossentropy())
+    ours.fit(X, CLASSES, batch_size=BATCH, verbose=0)
+    config = [model.to_json().replace(model.name, "") for model in (plain, ours)]
+    assert "gradaccum" not in config[1]
+    ours.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert "train_step" not in vars(loaded)
+    assert relative_error(loaded.get_weights(), ours.get_weights()) == 0
+    loaded.fit(X, CLASSES, batch_size=BATCH, verbose=0)
+    assert "train_step" not in vars(keras.models.clone_model(ours))
+    plain.set_weights(ours.get_weights())
+    assert relative_error([plain.predict(X, verbose=0)], [ours.predict(X, verbose=0)]) == 0
+
+
+def test_compiling_again_takes_the_new_loss(float64):
+    def train(size):
+        keras.utils.set_random_seed(1)
+        model = classifier() if size is None else micro_batched(classifier(), size)
+        for loss in (losses.SparseCategoricalCrossentropy(), losses.SparseCategoricalCrossentropy(reduction="sum")):
+            model.compile(optimizer=keras.optimizers.SGD(0.01), loss=loss)
+            model.fit(X, CLASSES, batch_size=BATCH, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    assert relative_error(train(MICRO), train(None)) <= float64
+
+
+def test_auto_picks_a_size_and_matches_plain_fit(float64, caplog):
+    with caplog.at_level("INFO", logger="gradaccum"):
+        assert_same(classifier, crossentropy, X, CLASSES, float64, "auto", batch_size=11, epochs=1)
+    (said,) = {record.message for record in caplog.records if "auto" in record.message}
+    assert re.match(r"micro_batch_size='auto': [1-9]\d* of (11|any number of) rows\.", said)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True, "4", None])
+def test_bad_micro_batch_sizes_are_refused(size):
+    with pytest.raises((TypeError, ValueError), match="micro_batch_size.*Received"):
+        micro_batched(classifier(), size)
+
+
+def test_other_bad_arguments_are_refused():
+    with pytest.raises(TypeError, match=r"keras\.Model.*Received"):
+        micro_batched(lambda x: x, 4)
+    with pytest.raises(ValueError, match="batch_norm.*Received"):
+        micro_batched(classifier(), 4, batch_norm="no")
+
+    class OwnStep(keras.Model):
+        def train_step(self, *args):
+            return {}
+
+    with pytest.raises(ValueError, match="train_step"):
+        micro_batched(OwnStep(), 4)
+
+
+def spread(y_true, y_pred):
+    return ops.var(y_pred)
+
+
+@pytest.mark.parametrize(
+    ("loss", "where"),
+    [
+        (lambda: losses.Dice(), "dice"),
+        (lambda: losses.Tversky(), "tversky"),
+        (lambda: spread, "spread"),
+        (lambda: losses.CosineSimilarity(axis=0), "cosine"),
+    ],
+)
+def test_a_loss_that_looks_across_rows_is_named_and_nothing_is_touched(loss, where):
+    model = micro_batched(classifier(), MICRO)
+    model.compile(optimizer=keras.optimizers.SGD(0.1, use_ema=True), loss=loss())
+    before = model.get_weights()
+    with pytest.raises(NotEquivalentError, match=f"'{where}.*across the rows"):
+        model.fit(X, np.eye(3)[CLASSES], batch_size=BATCH, verbose=0)
+    assert relative_error(model.get_weights(), before) == 0
+    model.compile(optimizer=sgd(), loss="mse")
+    model.fit(X, np.eye(3)[CLASSES], batch_size=BATCH, verbose=0)
+
+
+def test_a_batch_that_cannot_be_split_is_named_and_nothing_is_touched():
+    model = micro_batched(classifier(), MICRO)
+    model.compile(optimizer=sgd(), loss="mse")
+    model.fit(X, np.zeros((ROWS, 3)), verbose=0)
+    before = model.get_weights()
+
+    def batches():
+        while True:
+            yield X, np.zeros((ROWS - 1, 3))
+
+    # On TensorFlow, sizes are not known while it traces.
+    shapes = "" if BACKEND == "tensorflow" else r"(.|\n)*x  shape \(22, 5\)(.|\n)*y  shape \(21, 3\)"
+    error = ValueError if BACKEND != "tensorflow" else Exception
+    with pytest.raises(error, match="same number of rows" + shapes):
+        model.fit(batches(), steps_per_epoch=1, shuffle=False, verbose=0)
+    assert relative_error(model.get_weights(), before) == 0

@@ -1,0 +1,276 @@
+"""On PyTorch: `"auto"` climbs by exact updates, and running out of memory is a size that failed, no more."""
+
+from __future__ import annotations
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, losses, ops
+
+from gradaccum.keras.micro_batched import micro_batched
+from tests.keras.problems import BACKEND
+from tests.keras.train_step.test_micro_batched import (
+    CLASSES,
+    TAGS,
+    TOKENS,
+    WEIGHTS,
+    assert_same,
+    crossentropy,
+    run,
+    sgd,
+)
+from tests.reference import relative_error
+
+if BACKEND != "torch":
+    pytest.skip("TensorFlow and JAX compile the whole update", allow_module_level=True)
+
+import torch  # not in the processes of the other backends
+
+from gradaccum.on_torch.memory import Gauge
+
+ROWS = 64
+random = np.random.default_rng(3)
+X, Y = random.normal(size=(ROWS, 5)), random.normal(size=(ROWS, 3))
+
+
+class Backward(torch.autograd.Function):
+    """Identity that runs out of memory in the backward pass above a number of rows."""
+
+    @staticmethod
+    def forward(ctx, x, limit):
+        ctx.limit = limit
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if len(grad) > ctx.limit:
+            raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
+        return grad, None
+
+
+class Probe(layers.Layer):
+    """Sees the rows of each training pass, moves a statistic, and runs out of memory above a number of rows."""
+
+    def __init__(self, forward=10**6, backward=10**6, before=lambda rows: None, **kwargs):
+        super().__init__(**kwargs)
+        self.limits, self.before, self.sizes = (forward, backward), before, []
+        self.supports_masking = True
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, dtype="float32", name="seen")
+
+    def call(self, x):
+        if torch.is_grad_enabled():
+            self.sizes.append(len(x))
+            self.before(len(x))
+        forward, backward = self.limits
+        self.seen.assign_add(float(len(x)))
+        if len(x) > forward and x.device.type != "meta":  # where Keras infers shapes
+            raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
+        return Backward.apply(x, backward)
+
+
+def network(probe=None):
+    hidden = [layers.Dense(7, activation="tanh"), probe or Probe(), layers.Dense(3)]
+    return keras.Sequential([layers.Input((5,)), *hidden])
+
+
+def mse():
+    return {"loss": "mse", "metrics": ["mae"]}
+
+
+class Clock:
+    """A clock that a model's forward passes move, and the memory that they take."""
+
+    def __init__(self, monkeypatch, fastest=8):
+        self.now, self.highest, self.fastest = 0.0, 0, fastest
+        monkeypatch.setattr("gradaccum.on_torch.fitting.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr(Gauge, "mark", lambda gauge: self.highest)
+        monkeypatch.setattr(Gauge, "live", lambda gauge: 100)
+
+    def __call__(self, rows):
+        self.now += self.fastest + rows + 2.0 * max(rows - self.fastest, 0)
+        self.highest = max(self.highest, 100 + 50 * rows)
+
+
+def test_it_climbs_on_the_rows_of_exact_updates_and_settles_within_two(monkeypatch, caplog):
+    clock = Clock(monkeypatch)
+    probe = Probe(before=clock)
+    probes = iter([Probe(), probe])
+    with caplog.at_level(logging.INFO, logger="gradaccum"):
+        assert_same(lambda: network(next(probes)), mse, X, Y, micro_batch_size="auto", batch_size=ROWS, epochs=4)
+    assert probe.sizes[:5] == [1, 2, 4, 8, 16]
+    assert sum(probe.sizes) == 4 * ROWS, "no row is run for the measurement alone"
+    assert probe.sizes[-16:] == [8] * 16
+    (told,) = [record.message for record in caplog.records if "auto" in record.message]
+    assert "8 of 64 rows" in told
+
+
+def test_the_search_stops_before_the_limit(monkeypatch):
+    clock = Clock(monkeypatch, fastest=64)
+    monkeypatch.setattr(Gauge, "limit", lambda gauge: 1000)  # 100 + 50 bytes per row: 16 rows take 900
+    probe = Probe(before=clock)
+    run(lambda: network(probe), mse, X, Y, "auto", batch_size=ROWS, epochs=3)
+    assert max(probe.sizes) == 16
+
+
+@pytest.mark.parametrize("size", [6, 13, "auto"])
+@pytest.mark.parametrize("limits", [(4, 99), (99, 4), (1, 99), (99, 1), (6, 3)], ids=str)
+def test_updates_logs_and_states_are_exact_when_micro_batches_do_not_fit(size, limits, caplog):
+    probes = iter([Probe(), Probe(*limits)])
+    make = lambda: network(next(probes))  # noqa: E731
+    ours, plain = assert_same(make, mse, X, Y, micro_batch_size=size, batch_size=ROWS)
+    assert ours.layers[1].seen.value == plain.layers[1].seen.value == 2 * ROWS
+    told = [record.message for record in caplog.records if "Out of memory" in record.message]
+    assert told
+    assert len(told) <= 8, "a size that failed is not tried again"
+
+
+@pytest.mark.parametrize("size", [8, "auto"])
+def test_streamed_metrics_count_each_row_once_when_micro_batches_do_not_fit(size):
+    def make():
+        return keras.Sequential([layers.Input((5,)), next(probes), layers.Dense(40, activation="softmax")])
+
+    probes = iter([Probe(), Probe(99, 3)])
+    labels = random.integers(0, 40, ROWS)
+    ours, _ = assert_same(make, crossentropy, X, labels, micro_batch_size=size, batch_size=ROWS)
+    assert {plan.metrics for plan in ours.train_step.plans.values()} == {"streamed"}
+
+
+@pytest.mark.parametrize("size", [8, "auto"])
+@pytest.mark.parametrize("regularizer", [None, "l2"])
+@pytest.mark.parametrize("limits", [(3, 99), (99, 3)], ids=str)
+def test_masks_are_counted_right_when_micro_batches_do_not_fit(size, regularizer, limits):
+    def make():
+        inputs = layers.Input((6,), dtype="int32")
+        embedded = next(probes)(layers.Embedding(7, 3, mask_zero=True)(inputs))
+        return keras.Model(inputs, layers.Dense(3, activation="softmax", kernel_regularizer=regularizer)(embedded))
+
+    probes = iter([Probe(), Probe(*limits)])
+    weights = np.broadcast_to(WEIGHTS[:, None], TAGS.shape).copy()
+    compiled = lambda: crossentropy(reduction="mean_with_sample_weight")  # noqa: E731
+    assert_same(make, compiled, TOKENS, TAGS, micro_batch_size=size, batch_size=22, sample_weight=weights)
+
+
+class RandomMask(layers.Layer):
+    """Lets some of the time steps through."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seed, self.drawn = keras.random.SeedGenerator(5), []
+
+    def call(self, inputs):
+        mask = keras.random.uniform(inputs.shape[:2], seed=self.seed) > 0.4
+        if torch.is_grad_enabled():
+            self.drawn.append(ops.convert_to_numpy(mask))
+        outputs = inputs * 1.0
+        outputs._keras_mask = mask
+        return outputs
+
+
+@pytest.mark.parametrize("limit", [99, 5])
+@pytest.mark.parametrize("size", [8, "auto"])
+def test_random_masks_are_counted_as_the_updates_micro_batches_draw_them(size, limit):
+    x, y = random.normal(size=(22, 6, 2)), random.normal(size=(22, 6, 2))
+    masking = RandomMask()
+    inputs = layers.Input((6, 2))
+    scaled = layers.Dense(2, use_bias=False, kernel_initializer="ones", kernel_regularizer="l2", name="dense")
+    model = keras.Model(inputs, masking(Probe(backward=limit)(scaled(inputs))))
+    micro_batched(model, size).compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+    masking.drawn.clear()
+    weight = np.ones((2, 2))
+    for _ in range(3):
+        model.train_on_batch(x, y)
+        mask = np.zeros((0, 6))
+        while len(mask) < len(x):  # the last ones, up to all rows: what had no memory was drawn again
+            mask = np.concatenate([masking.drawn.pop(), mask])
+        masking.drawn.clear()
+        wrong = (x @ weight - y) * mask[..., None] / mask.sum()
+        weight = weight - 0.1 * (np.einsum("rti,rto->io", x, wrong) + 2 * 0.01 * weight)
+        assert relative_error([model.get_layer("dense").kernel], [weight]) <= 1e-6
+
+
+def test_half_precision_sums_survive_running_out_of_memory_in_the_last_micro_batch():
+    def fail_at_the_end(rows):
+        if sum(probe.sizes) == 512:
+            probe.limits = (99, 1)
+
+    def make():
+        keras.config.set_dtype_policy("bfloat16")
+        try:
+            first = layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+            return keras.Sequential([layers.Input((1,)), first, probe, layers.Dense(1)])
+        finally:
+            keras.config.set_dtype_policy("float32")
+
+    def summed(y_true, y_pred):
+        return -ops.sum(y_pred, axis=-1)
+
+    # The last bias has its gradient before memory runs out; 512 of 1/512: a sum in bfloat16 stays at one half.
+    probe = Probe(before=fail_at_the_end)
+    compiled = lambda: {"loss": summed, "optimizer": keras.optimizers.SGD(1.0)}  # noqa: E731
+    model, _ = run(make, compiled, np.ones((512, 1)), np.ones((512, 1)), 2, batch_size=512, epochs=1)
+    assert probe.sizes[-3:] == [2, 1, 1]
+    assert float(ops.convert_to_numpy(ops.cast(model.layers[-1].bias, "float32")).item()) == 1.0
+
+
+@pytest.mark.parametrize("limits", [(0, 99), (99, 0)], ids=str)
+def test_one_row_that_does_not_fit_is_an_error_and_nothing_is_touched(limits):
+    model = micro_batched(network(Probe()), 8)
+    model.compile(optimizer=sgd(), **mse())
+    model.fit(X, Y, batch_size=ROWS, verbose=0)
+    states = [[ops.convert_to_numpy(v).copy() for v in (*model.variables, *model.optimizer.variables)]]
+    model.layers[1].limits = limits
+    generator = torch.get_rng_state()
+    with pytest.raises(torch.OutOfMemoryError, match="one row(.|\n)*simulated(.|\n)*No update was made"):
+        model.train_on_batch(X, Y)
+    states.append([ops.convert_to_numpy(v) for v in (*model.variables, *model.optimizer.variables)])
+    assert relative_error(*states) == 0
+    assert torch.equal(generator, torch.get_rng_state())
+    model.layers[1].limits = (99, 99)
+    model.fit(X, Y, batch_size=ROWS, verbose=0)
+
+
+def test_dropout_draws_anew_only_for_the_rows_that_did_not_fit():
+    def make():
+        return keras.Sequential([layers.Input((5,)), layers.Dropout(0.5), next(probes), layers.Dense(3)])
+
+    probes = iter([Probe(), Probe(backward=4)])
+    expected, _ = run(make, mse, X, Y, 4, batch_size=ROWS)
+    ours, _ = run(make, mse, X, Y, 8, batch_size=ROWS)
+    assert relative_error(ours.get_weights(), expected.get_weights()) <= 1e-6
+
+
+def test_one_search_for_each_shape_of_batch(monkeypatch):
+    clock = Clock(monkeypatch)
+    probe = Probe(before=clock)
+    model = micro_batched(
+        keras.Sequential([layers.Input((None, 1)), probe, layers.GlobalAveragePooling1D(), layers.Dense(3)]), "auto"
+    )
+    model.compile(optimizer=sgd(), loss=losses.MeanSquaredError())
+    seen = []
+    for length in (10, 10, 10, 80):
+        probe.sizes.clear()
+        model.train_on_batch(np.zeros((ROWS, length, 1)), Y)
+        seen.append(set(probe.sizes))
+    assert (len(seen[2]), len(seen[3]) > 2) == (1, True)
+
+
+def test_a_batch_norm_never_gets_a_single_row():
+    probe = Probe()
+    model = keras.Sequential([layers.Input((5,)), probe, layers.BatchNormalization(), layers.Dense(3)])
+    model = micro_batched(model, "auto", batch_norm="micro")
+    model.compile(optimizer=sgd(), loss="mse")
+    for rows in (13, 16, 2):
+        model.train_on_batch(X[:rows], Y[:rows])
+    assert min(probe.sizes) >= 2
+
+
+def test_labels_are_not_mixed_up_when_micro_batches_do_not_fit():
+    probes = iter([Probe(), Probe(99, 2)])
+    make = lambda: keras.Sequential(  # noqa: E731
+        [layers.Input((5,)), next(probes), layers.Dense(3, activation="softmax")]
+    )
+    assert_same(make, crossentropy, X[:22], CLASSES, micro_batch_size=5)

@@ -1,0 +1,311 @@
+"""A report as text, PNG and HTML."""
+
+import base64
+import builtins
+import copy
+import html.parser
+import importlib
+import io
+import pickle
+import re
+import subprocess
+import sys
+
+import matplotlib
+import pytest
+
+from gradaccum.report import report as module
+from gradaccum.report.report import Bars, Code, Curve, Curves, Report, Table, Text, format_bytes, format_value
+
+TABLE = Table(["run", "loss", "memory"], [["a < b", 0.123456, "8.1 MiB"], ["[bold]b", None, "12 KiB"]], caption="Both")
+CURVES = Curves(
+    "Loss", [Curve("a", [1, 2], [2.0, 1.0]), Curve("b", [1, 2], [2.0, 1.0])], x_label="epoch", limits={"goal": 1.5}
+)
+BARS = Bars("Memory", {"a": 8.0, "b": 2.0}, unit="MiB", limits={"free": 6.0})
+
+
+def make(**changes):
+    blocks = [Text("Two & two."), TABLE, CURVES, BARS, Code("pip install <it>")]
+    return Report(**{"title": "A & B", "blocks": blocks, "ok": True, "summary": "Equal.", **changes})
+
+
+class Page(html.parser.HTMLParser):
+    """Tags, texts and attributes of a page."""
+
+    VOID = ("meta", "img", "source", "link", "br")
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.attributes, self.text = [], [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attributes]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_plain_text_has_everything_but_the_pictures():
+    assert str(make()) == (
+        "A & B\n=====\nEqual.\n\nTwo & two.\n\n"
+        "Both\nrun        loss   memory\n-------  ------  -------\na < b    0.1235  8.1 MiB\n[bold]b       -   12 KiB"
+        "\n\n    pip install <it>"
+    )
+
+
+def test_show_is_plain_where_there_is_no_terminal(capsys):
+    make().show()
+    assert capsys.readouterr().out == f"{make()}\n"
+    file = io.StringIO()
+    make().show(file)
+    assert file.getvalue() == f"{make()}\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_show_is_coloured_on_a_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    good, bad = Terminal(), Terminal()
+    make().show(good)
+    make(ok=False).show(bad)
+    assert "\x1b[32mEqual." in good.getvalue()
+    assert "\x1b[31mEqual." in bad.getvalue()
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", good.getvalue())
+    for part in ("A & B", "Two & two.", "a < b", "[bold]b", "0.1235", "12 KiB", "pip install <it>"):
+        assert part in shown, f"{part!r} is missing, or was taken for markup"
+
+
+def test_a_narrow_terminal_loses_no_digit(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for columns in (80, 24):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        file = Terminal()
+        Report("A", [Table(["run", "some long name"], [["a long name of a run", 1.25e-07]] * 2)]).show(file)
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())
+        assert "…" not in shown
+        assert max(map(len, shown.splitlines())) <= columns
+
+
+def test_no_color_is_heeded(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    file = Terminal()
+    make().show(file)
+    assert "\x1b[32m" not in file.getvalue()
+
+
+def test_html_is_one_file_that_needs_nothing_else():
+    page = Page(make().html())
+    assert page.open == []
+    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    sources = [value for tag, name, value in page.attributes if name in ("src", "srcset", "href")]
+    assert len(sources) == 4, "two pictures, each for light and dark"
+    assert all(value.startswith("data:image/svg+xml;base64,") for value in sources)
+    styles = re.findall(r"<style>(.*?)</style>", make().html(), re.DOTALL)
+    assert "url(" not in styles[0]
+    assert "@import" not in styles[0]
+
+
+def test_html_has_light_and_dark_pictures_and_colours():
+    text = make().html()
+    assert "prefers-color-scheme: dark" in text
+    light, dark = re.findall(r'srcset="(.*?)".*?src="(.*?)"', text, re.DOTALL)[0]
+    assert light != dark
+    for uri in (light, dark):
+        assert b"<svg" in base64.b64decode(uri.partition("base64,")[2])
+
+
+def test_html_escapes_what_it_shows():
+    page = Page(make(title="<script>alert(1)</script>", summary='"><img src=x>').html())
+    assert "script" not in page.tags
+    assert page.tags.count("img") == 2
+    for part in ("<script>alert(1)</script>", '"><img src=x>', "Two & two.", "a < b", "pip install <it>"):
+        assert part in page.text
+
+
+def test_html_gives_pictures_in_words_as_well():
+    words = [value for tag, name, value in Page(make().html()).attributes if (tag, name) == ("img", "alt")]
+    assert all(title in text for title, text in zip(("Loss", "Memory"), words, strict=True))
+    assert "8 MiB" in words[1]
+
+
+@pytest.mark.parametrize(("ok", "style"), [(True, "summary good"), (False, "summary bad"), (None, "summary")])
+def test_html_colours_the_verdict(ok, style):
+    assert ("p", "class", style) in Page(make(ok=ok).html()).attributes
+
+
+def test_png_shows_all_figures_side_by_side():
+    one, two = make(blocks=[CURVES]).png(), make().png()
+    widths = [int.from_bytes(png[16:20], "big") for png in (one, two)]
+    assert all(png.startswith(b"\x89PNG\r\n\x1a\n") for png in (one, two))
+    assert widths[1] == 2 * widths[0]
+
+
+def test_pictures_are_the_same_each_time():
+    assert make().png() == make().png()
+    assert make().html() == make().html()
+
+
+def test_drawing_leaves_matplotlib_as_it_was():
+    before = copy.copy(dict(matplotlib.rcParams))
+    make().html()
+    make().png()
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_drawing_loads_no_pyplot():
+    program = (
+        "import sys; from gradaccum.report import *\n"
+        "Report('A', [Bars('B', {'a': 1.0})]).png()\n"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [
+        Curves("Empty", []),
+        Curves("One point", [Curve("a", [1], [2.0])]),
+        Curves("NaN", [Curve("a", [1, 2], [float("nan")] * 2)]),
+        Curves("Log", [Curve("a", [1.5, 20], [1e-9, 1e3])], log=True, log_x=True),
+        Curves("Points", [Curve("a", [1, 2], [1.0, 2.0], points=True), Curve("b", [1, 2], [1.1, 2.1])]),
+        Curves("Many", [Curve(str(k), [0, 1], [k, k]) for k in range(9)]),
+        Bars("Empty", {}),
+        Bars("Zero on a log axis", {"a": 0.0, "b": 1e-9}, log=True),
+        Bars("Many", {f"layer.{k}": float(k) for k in range(40)}),
+        Bars("$a_1$ and a $", {"$x^": 1.0}),
+    ],
+    ids=lambda figure: figure.title,
+)
+def test_any_figure_can_be_drawn_and_said(figure):
+    assert Report("A", [figure]).png().startswith(b"\x89PNG")
+    assert figure.title in figure.plain()
+    assert figure.title in Page(Report("A", [figure]).html()).attributes[-1][-1]
+
+
+def test_a_report_is_saved_by_its_ending(tmp_path):
+    for name, begin in (("a.html", b"<!doctype html>"), ("b.PNG", b"\x89PNG"), ("new/folder/c.txt", b"A & B\n")):
+        path = make().save(tmp_path / name)
+        assert path == tmp_path / name
+        assert path.read_bytes().startswith(begin)
+    assert make().save(str(tmp_path / "d.txt")).is_file()
+
+
+@pytest.mark.parametrize("name", ["report", "report.pdf", "report.html.gz"])
+def test_another_ending_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=r"saved as \.html, \.png or \.txt\. Received: .*report"):
+        make().save(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_png_without_figures_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="has no figures to draw"):
+        make(blocks=[TABLE]).save(tmp_path / "new" / "report.png")
+    assert list(tmp_path.iterdir()) == [], "it left an empty folder behind"
+
+
+def test_html_without_figures_needs_no_matplotlib(monkeypatch):
+    hide(monkeypatch, "matplotlib")
+    assert "Two &amp; two." in make(blocks=[Text("Two & two."), TABLE]).html()
+
+
+def hide(monkeypatch, library):
+    """As if this library were not installed."""
+    imported = importlib.import_module
+
+    def import_module(name, *rest):
+        if name.partition(".")[0] == library:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return imported(name, *rest)
+
+    monkeypatch.setattr(module.importlib, "import_module", import_module)
+
+
+@pytest.mark.parametrize(
+    ("library", "use"),
+    [
+        ("rich", lambda report: report.show()),
+        ("jinja2", lambda report: report.html()),
+        ("matplotlib", lambda report: report.html()),
+        ("matplotlib", lambda report: report.png()),
+    ],
+)
+def test_a_library_that_is_missing_is_named_with_its_extra(monkeypatch, library, use):
+    hide(monkeypatch, library)
+    with pytest.raises(ModuleNotFoundError, match=re.escape(f"needs {library}, which is not installed")) as raised:
+        use(make())
+    assert 'pip install "gradaccum[cli]"' in str(raised.value)
+
+
+def test_print_needs_no_library(monkeypatch):
+    def no_import(name, *rest):
+        raise AssertionError(f"print imported {name}")
+
+    monkeypatch.setattr(builtins, "__import__", no_import)
+    text = str(make())
+    monkeypatch.undo()
+    assert text.startswith("A & B")
+
+
+def test_an_error_inside_a_library_is_not_taken_for_its_absence(monkeypatch):
+    def broken(name):
+        raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+
+    monkeypatch.setattr(module.importlib, "import_module", broken)
+    with pytest.raises(ModuleNotFoundError, match="numpy"):
+        module.require("matplotlib")
+
+
+def test_a_row_has_a_cell_for_each_column():
+    with pytest.raises(ValueError, match="must have a cell for each column"):
+        Table(["a", "b"], [[1, 2], [3]])
+
+
+def test_a_table_without_rows_is_its_header():
+    assert Table(["a", "bc"], []).plain() == "a  bc\n-  --"
+
+
+def test_quantities_are_aligned_right_and_words_left():
+    table = Table(["a", "b", "c", "d"], [["x", 1, "-2 KiB", None], ["3", "< 4", None, None]])
+    assert table.numeric == [False, True, True, False]
+
+
+def test_a_report_is_a_value():
+    report = make()
+    assert pickle.loads(pickle.dumps(report)) == report
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0, "0"), (-1234567, "-1,234,567"), (12345.678, "12,346"), (1e-6, "1e-06"), (float("inf"), "inf"), (False, "no")],
+)
+def test_values_are_shown_short(value, shown):
+    assert format_value(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (5 * 2**20, "5.0 MiB"),
+        (2**40, "1.0 TiB"),
+        (2**51, "2048.0 TiB"),
+    ],
+)
+def test_bytes_have_binary_units(number, shown):
+    assert format_bytes(number) == shown

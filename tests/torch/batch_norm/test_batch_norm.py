@@ -1,0 +1,313 @@
+"""One word says what is to be done about BatchNorm, for the optimizer, for TrainStep and for chunked."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from gradaccum.torch import TrainStep, chunked, optim
+from gradaccum.torch.batch_norm.policy import PooledStatistics
+from tests.reference import FLOAT64, relative_error, torch_updates
+
+SIZES = [5, 5, 3, 1]
+ROWS = sum(SIZES)
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    torch.set_default_dtype(torch.float64)  # which conftest sets back
+
+
+def network(**options):
+    torch.manual_seed(2)
+    bn = nn.BatchNorm2d(3, **options)
+    if options.get("affine", True):
+        nn.init.uniform_(bn.weight, 0.5, 1.5)
+    return nn.Sequential(nn.Conv2d(2, 3, 3, bias=False), bn, nn.ReLU(), nn.Flatten(), nn.Linear(3 * 9, 4))
+
+
+def batch(rows=ROWS, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 2, 5, 5, generator=generator) * torch.linspace(0.2, 3, rows)[:, None, None, None]
+    return x + torch.linspace(-2, 2, rows)[:, None, None, None], torch.randint(4, (rows,), generator=generator)
+
+
+def running(model):
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def gradients(model):
+    return [p.grad for p in model.parameters() if p.requires_grad]
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def cross_entropy(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+# pooled
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.7, 1.0, None])
+def test_pooled_statistics_are_the_large_batchs(momentum):
+    whole, pooled = network(momentum=momentum), network(momentum=momentum)
+    statistics = PooledStatistics(pooled)
+    for window in range(3):
+        x, _ = batch(seed=window)
+        whole(x)
+        with statistics.window():
+            for rows in x.split(SIZES):
+                with statistics.micro_batch():
+                    pooled(rows)
+                statistics.commit()
+    assert relative_error(pooled.buffers(), whole.buffers()) <= FLOAT64
+    assert pooled[1].num_batches_tracked == 3
+    assert pooled[1].momentum == momentum
+
+
+def test_a_micro_batch_that_is_repeated_counts_once_and_a_failed_window_not_at_all():
+    whole, pooled = network(), network()
+    statistics, (x, _) = PooledStatistics(pooled), batch()
+    before = running(pooled)
+    with pytest.raises(ZeroDivisionError), statistics.window():
+        with statistics.micro_batch():
+            pooled(x)
+        statistics.commit()
+        raise ZeroDivisionError
+    assert all(torch.equal(a, b) for a, b in zip(before, pooled.buffers(), strict=True))
+    whole(x)
+    with statistics.window():
+        with statistics.micro_batch():
+            pooled(x)  # as if memory ran out in its backward pass
+        for rows in x.split(SIZES):
+            with statistics.micro_batch():
+                pooled(rows)
+            statistics.commit()
+    assert relative_error(pooled.buffers(), whole.buffers()) <= FLOAT64
+
+
+def test_a_layer_called_twice_moves_twice():
+    whole, pooled = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    x, t = torch.randn(ROWS, 3), torch.randn(ROWS, 3) + 2
+    whole(x)
+    whole(t)
+    statistics = PooledStatistics(pooled)
+    with statistics.window():
+        for rows, others in zip(x.split([5, 5, 4]), t.split([5, 5, 4]), strict=True):
+            with statistics.micro_batch():
+                pooled(rows)
+                pooled(others)
+            statistics.commit()
+    assert relative_error(pooled.buffers(), whole.buffers()) <= FLOAT64
+
+
+def test_recomputation_by_gradient_checkpointing_moves_nothing():
+    model, whole = network(), network()
+    x, y = batch()
+    whole(x)
+
+    def compute_loss(model, x, y):
+        return F.cross_entropy(checkpoint(model, x, use_reentrant=False), y)
+
+    TrainStep(model, sgd(model), compute_loss=compute_loss, micro_batch_size=5, batch_norm="pooled")(x, y)
+    assert relative_error(model.buffers(), whole.buffers()) <= FLOAT64
+
+
+# TrainStep
+
+
+def one_step(choice, size=5, **options):
+    model = network(**options)
+    step = TrainStep(model, sgd(model), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=size, batch_norm=choice)
+    return model, step
+
+
+def micro_batched(model, x, y, sizes):
+    """The plain loop's gradients: each micro-batch normalised by itself."""
+    for rows, targets in zip(x.split(sizes), y.split(sizes), strict=True):
+        (F.cross_entropy(model(rows), targets) * (len(rows) / len(x))).backward()
+    return model
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_exact_updates_are_the_large_batchs(offload):
+    model = network()
+    options = {"micro_batch_size": 5, "batch_norm": "exact", "offload": offload}
+    step = TrainStep(model, sgd(model), loss_fn=nn.CrossEntropyLoss(), **options)
+    whole = copy.deepcopy(model)
+    batches = [batch(n, seed=n) for n in (14, 14, 9, 3)]
+    expected = torch_updates(whole, sgd(whole), batches, cross_entropy)
+    actual = [step(*b).item() for b in batches]
+    assert actual == pytest.approx(expected, rel=1e-11)
+    assert relative_error(model.parameters(), whole.parameters()) <= 1e-11
+    assert relative_error(model.buffers(), whole.buffers()) <= 1e-11
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_train_step_pools_statistics_once_per_update(momentum):
+    model, step = one_step("pooled", momentum=momentum)
+    whole, plain = copy.deepcopy(model), micro_batched(copy.deepcopy(model), *batch(), [5, 5, 4])
+    step(*batch())
+    whole(batch()[0])
+    assert relative_error(model.buffers(), whole.buffers()) <= FLOAT64
+    assert relative_error(gradients(model), gradients(plain)) <= FLOAT64
+
+
+def test_train_step_micro_is_the_plain_loop_and_silent():
+    model, step = one_step("micro")
+    plain = micro_batched(copy.deepcopy(model), *batch(), [5, 5, 4])
+    step(*batch())
+    assert relative_error(gradients(model), gradients(plain)) <= FLOAT64
+    assert relative_error(model.buffers(), plain.buffers()) <= FLOAT64
+    assert model[1].num_batches_tracked == 3
+
+
+def test_train_step_warns_once_and_names_the_modules():
+    model, step = one_step("warn")
+    plain = micro_batched(copy.deepcopy(model), *batch(), [5, 5, 4])
+    with pytest.warns(UserWarning, match=r"not the large batch's: '1' \(BatchNorm2d\).*batch_norm=\"exact\"") as caught:
+        step(*batch())
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert relative_error(model.buffers(), plain.buffers()) <= FLOAT64
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(*batch())
+        one_step("warn", size=100)[1](*batch())  # one micro-batch is the large batch
+
+
+def test_frozen_is_the_large_batch_in_eval_mode():
+    model, step = one_step("frozen")
+    with torch.no_grad():
+        model(batch(seed=9)[0])
+    whole, before = copy.deepcopy(model), running(model)
+    whole[1].eval()
+    torch_updates(whole, sgd(whole), [batch()], cross_entropy)
+    step(*batch())
+    assert relative_error(model.parameters(), whole.parameters()) <= FLOAT64
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+    assert model[1].training
+
+
+@pytest.mark.parametrize("choice", ["warn", "micro", "pooled", "frozen", "exact"])
+def test_models_without_batch_norm_are_exact_whatever_the_word(choice):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(50, 4))
+    whole = copy.deepcopy(model)
+    torch_updates(whole, sgd(whole), [batch()], cross_entropy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TrainStep(model, sgd(model), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=5, batch_norm=choice)(*batch())
+    assert relative_error(model.parameters(), whole.parameters()) <= FLOAT64
+
+
+class RunsOut(nn.Module):
+    """Out of memory, forward or backward, on more rows than `most`."""
+
+    def __init__(self, most, backward):
+        super().__init__()
+        self.most, self.backward_too = most, backward
+
+    def forward(self, x):
+        def fail(*_):
+            raise torch.OutOfMemoryError("for the test")
+
+        if len(x) > self.most and torch.is_grad_enabled():
+            if not self.backward_too:
+                fail()
+            x = x * 1
+            x.register_hook(fail)
+        return x
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("choice", ["micro", "pooled", "exact"])
+def test_running_out_of_memory_leaves_no_trace_in_the_statistics(choice, backward):
+    model = network()
+    model.append(RunsOut(3, backward))
+    whole = copy.deepcopy(model)[:-1]
+    step = TrainStep(model, sgd(model), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=5, batch_norm=choice)
+    step(*batch())
+    if choice == "micro":
+        micro_batched(whole, *batch(), [2, 2, 1, 2, 2, 2, 2, 1])
+    else:
+        whole(batch()[0])
+    assert relative_error(model.buffers(), whole.buffers()) <= 1e-11
+
+
+def test_an_unknown_word_is_an_error():
+    with pytest.raises(ValueError, match="`batch_norm` must be one of .* Received: batch_norm='sync'"):
+        one_step("sync")
+
+
+def test_frozen_needs_running_statistics():
+    _, step = one_step("frozen", track_running_stats=False)
+    with pytest.raises(ValueError, match=r"these layers keep none: '1' \(BatchNorm2d\)"):
+        step(*batch())
+
+
+# chunked
+
+
+def test_chunked_warns_once_names_the_modules_and_moves_statistics_once():
+    model, (x, _) = network(), batch()
+    whole = copy.deepcopy(model)
+    small = chunked(model, 5)
+    with pytest.warns(UserWarning, match=r"'1' \(BatchNorm2d\)") as caught:
+        loss = small(x).square().sum()
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    after = running(small)
+    loss.backward()
+    whole(x)
+    assert all(torch.equal(a, b) for a, b in zip(after, small.buffers(), strict=True))
+    assert relative_error(small.buffers(), whole.buffers()) <= FLOAT64
+    small(x)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 9])
+@pytest.mark.parametrize("choice", ["pooled", "micro", "frozen"])
+def test_chunked_agrees_with_the_plain_loop(choice, keep):
+    model, (x, y) = network(), batch()
+    whole, plain = copy.deepcopy(model), copy.deepcopy(model)
+    small = chunked(model, 5, batch_norm=choice, keep=keep)
+    if choice == "frozen":
+        plain.eval()
+    F.cross_entropy(small(x), y).backward()
+    micro_batched(plain, x, y, [5, 5, 4])
+    whole(x)
+    assert relative_error(gradients(small), gradients(plain)) <= FLOAT64
+    if choice == "pooled":
+        assert relative_error(small.buffers(), whole.buffers()) <= FLOAT64
+    else:
+        assert relative_error(small.buffers(), plain.buffers()) <= FLOAT64
+
+
+def test_without_gradients_statistics_move_once_too():
+    model, (x, _) = network(), batch()
+    whole = copy.deepcopy(model)
+    with torch.no_grad():
+        chunked(model, 5, batch_norm="pooled")(x)
+        whole(x)
+    assert relative_error(model.buffers(), whole.buffers()) <= FLOAT64
+
+
+# The optimizer
+
+
+def test_the_optimizer_names_the_modules_once():
+    with pytest.warns(UserWarning, match=r"'1' \(BatchNorm2d\).*batch_norm=\"exact\"") as caught:
+        optim.Optimizer(sgd(network()), 4, model=network())
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optim.Optimizer(sgd(network()), 1, model=network())
+        optim.Optimizer(sgd(network()), 4, model=network().eval())
+        optim.Optimizer(sgd(network()), 4, model=nn.Linear(2, 2))

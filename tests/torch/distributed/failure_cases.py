@@ -1,0 +1,158 @@
+"""What goes wrong on one rank, or on all of them, in the tests of windows over several ranks."""
+
+import os
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradaccum.torch import TrainStep
+from gradaccum.torch.optim import Optimizer
+from tests.torch.distributed.ddp_cases import OPTIMIZERS, data, lines_of, loss_of, network, wrap
+from tests.torch.distributed.sharded_cases import built, shard
+
+
+def step_all(replica: Any, optimizer: Optimizer, loader: Any) -> None:
+    for rows in loader:
+        optimizer.zero_grad()
+        loss_of(replica, rows).backward()
+        optimizer.step()
+
+
+def wrapped_later(rank: int) -> None:
+    model = network()
+    optimizer = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=2, model=model)
+    step_all(DistributedDataParallel(model), optimizer, data([[4] * 4] * 2)[rank])
+
+
+def unknown(rank: int, steps: int) -> list[str]:
+    """DDP, and no model=: a line says what that means, or an error where it cannot work."""
+
+    def train() -> None:
+        model = network()
+        replica = DistributedDataParallel(model)
+        step_all(replica, Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=steps), data([[4] * 4] * 2)[rank])
+
+    return lines_of(train)
+
+
+def different_steps(rank: int, schedule: bool) -> None:
+    steps = (lambda epoch, update: 2 + 2 * rank) if schedule else 2 + 2 * rank
+    replica, optimizer = wrap(network(), steps)
+    step_all(replica, optimizer, data([[4] * 4] * 2)[rank])
+
+
+def wrapped_twice(rank: int) -> None:
+    replica, optimizer = wrap(network(), 2)
+    Optimizer(optimizer, steps=2, model=replica)
+
+
+def parameters_outside(rank: int) -> None:
+    model, extra = network(), nn.Linear(2, 2)
+    Optimizer(
+        OPTIMIZERS["sgd"]([*model.parameters(), *extra.parameters()]), steps=2, model=DistributedDataParallel(model)
+    )
+
+
+def raises(rank: int, where: str, way: str) -> None:
+    """Rank 1 raises in its third micro-batch, inside a window; the error is handled, and the process lives on."""
+    replica, optimizer = wrap(network(), 4)
+    loader = data([[4] * 8] * 2)[rank]
+    for i, rows in enumerate(optimizer.batches(loader) if way == "batches" else loader):
+        optimizer.zero_grad()
+        if rank == 1 and i == 2 and where == "forward":
+            raise ArithmeticError("rank 1 failed")
+        loss = loss_of(replica, rows)
+        if rank == 1 and i == 2 and where == "backward":
+            loss.register_hook(_fails)
+        optimizer.backward(loss, weight=4)
+        optimizer.step()
+
+
+def _fails(gradient: torch.Tensor) -> None:
+    raise ArithmeticError("rank 1 failed")
+
+
+def breaks(rank: int) -> None:
+    """One rank alone leaves its loop."""
+    replica, optimizer = wrap(network(), 4)
+    for i, rows in enumerate(optimizer.batches(data([[4] * 8] * 2)[rank])):
+        if rank == 1 and i == 2:
+            break
+        optimizer.zero_grad()
+        loss_of(replica, rows).backward()
+        optimizer.step()
+
+
+def dies(rank: int) -> None:
+    """One rank's process ends in the middle of a window."""
+    replica, optimizer = wrap(network(), 4)
+    for i, rows in enumerate(data([[4] * 8] * 2)[rank]):
+        if rank == 1 and i == 2:
+            os._exit(1)
+        optimizer.zero_grad()
+        loss_of(replica, rows).backward()
+        optimizer.step()
+
+
+def sleeps(rank: int, seconds: float) -> None:
+    """One rank is late for longer than the process group waits."""
+    replica, optimizer = wrap(network(), 2)
+    for i, rows in enumerate(data([[4] * 2] * 2)[rank]):
+        if rank == 1 and i == 1:
+            time.sleep(seconds)
+        optimizer.zero_grad()
+        loss_of(replica, rows).backward()
+        optimizer.step()
+
+
+def another_rank(rank: int) -> None:
+    """Every rank loads what rank 0 saved inside a window."""
+    replica, optimizer = wrap(network(), 4)
+    step_all(replica, optimizer, data([[4] * 2] * 2)[rank])
+    state = optimizer.state_dict()
+    state["gradaccum"]["rank"] = [0, 2]
+    optimizer.discard()
+    optimizer.load_state_dict(state)
+
+
+def train_step_raises(rank: int) -> None:
+    model = network()
+    replica = DistributedDataParallel(model)
+    step = TrainStep(replica, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)
+    x, y = data([[4]] * 2)[rank][0]
+    step(x, y)
+    step(x, y[: 4 - rank])
+
+
+def out_of_step(rank: int) -> None:
+    """A plain loop over a sharded model, in which one rank has fewer batches."""
+    sharded, optimizer = built(steps=4)
+    step_all(sharded, optimizer, data([[4] * 3, [4] * 2])[rank])
+    optimizer.flush()
+
+
+def sharded_raises(rank: int) -> None:
+    """One rank's loop raises inside a window of a sharded model, whose passes the others wait in."""
+    sharded, optimizer = built(steps=4)
+    for i, rows in enumerate(optimizer.batches(data([[4] * 4] * 2)[rank])):
+        if (rank, i) == (1, 1):
+            raise ArithmeticError("rank 1 failed")
+        optimizer.zero_grad()
+        loss_of(sharded, rows).backward()
+        optimizer.step()
+
+
+def sharded_out_of_memory(rank: int) -> None:
+    """One rank runs out of memory in a pass of a sharded model."""
+    sharded = shard(network())
+
+    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if rank == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return nn.functional.cross_entropy(m(x), y)
+
+    step = TrainStep(sharded, OPTIMIZERS["sgd"](sharded.parameters()), compute_loss=loss, micro_batch_size=4)
+    step(*data([[8]] * 2)[rank][0])

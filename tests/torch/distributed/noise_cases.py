@@ -1,0 +1,61 @@
+"""What each rank does in the tests of the noise scale over several ranks."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradaccum.noise import NoiseScale
+from gradaccum.torch import TrainStep
+from gradaccum.torch.optim import Optimizer
+from tests.torch.distributed.ddp_cases import OPTIMIZERS, concatenated, data, loss_of, network
+from tests.torch.distributed.sharded_cases import shard
+
+STEPS = 3
+SIZES = [[4, 2, 5, 1, 3, 7, 2, 6, 4], [3, 3, 1, 6, 2, 4, 5, 5, 2]]
+Found = tuple[float, tuple[float, float], float]
+
+
+def told(scale: NoiseScale) -> Found:
+    return scale.value, scale.interval, scale.batch_size
+
+
+def several(model: nn.Module, engine: str) -> nn.Module:
+    return DistributedDataParallel(model) if engine == "ddp" else shard(model)
+
+
+def wrapped(rank: int, engine: str, scaled: bool) -> tuple[Found, Found]:
+    """The noise scale of this rank, and of one process whose windows begin with this rank's first micro-batch."""
+    ranks = data(SIZES)
+    model = network()
+    alone = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=2 * STEPS, noise_scale=True)
+    order = [rank, 1 - rank]
+    for rows in alone.batches([b for w in range(3) for r in order for b in ranks[r][STEPS * w : STEPS * (w + 1)]]):
+        alone.zero_grad()
+        loss_of(model, rows).backward()
+        alone.step()
+    model = several(network(), engine)
+    optimizer = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=STEPS, model=model, noise_scale=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2, enabled=scaled)
+    for rows in optimizer.batches(ranks[rank]):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, rows)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return told(optimizer.noise_scale), told(alone.noise_scale)
+
+
+def train_step(rank: int, engine: str) -> tuple[Found, Found]:
+    """As above for TrainStep, in micro-batches of 4 rows."""
+    batches = data([[12, 8, 16], [8, 12, 4]])
+    found = []
+    for together in (True, False):
+        model = several(network(), engine) if together else network()
+        arguments: dict[str, Any] = {"loss_fn": nn.CrossEntropyLoss(), "micro_batch_size": 4, "noise_scale": True}
+        step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), **arguments)
+        for i in range(3):
+            own, other = batches[rank][i], batches[1 - rank][i]
+            step(*(own if together else concatenated([own, other])))
+        found.append(told(step.noise_scale))
+    return found[0], found[1]

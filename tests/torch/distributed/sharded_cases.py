@@ -1,0 +1,621 @@
+"""What each rank does in the tests of windows of sharded models (FSDP2)."""
+
+import contextlib
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from gradaccum.torch import TrainStep
+from gradaccum.torch.optim import Optimizer
+from tests.reference import FLOAT64, relative_error
+from tests.torch.distributed.ddp_cases import OPTIMIZERS, Oracle, concatenated, data, loss_of, network, scaled, windows
+
+
+def shard(model: nn.Module, mesh: Any = None, **keywords: Any) -> nn.Module:
+    for part in model:  # type: ignore[attr-defined]
+        if isinstance(part, nn.Linear):
+            fully_shard(part, mesh=mesh, **keywords)
+    return fully_shard(model, mesh=mesh, **keywords)
+
+
+def whole(model: nn.Module) -> list[Tensor]:
+    return [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
+
+
+def built(
+    sync: str = "window", optimizer: str = "sgd", steps: int = 3, model: nn.Module | None = None
+) -> tuple[nn.Module, Optimizer]:
+    """Sharded over all ranks; over four, in two replicas."""
+    shape, names = ((2, 2), ("replicate", "shard")) if dist.get_world_size() == 4 else ((dist.get_world_size(),), None)
+    mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    sharded = shard(network() if model is None else model, mesh)
+    return sharded, Optimizer(OPTIMIZERS[optimizer](sharded.parameters()), steps=steps, model=sharded, sync=sync)
+
+
+class Collectives:
+    """Counts reduce-scatters and all-reduces of gradients."""
+
+    def __init__(self) -> None:
+        self.counts = {"reduce_scatter": 0, "all_reduce": 0, "all_gather": 0}
+
+    def __enter__(self) -> "Collectives":
+        names = ("reduce_scatter_single", "all_reduce", "all_gather_single")
+        self._kept = {name: getattr(dist, name) for name in names}
+
+        def counting(name: str, function: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self.counts[name] += 1
+                return function(*args, **kwargs)
+
+            return call
+
+        for name in names:
+            setattr(dist, name, counting(name.removesuffix("_single"), self._kept[name]))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for name, function in self._kept.items():
+            setattr(dist, name, function)
+
+
+def train(
+    rank: int,
+    sizes: Any,
+    steps: int,
+    sync: str = "window",
+    way: str = "batches",
+    optimizer: str = "sgd",
+    clip: float | None = None,
+    hybrid: bool = False,
+    weights: Any = None,
+) -> tuple[float, dict[str, int], int]:
+    """Train on ragged rows. Returns (error, collectives, updates)."""
+    model = network()
+    oracle = Oracle(model, optimizer, clip)
+    if hybrid:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = shard(model, mesh)
+    wrapped = Optimizer(
+        OPTIMIZERS[optimizer](sharded.parameters()), steps=steps, model=sharded, clip_grad_norm=clip, sync=sync
+    )
+    ranks, error = data(sizes), 0.0
+    expected = windows(ranks, steps)
+    done = iter(expected)
+    with Collectives() as collectives:
+        for rows in wrapped.batches(ranks[rank]) if way.startswith("batches") else ranks[rank]:
+            wrapped.zero_grad()
+            loss = loss_of(sharded, rows)
+            if way == "batches":
+                loss.backward()
+            else:
+                wrapped.backward(loss, weight=len(rows[0]))
+            wrapped.step()
+            if wrapped.updated:
+                oracle.update(concatenated(next(done)))
+        if way == "plain" and wrapped.flush():
+            oracle.update(concatenated(next(done)))
+    error = relative_error(whole(sharded), list(oracle.model.parameters()))
+    return error, collectives.counts, wrapped.updates
+
+
+def weight_0(rank: int, way: str) -> float:
+    """Micro-batches that weigh nothing on one rank, with a loss that is NaN, also where the window closes."""
+    weights = [[3, 0, 5, 2, 1, 0], [0, 7, 1, 0, 2, 2]]
+    model = network()
+    oracle = Oracle(model)
+    sharded = shard(model)
+    optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=2, model=sharded)
+    ranks = data([[4] * 6] * 2)
+    for first in range(0, 6, 2):
+        chosen = [(ranks[r][i], weights[r][i]) for r in range(2) for i in (first, first + 1)]
+        total = sum(weight for _, weight in chosen)
+        oracle.update(None, lambda m, _, c=chosen, t=total: sum(loss_of(m, rows) * w for rows, w in c) / t)  # type: ignore[misc]
+    loader: Any = list(zip(ranks[rank], weights[rank]))
+    for rows, weight in optimizer.batches(loader, weight=lambda b: b[1]) if way == "batches" else loader:
+        optimizer.zero_grad()
+        loss = loss_of(sharded, rows) * (1.0 if weight else float("nan"))
+        if way == "batches":
+            loss.backward()
+        else:
+            optimizer.backward(loss, weight=weight)
+        optimizer.step()
+    return relative_error(whole(sharded), list(oracle.model.parameters()))
+
+
+def parts(rank: int) -> float:
+    """A list of model parts, each sharded by itself."""
+    model = network()
+    oracle = Oracle(model)
+    for part in (model[0], model[2]):
+        fully_shard(part)
+    pieces = nn.ModuleList([model[0], model[2]])
+    optimizer = Optimizer(OPTIMIZERS["sgd"](pieces.parameters()), steps=2, model=pieces)
+    ranks = data([[4, 2, 3, 1], [3, 3, 1, 5]])
+    for window in windows(ranks, 2):
+        oracle.update(concatenated(window))
+    for rows in optimizer.batches(ranks[rank]):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, rows))
+        optimizer.step()
+    return relative_error(whole(pieces), list(oracle.model.parameters()))
+
+
+def mixed_precision(rank: int) -> tuple[float, str]:
+    """bfloat16 passes, sums and reductions in float32: as close as the gradients' own rounding."""
+    model = network(torch.float32)
+    reference = copy.deepcopy(model).bfloat16()
+    ranks = data([[4] * 8] * 2, dtype=torch.float32)
+    sums = [torch.zeros_like(p, dtype=torch.float64) for p in reference.parameters()]
+    for own in ranks:
+        for x, y in own:
+            loss = nn.functional.cross_entropy(reference(x.bfloat16()), y)
+            for total, gradient in zip(sums, torch.autograd.grad(loss, list(reference.parameters())), strict=True):
+                total += gradient.double() / 16
+    sharded = shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    optimizer = Optimizer(torch.optim.SGD(sharded.parameters(), lr=0.1), steps=8, model=sharded)
+    seen: list[Tensor] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.full_tensor() for p in sharded.parameters()))
+    for rows in optimizer.batches(ranks[rank]):
+        optimizer.zero_grad()
+        loss_of(sharded, rows).backward()
+        optimizer.step()
+    return relative_error(seen, sums), str(seen[0].dtype)
+
+
+def kept_gathered(rank: int, sync: str) -> dict[str, int]:
+    """All-gathers of one window of four micro-batches."""
+    sharded = shard(network(), reshard_after_forward=False)
+    optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=4, model=sharded, sync=sync)
+    ranks = data([[4] * 8] * 2)
+    for i, rows in enumerate(ranks[rank]):
+        if i == 4:
+            collectives = Collectives().__enter__()
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(sharded, rows))
+        optimizer.step()
+    collectives.__exit__()
+    return collectives.counts
+
+
+def compiled(rank: int, parts: bool, sync: str) -> float:
+    """A model that is compiled, its layers before they are sharded or all of it afterwards."""
+    model = network()
+    oracle = Oracle(model)
+    if parts:
+        for part in model:  # type: ignore[attr-defined]
+            part.compile(backend="eager")
+    sharded = shard(model)
+    used: Any = sharded if parts else torch.compile(sharded, backend="eager")
+    optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=2, model=used, sync=sync)
+    ranks = data([[4, 2, 3, 1], [3, 3, 1, 5]])
+    for window in windows(ranks, 2):
+        oracle.update(concatenated(window))
+    for rows in optimizer.batches(ranks[rank]):
+        optimizer.zero_grad()
+        loss_of(used, rows).backward()
+        optimizer.step()
+    return relative_error(whole(sharded), list(oracle.model.parameters()))
+
+
+def skip_window(rank: int) -> tuple[float, int]:
+    """One rank's loss overflows: no rank makes this update, though its own shard may look fine."""
+    model = network()
+    oracle = Oracle(model)
+    sharded = shard(model)
+    optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=2, model=sharded, nonfinite="skip_window")
+    ranks = data([[4] * 4] * 2)
+    oracle.update(concatenated(windows(ranks, 2)[1]))
+    for i, rows in enumerate(optimizer.batches(ranks[rank])):
+        optimizer.zero_grad()
+        (loss_of(sharded, rows) * (float("inf") if (rank, i) == (1, 0) else 1.0)).backward()
+        optimizer.step()
+    return relative_error(whole(sharded), list(oracle.model.parameters())), optimizer.updates
+
+
+def scaler(rank: int, overflow_at: tuple[int, int] | None, interval: int, sync: str) -> tuple[float, list[float], int]:
+    """GradScaler, whose update() comes with every micro-batch; one rank's loss overflows."""
+    model = network()
+    oracle = Oracle(model)
+    sharded, optimizer = built(sync, model=model)
+    scales = scaled(rank, sharded, optimizer, oracle, overflow_at, interval)
+    return relative_error(whole(sharded), list(oracle.model.parameters())), scales, optimizer.updates
+
+
+def scaler_and_flush(rank: int, sync: str) -> tuple[float, int]:
+    """A window that is flushed, whose sum no GradScaler has looked at: an overflow in it makes no update."""
+    model = network()
+    oracle = Oracle(model)
+    sharded, optimizer = built(sync, model=model)
+    grad_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    ranks = data([[4, 3, 2, 5], [2, 2, 5, 1]])
+    oracle.update(concatenated([own[i] for own in ranks for i in (2, 3)]))
+    for i, rows in enumerate(ranks[rank]):
+        optimizer.zero_grad()
+        loss = loss_of(sharded, rows) * (float("inf") if (rank, i) == (1, 0) else 1.0)
+        optimizer.backward(grad_scaler.scale(loss), weight=len(rows[0]))
+        grad_scaler.step(optimizer)
+        grad_scaler.update()
+        if i % 2:
+            assert optimizer.flush() == (i == 3)
+    return relative_error(whole(sharded), list(oracle.model.parameters())), optimizer.updates
+
+
+def saved_with_scaler(rank: int) -> float:
+    """A window under a GradScaler, saved and loaded: its sum is saved unscaled."""
+    ranks = data(UNFINISHED)
+    model = network()
+    oracle = Oracle(model)
+    for window in windows(ranks, 3):
+        oracle.update(concatenated(window))
+
+    def train(model: nn.Module, optimizer: Optimizer, scale: float, batches: Any) -> None:
+        grad_scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        for rows in batches:
+            optimizer.zero_grad()
+            optimizer.backward(grad_scaler.scale(loss_of(model, rows)), weight=len(rows[0]))
+            grad_scaler.step(optimizer)
+            grad_scaler.update()
+
+    sharded, optimizer = built(model=model)
+    train(sharded, optimizer, 1024.0, ranks[rank][:2])
+    state = copy.deepcopy(optimizer.state_dict())
+    again, other = built()
+    other.load_state_dict(state)
+    train(again, other, 256.0, ranks[rank][2:])
+    return relative_error(whole(again), list(oracle.model.parameters()))
+
+
+def discarded(rank: int) -> float:
+    """What an open window has added up inside FSDP goes with the window."""
+    model = network()
+    oracle = Oracle(model)
+    sharded = shard(model)
+    optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=2, model=sharded)
+    ranks = data([[4] * 3] * 2)
+    oracle.update(concatenated([own[i] for own in ranks for i in (1, 2)]))
+    for i, rows in enumerate(ranks[rank]):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(sharded, rows))
+        optimizer.step()
+        if i == 0:
+            optimizer.discard()
+    return relative_error(whole(sharded), list(oracle.model.parameters()))
+
+
+class Odd(nn.Module):
+    """Keywords, several outputs, dropout, a buffer that moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 7).double(), nn.Linear(7, 3).double()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> dict[str, Any]:
+        self.calls += 1
+        torch.rand(1)  # as dropout does
+        hidden = torch.tanh(self.first(x) * scale)
+        return {"hidden": hidden, "logits": self.second(hidden), "name": "odd"}
+
+
+def odd_loss(model: nn.Module, rows: Any) -> Tensor:
+    outputs = model(rows[0], scale=torch.tensor(2.0))
+    return nn.functional.cross_entropy(outputs["logits"], rows[1]) + outputs["hidden"].square().mean()
+
+
+def different_passes(rank: int, odd: bool, sync: str) -> tuple[float, bool]:
+    """One rank's batches are used up before the other's, in two epochs. Returns (error, all else is as without it)."""
+    torch.manual_seed(0)
+    model = Odd() if odd else network()
+    loss_function = odd_loss if odd else loss_of
+    oracle = Oracle(model)
+    if odd:
+        for part in (model.first, model.second):
+            fully_shard(part)
+        sharded = fully_shard(model)
+        optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=2, model=sharded, sync=sync)
+    else:
+        sharded, optimizer = built(sync, steps=2, model=model)
+    seen = 0
+    updates = list[int]()
+    optimizer.register_step_post_hook(lambda *_: updates.append(optimizer.updates))
+    epochs: list[list[list[int]]] = [[[4, 3, 2, 5, 1, 2, 4], [2, 2]], [[3], [2, 5, 4, 1, 2]]]
+    for epoch, sizes in enumerate(epochs):
+        ranks = data(sizes * (dist.get_world_size() // 2), epoch)
+        for window in windows(ranks, 2):
+            oracle.update(concatenated(window), loss_function)
+        before = torch.get_rng_state()
+        for rows in optimizer.batches(ranks[rank]):
+            seen += 1
+            optimizer.zero_grad()
+            loss_function(sharded, rows).backward()
+            optimizer.step()
+        after = torch.get_rng_state()
+        torch.set_rng_state(before)
+        for _ in ranks[rank] if odd else []:
+            torch.rand(1)
+        same = torch.equal(after, torch.get_rng_state())
+    assert seen == [8, 7][rank % 2]
+    assert len(updates) == 4 + 3
+    same = same and (not odd or sharded.calls.item() == seen)
+    return relative_error(whole(sharded), list(oracle.model.parameters())), same
+
+
+def different_weights(rank: int) -> float:
+    """As above with weights that only the batch tells, some of them 0, and losses that come through `backward`."""
+    weights = [[3.0, 0.0, 5.0, 2.0, 1.0], [7.0, 4.0]]
+    model = network()
+    oracle = Oracle(model)
+    sharded, optimizer = built(steps=3, model=model)
+    ranks = data([[4] * 5, [4] * 2])
+    for first in (0, 3):
+        chosen = [pair for r in range(2) for pair in zip(ranks[r], weights[r])][0:0]
+        for r in range(2):
+            chosen += list(zip(ranks[r], weights[r]))[first : first + 3]
+        total = sum(weight for _, weight in chosen)
+        oracle.update(None, lambda m, _, c=chosen, t=total: sum(loss_of(m, rows) * w for rows, w in c) / t)  # type: ignore[misc]
+    for rows, weight in optimizer.batches(list(zip(ranks[rank], weights[rank])), weight=lambda batch: batch[1]):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(sharded, rows) * (1.0 if weight else float("nan")))
+        optimizer.step()
+    return relative_error(whole(sharded), list(oracle.model.parameters()))
+
+
+def unrepeatable(rank: int, why: str) -> None:
+    """One rank's batches are used up, and its last micro-batch cannot be repeated by itself."""
+    sharded, optimizer = built(steps=2)
+    other_model, other = built(steps=2)
+    grad_scaler = torch.amp.GradScaler("cpu", enabled=why == "scaler")
+    batches = optimizer.batches(data([[4] * 5, [4] * 3])[rank])
+    for rows in other.batches(batches) if why == "two optimizers" else batches:
+        optimizer.zero_grad()
+        grad_scaler.scale(loss_of(sharded, rows)).backward()
+        if why == "two passes":
+            loss_of(sharded, rows).backward()
+        grad_scaler.step(optimizer)
+        grad_scaler.update()
+        if why == "two optimizers":
+            other.zero_grad()
+            loss_of(other_model, rows).backward()
+            other.step()
+
+
+def sharded_later(rank: int) -> None:
+    model = network()
+    inner = OPTIMIZERS["sgd"](model.parameters())
+    Optimizer(inner, steps=2, model=shard(model))
+
+
+def resumed(rank: int, sync: str) -> float:
+    """Each rank saves in the middle of a window, trains on; and a new model and optimizer go on from there."""
+    ranks = data([[4, 3, 5, 1], [2, 5, 1, 4]])
+    model = network()
+    oracle = Oracle(model)
+    for window in windows(ranks, 4):
+        oracle.update(concatenated(window))
+    sharded = shard(model)
+    optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=4, model=sharded, sync=sync)
+
+    def train(model: nn.Module, optimizer: Optimizer, rows: Any) -> None:
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, rows), weight=len(rows[0]))
+        optimizer.step()
+
+    for rows in ranks[rank][:2]:
+        train(sharded, optimizer, rows)
+    state = copy.deepcopy(optimizer.state_dict())
+    for rows in ranks[rank][2:]:
+        train(sharded, optimizer, rows)
+    error = relative_error(whole(sharded), list(oracle.model.parameters()))
+    again = shard(network())
+    optimizer = Optimizer(OPTIMIZERS["sgd"](again.parameters()), steps=4, model=again, sync=sync)
+    optimizer.load_state_dict(state)
+    for rows in ranks[rank][2:]:
+        train(again, optimizer, rows)
+    return max(error, relative_error(whole(again), list(oracle.model.parameters())))
+
+
+def distributed_checkpoint(rank: int, folder: str) -> float:
+    """torch.distributed.checkpoint at a closed window, into a new model and optimizer."""
+    ranks = data([[4, 3, 5, 1], [2, 5, 1, 4]])
+    model = network()
+    oracle = Oracle(model, "adam")
+    for window in windows(ranks, 2):
+        oracle.update(concatenated(window))
+
+    def train(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
+        for rows in optimizer.batches(batches):
+            optimizer.zero_grad()
+            loss_of(model, rows).backward()
+            optimizer.step()
+
+    sharded = shard(model)
+    optimizer = Optimizer(OPTIMIZERS["adam"](sharded.parameters()), steps=2, model=sharded)
+    train(sharded, optimizer, ranks[rank][:2])
+    model_state, optimizer_state = get_state_dict(sharded, optimizer.inner)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    again = shard(network())
+    optimizer = Optimizer(OPTIMIZERS["adam"](again.parameters()), steps=2, model=again)
+    model_state, optimizer_state = get_state_dict(again, optimizer.inner)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(again, optimizer.inner, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    train(again, optimizer, ranks[rank][2:])
+    return relative_error(whole(again), list(oracle.model.parameters()))
+
+
+def even_rows(x: Tensor, y: Tensor) -> Tensor:
+    """Weights: rows of the first class count nothing."""
+    return (y > 0).double()
+
+
+def weighed_loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    each = nn.functional.cross_entropy(m(x), y, reduction="none") * even_rows(x, y)
+    return each.sum() / even_rows(x, y).sum()
+
+
+TRAIN_STEPS: dict[str, dict[str, Any]] = {
+    "rows": {"loss_fn": nn.CrossEntropyLoss()},
+    "classes": {"loss_fn": nn.CrossEntropyLoss(ignore_index=0)},
+    "told": {"compute_loss": lambda m, x, y: (weighed_loss(m, x, y), even_rows(x, y).sum())},
+    "weight": {"compute_loss": weighed_loss, "weight": lambda x, y: even_rows(x, y).sum()},
+    "scaler": {"loss_fn": nn.CrossEntropyLoss()},
+}
+
+
+def train_step(rank: int, sizes: Any, kind: str = "rows", sync: str = "window", micro: int = 4) -> float:
+    model = network()
+    oracle = Oracle(model)
+    sharded = shard(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1) if kind == "scaler" else None
+    step = TrainStep(
+        sharded,
+        OPTIMIZERS["sgd"](sharded.parameters()),
+        micro_batch_size=micro,
+        sync=sync,
+        scaler=scaler,
+        **TRAIN_STEPS[kind],
+    )
+
+    def plain(m: nn.Module, rows: Any) -> Tensor:
+        return loss_of(m, rows) if kind in ("rows", "scaler") else weighed_loss(m, *rows)
+
+    ranks = data(sizes)
+    for i, window in enumerate(windows(ranks, 1)):
+        loss = step(*ranks[rank][i])
+        rows = concatenated(window)
+        assert abs(loss.item() - plain(oracle.model, rows).item()) <= 1e-12
+        oracle.update(rows, plain)
+    return relative_error(whole(sharded), list(oracle.model.parameters()))
+
+
+def train_step_goes_on(rank: int) -> float:
+    """After an error on all ranks nothing of the batch is left."""
+    model = network()
+    oracle = Oracle(model)
+    sharded = shard(model)
+    fails = [False, True, False]  # a loss that fails in its second micro-batch
+
+    def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if fails and fails.pop(0):
+            raise ArithmeticError
+        return nn.functional.cross_entropy(m(x), y)
+
+    step = TrainStep(sharded, OPTIMIZERS["sgd"](sharded.parameters()), compute_loss=loss, micro_batch_size=2)
+    ranks = data([[4, 4], [4, 4]])
+    with contextlib.suppress(ArithmeticError):
+        step(*ranks[rank][0])
+    fails.clear()
+    oracle.update(concatenated([own[1] for own in ranks]))
+    step(*ranks[rank][1])
+    return relative_error(whole(sharded), list(oracle.model.parameters()))
+
+
+def train_on(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
+    for rows in batches:
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, rows), weight=len(rows[0]))
+        optimizer.step()
+
+
+UNFINISHED = [[4, 3, 5, 1, 2, 6], [2, 5, 1, 4, 3, 2]]
+"""Rows of two ranks: a window of three micro-batches, and another one."""
+
+
+def numbers(model: nn.Module) -> list[Any]:
+    return [parameter.tolist() for parameter in whole(model)]
+
+
+def saved_inside(
+    rank: int, folder: str, first: int, sync: str, optimizer: str, way: str = "get_state_dict", flat: bool = False
+) -> list[Any]:
+    """Save after so many micro-batches with torch.distributed.checkpoint, and train on. Returns the parameters."""
+    sharded, wrapped = built(sync, optimizer)
+    batches = data(UNFINISHED * (dist.get_world_size() // 2))[rank]
+    train_on(sharded, wrapped, batches[:first])
+    if way == "get_state_dict":
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        model_state, optimizer_state = get_state_dict(sharded, wrapped, options=options)
+    else:
+        model_state, optimizer_state = sharded.state_dict(), wrapped.state_dict()
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    train_on(sharded, wrapped, batches[first:])
+    oracle = Oracle(network(), optimizer)
+    for window in windows(data(UNFINISHED * (dist.get_world_size() // 2)), 3):
+        oracle.update(concatenated(window))
+    assert relative_error(whole(sharded), list(oracle.model.parameters())) <= FLOAT64
+    return numbers(sharded)
+
+
+def loaded_inside(
+    rank: int, folder: str, first: int, sync: str, optimizer: str, way: str = "get_state_dict", flat: bool = False
+) -> list[Any]:
+    """Go on from there in a new process. Returns the parameters."""
+    sharded, wrapped = built(sync, optimizer)
+    if way == "get_state_dict":
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        model_state, optimizer_state = get_state_dict(sharded, wrapped, options=options)
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        set_state_dict(
+            sharded, wrapped, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options
+        )
+    else:
+        model_state, optimizer_state = sharded.state_dict(), wrapped.state_dict()
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        wrapped.load_state_dict(optimizer_state)
+    assert wrapped.micro_batches == first % 3
+    train_on(sharded, wrapped, data(UNFINISHED * (dist.get_world_size() // 2))[rank][first:])
+    return numbers(sharded)
+
+
+def full_state_dict(rank: int) -> tuple[list[Any], list[Any]]:
+    """An open window through a full state dict, as rank 0 would save it: the ranks take their shards of it."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    sharded, wrapped = built("window", "adam")
+    batches = data(UNFINISHED)[rank]
+    train_on(sharded, wrapped, batches[:4])
+    received: list[Any] = [copy.deepcopy(get_state_dict(sharded, wrapped, options=options))]
+    train_on(sharded, wrapped, batches[4:])
+    again, other = built("window", "adam")
+    dist.broadcast_object_list(received)
+    model_state, optimizer_state = received[0]
+    options = StateDictOptions(full_state_dict=True)
+    set_state_dict(again, other, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options)
+    train_on(again, other, batches[4:])
+    return numbers(sharded), numbers(again)
+
+
+def loaded_elsewhere(rank: int, folder: str, steps: int, optimizer: str) -> float:
+    """The first window of two ranks, two micro-batches of three each, goes on over other ranks with other rows."""
+    model = network()
+    oracle = Oracle(model, optimizer)
+    sharded, wrapped = built("window", optimizer, steps)
+    model_state, optimizer_state = get_state_dict(sharded, wrapped)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(sharded, wrapped, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    there = data(UNFINISHED)
+    here = data([[3, 4, 2, 7], [5, 1, 4, 2], [2, 2, 6, 3]][: dist.get_world_size()], epoch=1)
+    oracle.update(concatenated([rows for own in there for rows in own[:2]] + [own[0] for own in here]))
+    oracle.update(concatenated([rows for own in here for rows in own[1:]]))
+    train_on(sharded, wrapped, here[rank])
+    assert wrapped.updates == 2
+    return relative_error(whole(sharded), list(oracle.model.parameters()))
+
+
+def saved_before_training(rank: int) -> float:
+    """Asking for a state dict is no update, though torch makes the optimizer's state for it by a step."""
+    sharded, wrapped = built("window", "adam")
+    batches = data(UNFINISHED)[rank]
+    get_state_dict(sharded, wrapped)
+    train_on(sharded, wrapped, batches[:1])
+    get_state_dict(sharded, wrapped)
+    train_on(sharded, wrapped, batches[1:])
+    plain, other = built("window", "adam")
+    train_on(plain, other, batches)
+    return relative_error(whole(sharded), whole(plain))

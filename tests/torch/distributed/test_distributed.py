@@ -1,0 +1,200 @@
+"""One window over all ranks: the update of one process that sees all rows, with one reduction per window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.reference import FLOAT64
+from tests.torch.distributed import ddp_cases as cases
+from tests.torch.distributed.processes import Processes
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Processes]:
+    processes = Processes(2)
+    yield processes
+    processes.close()
+
+
+EVEN = [[4, 4, 4, 4, 4, 4], [4, 4, 4, 4, 4, 4]]
+RAGGED = [[4, 2, 5, 1, 3, 7], [3, 3, 1, 6, 2, 4]]
+UNEVEN = [[4, 4, 4, 4, 4, 4, 4, 4, 3], [4, 4, 4, 2]]
+
+
+@pytest.mark.parametrize("way", ["batches", "batches, backward", "plain"])
+@pytest.mark.parametrize("sizes", [EVEN, RAGGED, UNEVEN], ids=["even", "ragged", "uneven"])
+def test_all_ranks_rows_make_one_update_with_one_reduction(ranks: Processes, sizes: list[list[int]], way: str) -> None:
+    for error, reductions, updates in ranks.run(cases.train, sizes, 4, way):
+        assert error <= FLOAT64
+        assert updates == 2 * max(-(-len(own) // 4) for own in sizes)
+        assert reductions == updates
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"optimizer": "adam"},
+        {"clip": 0.1},
+        {"hook_first": False},
+        {"ddp": {"gradient_as_bucket_view": True}},
+        {"ddp": {"find_unused_parameters": True}},
+        {"ddp": {"static_graph": True}},
+        {"ddp": {"gradient_as_bucket_view": True, "static_graph": True}, "way": "plain"},
+    ],
+    ids=str,
+)
+def test_ddp_as_users_configure_it(ranks: Processes, keywords: dict[str, object]) -> None:
+    for error, reductions, updates in ranks.run(cases.train, UNEVEN, 4, **keywords):
+        assert error <= FLOAT64
+        assert reductions == updates == 6
+
+
+def test_one_micro_batch_per_window_is_plain_ddp_and_ragged_rows_are_exact(ranks: Processes) -> None:
+    for error, reductions, updates in ranks.run(cases.train, RAGGED, 1):
+        assert error <= FLOAT64
+        assert reductions == updates == 12
+
+
+def test_several_buckets_are_reduced_once_each(ranks: Processes) -> None:
+    for error, reductions, updates in ranks.run(cases.train, UNEVEN, 4, ddp={"bucket_cap_mb": 1e-4}):
+        assert error <= FLOAT64
+        assert reductions == updates
+
+
+def test_token_weights_are_summed_over_ranks_and_weight_0_hangs_nobody(ranks: Processes) -> None:
+    assert max(ranks.run(cases.tokens)) <= FLOAT64
+
+
+def test_an_empty_last_batch_on_one_rank_counts_nothing(ranks: Processes) -> None:
+    assert max(ranks.run(cases.empty_batch)) <= FLOAT64
+
+
+def test_micro_batches_that_a_rank_passes_over_count_nothing(ranks: Processes) -> None:
+    assert max(ranks.run(cases.continued)) <= FLOAT64
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("skip_micro_batch", 3), ("skip_window", 1)])
+def test_one_rank_that_skips_what_is_not_finite_keeps_the_others_exact(
+    ranks: Processes, mode: str, expected: int
+) -> None:
+    for error, updates in ranks.run(cases.nonfinite, mode):
+        assert error <= FLOAT64
+        assert updates == expected
+
+
+@pytest.mark.parametrize("overflow_at", [None, (1, 4), (0, 5), (1, 3)])
+def test_an_overflow_on_one_rank_costs_all_ranks_one_window_and_one_halving(
+    ranks: Processes, overflow_at: tuple[int, int] | None
+) -> None:
+    for error, scales, updates in ranks.run(cases.scaler, overflow_at, 1000):
+        assert error <= FLOAT64
+        assert updates == (4 if overflow_at is None else 3)
+        assert scales == ([1024.0] * 4 if overflow_at is None else [1024.0, 512.0, 512.0, 512.0])
+
+
+@pytest.mark.parametrize("overflow_at", [None, (1, 4)])
+def test_scales_that_grow_at_different_times_are_brought_together(
+    ranks: Processes, overflow_at: tuple[int, int] | None
+) -> None:
+    for error, _, updates in ranks.run(cases.scaler, overflow_at, 4):
+        assert error <= FLOAT64
+        assert updates == (4 if overflow_at is None else 3)
+
+
+def test_a_layer_that_one_rank_uses_once_is_exact_and_one_that_none_uses_stays_without_gradient(
+    ranks: Processes,
+) -> None:
+    for error, without in ranks.run(cases.unused):
+        assert error <= FLOAT64
+        assert without
+
+
+def test_static_graph_with_unused_parameters_falls_back(ranks: Processes) -> None:
+    for error, without in ranks.run(cases.unused, True):
+        assert error <= FLOAT64
+        assert without
+
+
+def test_static_graph_is_named_in_one_line(ranks: Processes) -> None:
+    for lines in ranks.run(cases.static_graph):
+        assert len([line for line in lines if "find_unused_parameters=True" in line]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("allreduce_hook", FLOAT64),
+        ("fp16_compress_hook", 2**-10),
+        ("powerSGD_hook", 2**-10),  # of full rank: exact but for its projections
+    ],
+)
+def test_communication_hooks_see_every_reduction(ranks: Processes, name: str, error: float) -> None:
+    assert max(ranks.run(cases.communication_hook, name)) <= error
+
+
+def test_several_forward_passes_per_micro_batch_are_reduced_once(ranks: Processes) -> None:
+    for error, counts in ranks.run(cases.several_passes, False):
+        assert error <= FLOAT64
+        assert counts == [1, 1, 1]
+
+
+def test_several_backward_passes_per_micro_batch_are_exact_and_soon_reduced_once(ranks: Processes) -> None:
+    for error, counts in ranks.run(cases.several_passes, True):
+        assert error <= FLOAT64
+        assert counts == [2, 1, 1]
+
+
+def test_a_penalty_on_the_weights_in_a_backward_pass_of_its_own_is_exact(ranks: Processes) -> None:
+    assert max(ranks.run(cases.unreached_penalty)) <= FLOAT64
+
+
+def test_a_second_backward_pass_that_comes_only_later_on_is_exact(ranks: Processes) -> None:
+    for error, messages in ranks.run(cases.penalty_later, (0, 1)):
+        assert error <= FLOAT64
+        # An epoch begins with one; the first window takes another, and so does the one with the penalty.
+        assert messages == [3, 1, 2, 1, 1]
+
+
+def test_buffers_are_the_same_on_all_ranks_after_an_uneven_epoch(ranks: Processes) -> None:
+    assert all(ranks.run(cases.batch_norm))
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_compiled_models(ranks: Processes, outside: bool) -> None:
+    for error, reductions in ranks.run(cases.compiled, outside):
+        assert error <= FLOAT64
+        assert reductions == 2
+
+
+def test_bfloat16_gradients_are_reduced_in_the_dtype_they_are_summed_in(ranks: Processes) -> None:
+    assert max(ranks.run(cases.wide)) <= 2**-8  # one rounding to bfloat16, at the update
+
+
+@pytest.mark.parametrize("weighed", [True, False])
+def test_sums_add_up_over_all_ranks(ranks: Processes, weighed: bool) -> None:
+    assert max(ranks.run(cases.summed, weighed)) <= FLOAT64
+
+
+@pytest.mark.parametrize("unused_too", [True, False])
+@pytest.mark.parametrize("bucket_views", [True, False])
+def test_every_rank_resumes_its_part_of_an_open_window(ranks: Processes, bucket_views: bool, unused_too: bool) -> None:
+    assert max(ranks.run(cases.resumed, bucket_views, unused_too)) <= FLOAT64
+
+
+def test_several_models_share_a_window(ranks: Processes) -> None:
+    assert max(ranks.run(cases.towers)) <= FLOAT64
+
+
+def test_all_ranks_may_break_off_at_once(ranks: Processes) -> None:
+    for error, updates in ranks.run(cases.broken_off):
+        assert error <= FLOAT64
+        assert updates == 2 + 1 + 3
+
+
+def test_sync_micro_batch_reduces_every_micro_batch(ranks: Processes) -> None:
+    for error, reductions, updates in ranks.run(cases.train, RAGGED, 4, sync="micro_batch"):
+        assert error <= FLOAT64
+        assert reductions == 12
+        assert updates == 4

@@ -1,0 +1,50 @@
+"""TrainStep over several ranks: each brings its own large batch; the update and the loss are those of all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.reference import FLOAT64
+from tests.torch.distributed import ddp_cases as cases
+from tests.torch.distributed import failure_cases as failures
+from tests.torch.distributed.processes import Processes, Raised
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Processes]:
+    processes = Processes(2)
+    yield processes
+    processes.close()
+
+
+SIZES = [[9, 4, 8, 5], [3, 12, 7, 5]]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("kind", ["rows", "classes", "told", "sum"])
+def test_the_update_and_the_loss_are_those_of_all_ranks_rows(ranks: Processes, kind: str, optimizer: str) -> None:
+    for error, loss_error, reductions in ranks.run(cases.train_step, SIZES, [4, 3], kind, optimizer):
+        assert error <= FLOAT64
+        assert loss_error <= FLOAT64
+        assert reductions == 4
+
+
+def test_a_batch_without_rows_on_one_rank_counts_nothing(ranks: Processes) -> None:
+    for error, loss_error, _ in ranks.run(cases.train_step, [[4, 0, 3], [5, 6, 0]], [2, 2]):
+        assert error <= FLOAT64
+        assert loss_error <= FLOAT64
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_one_rank_that_runs_out_of_memory_is_exact(ranks: Processes, backward: bool) -> None:
+    assert max(ranks.run(cases.out_of_memory, backward)) <= FLOAT64
+
+
+def test_an_error_on_one_rank_is_an_error_on_the_others(ranks: Processes) -> None:
+    first, second = ranks.try_run(failures.train_step_raises, limit=20)
+    assert isinstance(second, Raised)
+    assert second.kind == "ValueError"
+    assert isinstance(first, Raised)
+    assert "Rank 1 left" in first.message

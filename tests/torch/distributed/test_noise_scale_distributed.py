@@ -1,0 +1,43 @@
+"""The noise scale over several ranks: what one process finds that sees the same windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.torch.distributed import noise_cases as cases
+from tests.torch.distributed.processes import Processes
+
+EXACT = 1e-11
+"""The estimates are differences of squared norms, each as exact as a gradient: 1e-12."""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Processes]:
+    processes = Processes(2)
+    yield processes
+    processes.close()
+
+
+def same(here: cases.Found, there: cases.Found) -> bool:
+    value, interval, rows = here
+    return (value, *interval, rows) == pytest.approx((there[0], *there[1], there[2]), rel=EXACT)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "GradScaler"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_each_rank_finds_what_one_process_finds_whose_windows_begin_with_its_micro_batch(
+    ranks: Processes, engine: str, scaled: bool
+) -> None:
+    first, second = ranks.run(cases.wrapped, engine, scaled)
+    assert same(*first)
+    assert same(*second)
+    assert not same(first[0], second[0])  # each is an estimate of its own
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_train_step_finds_what_one_process_finds(ranks: Processes, engine: str) -> None:
+    first, second = ranks.run(cases.train_step, engine)
+    assert same(*first)
+    assert same(*second)

@@ -1,0 +1,242 @@
+"""Windows of sharded models (FSDP2): when to reduce is a trade of memory against communication, the update is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.reference import FLOAT64
+from tests.torch.distributed import sharded_cases as cases
+from tests.torch.distributed.processes import Processes, Raised
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Processes]:
+    processes = Processes(2)
+    yield processes
+    processes.close()
+
+
+RAGGED = [[4, 2, 5, 1, 3, 7], [3, 3, 1, 6, 2, 4]]
+GROUPS = 2  # of parameters that are reduced together: the two layers
+
+
+@pytest.mark.parametrize("way", ["batches", "batches, backward", "plain"])
+@pytest.mark.parametrize(("sync", "reductions"), [("window", 2), ("micro_batch", 6)])
+def test_sharded_models_make_the_update_of_all_rows(ranks: Processes, sync: str, reductions: int, way: str) -> None:
+    for error, counts, updates in ranks.run(cases.train, RAGGED, 4, sync, way):
+        assert error <= FLOAT64
+        assert updates == 2
+        assert counts["reduce_scatter"] == reductions * GROUPS
+
+
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_clipping_sees_the_norm_over_all_shards(ranks: Processes, sync: str, optimizer: str) -> None:
+    for error, _, _ in ranks.run(cases.train, RAGGED, 4, sync, optimizer=optimizer, clip=0.05):
+        assert error <= FLOAT64
+
+
+@pytest.mark.parametrize("way", ["batches", "backward"])
+def test_weight_0_on_one_rank_hangs_nobody_and_counts_nothing(ranks: Processes, way: str) -> None:
+    assert max(ranks.run(cases.weight_0, way)) <= FLOAT64
+
+
+def test_a_list_of_sharded_parts(ranks: Processes) -> None:
+    assert max(ranks.run(cases.parts)) <= FLOAT64
+
+
+def test_mixed_precision_sums_in_the_reduce_dtype(ranks: Processes) -> None:
+    for error, dtype in ranks.run(cases.mixed_precision):
+        assert error <= 2**-8
+        assert dtype == "torch.float32"
+
+
+def test_parameters_stay_gathered_in_a_window_that_reduces_once(ranks: Processes) -> None:
+    for counts in ranks.run(cases.kept_gathered, "window"):
+        assert counts["all_gather"] <= GROUPS + 1  # FSDP prefetches one layer for a forward pass that is over
+    for counts in ranks.run(cases.kept_gathered, "micro_batch"):
+        assert counts["all_gather"] >= 4 * GROUPS
+
+
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+@pytest.mark.parametrize("parts", [True, False])
+def test_compiled_models(ranks: Processes, parts: bool, sync: str) -> None:
+    assert max(ranks.run(cases.compiled, parts, sync)) <= FLOAT64
+
+
+def test_a_gradient_that_is_not_finite_in_one_shard_skips_the_window_on_all(ranks: Processes) -> None:
+    for error, updates in ranks.run(cases.skip_window):
+        assert error <= FLOAT64
+        assert updates == 1
+
+
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+@pytest.mark.parametrize("overflow_at", [None, (1, 4), (0, 5), (1, 3)])
+def test_an_overflow_in_one_shard_costs_all_ranks_one_window_and_one_halving(
+    ranks: Processes, overflow_at: tuple[int, int] | None, sync: str
+) -> None:
+    for error, scales, updates in ranks.run(cases.scaler, overflow_at, 1000, sync):
+        assert error <= FLOAT64
+        assert updates == (4 if overflow_at is None else 3)
+        assert scales == ([1024.0] * 4 if overflow_at is None else [1024.0, 512.0, 512.0, 512.0])
+
+
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+def test_a_scale_that_grows_inside_a_window_keeps_the_sum_exact(ranks: Processes, sync: str) -> None:
+    for error, scales, updates in ranks.run(cases.scaler, None, 2, sync):
+        assert error <= FLOAT64
+        assert updates == 4
+        assert scales == [2048.0, 8192.0, 16384.0, 65536.0]
+
+
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+def test_an_overflow_in_a_window_that_is_flushed_makes_no_update(ranks: Processes, sync: str) -> None:
+    for error, updates in ranks.run(cases.scaler_and_flush, sync):
+        assert error <= FLOAT64
+        assert updates == 1
+
+
+def test_an_open_window_under_a_grad_scaler_is_saved_unscaled(ranks: Processes) -> None:
+    assert max(ranks.run(cases.saved_with_scaler)) <= FLOAT64
+
+
+def test_a_discarded_window_leaves_nothing_behind(ranks: Processes) -> None:
+    assert max(ranks.run(cases.discarded)) <= FLOAT64
+
+
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+@pytest.mark.parametrize("odd", [False, True], ids=["plain", "odd"])
+def test_a_rank_whose_batches_are_used_up_takes_part_in_the_others_passes_with_nothing(
+    ranks: Processes, odd: bool, sync: str
+) -> None:
+    for error, same in ranks.run(cases.different_passes, odd, sync):
+        assert error <= FLOAT64
+        assert same  # batches, random numbers and buffers of the user's loop
+
+
+def test_weights_of_a_rank_whose_batches_are_used_up(ranks: Processes) -> None:
+    assert max(ranks.run(cases.different_weights)) <= FLOAT64
+
+
+@pytest.mark.parametrize("why", ["scaler", "two passes", "two optimizers"])
+def test_a_micro_batch_that_cannot_be_repeated_is_told_on_all_ranks(ranks: Processes, why: str) -> None:
+    for result in ranks.try_run(cases.unrepeatable, why, limit=20):
+        assert isinstance(result, Raised)
+        assert result.kind == "WindowError"
+        assert "False on rank 0, True on rank 1" in result.message
+
+
+def test_a_model_sharded_after_the_optimizer_was_built_is_refused(ranks: Processes) -> None:
+    for result in ranks.try_run(cases.sharded_later, limit=20):
+        assert isinstance(result, Raised)
+        assert result.kind == "ValueError"
+
+
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+def test_every_rank_resumes_its_part_of_an_open_window(ranks: Processes, sync: str) -> None:
+    assert max(ranks.run(cases.resumed, sync)) <= FLOAT64
+
+
+def test_a_distributed_checkpoint_at_a_closed_window(ranks: Processes, tmp_path: Path) -> None:
+    assert max(ranks.run(cases.distributed_checkpoint, str(tmp_path))) <= FLOAT64
+
+
+@pytest.fixture(scope="module")
+def three_ranks() -> Iterator[Processes]:
+    processes = Processes(3)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="module")
+def new_ranks() -> Iterator[Processes]:
+    processes = Processes(2)
+    yield processes
+    processes.close()
+
+
+@pytest.mark.parametrize("first", [2, 3, 4], ids=["in the first window", "closed", "in the second window"])
+@pytest.mark.parametrize(
+    ("sync", "optimizer", "way", "flat"),
+    [
+        ("window", "adam", "get_state_dict", False),
+        ("window", "sgd", "get_state_dict", True),
+        ("window", "adam", "state_dict", False),
+        ("micro_batch", "sgd", "get_state_dict", False),
+        ("micro_batch", "adam", "get_state_dict", True),
+    ],
+)
+def test_a_distributed_checkpoint_of_an_open_window_goes_on_in_new_processes_bit_for_bit(
+    ranks: Processes, new_ranks: Processes, tmp_path: Path, first: int, sync: str, optimizer: str, way: str, flat: bool
+) -> None:
+    saved = ranks.run(cases.saved_inside, str(tmp_path), first, sync, optimizer, way, flat)
+    assert new_ranks.run(cases.loaded_inside, str(tmp_path), first, sync, optimizer, way, flat) == saved
+
+
+def test_a_full_state_dict_holds_the_open_window(ranks: Processes) -> None:
+    for saved, loaded in ranks.run(cases.full_state_dict):
+        assert saved == loaded
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_an_open_window_goes_on_over_another_number_of_ranks(
+    ranks: Processes, three_ranks: Processes, tmp_path: Path, optimizer: str
+) -> None:
+    ranks.run(cases.saved_inside, str(tmp_path), 2, "window", optimizer)
+    assert max(three_ranks.run(cases.loaded_elsewhere, str(tmp_path), 3, optimizer)) <= FLOAT64
+
+
+def test_an_open_window_keeps_its_length_over_another_number_of_ranks(
+    ranks: Processes, three_ranks: Processes, tmp_path: Path
+) -> None:
+    ranks.run(cases.saved_inside, str(tmp_path), 2, "window", "sgd")
+    for result in three_ranks.try_run(cases.loaded_elsewhere, str(tmp_path), 2, "sgd", limit=20):
+        assert isinstance(result, Raised)
+        assert "when `updated` is True" in result.message
+
+
+def test_asking_for_a_state_dict_before_the_first_update_changes_nothing(ranks: Processes) -> None:
+    assert max(ranks.run(cases.saved_before_training)) <= FLOAT64
+
+
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+@pytest.mark.parametrize("kind", list(cases.TRAIN_STEPS))
+def test_train_step_with_a_sharded_model_takes_ranks_of_different_rows(ranks: Processes, kind: str, sync: str) -> None:
+    assert max(ranks.run(cases.train_step, [[8, 7, 3, 9, 8], [6, 18, 9, 2, 0]], kind, sync, 3)) <= FLOAT64
+
+
+def test_train_step_with_a_sharded_model_drops_a_batch_that_failed(ranks: Processes) -> None:
+    assert max(ranks.run(cases.train_step_goes_on)) <= FLOAT64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sync", "scatters", "reduces"), [("window", 2, 2), ("micro_batch", 6, 2)])
+def test_hybrid_sharding_reduces_across_replicas_once_per_window(sync: str, scatters: int, reduces: int) -> None:
+    processes = Processes(4)
+    try:
+        for error, counts, updates in processes.run(cases.train, [*RAGGED, *RAGGED], 4, sync, hybrid=True):
+            assert error <= FLOAT64
+            assert updates == 2
+            assert counts["reduce_scatter"] == scatters * GROUPS
+            assert counts["all_reduce"] == reduces * GROUPS
+    finally:
+        processes.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+def test_hybrid_sharding_with_a_grad_scaler_used_up_batches_and_checkpoints(sync: str, tmp_path: Path) -> None:
+    processes = Processes(4)
+    try:
+        for error, _ in processes.run(cases.different_passes, False, sync):
+            assert error <= FLOAT64
+        for error, scales, _ in processes.run(cases.scaler, (1, 4), 1000, sync):
+            assert error <= FLOAT64
+            assert scales[-1] == 512.0
+        saved = processes.run(cases.saved_inside, str(tmp_path), 2, sync, "adam")
+        assert processes.run(cases.loaded_inside, str(tmp_path), 2, sync, "adam") == saved
+    finally:
+        processes.close()

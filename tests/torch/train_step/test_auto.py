@@ -1,0 +1,202 @@
+"""`micro_batch_size="auto"`: the fastest size that fits, found by exact updates."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradaccum.on_torch.memory import Gauge, container_limits, free_host_memory, is_out_of_memory, parse_bytes
+from gradaccum.torch import TrainStep
+from tests.reference import FLOAT64, relative_error
+from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, batches, network
+
+LOSS = nn.CrossEntropyLoss()
+
+
+class Clock:
+    """A clock that a model moves, and the memory that it takes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fastest: int = 8, bytes_per_row: int = 10) -> None:
+        self.now, self.highest, self.alive = 0.0, 0, 0
+        self.fastest, self.bytes_per_row = fastest, bytes_per_row
+        self.sizes: list[int] = []
+        monkeypatch.setattr("gradaccum.on_torch.fitting.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr(Gauge, "mark", lambda gauge: self.highest)
+        monkeypatch.setattr(Gauge, "live", lambda gauge: 100)
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        rows = len(args[0])
+        self.sizes.append(rows)
+        self.now += self.fastest + rows + 2.0 * max(rows - self.fastest, 0)
+        self.highest = max(self.highest, 100 + self.bytes_per_row * args[0].numel())
+
+
+def make(clock: Clock, **keywords: Any) -> TrainStep:
+    model = network()
+    model.register_forward_pre_hook(clock)
+    return TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=LOSS, verify=False, **keywords)
+
+
+def test_it_climbs_and_settles_within_two_updates(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock(monkeypatch)
+    step = make(clock)
+    with caplog.at_level(logging.INFO, logger="gradaccum"):
+        for batch in batches(64, count=4):
+            step(*batch)
+    assert clock.sizes[:5] == [1, 2, 4, 8, 16]
+    assert step.micro_batch_size == 8
+    told = [record.message for record in caplog.records if "auto" in record.message]
+    assert len(told) == 1
+    assert "8 of 64 rows" in told[0]
+    assert clock.sizes[-16:] == [8] * 16
+
+
+def test_a_change_of_the_size_is_told_as_well(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock(monkeypatch)
+    step = make(clock)
+    for batch in batches(64, count=3):
+        step(*batch)
+    assert step.micro_batch_size == 8
+
+    def shrinks(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if len(args[0]) > 4:
+            raise torch.OutOfMemoryError("simulated")
+
+    step.model.register_forward_pre_hook(shrinks)
+    with caplog.at_level(logging.INFO, logger="gradaccum"):
+        for batch in batches(64, count=2):
+            step(*batch)
+    assert step.micro_batch_size == 4
+    assert len(caplog.records) == 2
+    assert "Out of memory with a micro-batch of 8 rows: going on with 4" in caplog.text
+    assert "micro_batch_size='auto': 4 of 64 rows" in caplog.text
+
+
+def test_without_a_limit_given_it_is_what_the_machine_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    gauge = Gauge(torch.device("cpu"))
+    monkeypatch.setattr(Gauge, "live", lambda gauge: 100)
+    monkeypatch.setattr("gradaccum.on_torch.memory.free_host_memory", lambda: 900)
+    assert gauge.limit() == 1000
+    monkeypatch.setattr("gradaccum.on_torch.memory.free_host_memory", lambda: None)
+    assert gauge.limit() is None
+    assert Gauge(torch.device("cpu"), 50).limit() == 50
+
+
+def test_every_update_of_the_search_is_exact() -> None:
+    for rows in (1, 2, 37, 64):
+        assert_same_updates(network(), batches(rows, count=4), lambda model, x, y: LOSS(model(x), y), loss_fn=LOSS)
+
+
+def test_the_search_stops_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, fastest=64)
+    step = make(clock, memory_limit=1000)  # 100 + 50 bytes per row: 16 rows take 900
+    for batch in batches(64, count=3):
+        step(*batch)
+    assert clock.highest <= 900
+    assert step.micro_batch_size is not None
+    assert 8 <= step.micro_batch_size <= 16
+
+
+def test_another_shape_starts_another_search_and_small_changes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(1, 3, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.mean(1, keepdim=True))
+
+    clock = Clock(monkeypatch)
+    model = Rows()
+    model.register_forward_pre_hook(clock)
+    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=LOSS, verify=False)
+    y = torch.zeros(64, dtype=torch.long)
+    for columns in (10, 10, 10):
+        step(torch.randn(64, columns, dtype=torch.float64), y)
+    assert step.micro_batch_size == 8
+    clock.sizes.clear()
+    step(torch.randn(64, 12, dtype=torch.float64), y)  # a little longer: proportionally fewer rows, no search
+    assert len(set(clock.sizes)) <= 2
+    assert max(clock.sizes) <= 8
+    clock.sizes.clear()
+    step(torch.randn(64, 80, dtype=torch.float64), y)
+    assert len(set(clock.sizes)) > 2
+
+
+def test_batch_norm_never_gets_a_single_row() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=LOSS, batch_norm="micro")
+    for rows in (13, 16, 2):
+        step(*batches(rows)[0])
+
+
+def test_a_real_search_settles() -> None:
+    model = network()
+    reference = network()
+    optimizer = OPTIMIZERS["sgd"](reference.parameters())
+    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=LOSS)
+    for x, y in batches(256, count=3):
+        step(x, y)
+        optimizer.zero_grad()
+        LOSS(reference(x), y).backward()
+        optimizer.step()
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    assert step.micro_batch_size is not None
+    assert step.state_dict()["sizes"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, None), (5, 5), ("4GiB", 4 << 30), ("4 gb", 4 * 10**9), ("512MiB", 512 << 20), ("1.5k", 1500), ("7B", 7)],
+)
+def test_memory_limits_are_bytes_or_strings(given: Any, expected: int | None) -> None:
+    assert parse_bytes(given) == expected
+
+
+def write(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+def test_the_containers_limit_is_read_from_cgroups_of_version_2(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "0::/work/job\n")
+    write(tmp_path, "proc/meminfo", "MemTotal: 999 kB\nMemAvailable:   64 kB\n")
+    assert free_host_memory(tmp_path) == 65536
+    write(tmp_path, "sys/fs/cgroup/work/job/memory.max", "max\n")
+    write(tmp_path, "sys/fs/cgroup/work/job/memory.current", "5000\n")
+    assert container_limits(tmp_path) == []
+    write(tmp_path, "sys/fs/cgroup/work/memory.max", "20000\n")  # a parent's limit holds, too
+    write(tmp_path, "sys/fs/cgroup/work/memory.current", "9000\n")
+    write(tmp_path, "sys/fs/cgroup/work/memory.stat", "anon 100\ninactive_file 3000\n")
+    assert container_limits(tmp_path) == [(20000, 6000)]
+    assert free_host_memory(tmp_path) == 14000
+
+
+def test_the_containers_limit_is_read_from_cgroups_of_version_1(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "5:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n")
+    top = "sys/fs/cgroup/memory"  # a container sees its own group at the top
+    write(tmp_path, f"{top}/memory.limit_in_bytes", f"{2**63 - 4096}\n")
+    write(tmp_path, f"{top}/memory.usage_in_bytes", "5000\n")
+    assert container_limits(tmp_path) == []
+    write(tmp_path, f"{top}/memory.limit_in_bytes", "8000\n")
+    write(tmp_path, f"{top}/memory.stat", "total_inactive_file 1000\n")
+    assert container_limits(tmp_path) == [(8000, 4000)]
+    assert free_host_memory(tmp_path) == 4000
+
+
+def test_out_of_memory_is_told_from_other_errors() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("shapes differ"))
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 60)
+    assert is_out_of_memory(raised.value)

@@ -1,0 +1,113 @@
+"""Batches as users have them are split by rows; what every micro-batch shares is left alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradaccum.torch import TrainStep
+from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, network
+
+ROWS = 11
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    x: Tensor
+    y: Tensor
+    source: str
+    extra: Any = None
+
+
+def data() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(ROWS, 5, dtype=torch.float64), torch.randint(0, 3, (ROWS,))
+
+
+def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y)
+
+
+@pytest.mark.parametrize(
+    ("make", "compute"),
+    [
+        (lambda x, y: (x, y), loss),
+        (lambda x, y: (Pair(x, y),), lambda model, pair: loss(model, pair.x, pair.y)),
+        (lambda x, y: (Sample(x, y, "train"),), lambda model, sample: loss(model, sample.x, sample.y)),
+        (lambda x, y: ({"x": x, "more": [y, None, "name", 3]},), lambda model, b: loss(model, b["x"], b["more"][0])),
+        (lambda x, y: ((x, (y,)),), lambda model, b: loss(model, b[0], b[1][0])),
+        (lambda x, y: (x.numpy(), y), lambda model, x, y: loss(model, torch.as_tensor(np.asarray(x)), y)),
+    ],
+    ids=["tuple", "named tuple", "dataclass", "dict and list", "nested tuple", "array"],
+)
+def test_nested_batches_are_split(make: Any, compute: Any) -> None:
+    assert_same_updates(network(), [make(*data())], compute, compute_loss=compute, micro_batch_size=3)
+
+
+def test_loss_fn_takes_the_pair_as_one_argument_too() -> None:
+    model = network()
+    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=3)
+    for batch in (data(), list(data())):
+        assert step(batch).isfinite()
+
+
+def test_batch_dims_say_where_the_rows_are() -> None:
+    x, y = data()
+    shared = torch.randn(2, 5, dtype=torch.float64)
+
+    def compute(model: nn.Module, x: Tensor, y: Tensor, options: dict[str, Tensor]) -> Tensor:
+        return loss(model, x.T + options["shift"].mean(0), y)
+
+    for dims in ((1, 0, None), (1, 0, {"shift": None})):
+        assert_same_updates(
+            network(),
+            [(x.T.contiguous(), y, {"shift": shared})],
+            compute,
+            compute_loss=compute,
+            batch_dims=dims,
+            micro_batch_size=3,
+        )
+
+
+def test_rows_that_do_not_match_are_listed_with_paths_and_shapes() -> None:
+    model = network()
+    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=loss, micro_batch_size=3)
+    x, y = data()
+    with pytest.raises(ValueError, match="same number of rows") as raised:
+        step({"x": x, "y": y[:4]}, [torch.zeros(7)])
+    for told in ("batch[0]['x']", "(11, 5)", "batch[0]['y']", "(4,)", "batch[1][0]", "(7,)", "batch_dims"):
+        assert told in str(raised.value)
+
+
+def test_batches_are_left_as_they_were() -> None:
+    x, y = data()
+    batch = {"x": x, "y": y}
+    model = network()
+    step = TrainStep(
+        model,
+        OPTIMIZERS["sgd"](model.parameters()),
+        compute_loss=lambda model, b: loss(model, b["x"], b["y"]),
+        micro_batch_size=3,
+    )
+    before = {name: value.clone() for name, value in batch.items()}
+    step(batch)
+    assert list(batch) == list(before)
+    assert batch["x"] is x
+    assert all(torch.equal(batch[name], before[name]) for name in batch)
+
+
+def test_an_empty_batch_is_refused() -> None:
+    model = network()
+    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=loss)
+    with pytest.raises(ValueError, match="0 rows"):
+        step(torch.zeros(0, 5, dtype=torch.float64), torch.zeros(0, dtype=torch.long))

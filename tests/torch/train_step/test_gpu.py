@@ -1,0 +1,105 @@
+"""Real memory, really running out."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from gradaccum.torch import TrainStep
+from gradaccum.torch.loss.objective import Objective
+from gradaccum.torch.measure.fake_memory import bytes_of, micro_batch_peak
+from tests.reference import FLOAT64, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LOSS = nn.CrossEntropyLoss()
+ROWS = 2048
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 8192), nn.Tanh(), nn.Linear(8192, 8192), nn.Tanh(), nn.Linear(8192, 10)).to(
+        "cuda", dtype
+    )
+
+
+def batch(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(ROWS, 64, device="cuda", dtype=dtype), torch.randint(10, (ROWS,), device="cuda")
+
+
+@pytest.mark.parametrize("size", [ROWS, "auto"])
+def test_a_real_out_of_memory_leaves_the_update_exact(size: int) -> None:
+    model, (x, y) = network(), batch()
+    reference = copy.deepcopy(model)
+    LOSS(reference(x), y).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    step = TrainStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=LOSS, micro_batch_size=size, memory_limit="1TiB"
+    )
+    free, total = torch.cuda.mem_get_info()
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_allocated() + 2 * bytes_of(model.parameters()) + 300 * 2**20
+    torch.cuda.set_per_process_memory_fraction(min(room / total, 1.0))
+    try:
+        step(x, y)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert free > 0
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+
+
+def test_a_real_out_of_memory_in_the_optimizers_step_changes_nothing() -> None:
+    model, (x, y) = network(torch.float32), batch(torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=True)
+    step = TrainStep(model, optimizer, loss_fn=LOSS, micro_batch_size=64)
+    for _ in range(2):
+        step(x, y)
+
+    def values() -> list[torch.Tensor]:
+        return [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
+
+    before = [value.detach().cpu().clone() for value in values()]
+    torch.cuda.empty_cache()
+    time.sleep(1.0)  # so that memory is looked at again
+    free, _ = torch.cuda.mem_get_info()
+    ballast = torch.empty(free - bytes_of(model.parameters()) // 2, dtype=torch.uint8, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError, match=r"Adam\.step(.|\n)*are as they were"):
+        step(x, y)
+    del ballast
+    assert all(torch.equal(value.cpu(), old) for value, old in zip(values(), before, strict=True))
+    step(x, y)
+    assert step.updates == 3
+
+
+def test_the_loss_and_ignored_targets_need_no_synchronisation() -> None:
+    model, (x, y) = network(torch.float32), batch(torch.float32)
+    y[::3] = -100
+    y[:64] = -100
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=LOSS, micro_batch_size=64)
+    step(x, y)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = step(x, y)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loss.is_cuda
+    assert loss.isfinite()
+
+
+def test_fake_tensors_foretell_the_devices_peak() -> None:
+    model, (x, y) = network(torch.float32), batch(torch.float32)
+    objective = Objective(model, loss_fn=LOSS)
+    estimate = micro_batch_peak(objective, (x, y), ROWS)
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        objective.forward((x, y))[0].backward()
+    gradients = bytes_of(model.parameters())
+    assert torch.cuda.max_memory_allocated() - before + gradients == pytest.approx(estimate, rel=0.15)

@@ -1,0 +1,308 @@
+"""Running out of memory loses at most one micro-batch; every other error leaves no half window."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradaccum.torch import TrainStep
+from tests.reference import FLOAT32, FLOAT64, relative_error
+from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, batches
+
+OUT = "CUDA out of memory (simulated)"
+
+
+class Backward(torch.autograd.Function):
+    """Identity that runs out of memory in the backward pass above a number of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, limit: int) -> Tensor:
+        ctx.limit = limit
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if len(grad) > ctx.limit:
+            raise torch.OutOfMemoryError(OUT)
+        return grad, None
+
+
+class Statistics(nn.Module):
+    """Buffers that every pass moves, as a BatchNorm's: one in place, one by assignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> None:
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        self.count = self.count + 1
+
+
+class Fragile(nn.Module):
+    """Layers with dropout and buffers that move, which fit up to a number of rows."""
+
+    def __init__(self, forward_limit: int = 99, backward_limit: int = 99, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 6, dtype=torch.float64)
+        self.statistics = Statistics()
+        self.dropout = nn.Dropout(dropout)
+        self.last = nn.Linear(6, 3, dtype=torch.float64)
+        self.forward_limit, self.backward_limit = forward_limit, backward_limit
+        self.sizes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sizes.append(len(x))
+        self.statistics(x)
+        x = self.dropout(torch.tanh(self.first(x)))
+        if len(x) > self.forward_limit:
+            raise torch.OutOfMemoryError(OUT)
+        return self.last(Backward.apply(x, self.backward_limit))
+
+
+class Second(Fragile):
+    """Runs out of memory in the second micro-batch's backward pass only: what came before it is kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.backward_limit = 2 if len(self.sizes) == 1 else 99
+        return super().forward(x)
+
+
+def plain_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.CrossEntropyLoss()(model(x), y)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("size", [6, 13, "auto"])
+@pytest.mark.parametrize("limits", [(4, 99), (99, 4), (1, 99), (99, 1), (6, 3)], ids=str)
+def test_the_update_is_exact_when_micro_batches_do_not_fit(optimizer: str, size: Any, limits: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    reference = Fragile()
+    model = Fragile(*limits)
+    data = batches()
+    expected = []
+    make = OPTIMIZERS[optimizer]
+    inner = make(reference.parameters())
+    for x, y in data:
+        inner.zero_grad()
+        loss = plain_loss(reference, x, y)
+        loss.backward()
+        inner.step()
+        expected.append(loss.detach())
+    step = TrainStep(
+        model,
+        make(model.parameters()),
+        loss_fn=nn.CrossEntropyLoss(),
+        micro_batch_size=size,
+        batch_norm="micro",
+        verify=False,
+    )
+    losses = [step(x, y) for x, y in data]
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    assert relative_error(losses, expected) <= FLOAT64
+    assert step.micro_batch_size is not None
+    assert step.micro_batch_size <= min(limits)
+
+
+@pytest.mark.parametrize("size", [5, 7])
+def test_a_failed_backward_is_not_added_twice_to_what_is_there(size: int) -> None:
+    reference, model = Fragile(), Second()
+    data = batches(count=1)
+    assert_same = OPTIMIZERS["sgd"](reference.parameters())
+    plain_loss(reference, *data[0]).backward()
+    assert_same.step()
+    step = TrainStep(
+        model,
+        OPTIMIZERS["sgd"](model.parameters()),
+        loss_fn=nn.CrossEntropyLoss(),
+        micro_batch_size=size,
+        batch_norm="micro",
+        verify=False,
+    )
+    step(*data[0])
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    assert sum(model.sizes) == 13 + model.sizes[1]  # the failed rows ran twice, nothing else did
+
+
+@pytest.mark.parametrize("limits", [(3, 99), (99, 3)], ids=["forward", "backward"])
+def test_random_numbers_and_buffers_are_as_if_the_failed_micro_batch_never_was(limits: tuple[int, int]) -> None:
+    outcomes = []
+    for model, size in ((Fragile(*limits, dropout=0.5), 6), (Fragile(dropout=0.5), 3)):
+        torch.manual_seed(7)
+        step = TrainStep(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            loss_fn=nn.CrossEntropyLoss(),
+            micro_batch_size=size,
+            batch_norm="micro",
+            verify=False,
+        )
+        loss = step(*batches(12, count=1)[0])
+        outcomes.append((loss, torch.get_rng_state(), *model.state_dict().values()))
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+
+
+def test_the_size_that_failed_is_remembered_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = Fragile(4)
+    step = TrainStep(
+        model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=12, verify=False,
+        batch_norm="micro",
+    )  # fmt: skip
+    with caplog.at_level(logging.INFO, logger="gradaccum"):
+        for batch in batches(12):
+            step(*batch)
+    told = [record.message for record in caplog.records if "Out of memory" in record.message]
+    assert len(told) == 2  # 12 -> 6 -> 3
+    assert "3" in told[-1]
+    assert step.micro_batch_size == 3
+    assert max(model.sizes[-8:]) == 3
+
+
+def test_the_size_that_failed_is_remembered_for_its_shape_only() -> None:
+    class Long(nn.Module):
+        """Rows of eight columns and more take too much memory by fours."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(1, 3, dtype=torch.float64)
+            self.sizes: list[int] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.sizes.append(len(x))
+            if x.shape[1] >= 8 and len(x) >= 4:
+                raise torch.OutOfMemoryError(OUT)
+            return self.inner(x.mean(1, keepdim=True))
+
+    model = Long()
+    step = TrainStep(
+        model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=6, verify=False
+    )
+    for columns, sizes in ((2, [6, 6]), (8, [6, 3, 3, 3, 3]), (2, [6, 6]), (8, [3, 3, 3, 3])):
+        model.sizes.clear()
+        step(torch.randn(12, columns, dtype=torch.float64), torch.zeros(12, dtype=torch.long))
+        assert model.sizes == sizes
+
+
+AROUND: dict[str, dict[str, Any]] = {
+    "clipping": {"clip_grad_norm": 0.1},
+    "a scaler": {"scaler": 2.0**10},
+    "a scaler and clipping": {"scaler": 2.0**10, "clip_grad_norm": 0.1},
+    "wider sums": {"accumulate_dtype": torch.float64},
+    "the noise scale": {"noise_scale": True},
+    "sums": {"reduction": "sum", "loss_fn": nn.CrossEntropyLoss(reduction="sum")},
+    "several optimizers": {"optimizer": "several"},
+    "lbfgs": {"optimizer": "lbfgs"},
+}
+
+
+@pytest.mark.parametrize("limits", [(4, 99), (99, 4)], ids=["forward", "backward"])
+@pytest.mark.parametrize("around", AROUND)
+def test_running_out_of_memory_goes_with_everything_around_it(around: str, limits: tuple[int, int]) -> None:
+    outcomes, wide = [], "accumulate_dtype" not in AROUND[around]
+    dtype = torch.float64 if wide else torch.float32
+    for model in (Fragile().to(dtype), Fragile(*limits).to(dtype)):
+        keywords = {"loss_fn": nn.CrossEntropyLoss(), **AROUND[around]}
+        kind = keywords.pop("optimizer", "sgd")
+        made: Any = {
+            "sgd": lambda model: OPTIMIZERS["sgd"](model.parameters()),
+            "several": lambda model: [OPTIMIZERS[k](getattr(model, k2).parameters())
+                                      for k, k2 in (("sgd", "first"), ("adam", "last"))],
+            "lbfgs": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4),
+        }[kind](model)  # fmt: skip
+        if "scaler" in keywords:
+            keywords["scaler"] = torch.amp.GradScaler("cpu", init_scale=keywords["scaler"])
+        step = TrainStep(model, made, micro_batch_size=13, batch_norm="micro", verify=False, **keywords)
+        losses = [step(x, y) for x, y in batches(dtype=dtype)]
+        outcomes.append([*model.parameters(), *losses, *([step.grad_norm] if step.grad_norm is not None else [])])
+    assert relative_error(outcomes[1], outcomes[0]) <= (FLOAT64 if wide else FLOAT32)
+
+
+@pytest.mark.parametrize("limits", [(0, 99), (99, 0)], ids=["forward", "backward"])
+def test_at_one_row_the_error_is_told_and_everything_is_as_it_was(limits: tuple[int, int]) -> None:
+    model = Fragile(*limits, dropout=0.5)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    step = TrainStep(
+        model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4, batch_norm="micro", verify=False
+    )
+    before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    batch = batches(count=1)[0]
+    generator = torch.get_rng_state()
+    with pytest.raises(torch.OutOfMemoryError, match="one row"):
+        step(*batch)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    assert torch.equal(generator, torch.get_rng_state())
+    assert not optimizer.state
+    assert all(p.grad is None for p in model.parameters())
+    assert step.updates == 0
+    model.forward_limit = model.backward_limit = 99
+    assert step(*batch).isfinite()
+
+
+class Picky(Fragile):
+    """Fails for a reason of its own in the second micro-batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = super().forward(x)
+        if len(self.sizes) == 2:
+            raise ZeroDivisionError("the user's own")
+        return outputs
+
+
+def test_any_other_error_leaves_no_half_window() -> None:
+    model = Picky(dropout=0.5)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    step = TrainStep(
+        model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4, batch_norm="micro", verify=False
+    )
+    batch = batches(count=1)[0]
+    before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError, match="the user's own"):
+        step(*batch)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    assert torch.equal(generator, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+    reference = Fragile()
+    assert_same_updates(
+        reference, [batch], plain_loss, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4, batch_norm="micro"
+    )
+    model.dropout.p = 0.0
+    step(*batch)
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+
+
+def test_a_micro_batchs_graph_is_gone_before_the_next_begins() -> None:
+    alive: list[int] = []
+    highest = 0
+
+    class Tracked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            nonlocal highest
+            token = object.__new__(type("Token", (), {"__del__": lambda self: alive.pop()}))
+            alive.append(1)
+            highest = max(highest, len(alive))
+            ctx.token = token
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return Tracked.apply(super().forward(x))
+
+    model = Model(5, 3, dtype=torch.float64)
+    step = TrainStep(
+        model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2, verify=False
+    )
+    step(*batches()[0])
+    assert highest == 1
+    assert not alive

@@ -1,0 +1,343 @@
+"""What surrounds a training step works as in the three lines that it replaces."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gradaccum.torch
+from gradaccum.torch import TrainStep
+from tests.reference import FLOAT64, relative_error, torch_updates
+from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, batches, network
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def plain(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return LOSS(model(x), y)
+
+
+def make_step(model: nn.Module, optimizer: Any = None, **keywords: Any) -> TrainStep:
+    keywords = {"loss_fn": LOSS, "micro_batch_size": 4} | keywords
+    return TrainStep(model, optimizer or OPTIMIZERS["sgd"](model.parameters()), **keywords)
+
+
+def test_a_list_of_optimizers_makes_one_update_each() -> None:
+    model = network()
+    reference = copy.deepcopy(model)
+
+    def two(model: nn.Module) -> list[torch.optim.Optimizer]:
+        first, last = model[0], model[2]
+        return [torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9), torch.optim.Adam(last.parameters(), lr=0.01)]
+
+    expected = two(reference)
+    for batch in batches():
+        for optimizer in expected:
+            optimizer.zero_grad()
+        plain(reference, *batch).backward()
+        for optimizer in expected:
+            optimizer.step()
+    step = make_step(model, two(model))
+    for batch in batches():
+        step(*batch)
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs_evaluates_the_whole_window_each_time(search: str | None) -> None:
+    model = network()
+    reference = copy.deepcopy(model)
+
+    def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn=search)
+
+    data = batches()
+    expected, losses = lbfgs(reference), []
+    for batch in data:
+
+        def closure(batch: tuple[Any, ...] = batch) -> Tensor:
+            expected.zero_grad()
+            loss = plain(reference, *batch)
+            loss.backward()
+            return loss
+
+        losses.append(expected.step(closure).detach())
+    step = make_step(model, lbfgs(model))
+    found = [step(*batch) for batch in data]
+    assert relative_error(found, losses) <= 1e-9
+    assert relative_error(model.parameters(), reference.parameters()) <= 1e-9  # five iterations amplify the rounding
+    assert step.updates == len(data)
+
+
+def test_other_optimizers_that_need_a_closure_get_the_whole_window() -> None:
+    class Twice(torch.optim.SGD):
+        """Moves by the gradient that it finds one step ahead."""
+
+        def step(self, closure: Any) -> Any:  # type: ignore[override]  # it needs the closure
+            loss = closure()
+            with torch.no_grad():
+                before = [p.clone() for p in self.param_groups[0]["params"]]
+                super().step()
+            closure()
+            with torch.no_grad():
+                for p, old in zip(self.param_groups[0]["params"], before, strict=True):
+                    p.copy_(old - 0.1 * p.grad)
+            return loss
+
+    model = network()
+    reference = copy.deepcopy(model)
+    optimizer = Twice(reference.parameters(), lr=0.1)
+    batch = batches()[0]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = plain(reference, *batch)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    make_step(model, Twice(model.parameters(), lr=0.1))(*batch)
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+
+
+@pytest.mark.parametrize("size", [4, 13])
+def test_clipping_sees_the_finished_gradient_once(size: int) -> None:
+    model = network()
+    reference = copy.deepcopy(model)
+    data = batches()
+    norms: list[Tensor] = []
+    optimizer = OPTIMIZERS["sgd"](reference.parameters())
+    for batch in data:
+        optimizer.zero_grad()
+        plain(reference, *batch).backward()
+        norms.append(nn.utils.clip_grad_norm_(reference.parameters(), 0.1))
+        optimizer.step()
+    step = make_step(model, micro_batch_size=size, clip_grad_norm=0.1)
+    found = []
+    for batch in data:
+        step(*batch)
+        found.append(step.grad_norm)
+    assert relative_error(found, norms) <= FLOAT64
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_grad_scaler_scales_unscales_and_skips_an_overflow(clip: float | None) -> None:
+    model = network()
+    reference = copy.deepcopy(model)
+    torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), batches(), plain, clip_grad_norm=clip)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    step = make_step(model, scaler=scaler, clip_grad_norm=clip)
+    for x, y in batches():
+        loss = step(x, y)
+        assert relative_error([loss], [plain(model, x, y)]) < 1  # the loss is not scaled
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    before = copy.deepcopy(model.state_dict())
+    x, y = batches()[0]
+    step(x * float("inf"), y)
+    assert step.updates == 3
+    assert scaler.get_scale() == 512.0
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+def test_autocast_runs_the_forward_pass_in_its_dtype() -> None:
+    seen = []
+    model = network(torch.float32)
+    model[2].register_forward_hook(lambda _, args, output: seen.append(output.dtype))
+    step = make_step(model, autocast=torch.bfloat16)
+    loss = step(*batches(dtype=torch.float32)[0])
+    assert set(seen) == {torch.bfloat16}
+    assert loss.dtype == torch.float32
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_half_precision_gradients_may_be_summed_in_float32() -> None:
+    torch.manual_seed(0)
+    rows = 256
+    x, y = torch.randn(rows, 8), torch.randn(rows, 1)
+    errors = []
+    for dtype in (None, torch.float32):
+        model = nn.Linear(8, 1, dtype=torch.bfloat16)
+        with torch.no_grad():
+            model.weight.fill_(0.1)
+            model.bias.fill_(0.0)
+        exact = nn.Linear(8, 1)
+        exact.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
+        F.mse_loss(exact(x), y).backward()
+        sums: list[Tensor] = []
+        step = TrainStep(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            loss_fn=nn.MSELoss(),
+            micro_batch_size=1,
+            accumulate_dtype=dtype,
+            verify=False,
+        )
+        finish = step.update.sums.cast
+        step.update.sums.cast = lambda sums=sums, model=model, finish=finish: (  # type: ignore[method-assign]  # a spy
+            sums.extend(p.grad.clone() for p in model.parameters()),
+            finish(),
+        )
+        step(x.bfloat16(), y.bfloat16())
+        assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
+        errors.append(relative_error(sums, [p.grad for p in exact.parameters()]))
+    assert errors[1] < 0.01
+    assert errors[1] < 0.5 * errors[0]
+
+
+def test_a_compiled_model_is_compiled_at_most_twice() -> None:
+    compiled = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal compiled
+        compiled += 1
+        return graph.forward
+
+    model = network()
+    reference = copy.deepcopy(model)
+    torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), batches(), plain)
+    torch._dynamo.reset()
+    step = make_step(torch.compile(model, backend=backend, dynamic=False), OPTIMIZERS["sgd"](model.parameters()))
+    for batch in batches():
+        step(*batch)
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    assert compiled == 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_inside_the_model(reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.requires_grad_() if reentrant else x
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    assert_same_updates(Checkpointed(), batches(), plain, loss_fn=LOSS, micro_batch_size=4)
+
+
+def test_parameters_that_only_some_rows_use() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.experts = nn.ModuleList(nn.Linear(5, 3, dtype=torch.float64) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            chosen = (x[:, 0] > 0).long()
+            outputs = x.new_zeros(len(x), 3)
+            for index in chosen.unique().tolist():  # the last two are never used
+                outputs[chosen == index] = self.experts[index](x[chosen == index])
+            return outputs
+
+    assert_same_updates(Experts(), batches(), plain, loss_fn=LOSS, micro_batch_size=1)
+
+
+def test_losses_with_gradients_of_their_own() -> None:
+    def penalised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        outputs = model(x)
+        (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+        return LOSS(outputs, y) + (slope.norm(dim=1) - 1).square().mean()
+
+    assert_same_updates(network(), batches(), penalised, compute_loss=penalised, micro_batch_size=4)
+
+
+def test_the_state_of_a_step_is_its_counter_and_the_sizes_it_found(tmp_path: Any) -> None:
+    model = network()
+    step = make_step(model, micro_batch_size="auto")
+    for batch in batches(32, count=3):
+        step(*batch)
+    torch.save(step.state_dict(), tmp_path / "step.pt")
+    again = make_step(network(), micro_batch_size="auto")
+    again.load_state_dict(torch.load(tmp_path / "step.pt", weights_only=True))
+    assert again.updates == 3
+    assert again.micro_batch_size == step.micro_batch_size
+    again(*batches(32)[0])
+    assert again.updates == 4
+    assert again.micro_batch_size == step.micro_batch_size
+
+
+def test_evaluation_in_between_changes_nothing() -> None:
+    model = nn.Sequential(network(), nn.Dropout(0.5))
+    outcomes = []
+    for evaluate in (False, True):
+        copied = copy.deepcopy(model)
+        step = make_step(copied, verify=False)
+        torch.manual_seed(0)
+        for x, y in batches():
+            if evaluate:
+                copied.eval()
+                with torch.no_grad():
+                    copied(x)
+                copied.train()
+            step(x, y)
+        outcomes.append(list(copied.parameters()))
+    assert relative_error(*outcomes) == 0.0
+
+
+def test_the_loss_is_detached_and_of_no_dimensions() -> None:
+    loss = make_step(network())(*batches()[0])
+    assert loss.shape == ()
+    assert not loss.requires_grad
+
+
+def test_learning_rate_schedules_and_hooks_see_one_update() -> None:
+    model = network()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    stepped: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: stepped.append(1))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    step = make_step(model, optimizer)
+    for batch in batches():
+        step(*batch)
+        schedule.step()
+    assert len(stepped) == 3
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"loss_fn": None}, "exactly one"),
+        ({"compute_loss": plain}, "exactly one"),
+        ({"micro_batch_size": 0}, "micro_batch_size"),
+        ({"micro_batch_size": 2.5}, "micro_batch_size"),
+        ({"micro_batch_size": True}, "micro_batch_size"),
+        ({"micro_batch_size": "big"}, "auto"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"reduction": "none"}, "reduction"),
+        ({"weight": 3}, "weight"),
+        ({"clip_grad_norm": -1}, "clip_grad_norm"),
+        ({"autocast": "bfloat16"}, "autocast"),
+        ({"accumulate_dtype": torch.int8}, "accumulate_dtype"),
+        ({"batch_norm": "off"}, "batch_norm"),
+        ({"memory_limit": "lots"}, "memory_limit"),
+        ({"memory_limit": -5}, "memory_limit"),
+        ({"sync": "never"}, "sync"),
+    ],
+)
+def test_wrong_arguments_are_told(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message) as raised:
+        make_step(network(), **keywords)
+    assert "Received" in str(raised.value)
+
+
+def test_wrong_optimizers_are_told() -> None:
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):
+        make_step(model, model.parameters())
+    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):
+        make_step(model, [sgd, None])
+    with pytest.raises(ValueError, match="inner optimizer"):
+        make_step(model, gradaccum.torch.optim.Optimizer(sgd, steps=2))
+    with pytest.raises(ValueError, match="closure"):
+        make_step(model, torch.optim.LBFGS(model.parameters()), scaler=torch.amp.GradScaler("cpu"))

@@ -1,0 +1,209 @@
+"""Padded rows, packed by tokens, make the update of the padded large batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradaccum import NotEquivalentError
+from gradaccum.torch import TrainStep
+from tests.reference import FLOAT32, relative_error, torch_updates
+from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates
+
+COLUMNS = 12
+LENGTHS = [3, 12, 1, 7, 2, 2, 5, 9, 4, 1, 6]
+
+
+def text(side: str, seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(len(LENGTHS), COLUMNS, dtype=torch.long)
+    for row, length in enumerate(LENGTHS):
+        mask[row, :length] = 1
+    if side == "left":
+        mask = mask.flip(1)
+    tokens = torch.randint(1, 20, mask.shape, generator=generator) * mask
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100), "name": "text"}
+
+
+class Attention(nn.Module):
+    """A masked self-attention over embedded tokens, with no idea of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(20, 8, dtype=torch.float64)
+        self.attention = nn.MultiheadAttention(8, 2, bias=False, batch_first=True, dtype=torch.float64)
+        self.head = nn.Linear(8, 20, dtype=torch.float64)
+        self.tokens: list[int] = []
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        self.tokens.append(input_ids.numel())
+        x = self.embedding(input_ids)
+        x, _ = self.attention(x, x, x, key_padding_mask=attention_mask == 0, need_weights=False)
+        return self.head(x)
+
+
+def token_mean(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    outputs = model(batch["input_ids"], batch["attention_mask"])
+    return F.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())
+
+
+def valid(batch: dict[str, Any]) -> Tensor:
+    return (batch["labels"] != -100).sum()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_packed_rows_make_the_padded_batchs_update(side: str, optimizer: str) -> None:
+    model = Attention()
+    assert_same_updates(
+        model,
+        [(text(side, seed),) for seed in range(3)],
+        token_mean,
+        OPTIMIZERS[optimizer],
+        compute_loss=token_mean,
+        weight=valid,
+        max_tokens=24,
+        verify=False,
+    )
+    packed = model.tokens
+    assert max(packed) <= 24
+    assert sum(packed) < 0.6 * 3 * len(LENGTHS) * COLUMNS
+
+
+def test_batches_may_be_dicts_beside_other_arguments() -> None:
+    class Model(Attention):
+        def forward(self, batch: dict[str, Any]) -> Tensor:  # type: ignore[override]  # a model of another signature
+            return super().forward(batch["input_ids"], batch["attention_mask"]).transpose(1, 2)
+
+    data = [(batch := text("right", seed), batch["labels"]) for seed in range(2)]
+    loss_fn = nn.CrossEntropyLoss()
+    assert_same_updates(Model(), data, lambda model, x, y: loss_fn(model(x), y), loss_fn=loss_fn, max_tokens=24)
+
+
+def tiny(kind: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    common = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=20, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+        return transformers.GPT2LMHeadModel(config).double()
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, intermediate_size=8)).double()
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(**common, **dropout, intermediate_size=8, max_position_embeddings=16)
+    return transformers.BertForMaskedLM(config).double()
+
+
+def shifted(batch: dict[str, Any]) -> Tensor:
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
+def assert_same_for_transformers(model: nn.Module, data: list[tuple[Any, ...]], **keywords: Any) -> TrainStep:
+    """As `assert_same_updates`, for models whose attention has keys with a bias, the true gradient of which is 0 (so
+    all parameters are compared as one vector), and whose loss is computed in float32."""
+    reference = copy.deepcopy(model)
+    make = OPTIMIZERS["sgd"]
+    torch_updates(reference, make(reference.parameters()), data, keywords["compute_loss"])
+    step = TrainStep(model, make(model.parameters()), **keywords)
+    for batch in data:
+        step(*batch)
+    flat = [nn.utils.parameters_to_vector(m.parameters()) for m in (model, reference)]
+    assert relative_error(flat[:1], flat[1:]) <= FLOAT32
+    return step
+
+
+def output_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    return model(**{name: value for name, value in batch.items() if name != "name"}).loss
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("first", [True, False], ids=["first token counts", "first token ignored"])
+def test_models_of_transformers_take_packed_batches(kind: str, side: str, first: bool) -> None:
+    data = [(text(side, seed),) for seed in range(2)]
+    if not first:
+        for (batch,) in data:
+            rows = torch.arange(len(LENGTHS))
+            batch["labels"][rows, batch["attention_mask"].argmax(1)] = -100
+    count = valid if kind == "bert" else shifted
+    step = assert_same_for_transformers(tiny(kind), data, compute_loss=output_loss, weight=count, max_tokens=24)
+    if side == "left" and kind in ("bert", "gpt2"):  # they number the columns
+        # A causal model predicts the first token from padding, and what it makes of that depends on all of it.
+        assert step.left == ("keep" if first and kind == "gpt2" else "number")
+
+
+def test_batch_encodings_are_split_and_packed() -> None:
+    transformers = pytest.importorskip("transformers")
+    batch = transformers.BatchEncoding({k: v for k, v in text("right").items() if k != "name"})
+    for how in ({"max_tokens": 24}, {"micro_batch_size": 3}):
+        assert_same_for_transformers(tiny("bert"), [(batch,)], compute_loss=output_loss, weight=valid, **how)
+
+
+def test_a_row_longer_than_the_budget_goes_alone() -> None:
+    model = Attention()
+    data = [(text("right"),)]
+    assert_same_updates(model, data, token_mean, compute_loss=token_mean, weight=valid, max_tokens=4, verify=False)
+    assert max(model.tokens) == COLUMNS
+
+
+def test_labels_that_count_are_never_cut_off() -> None:
+    batch = text("right")
+    batch["labels"][2, 9] = 5  # outside the mask
+    assert_same_updates(
+        Attention(), [(batch,)], token_mean, compute_loss=token_mean, weight=valid, max_tokens=24, verify=False
+    )
+
+
+def test_a_loss_that_counts_padding_is_refused() -> None:
+    def padded_mean(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        return F.cross_entropy(
+            model(batch["input_ids"], batch["attention_mask"]).flatten(0, 1), batch["input_ids"].flatten()
+        )
+
+    model = Attention()
+    batch = text("right")
+    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=padded_mean, max_tokens=24)
+    with pytest.raises(NotEquivalentError, match="padded positions count"):
+        step(batch)
+
+
+def test_out_of_memory_splits_a_pack_and_lowers_the_budget() -> None:
+    class Fragile(Attention):
+        limit = 99
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            if input_ids.numel() > self.limit:
+                raise torch.OutOfMemoryError("simulated")
+            return super().forward(input_ids, attention_mask)
+
+    class Limited(Fragile):
+        limit = 15
+
+    plain = Attention()
+    model = Limited()
+    data = [(text("right", seed),) for seed in range(2)]
+    make = OPTIMIZERS["sgd"]
+    assert_same_updates(plain, data, token_mean, make, compute_loss=token_mean, weight=valid, micro_batch_size=3)
+    step = TrainStep(model, make(model.parameters()), compute_loss=token_mean, weight=valid, max_tokens=36)
+    for batch in data:
+        step(*batch)
+    for a, b in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_batch_without_a_mask_is_refused() -> None:
+    model = Attention()
+    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=token_mean, max_tokens=24, verify=False)
+    batch = text("right")
+    del batch["attention_mask"]
+    with pytest.raises(ValueError, match="attention_mask"):
+        step(batch)

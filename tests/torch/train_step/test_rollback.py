@@ -1,0 +1,334 @@
+"""An optimizer whose step fails halfway, at any update and at any of its operations, leaves everything as it was."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradaccum.on_torch.memory import Gauge
+from gradaccum.torch import TrainStep
+from gradaccum.torch.train_step import rollback
+from tests.torch.train_step.test_memory import OUT, Fragile
+from tests.torch.train_step.test_train_step import batches, network
+
+Failure = Callable[[], BaseException]
+
+
+class FailsAt(TorchDispatchMode):
+    """Fails in place of the operation with this number."""
+
+    def __init__(self, number: float, failure: Failure = lambda: torch.OutOfMemoryError(OUT)) -> None:
+        super().__init__()
+        self.left, self.failure = number, failure
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.left == 0:
+            raise self.failure()
+        self.left -= 1
+        return func(*args, **(kwargs or {}))
+
+
+def fragile(kind: type[torch.optim.Optimizer]) -> Any:
+    """This optimizer, with an attribute `mode` in which its steps run."""
+
+    class FragileOptimizer(kind):  # type: ignore[misc,valid-type]
+        mode = FailsAt(math.inf)
+
+        def step(self, closure: Any = None) -> Any:
+            with self.mode:
+                return super().step(closure)
+
+    return FragileOptimizer
+
+
+class AverageEverything(torch.optim.SGD):
+    """State of its own kind: counters in the groups, containers in containers, and an entry for no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["counter"] = group.get("counter", 0) + 1
+            group["lr"] = 0.1 / group["counter"]
+            for parameter in group["params"]:
+                seen = self.state[parameter].setdefault("seen", {"steps": [], "gradients": []})
+                seen["steps"].append(group["counter"])
+                seen["gradients"].append(parameter.grad.clone())
+                for gradient in seen["gradients"]:
+                    gradient.mul_(0.5)
+        total = self.state["total"].setdefault("value", torch.zeros(()))  # type: ignore[index]
+        total += 1
+        return super().step(closure)
+
+
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda groups: fragile(torch.optim.SGD)(groups, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adam": lambda groups: fragile(torch.optim.Adam)(groups, lr=0.1, foreach=False),
+    "foreach adam": lambda groups: fragile(torch.optim.Adam)(groups, lr=0.1, foreach=True, amsgrad=True),
+    "fused adam": lambda groups: fragile(torch.optim.AdamW)(groups, lr=0.1, fused=True),
+    "tensor lr": lambda groups: fragile(torch.optim.RMSprop)(groups, lr=torch.tensor(0.1), momentum=0.9),
+    "its own state": lambda groups: fragile(AverageEverything)(groups, lr=0.1),
+}
+
+
+def model_and_step(kind: str, **keywords: Any) -> tuple[Any, Any, TrainStep]:
+    model = Fragile(dropout=0.5)
+    optimizer = KINDS[kind]([{"params": model.first.parameters()}, {"params": model.last.parameters(), "lr": 0.05}])
+    keywords = {"loss_fn": nn.CrossEntropyLoss(), "micro_batch_size": 4, "batch_norm": "micro", **keywords}
+    return model, optimizer, TrainStep(model, optimizer, verify=False, **keywords)
+
+
+def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[Any]:
+    """Parameters, buffers, optimizer state, groups and random state, as copies."""
+    values = [*model.state_dict().values(), torch.get_rng_state()]
+    for optimizer in optimizers:
+        values += [[dict(state) for state in optimizer.state.values()], list(optimizer.state), optimizer.param_groups]
+    return copy.deepcopy(values)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def operations(optimizer: Any) -> int:
+    """How many operations a step takes from here."""
+    trial = copy.deepcopy(optimizer)
+    trial.mode = FailsAt(1e9)
+    for parameter in (p for group in trial.param_groups for p in group["params"]):
+        parameter.grad = torch.ones_like(parameter)
+    trial.step()
+    return int(1e9 - trial.mode.left)
+
+
+@pytest.mark.parametrize("update", [1, 2, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_out_of_memory_at_any_operation_of_any_update_changes_nothing(kind: str, update: int) -> None:
+    data = batches(count=update)
+    torch.manual_seed(3)
+    reference, _, plain = model_and_step(kind)
+    for batch in data:
+        plain(*batch)
+    expected = everything(reference)
+
+    torch.manual_seed(3)
+    model, optimizer, step = model_and_step(kind)
+    for batch in data[:-1]:
+        step(*batch)
+    before = everything(model, optimizer)
+    count = operations(optimizer)
+    assert count > 1
+    for number in range(count):
+        optimizer.mode = FailsAt(number)
+        with pytest.raises(torch.OutOfMemoryError, match=r"\.step\(\)(.|\n)*are as they were\."):
+            step(*data[-1])
+        assert same(everything(model, optimizer), before), number
+        assert step.updates == update - 1
+    optimizer.mode = FailsAt(math.inf)
+    step(*data[-1])
+    assert same(everything(model)[: len(model.state_dict()) + 1], expected[: len(model.state_dict()) + 1])
+    assert step.updates == update
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, lambda: ValueError("the user's own")])
+def test_any_other_error_of_an_optimizer_changes_nothing_either(failure: Failure) -> None:
+    model, optimizer, step = model_and_step("foreach adam")
+    data = batches(count=2)
+    step(*data[0])
+    before = everything(model, optimizer)
+    optimizer.mode = FailsAt(5, failure)
+    with pytest.raises(type(failure())):
+        step(*data[1])
+    assert same(everything(model, optimizer), before)
+
+
+@pytest.mark.parametrize("choice", ["pooled", "exact", "frozen"])
+def test_batch_norms_buffers_are_as_they_were(choice: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3)).double()
+    optimizer = fragile(torch.optim.Adam)(model.parameters(), lr=0.1)
+    step = TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4, batch_norm=choice)
+    data = batches(count=3)
+    for batch in data[:2]:
+        step(*batch)
+    before = everything(model, optimizer)
+    optimizer.mode = FailsAt(7)
+    with pytest.raises(torch.OutOfMemoryError):
+        step(*data[2])
+    assert same(everything(model, optimizer), before)
+
+
+def test_of_several_optimizers_all_are_taken_back() -> None:
+    model = network()
+    first = torch.optim.Adam(model[0].parameters(), lr=0.1)  # type: ignore[index]
+    second = fragile(torch.optim.SGD)(model[2].parameters(), lr=0.1, momentum=0.9)  # type: ignore[index]
+    step = TrainStep(model, [first, second], loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4)
+    data = batches(count=2)
+    step(*data[0])
+    before = everything(model, first, second)
+    second.mode = FailsAt(3)
+    with pytest.raises(torch.OutOfMemoryError):
+        step(*data[1])
+    assert same(everything(model, first, second), before)
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_a_scaler_forgets_the_failed_update(clip: float | None) -> None:
+    outcomes = []
+    for fails in (False, True):
+        model = network(torch.float32)
+        optimizer = fragile(torch.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        step = TrainStep(
+            model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4, scaler=scaler, clip_grad_norm=clip
+        )
+        for number, batch in enumerate(batches(count=3, dtype=torch.float32)):
+            if fails and number == 1:
+                optimizer.mode = FailsAt(3)
+                with pytest.raises(torch.OutOfMemoryError):
+                    step(*batch)
+                optimizer.mode = FailsAt(math.inf)
+            step(*batch)
+        outcomes.append([*everything(model, optimizer), scaler.state_dict()])
+    assert same(*outcomes)
+
+
+@pytest.mark.parametrize("evaluation", [1, 2, 5])
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError, ZeroDivisionError])
+def test_an_error_in_a_closures_window_leaves_everything_as_before_the_call(evaluation: int, failure: Failure) -> None:
+    model = Fragile(dropout=0.1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=6)
+    evaluations = 99
+
+    def loss_fn(outputs: Tensor, y: Tensor) -> Tensor:
+        nonlocal evaluations
+        evaluations -= 1
+        if evaluations <= 0:
+            raise failure()
+        return nn.functional.cross_entropy(outputs, y)
+
+    step = TrainStep(model, optimizer, loss_fn=loss_fn, micro_batch_size=13, batch_norm="micro", verify=False)
+    data = batches(count=2)
+    step(*data[0])
+    before = everything(model, optimizer)
+    evaluations = evaluation
+    with pytest.raises(type(failure()), match="one row" if failure is torch.OutOfMemoryError else None):
+        step(*data[1])
+    assert same(everything(model, optimizer), before)
+    evaluations = 99
+    step(*data[1])
+    assert step.updates == 2
+
+
+# Where a copy of everything would cost something.
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollback, "SMALL", 0)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_taken_back_is_told(kind: str) -> None:
+    data = batches(count=2)
+    model, optimizer, step = model_and_step(kind)
+    step(*data[0])
+    before, generator = everything(model, optimizer), torch.get_rng_state()
+    optimizer.mode = FailsAt(operations(optimizer) - 1)
+    with pytest.raises(torch.OutOfMemoryError, match="may have been changed by then: go on from a checkpoint"):
+        step(*data[1])
+    assert not same(everything(model, optimizer), before)
+    assert torch.equal(torch.get_rng_state(), generator)
+    before = everything(model, optimizer)  # forewarned is forearmed
+    with pytest.raises(torch.OutOfMemoryError, match="are as they were"):
+        step(*data[1])
+    assert same(everything(model, optimizer), before)
+
+
+@pytest.mark.usefixtures("large")
+def test_other_errors_that_cannot_be_taken_back_are_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    _, optimizer, step = model_and_step("adam")
+    step(*batches()[0])
+    optimizer.mode = FailsAt(10, KeyboardInterrupt)
+    with caplog.at_level(logging.WARNING, logger="gradaccum"), pytest.raises(KeyboardInterrupt):
+        step(*batches()[1])
+    assert "KeyboardInterrupt. Parameters and optimizer state may" in caplog.text
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("kind", ["sgd", "foreach adam", "fused adam"])
+def test_from_a_first_update_that_ran_out_of_memory_on_everything_is_taken_back(kind: str) -> None:
+    data = batches(count=4)
+    model, optimizer, step = model_and_step(kind)
+    for batch in data:
+        before = everything(model, optimizer)
+        for operation in (0, operations(optimizer) - 1):
+            optimizer.mode = FailsAt(operation)
+            with pytest.raises(torch.OutOfMemoryError, match="are as they were"):
+                step(*batch)
+            assert same(everything(model, optimizer), before)
+        optimizer.mode = FailsAt(math.inf)
+        step(*batch)
+
+
+class Device(Gauge):
+    """A device with so many bytes free."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda", 0))
+        self.free = 10_000
+
+    def live(self) -> int:
+        return 50_000
+
+    def limit(self) -> float:
+        return self.live() + self.free
+
+
+@pytest.fixture
+def parameter() -> nn.Parameter:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    return parameter
+
+
+@pytest.mark.usefixtures("large")
+def test_less_free_memory_than_ever_calls_for_a_copy(parameter: nn.Parameter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollback, "time", types.SimpleNamespace(perf_counter=lambda: 0.0))  # asking takes no time
+    device, optimizer = Device(), torch.optim.SGD([parameter], lr=0.1)
+    undoing = rollback.Rollback([optimizer], device)
+
+    def fails() -> bool:
+        """A step that is to be taken back. Returns whether it was."""
+        undoing.remember()
+        value = parameter.detach().clone()
+        optimizer.step()
+        return undoing.restore() and torch.equal(parameter.detach(), value)
+
+    def succeeds() -> None:
+        undoing.remember()
+        optimizer.step()
+        undoing.forget()
+
+    assert fails()
+    for free, taken_back in ((10_000, False), (9_000, True), (9_500, False)):
+        device.free = 10_000
+        succeeds()
+        device.free = free
+        assert fails() is taken_back
+        if taken_back:
+            succeeds()  # from here on, so little is known to do
+    assert parameter.isfinite().all()
