@@ -12,6 +12,7 @@ from gradaccum.equivalence import Cause, Difference, Equivalence
 from gradaccum.on_torch import random_state
 from gradaccum.on_torch.arguments import checked_model
 from gradaccum.on_torch.batch import BatchDims, per_row_leaves
+from gradaccum.rounding import IN_FLOAT64, rounding
 from gradaccum.schedule import checked_count
 from gradaccum.sizes import even_sizes
 from gradaccum.torch.batch_norm import BatchNormChoice, checked_batch_norm
@@ -20,9 +21,6 @@ from gradaccum.torch.equivalence.trial import Outcome, Trial
 from gradaccum.torch.loss import Objective
 
 __all__ = ["check_equivalence"]
-
-_NARROW = {torch.float32: 1e-4, torch.float16: 1e-1, torch.bfloat16: 1e-1}
-"""What counts as rounding where a part of the model computes in a narrower dtype than float64."""
 
 _IRRELEVANT = (
     "optimizer", "clip_grad_norm", "scaler", "autocast", "accumulate_dtype", "memory_limit", "noise_scale", "verify",
@@ -43,7 +41,7 @@ def check_equivalence(
     batch_dims: BatchDims = 0,
     batch_norm: str = "warn",
     device: torch.device | str = "cpu",
-    tolerance: float = 1e-9,
+    tolerance: float = IN_FLOAT64,
     **train_step: Any,
 ) -> Equivalence:
     """Whether micro-batches give the large batch's gradient, and if not, what keeps them from it.
@@ -145,7 +143,7 @@ class _Check:
             self.notes.append(
                 f"Computed in the model's own dtype, as it can't in float64 ({str(error).splitlines()[0]})."
             )
-            self.tolerance = max(self.tolerance, _NARROW.get(large.loss.dtype, 1e-4))
+            self.tolerance = max(self.tolerance, rounding(str(large.loss.dtype), self.device.type))
             return trial, large
 
     def run(self) -> Equivalence:
@@ -199,9 +197,9 @@ class _Check:
 
     def _allow_for_rounding(self, differences: Sequence[Difference]) -> None:
         error = max(difference.error for difference in differences)
-        allowed = _NARROW.get(self.trial.replay.precision, 0.0)
+        precision = str(self.trial.replay.precision).removeprefix("torch.")
+        allowed = rounding(precision, self.device.type)
         if self.tolerance < error <= allowed:
-            precision = str(self.trial.replay.precision).removeprefix("torch.")
             self.notes.append(
                 f"A part of the model computes in {precision} whatever its parameters' dtype, so {allowed:g} is "
                 "allowed for its rounding."

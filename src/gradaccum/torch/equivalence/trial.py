@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gradaccum.equivalence import Difference
 from gradaccum.on_torch.batch import BatchDims, map_leaves
 from gradaccum.torch.batch_norm import BatchNormChoice, frozen
+from gradaccum.torch.equivalence.comparison import largest, relative_error
 from gradaccum.torch.equivalence.row_dependence import Outputs, Trace
 from gradaccum.torch.equivalence.row_randomness import Replay
 from gradaccum.torch.loss import Objective
@@ -37,7 +38,7 @@ class Outcome:
         """How far this is from `expected`: the loss, each gradient, each buffer that moved or differs."""
         found = [Difference("loss", relative_error(self.loss, expected.loss), "loss")]
         # A gradient that is zero but for rounding has no relative error of its own: floor its scale.
-        largest = max((_largest(g) for g in expected.gradients.values() if g is not None), default=0.0)
+        scale = max((largest(g) for g in expected.gradients.values() if g is not None), default=0.0)
         for name, theirs in expected.gradients.items():
             ours = self.gradients[name]
             if ours is None and theirs is None:
@@ -45,7 +46,7 @@ class Outcome:
             some = theirs if theirs is not None else ours
             assert some is not None
             ours, theirs = (torch.zeros_like(some) if g is None else g for g in (ours, theirs))
-            found.append(Difference(name, relative_error(ours, theirs, 1e-3 * largest), "gradient", some.numel()))
+            found.append(Difference(name, relative_error(ours, theirs, 1e-3 * scale), "gradient", some.numel()))
         for name, value in expected.buffers.items():
             error = relative_error(self.buffers[name], value) if name in self.buffers else math.inf
             found.append(Difference(name, error, "buffer", value.numel()))
@@ -236,29 +237,6 @@ class Trial:
             if outputs is not None:
                 blocks.append(outputs.gradients())
             return blocks, None if weight is None else float(weight)
-
-
-def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """`max|a - b| / max|b|`, with a smallest scale; inf for another shape, or where one of both is not finite."""
-    if actual.shape != expected.shape:
-        return math.inf
-    if not expected.numel():
-        return 0.0
-    actual, expected = actual.detach().cpu(), expected.detach().cpu()
-    if not (expected.is_floating_point() or expected.is_complex()):
-        actual, expected = actual.double(), expected.double()
-    finite = torch.isfinite(expected)
-    if not torch.equal(torch.isfinite(actual), finite):
-        return math.inf
-    if not finite.any():
-        return 0.0
-    difference = (actual - expected)[finite].abs().max().item()
-    scale = max(_largest(expected[finite]), floor)
-    return difference / scale if scale else (math.inf if difference else 0.0)
-
-
-def _largest(tensor: Tensor) -> float:
-    return tensor.detach().abs().max().item() if tensor.numel() else 0.0
 
 
 # Copies.

@@ -1,0 +1,32 @@
+"""How far apart two ways to compute the same numbers may be: relative differences that are rounding, by dtype."""
+
+from __future__ import annotations
+
+__all__ = ["IN_FLOAT64", "rounding"]
+
+IN_FLOAT64 = 1e-9
+"""What a comparison in float64 allows."""
+
+_ALLOWED = {"float64": IN_FLOAT64, "float32": 1e-4}
+_ALLOWED_WITH_TF32 = 5e-3
+_ALLOWED_IN_HALF = 5e-2
+
+
+def rounding(dtype: str, device: str = "cpu") -> float:
+    """The largest relative difference that rounding makes, with room for other kernels at other sizes.
+
+    Relative to the largest entry of the tensor that is compared. float32 has more room on accelerators, whose products
+    may have 10 bits (TF32).
+
+    Args:
+        dtype: The narrowest dtype that was computed in, by name: `"float32"`, or `"torch.float32"`.
+        device: Where: `"cpu"`, or the kind of another device, such as `"cuda"`.
+
+    Example:
+        >>> rounding("float64"), rounding("torch.float32"), rounding("float32", "cuda"), rounding("bfloat16")
+        (1e-09, 0.0001, 0.005, 0.05)
+    """
+    dtype = dtype.removeprefix("torch.").replace("complex128", "float64").replace("complex64", "float32")
+    if dtype == "float32" and device != "cpu":
+        return _ALLOWED_WITH_TF32
+    return _ALLOWED.get(dtype, _ALLOWED_IN_HALF)
