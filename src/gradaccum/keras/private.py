@@ -1,0 +1,262 @@
+"""What is used of Keras beyond its public API: each name, what for, and a public way to go on where there is one.
+
+No other module of `gradaccum.keras` imports `keras.src`, or touches a private attribute of an object of Keras'. `NAMES`
+lists them all, and `missing` says which of them another version of Keras lacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+
+__all__ = [
+    "NAMES",
+    "PrivateName",
+    "build_symbolically",
+    "compiled_losses",
+    "compiled_metrics",
+    "compute_loss",
+    "embedding_table",
+    "has_value",
+    "is_of_keras",
+    "keras_mask",
+    "layers_in",
+    "layout_of",
+    "loss_entries",
+    "loss_tracker",
+    "metric_function",
+    "missing",
+    "own_trainable_variables",
+    "put_value",
+    "replaced_losses",
+    "set_added_losses",
+    "set_keras_mask",
+    "squeeze_or_expand_to_same_rank",
+    "strategy_of",
+    "sublayers",
+    "takes_training",
+    "torch_device",
+    "unscale_loss_for_distribution",
+]
+
+
+class PrivateName(NamedTuple):
+    """A private name of Keras."""
+
+    owner: str
+    """A module, `"keras.src..."`, or the kind of object that has the attribute: `"model"`, `"losses"` ..."""
+    name: str
+    """The function or attribute."""
+    purpose: str
+    """What it is used for here."""
+    otherwise: str = ""
+    """How it goes on without it; empty where it cannot."""
+
+
+NAMES: tuple[PrivateName, ...] = (
+    PrivateName("model", "_flatten_layers", "every layer of a model, nested ones too"),
+    PrivateName("model", "_layers", "the layers directly inside: a layer without any is a leaf"),
+    PrivateName("model", "_call_has_training_arg", "whether call() takes `training`", "the signature of call()"),
+    PrivateName("model", "_trainable_variables", "a layer's own variables, frozen ones too"),
+    PrivateName("model", "_symbolic_build", "builds model, losses and metrics from one batch, without running it"),
+    PrivateName("model", "_compile_loss", "the compiled losses of a model"),
+    PrivateName("model", "_compile_metrics", "the compiled metrics of a model"),
+    PrivateName("model", "_loss_tracker", "the metric that fit() logs as `loss`", "the metric of that name"),
+    PrivateName("model", "_compute_loss", "calls a compute_loss() without `training` too", "compute_loss()"),
+    PrivateName("model", "_losses_override", "gives add_loss() terms to a stateless compute_loss()"),
+    PrivateName("losses", "_flat_losses", "the losses of all outputs in a row, each with its weight"),
+    PrivateName("losses", "_metrics", "the trackers with which fit() logs each of several losses"),
+    PrivateName("metric", "_fn", "the function that a metric averages"),
+    PrivateName("embedding", "_embeddings", "the table itself, where `embeddings` is merged with an adapter"),
+    PrivateName("variable", "_value", "puts a value back that fit() on JAX took out of a variable"),
+    PrivateName("optimizer", "_iterations", "the wrapper drops the count of its own"),
+    PrivateName("optimizer", "_untrack_variable", "the same"),
+    PrivateName("optimizer", "_trainable_variables", "stateless_apply() checks and maps them"),
+    PrivateName("optimizer", "_trainable_variables_indices", "whether an optimizer knows a variable"),
+    PrivateName("optimizer", "_variables", "the wrapper's own variables, beside the inner optimizer's"),
+    PrivateName("EMA optimizer", "_model_variables_moving_average", "SwapEMAWeights reads it from the wrapper"),
+    PrivateName("keras.src.backend", "get_keras_mask", "the mask that travels with a tensor", "its attribute"),
+    PrivateName("keras.src.backend", "set_keras_mask", "the same", "its attribute"),
+    PrivateName("keras.src.losses.loss", "squeeze_or_expand_to_same_rank", "how a loss multiplies mask and weights"),
+    PrivateName("keras.src.losses.loss", "unscale_loss_for_distribution", "what fit() logs on several replicas"),
+    PrivateName("torch: keras.src.backend.torch.core", "get_device", "where PyTorch's tensors are made"),
+    PrivateName("tensorflow: optimizer", "_distribution_strategy", "the strategy that an optimizer was made under"),
+)
+"""All of them. Modules and objects of one backend only are marked with it."""
+
+
+def missing(samples: Mapping[str, Any]) -> list[str]:
+    """Which of `NAMES` this version of Keras lacks, a sentence each.
+
+    Args:
+        samples: An object of each kind that `NAMES` has attributes of, such as a compiled and fitted `"model"`.
+    """
+    sentences = []
+    for name in NAMES:
+        backend, _, kind = name.owner.rpartition(": ")
+        if backend not in ("", keras.backend.backend()):
+            continue
+        owner = _module(kind) if kind.startswith("keras.") else samples[kind]
+        if owner is None or not hasattr(owner, name.name):
+            sentences.append(f"Keras {keras.version()} has no {name.name} in its {kind}: {name.purpose}.")
+    return sentences
+
+
+def _module(path: str) -> Any:
+    try:
+        return importlib.import_module(path)
+    except ImportError:
+        return None
+
+
+# Functions.
+
+
+def _function(path: str, name: str, otherwise: Callable[..., Any] | None = None) -> Any:
+    return getattr(_module(path), name, otherwise)
+
+
+keras_mask = _function(
+    "keras.src.backend", "get_keras_mask", otherwise=lambda tensor: getattr(tensor, "_keras_mask", None)
+)
+"""`keras_mask(tensor)`: the mask that travels with a tensor, or None."""
+set_keras_mask = _function(
+    "keras.src.backend", "set_keras_mask", otherwise=lambda tensor, mask: setattr(tensor, "_keras_mask", mask)
+)
+"""`set_keras_mask(tensor, mask)`: lets a mask travel with a tensor."""
+squeeze_or_expand_to_same_rank = _function("keras.src.losses.loss", "squeeze_or_expand_to_same_rank")
+"""`squeeze_or_expand_to_same_rank(mask, sample_weight)`: both, so that a loss can multiply them."""
+unscale_loss_for_distribution = _function(
+    "keras.src.losses.loss", "unscale_loss_for_distribution", otherwise=lambda loss: loss
+)
+"""`unscale_loss_for_distribution(loss)`: the loss before it was divided by the number of replicas."""
+
+
+def torch_device() -> str:
+    """Where Keras on PyTorch makes its tensors."""
+    return _function("keras.src.backend.torch.core", "get_device")()
+
+
+# Models and layers.
+
+
+def layers_in(model: Any) -> list[Any]:
+    """Every layer of a model, nested ones too, without the model itself."""
+    return list(model._flatten_layers(include_self=False))
+
+
+def sublayers(layer: Any) -> list[Any]:
+    """The layers directly inside a layer."""
+    return layer._layers
+
+
+def own_trainable_variables(layer: Any) -> list[Any]:
+    """A layer's own variables that train unless they are frozen, without those of the layers inside."""
+    return layer._trainable_variables
+
+
+def takes_training(layer: Any) -> bool:
+    """Whether `layer.call` takes `training`."""
+    if hasattr(layer, "_call_has_training_arg"):
+        return layer._call_has_training_arg
+    return "training" in inspect.signature(layer.call).parameters
+
+
+def is_of_keras(thing: Any) -> bool:
+    """Whether a class or function is Keras' own."""
+    return thing.__module__.startswith("keras.src.")
+
+
+def embedding_table(layer: Any) -> Any:
+    """The table of an Embedding, a variable."""
+    return layer._embeddings
+
+
+def build_symbolically(model: Any, data: Any) -> None:
+    """Build a compiled model with its losses and metrics for batches like this, without running it."""
+    model._symbolic_build(data_batch=data)
+
+
+def compiled_losses(model: Any) -> Any:
+    """The losses that a model was compiled with, one callable; or None."""
+    return model._compile_loss
+
+
+def compiled_metrics(model: Any) -> Any:
+    """The metrics that a model was compiled with, one object; or None."""
+    return model._compile_metrics
+
+
+def loss_tracker(model: Any) -> Any:
+    """The metric that `fit` logs as `loss`."""
+    if hasattr(model, "_loss_tracker"):
+        return model._loss_tracker
+    return next(metric for metric in model.metrics if metric.name == "loss")
+
+
+def compute_loss(model: Any, **arguments: Any) -> Any:
+    """`model.compute_loss`, also where the user's own takes no `training`."""
+    return getattr(model, "_compute_loss", model.compute_loss)(**arguments)
+
+
+def set_added_losses(model: Any, losses: Sequence[Any]) -> None:
+    """Let these be the `add_loss` terms that `model.compute_loss` finds; none: those of its layers again."""
+    model._losses_override = list(losses)
+
+
+# Compiled losses and metrics.
+
+
+def loss_entries(losses: Any) -> list[Any]:
+    """The losses of all outputs in a row: named tuples with `.loss` and `.name`."""
+    return losses._flat_losses
+
+
+@contextlib.contextmanager
+def replaced_losses(
+    losses: Any, entry: Callable[[int, Any], Any], tracker: Callable[[int, Any], Any]
+) -> Iterator[None]:
+    """While this is open, `entry(index, loss)` and `tracker(index, tracker)` stand in for each compiled loss."""
+    entries, trackers = losses._flat_losses, losses._metrics
+    losses._flat_losses = [one._replace(loss=entry(index, one.loss)) for index, one in enumerate(entries)]
+    losses._metrics = [tracker(index, one) for index, one in enumerate(trackers)]
+    try:
+        yield
+    finally:
+        losses._flat_losses, losses._metrics = entries, trackers
+
+
+def metric_function(metric: Any) -> Any:
+    """The function that a metric averages; None where it isn't one that does."""
+    return getattr(metric, "_fn", None)
+
+
+# Variables.
+
+
+def has_value(variable: Any) -> bool:
+    """Whether a variable holds its value: `fit` on JAX takes the values out while it trains."""
+    return variable._value is not None
+
+
+def put_value(variable: Any, value: Any) -> None:
+    """Put a value back that `fit` took out, unchecked."""
+    variable._value = value
+
+
+def layout_of(variable: Any) -> Any:
+    """How `keras.distribution` spreads a variable over devices; None where it doesn't."""
+    return getattr(variable, "_layout", None)
+
+
+# Optimizers.
+
+
+def strategy_of(optimizer: Any) -> Any:
+    """The `tf.distribute` strategy that an optimizer on TensorFlow was made under."""
+    return optimizer._distribution_strategy
