@@ -27,9 +27,12 @@ class GradientSum:
         self._operands: dict[tuple[float, torch.dtype], Tensor] = {}
         self.aside: list[Tensor | None] | None = None
         """The sum, while it is out of reach of backward passes."""
-        self.elsewhere: Callable[[], list[Tensor]] = list
-        """What of the sum is not in `p.grad` yet: a sharded model keeps it to itself until it is reduced."""
+        self._pending: Callable[[], list[Tensor]] = list
         self.prepare()
+
+    def attach(self, pending: Callable[[], list[Tensor]]) -> None:
+        """Count these tensors in: the part of the sum that a sharded model keeps to itself until it is reduced."""
+        self._pending = pending
 
     def prepare(self) -> None:
         """Have autograd add up in the wider dtype from now on."""
@@ -49,7 +52,7 @@ class GradientSum:
 
     def gradients(self) -> list[Tensor]:
         """The gradients that are there."""
-        return [g for p in self.parameters() if (g := p.grad) is not None] + self.elsewhere()
+        return [g for p in self.parameters() if (g := p.grad) is not None] + self._pending()
 
     def held(self) -> list[Tensor | None]:
         """The sum of each parameter, None where nothing has arrived."""

@@ -126,7 +126,7 @@ class Replicas:
     def clear(self) -> None:
         """Drop what an open window has added up beside `p.grad`: nothing."""
 
-    def elsewhere(self) -> list[Tensor]:
+    def pending(self) -> list[Tensor]:
         """What an open window has added up beside `p.grad`."""
         return []
 

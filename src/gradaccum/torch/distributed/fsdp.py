@@ -232,7 +232,7 @@ class Shards:
         """After a window."""
         self._factor = 1.0
 
-    def elsewhere(self) -> list[Tensor]:
+    def pending(self) -> list[Tensor]:
         """What an open window has added up that is not reduced yet."""
         found: list[Tensor | None] = []
         for group in self._groups():

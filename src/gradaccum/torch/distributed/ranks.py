@@ -11,6 +11,7 @@ So ranks need not have the same rows, weights or numbers of micro-batches.
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from gradaccum.errors import WindowError
 from gradaccum.torch.distributed.channel import Channel, Message
 from gradaccum.torch.distributed.ddp import Replicas
 from gradaccum.torch.distributed.fsdp import Shards
-from gradaccum.torch.distributed.single_rank import SingleRank, Total
+from gradaccum.torch.distributed.single_rank import Listener, SingleRank, Total
 
 __all__ = ["Ranks"]
 
@@ -80,6 +81,7 @@ class Ranks(SingleRank):
         always: bool = False,
     ) -> None:
         self._always = always
+        self._listener: Callable[[], Listener | None] = lambda: None
         self._parameters = list(parameters)
         self._engine = engine(self._forward_done, self._backward_starts)
         self.in_step = self._engine.in_step
@@ -91,6 +93,9 @@ class Ranks(SingleRank):
         self._restart()
         self._engine.hold(False, False)
         self._check_steps(steps)
+
+    def attach(self, listener: Listener) -> None:
+        self._listener = weakref.ref(listener)
 
     def _restart(self) -> None:
         self._announced = self._reducing = False
@@ -150,24 +155,26 @@ class Ranks(SingleRank):
         self._engine.clear()
 
     @property
-    def elsewhere(self) -> Callable[[], list[Tensor]]:
-        return self._engine.elsewhere
+    def pending(self) -> Callable[[], list[Tensor]]:
+        return self._engine.pending
 
     @property
     def reduced(self) -> bool:
         return self._versions is not None
 
     def _forward_done(self) -> None:
-        if self._closes and self.on_forward is not None:
-            self.on_forward(self.loss_scale)
+        listener = self._listener()
+        if self._closes and listener is not None:
+            listener.forward_done(self.loss_scale)
 
     def _backward_starts(self) -> None:
-        if self.on_backward is not None:
-            self.on_backward()
+        listener = self._listener()
+        if listener is not None:
+            listener.backward_starts()
         if not (self._closes or self._always) or self.by_hand:
             return
         if not self._reducing:
-            self._promised = self.foresee() if self._closes and self._known and self.foresee is not None else None
+            self._promised = listener.foreseen() if listener and self._closes and self._known else None
             self._say(_Round.WINDOW if self._closes else _Round.MICRO_BATCH, self._promised)
             self._reducing = True
             if not self._engine.before_reducing(self._hear):
@@ -179,8 +186,9 @@ class Ranks(SingleRank):
     def _reduction_done(self) -> None:
         self._hear()
         self._versions = self._seen()
-        if self.on_reduced is not None:
-            self.on_reduced()
+        listener = self._listener()
+        if listener is not None:
+            listener.reduced()
 
     def _seen(self) -> list[tuple[int, int]]:
         return [(0, -1) if p.grad is None else (id(p.grad), p.grad._version) for p in self._parameters]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["SingleRank", "Total"]
+__all__ = ["Listener", "SingleRank", "Total"]
 
 
 class Total(NamedTuple):
@@ -26,6 +26,25 @@ class Total(NamedTuple):
     """Whether a gradient has overflowed that scale."""
 
 
+class Listener(Protocol):
+    """What an optimizer's window does while its ranks run a micro-batch. `SingleRank` never calls it."""
+
+    def forward_done(self, loss_scale: float) -> None:
+        """The forward pass of the micro-batch that closes the window is done; the ranks agreed on this loss scale."""
+
+    def backward_starts(self) -> None:
+        """A backward pass starts: any of a sharded model, else one that reduces."""
+
+    def foreseen(self) -> Total | None:
+        """What the window will weigh with the micro-batch in progress; None where that may still change.
+
+        Asked when a backward pass starts that reduces.
+        """
+
+    def reduced(self) -> None:
+        """A backward pass has reduced the window's sum."""
+
+
 class SingleRank:
     """One device: nothing to agree upon."""
 
@@ -38,14 +57,9 @@ class SingleRank:
     """Whether the reduction waits until the window's sum is finished, rather than run in the last backward pass."""
     loss_scale = 0.0
     """The scale of a GradScaler that all ranks agreed upon at the last window's end."""
-    on_forward: Callable[[float], None] | None = None
-    """Called with `loss_scale` when the forward pass of the micro-batch that closes the window is done."""
-    on_backward: Callable[[], None] | None = None
-    """Called when a backward pass starts: any of a sharded model, else one that reduces."""
-    foresee: Callable[[], Total | None] | None = None
-    """Called when a backward pass starts that reduces: what the window will weigh, if no more can change."""
-    on_reduced: Callable[[], None] | None = None
-    """Called when a backward pass has reduced."""
+
+    def attach(self, listener: Listener) -> None:
+        """Call this listener from now on. It is not kept alive."""
 
     @property
     def place(self) -> list[int]:
@@ -91,8 +105,8 @@ class SingleRank:
         """Drop what an open window has added up beside `p.grad`."""
 
     @property
-    def elsewhere(self) -> Callable[[], list[Tensor]]:
-        """Tells what an open window has added up beside `p.grad`; whoever keeps it does not keep this object alive."""
+    def pending(self) -> Callable[[], list[Tensor]]:
+        """Returns what an open window has added up beside `p.grad`. Holds no reference to this object."""
         return list
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -72,10 +71,8 @@ class Accumulation:
         self.guard = Guard(parameters())
         self.loss_scale = LossScale(self.sums, self.guard.accept)
         self.arrivals = Arrivals(parameters)
-        self.ranks.on_forward, self.ranks.on_reduced = self.loss_scale.adopt, self.guard.accept
-        self.ranks.on_backward, self.sums.elsewhere = self.loss_scale.rescale_, self.ranks.elsewhere
-        this = weakref.ref(self)
-        self.ranks.foresee = lambda: None if (accumulation := this()) is None else accumulation.foreseen()
+        self.sums.attach(self.ranks.pending)
+        self.ranks.attach(self)
         self.begin()
         self.loss = WindowLoss(reduction)
         self.weights: list[float] = []
@@ -207,7 +204,7 @@ class Accumulation:
         multiple: float | Tensor = self.window.weight / (self.window.unit or 1.0)
         if self.loss_scale.scale is not None:
             multiple = multiple * self.loss_scale.scale.double()
-        held = [g for g in self.sums.held() if g is not None] or self.ranks.elsewhere()
+        held = [g for g in self.sums.held() if g is not None] or self.ranks.pending()
         noise.micro_batch(held, self.window.weight, multiple)
 
     def skip(self) -> None:
@@ -312,8 +309,18 @@ class Accumulation:
                 return False
         return True
 
+    # What `ranks` calls: a `gradaccum.torch.distributed.Listener`.
+
+    def forward_done(self, loss_scale: float) -> None:
+        self.loss_scale.adopt(loss_scale)
+
+    def backward_starts(self) -> None:
+        self.loss_scale.rescale_()
+
+    def reduced(self) -> None:
+        self.guard.accept()
+
     def foreseen(self) -> Total | None:
-        """What the window will weigh with the micro-batch in progress; None where more may come to light."""
         if self.loss_scale.known:
             return None
         window, weight, given = self.window, self.window.pending, self.window.pending_given

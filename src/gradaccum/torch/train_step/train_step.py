@@ -160,7 +160,7 @@ class TrainStep:
                 f"Received: micro_batch_size={micro_batch_size!r}, max_tokens={max_tokens!r}. Give a number of rows."
             )
         self.joint = GlobalBatch(self.ranks, self.update.sums)
-        self.update.sums.elsewhere = self.ranks.elsewhere
+        self.update.sums.attach(self.ranks.pending)
         self._noticed = False
         self._transaction = Transaction(self._modules(), self.update.parameters, self.objective.device)
         self._fitting = Fitting(self._transaction, self.gauge)
