@@ -76,10 +76,8 @@ def _on_ranks(plan: Plan, model: nn.Module) -> nn.Module:
 
 def _epoch(plan: Plan, model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> float:
     """The training loop, the same for all three runs. Returns the mean loss over all rows."""
-    loader: Any = _Slices(x, y, plan)
-    batches = optimizer.batches(loader) if hasattr(optimizer, "batches") else loader
     total = torch.zeros((), dtype=x.dtype)
-    for inputs, labels in batches:
+    for inputs, labels in _batches(optimizer, _Slices(x, y, plan)):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(inputs), labels)
         loss.backward()
@@ -88,6 +86,11 @@ def _epoch(plan: Plan, model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -
     if plan.ranks > 1:
         dist.all_reduce(total)
     return float(total) / len(x)
+
+
+def _batches(optimizer: Any, loader: Any) -> Any:
+    """The loader; a wrapped optimizer's `batches` of it, which weighs each by its rows."""
+    return optimizer.batches(loader) if hasattr(optimizer, "batches") else loader
 
 
 class _Slices:
@@ -125,7 +128,7 @@ def _first_window(
     activations = 0
     batches = list(itertools.islice(_Slices(x, y, plan), plan.steps))
     with _CountBytes(model.parameters()) as count:
-        for views in batches:
+        for views in _batches(optimizer, batches):
             optimizer.zero_grad()
             before = count.alive
             inputs, labels = (view.clone() for view in views)  # a loader's batch has memory of its own
