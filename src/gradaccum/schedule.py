@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Union
 
-__all__ = ["Schedule", "Steps", "steps_for"]
+__all__ = ["Schedule", "Steps", "checked_count", "steps_for"]
 
 Steps = Union[int, Mapping[int, int], Callable[[int, int], int], "Schedule"]
 """What users may pass as `steps`."""

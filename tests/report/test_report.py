@@ -14,8 +14,8 @@ import sys
 import matplotlib
 import pytest
 
-from gradaccum.report import report as module
-from gradaccum.report.report import Bars, Code, Curve, Curves, Report, Table, Text, format_bytes, format_value
+from gradaccum import extras
+from gradaccum.report import Bars, Code, Curve, Curves, Report, Table, Text, format_bytes, format_value
 
 TABLE = Table(["run", "loss", "memory"], [["a < b", 0.123456, "8.1 MiB"], ["[bold]b", None, "12 KiB"]], caption="Both")
 CURVES = Curves(
@@ -231,7 +231,7 @@ def hide(monkeypatch, library):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return imported(name, *rest)
 
-    monkeypatch.setattr(module.importlib, "import_module", import_module)
+    monkeypatch.setattr(extras.importlib, "import_module", import_module)
 
 
 @pytest.mark.parametrize(
@@ -264,9 +264,9 @@ def test_an_error_inside_a_library_is_not_taken_for_its_absence(monkeypatch):
     def broken(name):
         raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
 
-    monkeypatch.setattr(module.importlib, "import_module", broken)
+    monkeypatch.setattr(extras.importlib, "import_module", broken)
     with pytest.raises(ModuleNotFoundError, match="numpy"):
-        module.require("matplotlib")
+        extras.require("matplotlib")
 
 
 def test_a_row_has_a_cell_for_each_column():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gradaccum.equivalence import Cause, Difference, Equivalence
-from gradaccum.report.report import Bars, Code, Curve, Curves, Report, Table, Text
+from gradaccum.report import Bars, Code, Curve, Curves, Report, Table, Text
 from gradaccum.run import parse
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -13,7 +13,8 @@ from typing import Literal
 import numpy as np
 
 from gradaccum.demo.progress import Progress
-from gradaccum.report import format_bytes, require
+from gradaccum.extras import require
+from gradaccum.report import format_bytes
 
 __all__ = ["Data", "DataError", "DataSet", "load", "read_idx"]
 

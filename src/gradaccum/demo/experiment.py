@@ -27,7 +27,7 @@ import numpy as np
 from gradaccum.demo.data import Data
 from gradaccum.demo.progress import Progress
 
-__all__ = ["Epoch", "Outcome", "Plan", "Run", "RunError", "Setup", "initial_parameters", "perform", "plans"]
+__all__ = ["Epoch", "Notify", "Outcome", "Plan", "Run", "RunError", "Setup", "initial_parameters", "perform", "plans"]
 
 HIDDEN = 512
 CLASSES = 10

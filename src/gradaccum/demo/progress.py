@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradaccum.report import require
+from gradaccum.extras import require
 
 __all__ = ["Progress"]
 

@@ -1,5 +1,6 @@
 """What a check, a run or a demo found, as text, picture and page."""
 
-from gradaccum.report.report import Bars, Block, Curve, Curves, Report, Table, Text, format_bytes, format_value, require
+from gradaccum.report.blocks import Bars, Block, Code, Curve, Curves, Table, Text, format_bytes, format_value
+from gradaccum.report.report import Report
 
-__all__ = ["Bars", "Block", "Curve", "Curves", "Report", "Table", "Text", "format_bytes", "format_value", "require"]
+__all__ = ["Bars", "Block", "Code", "Curve", "Curves", "Report", "Table", "Text", "format_bytes", "format_value"]

@@ -12,7 +12,7 @@ import statistics
 
 from gradaccum.sizes.even import even_size
 
-__all__ = ["MemoryLine", "SizeSearch"]
+__all__ = ["MARGIN", "MemoryLine", "SizeSearch"]
 
 MARGIN = 0.9
 """How much of the limit a predicted peak may take: allocators round up, and fragments stay unused."""

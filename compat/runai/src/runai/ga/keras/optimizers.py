@@ -16,6 +16,10 @@ __all__ = ["Optimizer"]
 class Optimizer(gradaccum.keras.optimizers.Optimizer):
     """`gradaccum.keras.optimizers.Optimizer`, as Run:AI's library had it: `Optimizer(optimizer, steps=4)`.
 
+    Args:
+        optimizer: The inner optimizer.
+        steps: Micro-batches of a window.
+
     Example:
         >>> optimizer = Optimizer(keras.optimizers.Adam(), steps=4)
         Wrapping 'Adam' Keras optimizer with GA of 4 steps

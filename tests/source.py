@@ -1,0 +1,31 @@
+"""The package's source as syntax trees: what imports what, without importing any of it."""
+
+import ast
+
+from tests.documents import ROOT
+
+FOLDERS = [ROOT / "src/gradaccum", ROOT / "compat/runai/src/runai"]
+PATHS = {
+    ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for folder in FOLDERS
+    for path in sorted(folder.rglob("*.py"))
+}
+TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in PATHS.items()}
+
+
+def imported(tree):
+    """`(module, name)` for every import of ours, in functions and under TYPE_CHECKING too; no name for a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names if alias.name in PATHS)
+        elif isinstance(node, ast.ImportFrom) and node.module in PATHS:
+            wholes = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            yield from ((whole, None) if whole in PATHS else (node.module, name) for name, whole in wholes.items())
+
+
+def declared(module):
+    """The names in a module's `__all__`, as far as they are written there."""
+    for node in TREES[module].body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
