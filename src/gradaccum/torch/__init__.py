@@ -1,8 +1,8 @@
 """gradaccum for PyTorch."""
 
 from gradaccum.torch import optim
+from gradaccum.torch.check import check_equivalence
 from gradaccum.torch.chunking import chunked
-from gradaccum.torch.equivalence import check_equivalence
 from gradaccum.torch.measure import Recorder, suggest_micro_batch_size
 from gradaccum.torch.train_step import TrainStep
 

@@ -21,9 +21,12 @@ from gradaccum.torch.equivalence.comparison import largest, relative_error
 from gradaccum.torch.equivalence.row_dependence import Outputs, Trace
 from gradaccum.torch.equivalence.row_randomness import Replay
 from gradaccum.torch.loss import Objective
-from gradaccum.torch.train_step import TrainStep
 
-__all__ = ["Outcome", "Trial"]
+__all__ = ["Accumulate", "Outcome", "Trial"]
+
+Accumulate = Callable[[Objective, tuple[Any, ...], Sequence[int], BatchNormChoice], Tensor]
+"""Runs a batch in micro-batches of these sizes, as training does. Leaves the finished gradients in the parameters, and
+the buffers as an update leaves them; returns the loss."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Trial:
     Args:
         objective: The user's own; nothing of it is touched.
         batch: The large batch, as the arguments that follow the model.
+        accumulate: Runs micro-batches as training does.
         device: Where to compute.
         dtype: What floating tensors are converted to; None leaves them.
         batch_norm: As for `TrainStep`. `"frozen"` freezes both sides; `"exact"` and `"pooled"` have `TrainStep` itself
@@ -73,6 +77,7 @@ class Trial:
         self,
         objective: Objective,
         batch: tuple[Any, ...],
+        accumulate: Accumulate,
         *,
         device: torch.device,
         dtype: torch.dtype | None = torch.float64,
@@ -80,6 +85,7 @@ class Trial:
         neutral: bool = False,
     ) -> None:
         self.original = objective
+        self._accumulate = accumulate
         self.batch_norm = batch_norm
         self.by_train_step = batch_norm in ("exact", "pooled")
         self.device, self.dtype = device, dtype
@@ -166,7 +172,8 @@ class Trial:
         batch = self.batch if batch is None else batch
         with self._fresh(batch_dims) as objective:
             if self.by_train_step:
-                loss = self._train_step(objective, max(map(len, partition)))(*self._whole(batch))
+                self.replay.start(None)
+                loss = self._accumulate(objective, self._whole(batch), list(map(len, partition)), self.batch_norm)
                 return self._outcome(objective, loss)
             tally = objective.tally(batch)
             for rows in partition:
@@ -180,22 +187,6 @@ class Trial:
                     if parameter.grad is not None:
                         parameter.grad /= float(tally.divisor)
             return self._outcome(objective, tally.loss)
-
-    def _train_step(self, objective: Objective, micro_batch_size: int) -> TrainStep:
-        """One that leaves the parameters where they are, and its gradients in them."""
-        self.replay.start(None)
-        return TrainStep(
-            objective.model,
-            torch.optim.SGD(self._shared.values(), lr=0.0),
-            loss_fn=objective.loss_fn,
-            compute_loss=objective.compute_loss,
-            micro_batch_size=micro_batch_size,
-            weight=objective.weight,
-            reduction=objective.reduction,
-            batch_dims=objective.batch_dims,
-            batch_norm=self.batch_norm,
-            verify=False,
-        )
 
     def trace(self, rows: Tensor | None, batch: tuple[Any, ...] | None = None) -> Trace:
         """What goes into and comes out of every module, for these rows (None: all, at once). Forward pass only."""

@@ -1,8 +1,8 @@
-"""Prove it: the gradient of the large batch against that of micro-batches, and the culprit's name where they differ."""
+"""The large batch's gradient against that of several partitions of its rows, on a copy in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,88 +10,41 @@ from torch import Tensor, nn
 
 from gradaccum.equivalence import Cause, Difference, Equivalence
 from gradaccum.on_torch import random_state
-from gradaccum.on_torch.arguments import checked_model
-from gradaccum.on_torch.batch import BatchDims, per_row_leaves
+from gradaccum.on_torch.batch import per_row_leaves
 from gradaccum.rounding import IN_FLOAT64, rounding
-from gradaccum.schedule import checked_count
 from gradaccum.sizes import even_sizes
-from gradaccum.torch.batch_norm import BatchNormChoice, checked_batch_norm
+from gradaccum.torch.batch_norm import BatchNormChoice
 from gradaccum.torch.equivalence.causes import find_causes, input_cause, nondeterminism_cause
-from gradaccum.torch.equivalence.trial import Outcome, Trial
+from gradaccum.torch.equivalence.trial import Accumulate, Outcome, Trial
 from gradaccum.torch.loss import Objective
 
-__all__ = ["check_equivalence"]
-
-_IRRELEVANT = (
-    "optimizer", "clip_grad_norm", "scaler", "autocast", "accumulate_dtype", "memory_limit", "noise_scale", "verify",
-    "sync", "max_tokens",
-)  # fmt: skip
-"""Keywords of TrainStep that leave exact arithmetic as it is."""
+__all__ = ["certify"]
 
 
-def check_equivalence(
-    model: nn.Module,
-    batch: Any,
+def certify(
+    objective: Objective,
+    batch: tuple[Any, ...],
+    accumulate: Accumulate,
     *,
-    loss_fn: Callable[..., Any] | None = None,
-    compute_loss: Callable[..., Any] | None = None,
-    micro_batch_size: int | str | None = None,
-    weight: Callable[..., Any] | None = None,
-    reduction: str = "mean",
-    batch_dims: BatchDims = 0,
-    batch_norm: str = "warn",
-    device: torch.device | str = "cpu",
+    device: torch.device,
     tolerance: float = IN_FLOAT64,
-    **train_step: Any,
+    size: int | None = None,
+    batch_norm: BatchNormChoice = "warn",
 ) -> Equivalence:
-    """Whether micro-batches give the large batch's gradient, and if not, what keeps them from it.
-
-    On a float64 copy, the gradient of the batch at once is compared with that of several ragged partitions of its
-    rows, in order and shuffled; and so for a second batch, drawn from its rows. Random numbers follow their rows, so
-    that dropout is no difference. The error of a tensor is `max|a - b| / max|b|`.
-
-    Model, loss, batch, random state and gradients stay as they are. It costs some 20 forward and backward passes, and
-    the memory of the large batch in float64. It is evidence for this model and batch, not a proof.
+    """Compare the batch at once with several ragged partitions of its rows, and name what makes a difference.
 
     Args:
-        model: The model, in the mode in which it trains.
-        batch: One large batch, as the training loop has it; 2 rows or more, better 8.
-        loss_fn, compute_loss, weight, reduction, batch_dims: As for `TrainStep`.
-        micro_batch_size: Rows of the micro-batches in one of the partitions; None or `"auto"`: ragged ones only.
-        batch_norm: As for `TrainStep`: `"exact"` and `"pooled"` have it run the micro-batches, and replace noise by
-            its mean; `"frozen"` freezes the large batch's BatchNorm as well.
-        device: Where to compute, such as `"cuda"`.
+        objective: The user's own; it is left as found.
+        batch: The arguments that follow the model.
+        accumulate: Runs micro-batches as training does.
+        device: Where to compute.
         tolerance: The largest relative error that counts as rounding.
-        train_step: `TrainStep`'s other keywords, so that one dict serves both. They don't change exact arithmetic.
-
-    Returns:
-        A record with `.ok`, `.max_error`, `.causes`, that prints, `.save()`s and can `.raise_if_different()`.
+        size: Rows of the micro-batches in one of the partitions; None: ragged ones only.
+        batch_norm: As for `TrainStep`.
 
     Raises:
-        TypeError: The model or the loss can't be copied; an unknown keyword.
-        ValueError: A batch of one row, a loss without gradient, or one that is not finite on the large batch.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        >>> batch = torch.randn(16, 3), torch.randn(16, 1)
-        >>> result = check_equivalence(model, batch, loss_fn=nn.MSELoss())
-        >>> result.ok, result.causes[0].where
-        (False, '1')
-        >>> model[1] = nn.GroupNorm(2, 4)
-        >>> check_equivalence(model, batch, loss_fn=nn.MSELoss()).raise_if_different().max_error < 1e-12
-        True
+        TypeError, ValueError: As `gradaccum.torch.check_equivalence`.
     """
-    unknown = sorted(train_step.keys() - set(_IRRELEVANT))
-    if unknown:
-        raise TypeError(f"check_equivalence() got an unexpected keyword argument {unknown[0]!r}.")
-    objective = Objective(
-        checked_model(model),
-        loss_fn=loss_fn,
-        compute_loss=compute_loss,
-        weight=weight,
-        reduction=reduction,
-        batch_dims=batch_dims,
-    )
     arguments = objective.arguments(batch)
     found = per_row_leaves(arguments, objective.dims(arguments))
     if len({int(leaf.shape[dim]) for _, leaf, dim in found}) > 1:
@@ -100,29 +53,29 @@ def check_equivalence(
     rows = objective.rows(arguments)
     if rows < 2:
         raise ValueError(f"The batch must have at least 2 rows, to be split. Received: {rows}.")
-    checked_count(1 if micro_batch_size in (None, "auto") else micro_batch_size, "micro_batch_size")
-    size = micro_batch_size if isinstance(micro_batch_size, int) else None
     generators = random_state.all_generators(random_state.every_device())
-    with torch.inference_mode(False), random_state.kept(generators), _gradients_kept(model, loss_fn, compute_loss):
-        check = _Check(objective, arguments, torch.device(device), tolerance, size, checked_batch_norm(batch_norm))
+    kept = _gradients_kept(objective.model, objective.loss_fn, objective.compute_loss)
+    with torch.inference_mode(False), random_state.kept(generators), kept:
+        comparison = _Certificate(objective, arguments, accumulate, device, tolerance, size, batch_norm)
         try:
-            return check.run()
+            return comparison.run()
         finally:
-            check.trial.replay.rewind()
+            comparison.trial.replay.rewind()
 
 
-class _Check:
+class _Certificate:
     def __init__(
         self,
         objective: Objective,
         batch: tuple[Any, ...],
+        accumulate: Accumulate,
         device: torch.device,
         tolerance: float,
         size: int | None,
         batch_norm: BatchNormChoice,
     ) -> None:
         self.objective, self.batch, self.device, self.tolerance = objective, batch, device, tolerance
-        self.how: dict[str, Any] = {"device": device, "batch_norm": batch_norm}
+        self.how: dict[str, Any] = {"accumulate": accumulate, "device": device, "batch_norm": batch_norm}
         self.notes: list[str] = []
         self.rows = objective.rows(batch)
         self.partitions = _partitions(self.rows, size)
