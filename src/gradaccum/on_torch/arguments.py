@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-__all__ = ["checked_choice", "checked_dtype", "checked_model", "checked_norm"]
+__all__ = ["Sync", "checked_choice", "checked_dtype", "checked_model", "checked_norm"]
+
+Sync = Literal["window", "micro_batch"]
+"""When several ranks reduce their gradients: once per window, or on every micro-batch."""
 
 
 def checked_model(model: Any) -> nn.Module:

@@ -13,7 +13,20 @@ from typing import Any
 
 import torch
 
-__all__ = ["BatchDims", "Cutter", "concatenate", "leaves", "map_leaves", "number_of_rows", "per_row_leaves", "take"]
+__all__ = [
+    "Batch",
+    "BatchDims",
+    "children",
+    "concatenate",
+    "described",
+    "has_rows",
+    "leaves",
+    "map_leaves",
+    "number_of_rows",
+    "rebuild",
+    "take",
+    "with_dims",
+]
 
 BatchDims = Any
 """Like `torch.vmap`'s `in_dims`: an int (the dimension that holds the rows), None (shared), or a container of these
@@ -125,29 +138,49 @@ def described(tree: Any, batch_dims: BatchDims = 0) -> list[tuple[str, Any, int 
     return list(with_dims(tree, batch_dims))
 
 
-class Cutter:
-    """Cuts micro-batches out of a batch, as many as it takes: what there is to find out about it is found out once.
+class Batch:
+    """A batch and where its rows are: what there is to find out about it is found out once.
 
     Args:
-        batch: The batch.
-        batch_dims: Where its rows are.
+        tree: Tensors nested in containers.
+        batch_dims: Where their rows are.
+        rows: How many there are, where that is known already.
 
     Example:
-        >>> cutter = Cutter((torch.arange(6), "shared"))
-        >>> cutter.rows, cutter.take(slice(0, 2)), cutter.take(slice(2, 4))
-        (6, (tensor([0, 1]), 'shared'), (tensor([2, 3]), 'shared'))
+        >>> batch = Batch((torch.arange(6), "shared"))
+        >>> batch.rows, batch.take(slice(2, 4)).tree
+        (6, (tensor([2, 3]), 'shared'))
     """
 
-    def __init__(self, batch: Any, batch_dims: BatchDims = 0) -> None:
-        self.batch = batch
+    def __init__(self, tree: Any, batch_dims: BatchDims = 0, rows: int | None = None) -> None:
+        self.tree = tree
+        self.batch_dims = batch_dims
+        self._rows = rows
+        self._flat: bool | None = None
         self._described: list[tuple[str, Any, int | None]] | None = None
-        self.leaves: list[tuple[str, Any, int]]
-        """Those that carry rows: path, tensor, dimension."""
-        if _is_flat(batch, batch_dims):
-            self.leaves = [(f"[{index}]", leaf, 0) for index, leaf in enumerate(batch)]
-        else:
-            self._described = described(batch, batch_dims)
-            self.leaves = [(path, leaf, dim) for path, leaf, dim in self._described if dim is not None]
+
+    @property
+    def flat(self) -> bool:
+        """Whether it is a tuple of tensors with their rows in front: the usual batch, which takes no walk."""
+        if self._flat is None:
+            flat = type(self.tree) is tuple and type(self.batch_dims) is int and self.batch_dims == 0
+            self._flat = flat and all([type(leaf) is torch.Tensor and leaf.dim() > 0 for leaf in self.tree])
+        return self._flat
+
+    @property
+    def described(self) -> list[tuple[str, Any, int | None]]:
+        """Every leaf: path, leaf, and the dimension that holds its rows, None where every micro-batch shares it."""
+        if self._described is None:
+            if self.flat:
+                self._described = [(f"[{index}]", leaf, 0) for index, leaf in enumerate(self.tree)]
+            else:
+                self._described = described(self.tree, self.batch_dims)
+        return self._described
+
+    @property
+    def leaves(self) -> list[tuple[str, Any, int]]:
+        """The leaves that carry rows: path, tensor, dimension."""
+        return [(path, leaf, dim) for path, leaf, dim in self.described if dim is not None]
 
     @property
     def rows(self) -> int:
@@ -156,28 +189,19 @@ class Cutter:
         Raises:
             ValueError: No leaf carries rows, or they disagree; the message lists every path and shape.
         """
-        found = self.leaves
-        if not found:
-            raise ValueError(f"No tensor with rows in this batch of type {type(self.batch).__name__}.")
-        rows = {int(leaf.shape[dim]) for _, leaf, dim in found}
-        if len(rows) > 1:
-            listing = "".join(
-                f"\n  batch{path}  shape {tuple(leaf.shape)}, {leaf.shape[dim]} rows in dimension {dim}"
-                for path, leaf, dim in found
-            )
-            raise ValueError(
-                f"The tensors of a batch must have the same number of rows.{listing}\n"
-                "Mark what every micro-batch shares with None in `batch_dims`, as in torch.vmap's `in_dims`."
-            )
-        return rows.pop()
+        if self._rows is None:
+            self._rows = _agreed_rows(self.tree, self.leaves)
+        return self._rows
 
-    def take(self, rows: slice | torch.Tensor) -> Any:
-        """The micro-batch that holds these rows: a view for a slice, a copy for a tensor of indices."""
-        if self._described is None:
-            if isinstance(rows, slice):
-                return tuple([leaf[rows] for leaf in self.batch])
-            return tuple([leaf.index_select(0, rows.to(leaf.device)) for leaf in self.batch])
-        dims = iter(self._described)
+    def take(self, rows: slice | torch.Tensor) -> Batch:
+        """The batch that holds these rows: views for a slice from start to stop, copies for a tensor of indices."""
+        if isinstance(rows, slice):
+            taken = min(rows.stop, self.rows) - rows.start
+            if self.flat:
+                return Batch(tuple([leaf[rows] for leaf in self.tree]), self.batch_dims, taken)
+        else:
+            taken = len(rows)
+        dims = iter(self.described)
 
         def pick(leaf: Any) -> Any:
             _, _, dim = next(dims)
@@ -189,18 +213,33 @@ class Cutter:
                 return leaf.take(rows.tolist(), axis=dim)
             return leaf.index_select(dim, rows.to(leaf.device))
 
-        return map_leaves(pick, self.batch)
+        return Batch(map_leaves(pick, self.tree), self.batch_dims, taken)
+
+    def map(self, function: Callable[[Any], Any]) -> Batch:
+        """The batch with `function(leaf)` in place of each leaf: as many rows, in the same dimensions."""
+        return self.like(map_leaves(function, self.tree))
+
+    def like(self, tree: Any) -> Batch:
+        """This batch with another tree, of the same rows."""
+        new = copy.copy(self)
+        new.tree, new._flat, new._described = tree, None, None
+        return new
 
 
-def _is_flat(batch: Any, batch_dims: BatchDims) -> bool:
-    """A tuple of tensors with their rows in front: the usual batch, which takes no walk."""
-    flat = type(batch) is tuple and type(batch_dims) is int and batch_dims == 0
-    return flat and all([type(leaf) is torch.Tensor and leaf.dim() > 0 for leaf in batch])
-
-
-def per_row_leaves(batch: Any, batch_dims: BatchDims = 0) -> list[tuple[str, Any, int]]:
-    """The leaves that carry rows: `(path, tensor, dimension)`."""
-    return Cutter(batch, batch_dims).leaves
+def _agreed_rows(tree: Any, leaves: list[tuple[str, Any, int]]) -> int:
+    if not leaves:
+        raise ValueError(f"No tensor with rows in this batch of type {type(tree).__name__}.")
+    rows = {int(leaf.shape[dim]) for _, leaf, dim in leaves}
+    if len(rows) > 1:
+        listing = "".join(
+            f"\n  batch{path}  shape {tuple(leaf.shape)}, {leaf.shape[dim]} rows in dimension {dim}"
+            for path, leaf, dim in leaves
+        )
+        raise ValueError(
+            f"The tensors of a batch must have the same number of rows.{listing}\n"
+            "Mark what every micro-batch shares with None in `batch_dims`, as in torch.vmap's `in_dims`."
+        )
+    return rows.pop()
 
 
 def number_of_rows(batch: Any, batch_dims: BatchDims = 0) -> int:
@@ -213,7 +252,7 @@ def number_of_rows(batch: Any, batch_dims: BatchDims = 0) -> int:
         >>> number_of_rows((torch.zeros(16, 3), {"label": torch.zeros(16), "name": "train"}))
         16
     """
-    return Cutter(batch, batch_dims).rows
+    return Batch(batch, batch_dims).rows
 
 
 def take(batch: Any, rows: slice | torch.Tensor, batch_dims: BatchDims = 0) -> Any:
@@ -223,7 +262,7 @@ def take(batch: Any, rows: slice | torch.Tensor, batch_dims: BatchDims = 0) -> A
         >>> take((torch.arange(6), "shared"), slice(2, 4))
         (tensor([2, 3]), 'shared')
     """
-    return Cutter(batch, batch_dims).take(rows)
+    return Batch(batch, batch_dims).take(rows).tree
 
 
 def concatenate(parts: Sequence[Any], batch_dims: BatchDims = 0) -> Any:

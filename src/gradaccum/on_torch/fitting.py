@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
@@ -12,12 +12,19 @@ from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.transaction import PutAside, Transaction
 from gradaccum.sizes import Piece, Rows, Tokens
 
-__all__ = ["Fitting", "MicroBatch", "nothing_fits"]
-
-MicroBatch = Callable[[Piece, Callable[[], None] | None], None]
-"""Runs the forward and backward pass of a piece, and calls what it is given, if anything, between the two."""
+__all__ = ["Fitting", "Passes", "nothing_fits"]
 
 logger = logging.getLogger("gradaccum")
+
+
+class Passes(Protocol):
+    """The two passes of each micro-batch."""
+
+    def forward(self, piece: Piece, /) -> Any:
+        """Run the forward pass. Returns what the backward pass needs."""
+
+    def backward(self, piece: Piece, forwarded: Any, /) -> None:
+        """Run the backward pass, and count the micro-batch."""
 
 
 class Fitting:
@@ -32,14 +39,14 @@ class Fitting:
         self._transaction = transaction
         self._gauge = gauge
 
-    def run(self, piece: Piece, plan: Rows | Tokens, micro_batch: MicroBatch) -> None:
+    def run(self, piece: Piece, plan: Rows | Tokens, passes: Passes) -> None:
         """One micro-batch; where it does not fit, the same rows in smaller ones.
 
         Raises:
             torch.OutOfMemoryError: Even one row does not fit.
         """
         try:
-            self.once(piece, plan, micro_batch)
+            self.once(piece, plan, passes)
             return
         except Exception as error:
             if not is_out_of_memory(error):
@@ -60,31 +67,27 @@ class Fitting:
         try:
             for smaller in pieces:
                 for fitting in plan.fitting(smaller):
-                    self.run(fitting, plan, micro_batch)
+                    self.run(fitting, plan, passes)
         finally:
             aside.take_back()
 
-    def once(self, piece: Piece, plan: Rows | Tokens, micro_batch: MicroBatch) -> None:
+    def once(self, piece: Piece, plan: Rows | Tokens, passes: Passes) -> None:
         """One micro-batch, whether it fits or not. What it cost is told to a plan that measures."""
         if plan.measuring:
-            self._measured(piece, plan, micro_batch)
+            self._measured(piece, plan, passes)
             return
         self._transaction.begin()
-        micro_batch(piece, None)
+        passes.backward(piece, passes.forward(piece))
         self._transaction.commit()
 
-    def _measured(self, piece: Piece, plan: Rows | Tokens, micro_batch: MicroBatch) -> None:
+    def _measured(self, piece: Piece, plan: Rows | Tokens, passes: Passes) -> None:
         gauge = self._gauge
         gauge.synchronize()
         base, mark, began = gauge.live(), gauge.mark(), time.perf_counter()
-        live = base
-
-        def between() -> None:
-            nonlocal live
-            live = gauge.live()
-
         self._transaction.begin()
-        micro_batch(piece, between)
+        forwarded = passes.forward(piece)
+        live = gauge.live()
+        passes.backward(piece, forwarded)
         self._transaction.commit()
         gauge.synchronize()
         seconds, highest = time.perf_counter() - began, gauge.mark()

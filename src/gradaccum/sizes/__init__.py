@@ -3,11 +3,12 @@
 from gradaccum.sizes.by_shape import Sizers
 from gradaccum.sizes.even import even_sizes
 from gradaccum.sizes.host_memory import container_limits, free_host_memory, process_memory
-from gradaccum.sizes.pieces import Piece, Rows, TokenBudget, Tokens
+from gradaccum.sizes.pieces import GivenSizes, Piece, Rows, TokenBudget, Tokens
 from gradaccum.sizes.search import MARGIN, MemoryLine
 
 __all__ = [
     "MARGIN",
+    "GivenSizes",
     "MemoryLine",
     "Piece",
     "Rows",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from gradaccum.schedule import checked_count
 from gradaccum.sizes.even import FixedSize, even_sizes, packed
 from gradaccum.sizes.search import SizeSearch
 
-__all__ = ["Piece", "Rows", "Sizer", "TokenBudget", "Tokens"]
+__all__ = ["GivenSizes", "Piece", "Rows", "Sizer", "TokenBudget", "Tokens"]
 
 Sizer = SizeSearch | FixedSize
 
@@ -89,6 +90,25 @@ class Rows:
         return piece.split(piece.size if piece.size <= ceiling else min(self.sizer.size, ceiling))
 
 
+class GivenSizes(Rows):
+    """A batch cut into pieces of given sizes.
+
+    Example:
+        >>> [piece.rows for piece in GivenSizes([3, 1])]
+        [slice(0, 3, None), slice(3, 4, None)]
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__(FixedSize(max(sizes)), sum(sizes))
+        self.sizes = sizes
+
+    def __iter__(self) -> Iterator[Piece]:
+        start = 0
+        for size in self.sizes:
+            yield Piece(slice(start, start + size))
+            start += size
+
+
 @functools.lru_cache(maxsize=64)
 def _even(rows: int, size: int) -> list[Piece]:
     return Piece(slice(0, rows)).split(size)
@@ -108,13 +128,18 @@ class Tokens:
     Args:
         budget: How many.
         extents: Of each row the column where its tokens begin, and the one after the last.
+        sizes: Rows of the micro-batches, in order; None: as many as the budget allows.
     """
 
     measuring = False
 
-    def __init__(self, budget: TokenBudget, extents: list[tuple[int, int]]) -> None:
+    def __init__(self, budget: TokenBudget, extents: list[tuple[int, int]], sizes: Sequence[int] | None = None) -> None:
         self.budget = budget
         packs = packed(extents, budget.max_tokens, budget.max_rows)
+        if sizes is not None:
+            order = iter([row for rows, _, _ in packs for row in rows])
+            cut = [list(itertools.islice(order, size)) for size in sizes]
+            packs = [(rows, min(extents[r][0] for r in rows), max(extents[r][1] for r in rows)) for rows in cut]
         self.pieces = [Piece(rows, (start, stop)) for rows, start, stop in packs]
 
     def __iter__(self) -> Iterator[Piece]:

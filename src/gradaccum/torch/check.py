@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradaccum.equivalence import Equivalence
 from gradaccum.on_torch.arguments import checked_model
-from gradaccum.on_torch.batch import BatchDims
+from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.rounding import IN_FLOAT64
 from gradaccum.schedule import checked_count
 from gradaccum.torch.batch_norm import BatchNormChoice, checked_batch_norm
@@ -97,7 +97,7 @@ def check_equivalence(
     checked_count(1 if micro_batch_size in (None, "auto") else micro_batch_size, "micro_batch_size")
     return certify(
         objective,
-        batch,
+        objective.batch(batch),
         _accumulate,
         device=torch.device(device),
         tolerance=tolerance,
@@ -106,9 +106,7 @@ def check_equivalence(
     )
 
 
-def _accumulate(
-    objective: Objective, batch: tuple[Any, ...], sizes: Sequence[int], batch_norm: BatchNormChoice
-) -> Tensor:
+def _accumulate(objective: Objective, batch: Batch, sizes: Sequence[int], batch_norm: BatchNormChoice) -> Tensor:
     """What a `TrainStep` leaves, except that the parameters stay where they are."""
     step = TrainStep(
         objective.model,
@@ -122,4 +120,4 @@ def _accumulate(
         batch_norm=batch_norm,
         verify=False,
     )
-    return step(*batch)
+    return step(*batch.tree)

@@ -41,7 +41,7 @@ def measured(model: nn.Module, rows: int) -> int:
     micro_batch = batch(rows)
     with LiveBytes() as live:
         for _ in range(2):
-            objective.forward(micro_batch)[0].backward()
+            objective.forward(objective.batch(micro_batch))[0].backward()
     return live.peak
 
 
@@ -51,7 +51,7 @@ def test_fake_tensors_take_what_real_ones_take(model: Any, rows: int) -> None:
     network = model()
     before, generator = copy.deepcopy(network.state_dict()), torch.get_rng_state()
     objective = Objective(network, loss_fn=nn.CrossEntropyLoss())
-    peak = micro_batch_peak(objective, batch(), rows)
+    peak = micro_batch_peak(objective, objective.batch(batch()), rows)
     assert torch.equal(generator, torch.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(before.values(), network.state_dict().values(), strict=True))
     assert all(p.grad is None for p in network.parameters())
@@ -79,10 +79,10 @@ def test_the_estimate_agrees_with_the_memory_of_a_real_process() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 10))
         objective = Objective(model, loss_fn=nn.CrossEntropyLoss())
-        batch = torch.zeros(4096, 64), torch.zeros(4096, dtype=torch.long)
+        batch = objective.batch((torch.zeros(4096, 64), torch.zeros(4096, dtype=torch.long)))
         estimate = micro_batch_peak(objective, batch, 4096) - bytes_of(model.parameters())
         for _ in range(2):
-            objective.forward(objective.take(batch, slice(0, 2)))[0].backward()
+            objective.forward(batch.take(slice(0, 2)))[0].backward()
         before = process_memory()["VmRSS"]
         objective.forward(batch)[0].backward()
         print((process_memory()["VmHWM"] - before) / estimate)
@@ -104,7 +104,9 @@ def test_models_that_ask_for_values_are_measured_really() -> None:
 
     network = Routed()
     objective = Objective(network, loss_fn=nn.CrossEntropyLoss())
-    assert micro_batch_peak(objective, batch(), 9) == pytest.approx(measured(network.inner, 9), rel=0.02)
+    assert micro_batch_peak(objective, objective.batch(batch()), 9) == pytest.approx(
+        measured(network.inner, 9), rel=0.02
+    )
     assert all(p.grad is None for p in network.parameters())
 
 

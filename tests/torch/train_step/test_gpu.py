@@ -96,10 +96,10 @@ def test_the_loss_and_ignored_targets_need_no_synchronisation() -> None:
 def test_fake_tensors_foretell_the_devices_peak() -> None:
     model, (x, y) = network(torch.float32), batch(torch.float32)
     objective = Objective(model, loss_fn=LOSS)
-    estimate = micro_batch_peak(objective, (x, y), ROWS)
+    estimate = micro_batch_peak(objective, objective.batch((x, y)), ROWS)
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        objective.forward((x, y))[0].backward()
+        objective.forward(objective.batch((x, y)))[0].backward()
     gradients = bytes_of(model.parameters())
     assert torch.cuda.max_memory_allocated() - before + gradients == pytest.approx(estimate, rel=0.15)

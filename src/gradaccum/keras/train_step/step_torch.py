@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from keras import tree
@@ -131,7 +131,7 @@ class TorchStep(MicroBatchedStep):
         window = _Window(_Gradients(model.trainable_weights), totals, tracked=[0.0] * plan.tracked)
         window.pooled = [] if pool is None else pool.zeros()
 
-        def run(piece: Piece, between: Callable[[], None] | None) -> None:
+        def forward(piece: Piece) -> tuple[Any, ...]:
             share = piece.size / rows
             x, y, sample_weight = unpack(_take(data, piece))
             # On PyTorch, Keras' losses multiply sample weights with masks in place: they get copies.
@@ -142,8 +142,10 @@ class TorchStep(MicroBatchedStep):
             counts = {index: count.detach() for index, count in measured.counts.items()}
             if window.totals is None and _at_the_end(plan, model):
                 window.totals = {i: torch.where(count != 0, count, 1) / share for i, count in counts.items()}
-            if between is not None:
-                between()
+            return share, y, sample_weight, seen, y_pred, measured, loss, counts
+
+        def backward(piece: Piece, forwarded: tuple[Any, ...]) -> None:
+            share, y, sample_weight, seen, y_pred, measured, loss, counts = forwarded
             if model.trainable_weights:
                 scaled = loss if model.optimizer is None else model.optimizer.scale_loss(loss)
                 run_backward([scaled], [torch.full_like(scaled, share, requires_grad=False)])
@@ -165,7 +167,7 @@ class TorchStep(MicroBatchedStep):
 
         fitting = Fitting(self.transaction, self.gauge)
         for piece in todo:
-            fitting.run(piece, pieces, run)
+            fitting.run(piece, pieces, _Passes(forward, backward))
             window.sums.take()  # what had arrived before memory ran out
         return window
 
@@ -233,6 +235,11 @@ class TorchStep(MicroBatchedStep):
         weights = {id(v) for layer in self.model._flatten_layers() for v in layer._trainable_variables}  # frozen ones
         variables = [*self.model.non_trainable_variables, *self.model.metrics_variables]
         return [(vars(variable), "_value") for variable in variables if id(variable) not in weights]
+
+
+class _Passes(NamedTuple):
+    forward: Callable[[Piece], tuple[Any, ...]]
+    backward: Callable[[Piece, tuple[Any, ...]], None]
 
 
 @dataclass

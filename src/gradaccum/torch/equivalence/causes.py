@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.equivalence import Cause, Difference
-from gradaccum.on_torch.batch import children, map_leaves, rebuild, take, with_dims
+from gradaccum.on_torch.batch import Batch, children, rebuild, with_dims
 from gradaccum.torch.equivalence.loss_causes import loss_cause
 from gradaccum.torch.equivalence.row_dependence import Trace, mixing
 from gradaccum.torch.equivalence.trial import Outcome, Trial
@@ -131,13 +131,12 @@ def _suspects(trial: Trial, large: Trace) -> list[Cause]:
     return [_mixes(path, large.kinds[path]) for path in found]
 
 
-def _perturbed(trial: Trial) -> Iterator[tuple[Any, ...]]:
+def _perturbed(trial: Trial) -> Iterator[Batch]:
     """The batch with its first row replaced by another row, and with NaN in it."""
     rows = torch.arange(trial.rows)
-    objective = trial.original
     for other in (1, trial.rows - 1):
-        yield objective.take(trial.batch, torch.where(rows == 0, other, rows))
-    dims = iter(list(with_dims(trial.batch, objective.dims(trial.batch))))
+        yield trial.batch.take(torch.where(rows == 0, other, rows))
+    dims = iter(trial.batch.described)
 
     def tainted(leaf: Any) -> Any:
         _, _, dim = next(dims)
@@ -147,7 +146,7 @@ def _perturbed(trial: Trial) -> Iterator[tuple[Any, ...]]:
         leaf.select(dim, 0).fill_(float("nan"))
         return leaf
 
-    yield map_leaves(tainted, trial.batch)
+    yield trial.batch.map(tainted)
 
 
 # Inputs.
@@ -198,10 +197,9 @@ def _dims_with(batch: Any, batch_dims: Any, path: str, dim: int | None, here: st
 
 def _shared_input(trial: Trial, partitions: Sequence[Sequence[Tensor]], tolerance: float) -> Cause | None:
     """A tensor of the batch that makes the difference: whole for every micro-batch, or split elsewhere, it is exact."""
-    objective, batch = trial.original, trial.batch
-    dims = objective.dims(batch)
+    batch, dims = trial.batch.tree, trial.batch.batch_dims
     large = trial.large()
-    for path, leaf, dim in [entry for entry in with_dims(batch, dims) if entry[2] is not None][:8]:
+    for path, leaf, dim in trial.batch.leaves[:8]:
         options = [None, *(other for other, size in enumerate(leaf.shape) if other != dim and size == trial.rows)]
         for option in options:
             trying = _dims_with(batch, dims, path, option)
@@ -224,9 +222,8 @@ def _shared_input(trial: Trial, partitions: Sequence[Sequence[Tensor]], toleranc
 
 def _others_matter(trial: Trial, path: str, large: Outcome, tolerance: float) -> bool:
     """Whether the gradient depends on the rows of the other tensors: if not, leaving this one whole splits nothing."""
-    objective = trial.original
-    rest = _dims_with(trial.batch, objective.dims(trial.batch), path, None)
-    repeated = take(trial.batch, torch.arange(trial.rows).clamp(min=1), rest)
+    rest = Batch(trial.batch.tree, _dims_with(trial.batch.tree, trial.batch.batch_dims, path, None))
+    repeated = rest.take(torch.arange(trial.rows).clamp(min=1))
     return max(difference.error for difference in trial.large(repeated).differences(large)) > tolerance
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradaccum.equivalence import Cause, Difference, Equivalence
 from gradaccum.on_torch import random_state
-from gradaccum.on_torch.batch import per_row_leaves
+from gradaccum.on_torch.batch import Batch
 from gradaccum.rounding import IN_FLOAT64, rounding
 from gradaccum.sizes import even_sizes
 from gradaccum.torch.batch_norm import BatchNormChoice
@@ -23,7 +23,7 @@ __all__ = ["certify"]
 
 def certify(
     objective: Objective,
-    batch: tuple[Any, ...],
+    batch: Batch,
     accumulate: Accumulate,
     *,
     device: torch.device,
@@ -35,7 +35,7 @@ def certify(
 
     Args:
         objective: The user's own; it is left as found.
-        batch: The arguments that follow the model.
+        batch: One large batch.
         accumulate: Runs micro-batches as training does.
         device: Where to compute.
         tolerance: The largest relative error that counts as rounding.
@@ -45,18 +45,15 @@ def certify(
     Raises:
         TypeError, ValueError: As `gradaccum.torch.check_equivalence`.
     """
-    arguments = objective.arguments(batch)
-    found = per_row_leaves(arguments, objective.dims(arguments))
-    if len({int(leaf.shape[dim]) for _, leaf, dim in found}) > 1:
-        cause = input_cause(arguments, objective.dims(arguments), found)
+    if len({int(leaf.shape[dim]) for _, leaf, dim in batch.leaves}) > 1:
+        cause = input_cause(batch.tree, batch.batch_dims, batch.leaves)
         return Equivalence((), tolerance, (cause,), device=str(device))
-    rows = objective.rows(arguments)
-    if rows < 2:
-        raise ValueError(f"The batch must have at least 2 rows, to be split. Received: {rows}.")
+    if batch.rows < 2:
+        raise ValueError(f"The batch must have at least 2 rows, to be split. Received: {batch.rows}.")
     generators = random_state.all_generators(random_state.every_device())
     kept = _gradients_kept(objective.model, objective.loss_fn, objective.compute_loss)
     with torch.inference_mode(False), random_state.kept(generators), kept:
-        comparison = _Certificate(objective, arguments, accumulate, device, tolerance, size, batch_norm)
+        comparison = _Certificate(objective, batch, accumulate, device, tolerance, size, batch_norm)
         try:
             return comparison.run()
         finally:
@@ -67,7 +64,7 @@ class _Certificate:
     def __init__(
         self,
         objective: Objective,
-        batch: tuple[Any, ...],
+        batch: Batch,
         accumulate: Accumulate,
         device: torch.device,
         tolerance: float,
@@ -77,7 +74,7 @@ class _Certificate:
         self.objective, self.batch, self.device, self.tolerance = objective, batch, device, tolerance
         self.how: dict[str, Any] = {"accumulate": accumulate, "device": device, "batch_norm": batch_norm}
         self.notes: list[str] = []
-        self.rows = objective.rows(batch)
+        self.rows = batch.rows
         self.partitions = _partitions(self.rows, size)
         self.trial, self.large = self._trial()
         if not self.large.loss.isfinite().all():
@@ -124,7 +121,7 @@ class _Certificate:
         failing: list[tuple[float, Sequence[Tensor]]] = []
         # Rows drawn with replacement, so that what ranks or counts rows is put to a second test.
         drawn = torch.randint(self.rows, (self.rows,), generator=torch.Generator().manual_seed(2))
-        second = self.objective.take(self.trial.batch, drawn)
+        second = self.trial.batch.take(drawn)
         trials = [(partition, None) for partition in self.partitions] + [(self.partitions[-1], second)]
         for partition, batch in trials:
             try:

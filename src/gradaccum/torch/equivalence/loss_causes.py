@@ -129,7 +129,7 @@ def _wrong_weight(trial: Trial, splits: list[_Split], shares: list[float]) -> Ca
         for split, share in zip(splits, shares)
     ):
         return None  # weighed right: the loss is not what differs
-    names = _argument_names(original.compute_loss, trial.batch)
+    names = _argument_names(original.compute_loss, trial.batch.tree)
     for candidate in _candidates(trial):
         counted = [[candidate.count(trial, rows) for rows in split.rows] for split in splits]
         if all(min(c) >= 0 and sum(c) > 0 and _close(s, _share(c)) for c, s in zip(counted, shares)):
@@ -171,7 +171,7 @@ def _declared(trial: Trial, split: _Split, part: int) -> float:
     told = split.told[part]
     if told is not None:
         return told
-    weight = trial.original.total(trial.original.take(trial.batch, split.rows[part]))
+    weight = trial.original.total(trial.batch.take(split.rows[part]))
     return 0.0 if weight is None else float(weight)
 
 
@@ -198,7 +198,7 @@ class _Candidate:
     def count(self, trial: Trial, rows: Tensor) -> float:
         if self.is_rows:
             return float(len(rows))
-        taken = trial.original.take(trial.batch, rows)
+        taken = trial.batch.take(rows).tree
         return next(self.measure(leaf) for path, leaf in leaves(taken) if path == self.path)
 
     def code(self, names: Sequence[str]) -> str:
@@ -209,7 +209,7 @@ class _Candidate:
 
 def _candidates(trial: Trial) -> Iterator[_Candidate]:
     yield _Candidate("rows", "len(x)", "", lambda leaf: 0.0, is_rows=True)
-    tensors = [(path, leaf) for path, leaf in leaves(trial.batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    tensors = [(path, leaf) for path, leaf in leaves(trial.batch.tree) if isinstance(leaf, Tensor) and leaf.dim()]
     ignored = sorted({-100, -1, 0, *_ignored(trial.original.loss_fn)})
     for path, leaf in tensors:
         if leaf.is_floating_point() or leaf.is_complex():

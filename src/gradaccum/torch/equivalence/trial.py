@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.equivalence import Difference
-from gradaccum.on_torch.batch import BatchDims, map_leaves
+from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.torch.batch_norm import BatchNormChoice, frozen
 from gradaccum.torch.equivalence.comparison import largest, relative_error
 from gradaccum.torch.equivalence.row_dependence import Outputs, Trace
 from gradaccum.torch.equivalence.row_randomness import Replay
-from gradaccum.torch.loss import Objective
+from gradaccum.torch.loss import LossAccumulator, Objective
 
 __all__ = ["Accumulate", "Outcome", "Trial"]
 
-Accumulate = Callable[[Objective, tuple[Any, ...], Sequence[int], BatchNormChoice], Tensor]
+Accumulate = Callable[[Objective, Batch, Sequence[int], BatchNormChoice], Tensor]
 """Runs a batch in micro-batches of these sizes, as training does. Leaves the finished gradients in the parameters, and
 the buffers as an update leaves them; returns the loss."""
 
@@ -61,7 +61,7 @@ class Trial:
 
     Args:
         objective: The user's own; nothing of it is touched.
-        batch: The large batch, as the arguments that follow the model.
+        batch: The large batch.
         accumulate: Runs micro-batches as training does.
         device: Where to compute.
         dtype: What floating tensors are converted to; None leaves them.
@@ -76,7 +76,7 @@ class Trial:
     def __init__(
         self,
         objective: Objective,
-        batch: tuple[Any, ...],
+        batch: Batch,
         accumulate: Accumulate,
         *,
         device: torch.device,
@@ -96,8 +96,8 @@ class Trial:
             floating = dtype if leaf.is_floating_point() else None
             return leaf.detach().clone().to(device=device, dtype=floating).requires_grad_(leaf.requires_grad)
 
-        self.batch = map_leaves(converted, batch)
-        self.rows = objective.rows(self.batch)
+        self.batch = batch.map(converted)
+        self.rows = self.batch.rows
         self.replay = Replay(self.rows, neutral=neutral or self.by_train_step)
         self._things = _copy_all(_things(objective), {}, self._convert)
         parameters = [p for module in _modules(self._things) for p in module.parameters()]
@@ -121,10 +121,9 @@ class Trial:
         with freezing, torch.enable_grad(), self.replay:
             yield objective
 
-    def _whole(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-        return map_leaves(
-            lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf,
-            batch,
+    def _whole(self, batch: Batch) -> Batch:
+        return batch.map(
+            lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
         )
 
     def _outcome(self, objective: Objective, loss: Tensor) -> Outcome:
@@ -143,7 +142,7 @@ class Trial:
             parameter.grad = None
         return Outcome(loss.detach(), gradients, buffers)
 
-    def large(self, batch: tuple[Any, ...] | None = None) -> Outcome:
+    def large(self, batch: Batch | None = None) -> Outcome:
         """The batch at once."""
         with self._fresh() as objective:
             self.replay.start(None)
@@ -165,35 +164,37 @@ class Trial:
     def accumulated(
         self,
         partition: Sequence[Tensor],
-        batch: tuple[Any, ...] | None = None,
+        batch: Batch | None = None,
         batch_dims: BatchDims | None = None,
     ) -> Outcome:
         """The batch in micro-batches, each of them the given rows, weighed as `TrainStep` would weigh them."""
         batch = self.batch if batch is None else batch
+        if batch_dims is not None:
+            batch = Batch(batch.tree, batch_dims)
         with self._fresh(batch_dims) as objective:
             if self.by_train_step:
                 self.replay.start(None)
                 loss = self._accumulate(objective, self._whole(batch), list(map(len, partition)), self.batch_norm)
                 return self._outcome(objective, loss)
-            tally = objective.tally(batch)
+            window = LossAccumulator(objective, batch)
             for rows in partition:
                 self.replay.start(rows)
-                part = tally.part(self._whole(objective.take(batch, rows)))
-                if part.loss is not None:
-                    tally.backward(part, part.loss)
-                tally.add(part)
-            if tally.divisor is not None:
+                weighted = window.forward(self._whole(batch.take(rows)))
+                if weighted.loss is not None:
+                    window.backward(weighted, weighted.loss)
+                window.add(weighted)
+            if window.divisor is not None:
                 for parameter in self._shared.values():
                     if parameter.grad is not None:
-                        parameter.grad /= float(tally.divisor)
-            return self._outcome(objective, tally.loss)
+                        parameter.grad /= float(window.divisor)
+            return self._outcome(objective, window.loss)
 
-    def trace(self, rows: Tensor | None, batch: tuple[Any, ...] | None = None) -> Trace:
+    def trace(self, rows: Tensor | None, batch: Batch | None = None) -> Trace:
         """What goes into and comes out of every module, for these rows (None: all, at once). Forward pass only."""
         with self._fresh() as objective:
             self.replay.start(rows)
             batch = self.batch if batch is None else batch
-            taken = self._whole(batch if rows is None else objective.take(batch, rows))
+            taken = self._whole(batch if rows is None else batch.take(rows))
             trace = Trace(objective.model)
             with trace.failures():
                 objective.forward(taken)
@@ -216,7 +217,7 @@ class Trial:
         """
         with self._fresh() as objective:
             self.replay.start(rows)
-            taken = self._whole(self.batch if rows is None else objective.take(self.batch, rows))
+            taken = self._whole(self.batch if rows is None else self.batch.take(rows))
             with outputs.replaced(objective.model, rows) if outputs is not None else contextlib.nullcontext():
                 loss, weight = objective.forward(taken)
             if loss.requires_grad:

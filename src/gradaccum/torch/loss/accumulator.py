@@ -2,60 +2,75 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradaccum.on_torch.backward import run_backward
+from gradaccum.on_torch.batch import Batch
+from gradaccum.torch.loss.divisors import Weight
+from gradaccum.torch.loss.objective import Objective
 
-if TYPE_CHECKING:
-    from gradaccum.torch.loss.objective import Objective
-
-__all__ = ["LossAccumulator", "Part", "Weight"]
-
-Weight = float | Tensor
+__all__ = ["LossAccumulator", "WeightedLoss"]
 
 
-class Part(NamedTuple):
-    """One micro-batch's share of a window: `factor * loss`."""
+class WeightedLoss(NamedTuple):
+    """One micro-batch's share of the large batch's loss: `factor * loss`."""
 
     loss: Tensor | None
     """The micro-batch's own loss; None where it weighs nothing, so that there is nothing to add."""
     factor: Weight = 1.0
     """What its loss and its gradient are multiplied by."""
     weight: Weight | None = None
-    """What `compute_loss` said it weighs; None where the total is known beforehand."""
+    """What `compute_loss` returned as its weight; None where the total is known beforehand."""
     share: Weight | None = None
     """Its part of that total; None where there is none."""
-    idle: Tensor | None = None
+    weightless: Tensor | None = None
     """The loss of a micro-batch that weighs nothing, if it had a forward pass."""
 
 
 class LossAccumulator:
-    """A window's micro-batches as they are added up.
+    """Adds up the losses and the gradients of a window's micro-batches.
 
-    Where the total weight is known beforehand, the parts add up to the large batch's loss and gradient as they are.
-    Where only the forward pass tells, they are kept in multiples of the first one's weight, and `divisor` is what
+    Where the total weight is known beforehand, the weighted losses add up to the large batch's loss and gradient as
+    they are. Where only the forward pass tells, they are kept in multiples of the first weight, and `divisor` is what
     the sums are to be divided by in the end.
 
     The factors cost nothing: each is where its backward pass starts, in place of 1. Losses are added up at once where
     that waits for no device, and elsewhere when somebody asks for their sum.
+
+    Args:
+        objective: The loss.
+        batch: The large batch.
+        total: What it weighs, where others share it: summed over the ranks, say. None: what the objective says.
+        unit: What weights that only the forward pass tells are multiples of. None: the first of them.
+
+    Example:
+        >>> objective = Objective(torch.nn.Linear(3, 2), loss_fn=torch.nn.CrossEntropyLoss())
+        >>> batch = objective.batch((torch.randn(6, 3), torch.tensor([0, 1, 1, 0, 0, 1])))
+        >>> window = LossAccumulator(objective, batch)
+        >>> for rows in (slice(0, 4), slice(4, 6)):
+        ...     weighted = window.forward(batch.take(rows))
+        ...     window.backward(weighted, weighted.loss)
+        ...     window.add(weighted)
+        >>> torch.testing.assert_close(window.loss, objective.whole(batch).detach())
     """
 
     def __init__(
-        self, objective: Objective, total: Weight | None, by_targets: bool, unit: Weight | None = None
+        self, objective: Objective, batch: Batch, total: Weight | None = None, unit: Weight | None = None
     ) -> None:
+        objective.renew()
         self.objective = objective
-        self.total = total
-        self._summed = by_targets and objective.weight is None and objective.reduction == "mean"
+        self.total = objective.total(batch) if total is None else total
+        self._summed = objective.reduction == "mean" and objective.weight is None and objective.by_targets(batch)
         self._losses: dict[Any, tuple[Weight, list[Tensor]]] = {}
         self._read = 0.0
         self._dtype: torch.dtype | None = None
         self._divisor: Weight | None = None
         self._unit = unit
         # Sums, of a torch.nn loss or of the user's own, are all multiplied by the same.
-        self._one = None if total is None else _ratio(1.0, total)
+        self._one = None if self.total is None else _ratio(1.0, self.total)
 
     @property
     def divisor(self) -> Weight | None:
@@ -67,11 +82,11 @@ class LossAccumulator:
         """Whether the finished gradient is that of a mean, not of a sum."""
         return self.total is not None or self._divisor is not None
 
-    def multiple(self, part: Part, rows: int) -> Weight:
-        """What the gradient of the first part, which has just been added, is a multiple of its mean gradient by."""
+    def multiple(self, weighted: WeightedLoss, rows: int) -> Weight:
+        """Ratio of the first micro-batch's summed gradient to its mean gradient."""
         if self._divisor is not None:
             return self._divisor
-        return float(rows) if part.share is None else part.share
+        return float(rows) if weighted.share is None else weighted.share
 
     @property
     def empty(self) -> bool:
@@ -91,9 +106,9 @@ class LossAccumulator:
         return self.sum
 
     def told(self) -> tuple[float, float] | None:
-        """For several ranks: what makes their sums add up, and what this rank's part of the sum then weighs.
+        """For several ranks: the factor that makes their sums add up, and what this rank's sum weighs then.
 
-        None where the total was known beforehand, so that the parts of all ranks add up as they are.
+        None where the total was known beforehand, so that the sums of all ranks add up as they are.
         """
         if self._divisor is None:
             return None
@@ -102,7 +117,7 @@ class LossAccumulator:
 
     @property
     def sum(self) -> Tensor:
-        """The sum of the parts' losses so far, without a graph."""
+        """The sum of the weighted losses so far, without a graph."""
         if self._dtype is not None:
             return torch.scalar_tensor(self._read, dtype=self._dtype)
         if not self._losses:
@@ -110,69 +125,69 @@ class LossAccumulator:
             return torch.zeros((), dtype=parameter.dtype, device=parameter.device)
         return _added([_times(_added(losses), factor) for factor, losses in self._losses.values()])
 
-    def part(self, micro_batch: tuple[Any, ...], rows: int | None = None, share: bool = False) -> Part:
+    def forward(self, micro_batch: Batch, share: bool = False) -> WeightedLoss:
         """Run the forward pass of a micro-batch and weigh its loss. Changes nothing here: `add` does.
 
         Args:
-            micro_batch: The arguments after the model.
-            rows: Its rows, where they are known already.
-            share: Say the part's share of the total, too, even where the loss doesn't need it.
+            micro_batch: Rows of the large batch.
+            share: State its share of the total, even where the loss doesn't need it.
 
         Raises:
             TypeError, ValueError: The loss is no number, or comes with a weight only sometimes.
         """
         objective = self.objective
-        weight = None if self._summed and not share else objective.total(micro_batch, rows)
-        if objective.weight is not None and _is_zero(weight):
-            return Part(None)
-        loss, told = objective.forward(micro_batch, self._summed)
-        if told is not None:
-            if _is_zero(told):
-                return Part(None, weight=told, idle=loss)
+        known = None if self._summed and not share else objective.total(micro_batch)
+        if objective.weight is not None and _is_zero(known):
+            return WeightedLoss(None)
+        loss, weight = objective.forward(micro_batch, self._summed)
+        if weight is not None:
+            if _is_zero(weight):
+                return WeightedLoss(None, weight=weight, weightless=loss)
             if objective.reduction == "sum":
-                return Part(loss, weight=told)
-            unit = self._unit if self._unit is not None else _unit(told)
-            return Part(_where_any(loss, told), _ratio(told, unit), weight=told)
+                return WeightedLoss(loss, weight=weight)
+            unit = self._unit if self._unit is not None else _unit(weight)
+            return WeightedLoss(_where_any(loss, weight), _ratio(weight, unit), weight=weight)
         if self._divisor is not None:
             raise ValueError("`compute_loss` must return (loss, weight) always or never. Received: both in one batch.")
         if self._one is None:
-            return Part(loss)
+            return WeightedLoss(loss)
         assert self.total is not None
-        if weight is None:
-            return Part(loss, self._one)
-        ratio = _ratio(weight, self.total)
+        if known is None:
+            return WeightedLoss(loss, self._one)
+        ratio = _ratio(known, self.total)
         if self._summed or objective.reduction == "sum":
-            return Part(loss, self._one, share=ratio)
-        return Part(_where_any(loss, weight), ratio, share=ratio)
+            return WeightedLoss(loss, self._one, share=ratio)
+        return WeightedLoss(_where_any(loss, known), ratio, share=ratio)
 
-    def backward(self, part: Part, loss: Tensor) -> None:
-        """The part's backward pass.
+    def backward(self, weighted: WeightedLoss, loss: Tensor) -> None:
+        """Run the backward pass of a micro-batch.
 
         Args:
-            part: The part.
+            weighted: What `forward` returned.
             loss: Its loss, or that multiplied by a GradScaler's scale.
         """
-        starts, key = self.objective.starts, (_key(part.factor), loss.dtype, loss.device)
+        starts, key = self.objective.starts, (_key(weighted.factor), loss.dtype, loss.device)
         if key not in starts:
-            start = _times(torch.ones_like(loss, requires_grad=False), part.factor)
-            starts[key] = part.factor, start  # with the factor, so that its id stays its own
+            start = _times(torch.ones_like(loss, requires_grad=False), weighted.factor)
+            starts[key] = weighted.factor, start  # with the factor, so that its id stays its own
         run_backward([loss], [starts[key][1]])
 
-    def add(self, part: Part) -> None:
-        """The gradient of this part is in."""
-        loss = part.loss
+    def add(self, weighted: WeightedLoss) -> None:
+        """Count a micro-batch whose gradient has arrived."""
+        loss = weighted.loss
         if loss is not None and type(loss) is Tensor and loss.is_cpu:
-            self._read += loss.item() * float(part.factor)
+            self._read += loss.item() * float(weighted.factor)
             self._dtype = loss.dtype
         elif loss is not None:
-            key = _key(part.factor)
+            key = _key(weighted.factor)
             if key not in self._losses:
-                self._losses[key] = part.factor, []
+                self._losses[key] = weighted.factor, []
             self._losses[key][1].append(loss.detach())
-        if part.weight is not None:
-            if self.objective.reduction == "mean" and self._unit is None and not _is_zero(part.weight):
-                self._unit = _unit(part.weight)
-            share = part.weight if self._unit is None else _ratio(part.weight, self._unit)
+        weight = weighted.weight
+        if weight is not None:
+            if self.objective.reduction == "mean" and self._unit is None and not _is_zero(weight):
+                self._unit = _unit(weight)
+            share = weight if self._unit is None else _ratio(weight, self._unit)
             self._divisor = share if self._divisor is None else self._divisor + share
 
 

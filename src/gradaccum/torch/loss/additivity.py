@@ -10,17 +10,17 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradaccum.errors import NotEquivalentError
-from gradaccum.on_torch.batch import per_row_leaves
+from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.random_state import RandomState, torch_generators
 from gradaccum.on_torch.transaction import as_found
 from gradaccum.torch.batch_norm import batch_norms
+from gradaccum.torch.loss.accumulator import LossAccumulator
 from gradaccum.torch.loss.objective import Objective
 
 __all__ = ["same_gradient", "undisturbed", "verify_additivity"]
@@ -36,7 +36,7 @@ ON_DEVICES = 5e-3
 HALF_PRECISION = 5e-2
 
 
-def verify_additivity(objective: Objective, batch: tuple[Any, ...]) -> None:
+def verify_additivity(objective: Objective, batch: Batch) -> None:
     """Compare the loss on a few rows with what its parts add up to, in evaluation mode.
 
     Judges the loss alone: dropout is off, BatchNorm uses its running statistics. Leaves out what it cannot evaluate: a
@@ -45,10 +45,9 @@ def verify_additivity(objective: Objective, batch: tuple[Any, ...]) -> None:
     Raises:
         NotEquivalentError: They differ, beyond rounding.
     """
-    rows = objective.rows(batch)
-    if rows < 2:
+    if batch.rows < 2:
         return
-    order = _order(objective, batch)
+    order = _order(batch)
     half = len(order) // 2
     # The extremes apart show wrong weights best; a loss that needs all kinds of rows in every part gets them mixed.
     splits = [(order[:half], order[half:]), (order[::2], order[1::2])]
@@ -74,25 +73,25 @@ def verify_additivity(objective: Objective, batch: tuple[Any, ...]) -> None:
 
 
 def _compare(
-    objective: Objective, batch: tuple[Any, ...], rows: Tensor, parts: tuple[Tensor, ...]
+    objective: Objective, batch: Batch, rows: Tensor, parts: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, Tensor | None, tuple[float, ...] | None]:
     """The loss on these rows, the sum over its parts, and the weights where they do not add up."""
-    few = objective.take(batch, rows)
+    few = batch.take(rows)
     if objective.weight is not None:
-        weights = tuple(float(objective.weight(*objective.take(batch, part))) for part in (*parts, rows))
+        weights = tuple(float(objective.weight(*batch.take(part).tree)) for part in (*parts, rows))
         if abs(weights[0] + weights[1] - weights[2]) > 1e-4 * abs(weights[2]):
             return None, None, weights
     before = RandomState(torch_generators([objective.device]))
     whole = objective.whole(few).detach()
-    tally = objective.tally(few)
+    window = LossAccumulator(objective, few)
     for part in parts:
-        tally.add(tally.part(objective.take(batch, part)))
-    if before.moved() or tally.empty or not (whole.isfinite() & tally.loss.isfinite()):
+        window.add(window.forward(batch.take(part)))
+    if before.moved() or window.empty or not (whole.isfinite() & window.loss.isfinite()):
         return None, None, None
-    return whole, tally.loss, None
+    return whole, window.loss, None
 
 
-def same_gradient(objective: Objective, batch: tuple[Any, ...], other: tuple[Any, ...]) -> bool | None:
+def same_gradient(objective: Objective, batch: Batch, other: Batch) -> bool | None:
     """Whether two batches have the same gradient, up to rounding; None where there is nothing to compare."""
     loss, expected = _gradient(objective, batch)
     _, again = _gradient(objective, batch)
@@ -101,7 +100,7 @@ def same_gradient(objective: Objective, batch: tuple[Any, ...], other: tuple[Any
     return not _far(objective, expected, _gradient(objective, other)[1], loss)
 
 
-def _gradient(objective: Objective, batch: tuple[Any, ...]) -> tuple[Tensor, list[Tensor | None]]:
+def _gradient(objective: Objective, batch: Batch) -> tuple[Tensor, list[Tensor | None]]:
     loss = objective.whole(batch)
     parameters = [p for p in objective.model.parameters() if p.requires_grad]
     return loss.detach(), list(torch.autograd.grad(loss, parameters, allow_unused=True))
@@ -145,11 +144,10 @@ def _tolerance(objective: Objective, loss: Tensor) -> float:
     return TOLERANCES.get(loss.dtype, HALF_PRECISION)
 
 
-def _order(objective: Objective, batch: tuple[Any, ...]) -> Tensor:
+def _order(batch: Batch) -> Tensor:
     """A few rows, sorted so that those with the least that counts (padding, ignored targets) come first."""
-    leaves = per_row_leaves(batch, objective.dims(batch))
-    scores = torch.zeros(int(leaves[0][1].shape[leaves[0][2]]), dtype=torch.float64)
-    for _, leaf, dim in leaves:
+    scores = torch.zeros(batch.rows, dtype=torch.float64)
+    for _, leaf, dim in batch.leaves:
         values = torch.as_tensor(leaf).detach().movedim(dim, 0)
         if values.is_floating_point() or values.is_complex():
             continue

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["divides_by_targets", "divisor", "reduction_of", "summed", "with_known_divisor"]
+__all__ = ["Weight", "divides_by_targets", "divisor", "reduction_of", "summed", "with_known_divisor"]
+
+Weight = float | Tensor
+"""What a mean loss is a mean over: a number, or a tensor where reading it would wait for its device."""
 
 _BY_TARGETS: tuple[type[nn.Module], ...] = tuple(
     getattr(nn, name)
@@ -67,7 +70,7 @@ def divides_by_targets(loss_fn: Any) -> bool:
     return isinstance(loss_fn, _BY_TARGETS) and any(type(loss_fn).forward is loss.forward for loss in _BY_TARGETS)
 
 
-def divisor(loss_fn: Any, targets: Tensor) -> float | Tensor:
+def divisor(loss_fn: Any, targets: Tensor) -> Weight:
     """What such a loss divides by on these class indices, a tensor where that spares waiting for their device.
 
         sum of weight[t]  over the targets t that are not ignore_index      (weight is 1 without class weights)

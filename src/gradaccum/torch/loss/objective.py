@@ -1,6 +1,6 @@
 """The objective: from a model and a micro-batch to its share of the large batch's loss.
 
-    large batch's loss = sum_i part_i,      part_i = loss_i * w_i / W
+    large batch's loss = sum_i loss_i * w_i / W
 
 where `loss_i` is the mean loss of micro-batch i, `w_i` what that mean is over, and `W` the same for the large batch.
 """
@@ -13,9 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradaccum.on_torch.batch import BatchDims, Cutter
-from gradaccum.torch.loss import divisors as weights
-from gradaccum.torch.loss.accumulator import LossAccumulator, Weight
+from gradaccum.on_torch.batch import Batch, BatchDims
+from gradaccum.torch.loss.divisors import (
+    Weight,
+    divides_by_targets,
+    divisor,
+    reduction_of,
+    summed,
+    with_known_divisor,
+)
 from gradaccum.window import checked_reduction, checked_weight
 
 __all__ = ["Objective"]
@@ -43,13 +49,10 @@ class Objective:
 
     Example:
         >>> objective = Objective(nn.Linear(3, 2), loss_fn=nn.CrossEntropyLoss())
-        >>> batch = torch.randn(6, 3), torch.tensor([0, 1, 1, 0, 0, 1])
-        >>> tally = objective.tally(batch)
-        >>> for rows in (slice(0, 4), slice(4, 6)):
-        ...     part = tally.part(objective.take(batch, rows))
-        ...     tally.backward(part, part.loss)
-        ...     tally.add(part)
-        >>> torch.testing.assert_close(tally.loss, objective.whole(batch).detach())
+        >>> batch = objective.batch((torch.randn(6, 3), torch.tensor([0, 1, 1, 0, 0, 1])))
+        >>> loss, weight = objective.forward(batch)
+        >>> loss.shape, weight, objective.total(batch)
+        (torch.Size([]), None, 6.0)
     """
 
     def __init__(
@@ -80,8 +83,8 @@ class Objective:
                 f"`autocast` must be a dtype such as torch.bfloat16, or None. Received: autocast={autocast!r}."
             )
         self.model = model
-        self.loss_fn = weights.with_known_divisor(loss_fn) if loss_fn is not None else None
-        self._by_targets = weights.divides_by_targets(self.loss_fn)
+        self.loss_fn = with_known_divisor(loss_fn) if loss_fn is not None else None
+        self._by_targets = divides_by_targets(self.loss_fn)
         self._summed: Any = None
         self.starts: dict[Any, tuple[Weight, Tensor]] = {}
         """Where backward passes start, by factor."""
@@ -90,43 +93,35 @@ class Objective:
         self.batch_dims = batch_dims
         self.autocast = autocast
         self.reduction = checked_reduction(reduction)
-        told = weights.reduction_of(self.loss_fn) if self.loss_fn is not None else None
-        if told == "mean" and self.reduction == "sum":
+        own = reduction_of(self.loss_fn) if self.loss_fn is not None else None
+        if own == "mean" and self.reduction == "sum":
             raise ValueError(f"reduction='sum' contradicts loss_fn={loss_fn!r}, which returns a mean.")
-        if told is not None:
-            self.reduction = checked_reduction(told)
+        if own is not None:
+            self.reduction = checked_reduction(own)
 
-    def arguments(self, batch: Any) -> tuple[Any, ...]:
-        """`batch` as the arguments that follow the model: a tuple or list is unpacked, anything else is one argument.
+    def batch(self, batch: Any) -> Batch:
+        """The arguments that follow the model: a tuple or list is unpacked, anything else is one argument.
 
         Example:
-            >>> Objective(nn.Identity(), compute_loss=lambda model, batch: batch["x"].mean()).arguments({"x": 1})
+            >>> Objective(nn.Identity(), compute_loss=lambda model, batch: batch["x"].mean()).batch({"x": 1}).tree
             ({'x': 1},)
         """
         plain = isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields")
         if plain and self.loss_fn is not None and len(batch) == 1 and isinstance(batch[0], (tuple, list)):
-            return self.arguments(batch[0])
-        return tuple(batch) if plain else (batch,)
+            return self.batch(batch[0])
+        arguments = tuple(batch) if plain else (batch,)
+        # `batch_dims` may describe the one argument rather than the tuple of arguments around it.
+        one = isinstance(self.batch_dims, dict) and len(arguments) == 1
+        return Batch(arguments, (self.batch_dims,) if one else self.batch_dims)
 
-    def by_targets(self, batch: tuple[Any, ...]) -> bool:
+    def by_targets(self, batch: Batch) -> bool:
         """Whether the loss divides by a number that its targets say, so that sums of it are what adds up."""
+        if not self._by_targets or len(batch.tree) != 2:
+            return False
         # Floating-point targets are class probabilities, over which the mean is one over rows.
-        known = self._by_targets and len(batch) == 2 and isinstance(batch[1], Tensor)
-        return known and not batch[1].is_floating_point()
+        return isinstance(batch.tree[1], Tensor) and not batch.tree[1].is_floating_point()
 
-    def rows(self, batch: tuple[Any, ...]) -> int:
-        """The rows of a batch; a ValueError that lists every path and shape where they disagree."""
-        return self.cutter(batch).rows
-
-    def take(self, batch: tuple[Any, ...], rows: slice | Tensor) -> tuple[Any, ...]:
-        """The micro-batch that holds these rows."""
-        return self.cutter(batch).take(rows)
-
-    def cutter(self, batch: tuple[Any, ...]) -> Cutter:
-        """What cuts this batch, as often as it takes."""
-        return Cutter(batch, self.dims(batch))
-
-    def whole(self, batch: tuple[Any, ...]) -> Tensor:
+    def whole(self, batch: Batch) -> Tensor:
         """The large batch's loss in one forward pass, as the user's own loop has it."""
         loss, weight = self.forward(batch)
         if self.reduction == "sum":
@@ -135,38 +130,30 @@ class Objective:
                 loss = loss / weight
         return loss
 
-    def tally(self, batch: tuple[Any, ...], total: Weight | None = None, unit: Weight | None = None) -> LossAccumulator:
-        """A window over this batch, to which its micro-batches are added one by one.
-
-        Args:
-            batch: The large batch.
-            total: What it weighs, where others share it: summed over the ranks, say. None: what `total(batch)` says.
-            unit: What weights that only the forward pass tells are multiples of. None: the first of them.
-        """
+    def renew(self) -> None:
+        """A window begins: take over what has been changed in the loss since, and forget factors of long ago."""
         if len(self.starts) > STARTS:
             self.starts = {}
-        by_targets = self.by_targets(batch)
-        if by_targets:
+        if self._by_targets:
             assert self.loss_fn is not None
-            self._summed = weights.summed(self.loss_fn, self._summed)
-        return LossAccumulator(self, self.total(batch) if total is None else total, by_targets, unit)
+            self._summed = summed(self.loss_fn, self._summed)
 
-    def total(self, batch: tuple[Any, ...], rows: int | None = None) -> Weight | None:
+    def total(self, batch: Batch) -> Weight | None:
         """What the loss on this batch divides by, as far as the batch tells: a number, or a tensor on its device.
 
         None for sums that nothing divides. Rows, where nothing says otherwise; a `compute_loss` that returns
         `(loss, weight)` overrules that later.
         """
         if self.weight is not None:
-            return plain_weight(self.weight(*batch))
+            return plain_weight(self.weight(*batch.tree))
         if self.reduction == "sum":
             return None
         if self.by_targets(batch):
-            divisor = weights.divisor(self.loss_fn, batch[1])
-            return divisor if isinstance(divisor, float) else plain_weight(divisor)
-        return float(self.rows(batch) if rows is None else rows)
+            total = divisor(self.loss_fn, batch.tree[1])
+            return total if isinstance(total, float) else plain_weight(total)
+        return float(batch.rows)
 
-    def forward(self, batch: tuple[Any, ...], summed: bool = False) -> tuple[Tensor, Weight | None]:
+    def forward(self, batch: Batch, summed: bool = False) -> tuple[Tensor, Weight | None]:
         """The loss of a batch and, where `compute_loss` returns one, its weight.
 
         Args:
@@ -177,10 +164,10 @@ class Objective:
             TypeError, ValueError: The loss is not one number that depends on the model.
         """
         if self.autocast is None:
-            result = self._result(batch, summed)
+            result = self._result(batch.tree, summed)
         else:
             with torch.autocast(self.device.type, self.autocast):
-                result = self._result(batch, summed)
+                result = self._result(batch.tree, summed)
         if type(result) is Tensor and result.dim() == 0:  # as most are
             return result, None
         weight = None
@@ -222,11 +209,6 @@ class Objective:
         """Where the model is, by its first parameter."""
         parameters = getattr(self.model, "parameters", lambda: iter(()))()
         return next((parameter.device for parameter in parameters), torch.device("cpu"))
-
-    def dims(self, batch: tuple[Any, ...]) -> BatchDims:
-        """`batch_dims` for this tuple of arguments."""
-        # `batch_dims` may describe the one argument rather than the tuple of arguments around it.
-        return (self.batch_dims,) if isinstance(self.batch_dims, dict) and len(batch) == 1 else self.batch_dims
 
 
 def plain_weight(weight: Any) -> Weight:

@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from gradaccum.on_torch.batch import has_rows, leaves, map_leaves
+from gradaccum.on_torch.batch import Batch, has_rows, leaves
 from gradaccum.on_torch.transaction import as_found
 from gradaccum.torch.loss import Objective
 
-__all__ = ["LiveBytes", "bytes_of", "micro_batch_peak", "optimizer_bytes"]
+__all__ = ["LiveBytes", "batch_bytes", "bytes_of", "micro_batch_peak", "optimizer_bytes"]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -59,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
         self.bytes -= self._known.pop(key, 0)
 
 
-def micro_batch_peak(objective: Objective, batch: tuple[Any, ...], rows: int) -> int:
+def micro_batch_peak(objective: Objective, batch: Batch, rows: int) -> int:
     """Peak bytes of one micro-batch beyond parameters, buffers and inputs: activations, gradients, the sum before them.
 
     Runs on fake tensors, or, where a model asks for values (`.item()`, a mask of varying size), really.
@@ -69,20 +69,17 @@ def micro_batch_peak(objective: Objective, batch: tuple[Any, ...], rows: int) ->
         batch: The large batch, of which the shapes count.
         rows: Rows of the micro-batch; more than the batch has are made by repeating it.
     """
-    have = objective.rows(batch)
-    micro_batch = objective.take(batch, torch.arange(rows) % have)
+    micro_batch = batch.take(torch.arange(rows) % batch.rows)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, _fake_modules(objective, mode):
-            fakes = map_leaves(
-                lambda leaf: mode.from_tensor(torch.as_tensor(leaf)) if has_rows(leaf) else leaf, micro_batch
-            )
+            fakes = micro_batch.map(lambda leaf: mode.from_tensor(torch.as_tensor(leaf)) if has_rows(leaf) else leaf)
             return _two_micro_batches(objective, fakes)
     except Exception:  # values were asked for, or an operator has no fake
         with _as_found(objective):
             return _two_micro_batches(objective, micro_batch)
 
 
-def _two_micro_batches(objective: Objective, micro_batch: tuple[Any, ...]) -> int:
+def _two_micro_batches(objective: Objective, micro_batch: Batch) -> int:
     """The second one adds to gradients that are there."""
     with LiveBytes() as live, torch.enable_grad():
         for _ in range(2):
@@ -171,6 +168,6 @@ def _as_found(objective: Objective) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def batch_bytes(batch: tuple[Any, ...]) -> int:
+def batch_bytes(batch: Batch) -> int:
     """Bytes of a batch's tensors."""
-    return bytes_of(leaf for _, leaf in leaves(batch))
+    return bytes_of(leaf for _, leaf in leaves(batch.tree))

@@ -119,8 +119,8 @@ def estimate_size(
         batch_dims=batch_dims,
         autocast=autocast,
     )
-    batch = objective.arguments(batch)
-    rows = objective.rows(batch)
+    batch = objective.batch(batch)
+    rows = batch.rows
     limit = parse_bytes(memory_limit) or Gauge(objective.device).limit()
     if limit is None:
         raise ValueError('This machine does not say what memory it has. Give `memory_limit`, such as "16GiB".')

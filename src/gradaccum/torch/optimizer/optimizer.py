@@ -7,13 +7,13 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from gradaccum.noise import NoiseScale
-from gradaccum.on_torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
+from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
 from gradaccum.torch.distributed import check_noticed, detect_ranks
@@ -24,11 +24,9 @@ from gradaccum.torch.optimizer.batches import Batches
 from gradaccum.torch.optimizer.proxy import OptimizerProxy, needs_closure, parameters_of
 from gradaccum.window import Reduction, checked_reduction
 
-__all__ = ["Nonfinite", "Optimizer", "Sync"]
+__all__ = ["Nonfinite", "Optimizer"]
 
 logger = logging.getLogger("gradaccum")
-
-Sync = Literal["window", "micro_batch"]
 
 
 class Optimizer(OptimizerProxy):

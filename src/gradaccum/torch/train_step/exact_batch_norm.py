@@ -12,7 +12,7 @@ from gradaccum.on_torch.batch import BatchDims
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.chunking import chunked
 
-__all__ = ["WholeBatch"]
+__all__ = ["EXACT_MICRO_BATCH_SIZE", "WholeBatch"]
 
 EXACT_MICRO_BATCH_SIZE = 32
 """Rows, for "auto": all rows' boundary activations are kept in any case, and larger micro-batches are hardly faster."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.gradients import GradientSum
 from gradaccum.torch.distributed import SingleRank, Total
 from gradaccum.torch.loss import LossAccumulator, Objective, Weight
@@ -27,7 +26,7 @@ class GlobalBatch:
         self._sums = sums
         self._unit = 1.0
 
-    def open(self, objective: Objective, batch: tuple[Any, ...]) -> LossAccumulator:
+    def open(self, objective: Objective, batch: Batch) -> LossAccumulator:
         """A window over this rank's rows, whose parts are shares of all ranks' loss, where their weight is known.
 
         They must be so in the backward pass already: it spans the ranks where SyncBatchNorm does.
@@ -35,7 +34,7 @@ class GlobalBatch:
         mine = objective.total(batch) if self.ranks.several else None
         # What a sharded model adds up over the ranks on the way has one unit from the start.
         unit = 1.0 if self.ranks.in_step else None
-        return objective.tally(batch, None if mine is None else self.ranks.add_up(float(mine)), unit)
+        return LossAccumulator(objective, batch, None if mine is None else self.ranks.add_up(float(mine)), unit)
 
     def close(self, tally: LossAccumulator) -> tuple[Tensor, Weight | None, bool]:
         """The loss over all ranks' rows; what the summed gradients are to be divided by; whether anything weighs.

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from gradaccum.errors import NotEquivalentError
-from gradaccum.on_torch.batch import has_rows, leaves, map_leaves
+from gradaccum.on_torch.batch import Batch, has_rows, leaves, map_leaves
 from gradaccum.sizes import Piece
 from gradaccum.torch.loss import Objective, same_gradient, undisturbed
 
-__all__ = ["Left", "extents", "trimmed", "verified_left"]
+__all__ = ["Left", "extents", "packed_rows", "trimmed", "verified_left"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -111,7 +111,15 @@ def trimmed(batch: Any, start: int, stop: int, positions: bool = False) -> Any:
     return _with_positions(new, torch.arange(start, stop), rows) if positions else new
 
 
-def verified_left(objective: Objective, batch: tuple[Any, ...], piece: Piece) -> Left:
+def packed_rows(batch: Batch, piece: Piece, left: Left) -> Batch:
+    """The rows of a piece, with its columns alone."""
+    assert piece.columns is not None
+    start = piece.columns[0] if left != "keep" else 0
+    columns = trimmed(batch.tree, start, piece.columns[1], positions=left == "number" and start > 0)
+    return batch.like(columns).take(torch.tensor(piece.rows))
+
+
+def verified_left(objective: Objective, batch: Batch, piece: Piece) -> Left:
     """How padding on the left can be cut off, found out on a few rows in evaluation mode.
 
     A model that numbers its columns from 0 sees other positions once some on the left are gone: it is told them in
@@ -124,15 +132,14 @@ def verified_left(objective: Objective, batch: tuple[Any, ...], piece: Piece) ->
     assert piece.columns is not None
     start, stop = piece.columns
     rows = torch.tensor(piece.rows[:ROWS])
-    few = objective.take(batch, rows)
+    few = batch.take(rows)
     ways: list[Left] = ["cut", "number", "keep"] if start > 0 else ["keep"]
     with undisturbed(objective):
         try:
             for way in ways:
-                if way == "number" and not can_take_positions(few, objective.model):
+                if way == "number" and not can_take_positions(few.tree, objective.model):
                     continue
-                cut = trimmed(batch, 0 if way == "keep" else start, stop, positions=way == "number")
-                same = same_gradient(objective, few, objective.take(cut, rows))
+                same = same_gradient(objective, few, packed_rows(batch, piece._replace(rows=piece.rows[:ROWS]), way))
                 if same is None:
                     return "cut"
                 if same:
@@ -143,9 +150,10 @@ def verified_left(objective: Objective, batch: tuple[Any, ...], piece: Piece) ->
             logger.debug("The loss could not be evaluated on trimmed rows: %s", error)
             return "keep"
     raise NotEquivalentError(
-        f"Cutting off columns of nothing but padding changes the loss (columns {stop} and more of {_mask(few).shape[1]}"
-        "). Either padded positions count in it: mark them with -100 in the labels, or leave them out by the attention "
-        "mask. Or the model looks at them in spite of the mask. Leave out `max_tokens`, or fix that."
+        f"Cutting off columns of nothing but padding changes the loss (columns {stop} and more of "
+        f"{_mask(few.tree).shape[1]}). Either padded positions count in it: mark them with -100 in the labels, or "
+        "leave them out by the attention mask. Or the model looks at them in spite of the mask. Leave out "
+        "`max_tokens`, or fix that."
     )
 
 

@@ -7,35 +7,34 @@ for x, y in loader:          # 256 rows
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from gradaccum.noise import NoiseScale
-from gradaccum.on_torch.arguments import checked_choice, checked_dtype, checked_model, checked_norm
-from gradaccum.on_torch.batch import BatchDims, Cutter
-from gradaccum.on_torch.fitting import Fitting, MicroBatch
+from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_model, checked_norm
+from gradaccum.on_torch.batch import Batch, BatchDims
+from gradaccum.on_torch.fitting import Fitting
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory, parse_bytes
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.transaction import Transaction
-from gradaccum.sizes import Piece, Rows, Sizers, TokenBudget, Tokens
+from gradaccum.sizes import GivenSizes, Piece, Rows, Sizers, TokenBudget, Tokens
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms
 from gradaccum.torch.distributed import check_noticed, detect_ranks
-from gradaccum.torch.loss import LossAccumulator, Objective, verify_additivity
+from gradaccum.torch.loss import Objective, verify_additivity
 from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch
 from gradaccum.torch.train_step.global_batch import GlobalBatch
-from gradaccum.torch.train_step.padding import Left, extents, trimmed, verified_left
+from gradaccum.torch.train_step.padding import Left, extents, packed_rows, verified_left
+from gradaccum.torch.train_step.passes import Passes
 from gradaccum.torch.train_step.update import Update
 
 __all__ = ["TrainStep"]
 
 logger = logging.getLogger("gradaccum")
-
-Sync = Literal["window", "micro_batch"]
-Take = Callable[[Piece], tuple[Any, ...]]
 
 
 class TrainStep:
@@ -65,9 +64,12 @@ class TrainStep:
         accumulate_dtype: What gradients of narrower parameters are summed in, such as `torch.float32`.
         batch_norm: What is done about BatchNorm: `"warn"`, `"micro"` (as is, silent), `"pooled"` (statistics once per
             update, pooled over the window), `"frozen"`, or `"exact"`.
+        offload: With `batch_norm="exact"`: keep what crosses the BatchNorm layers in host memory.
         memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
         noise_scale: Measure the gradient noise scale while training, for `noise_scale`.
         verify: Check at the first update, on a few rows, that the loss is additive over rows with these weights.
+        sync: When ranks reduce their gradients: `"window"`, once per update; `"micro_batch"`, on every micro-batch, for
+            sharded models whose unsharded gradients don't fit.
 
     Raises:
         TypeError, ValueError: An argument is not what it must be.
@@ -161,7 +163,7 @@ class TrainStep:
             )
         self.joint = GlobalBatch(self.ranks, self.update.sums)
         self.update.sums.attach(self.ranks.pending)
-        self._noticed = False
+        self._checked = False
         self._transaction = Transaction(self._modules(), self.update.parameters, self.objective.device)
         self._fitting = Fitting(self._transaction, self.gauge)
 
@@ -196,28 +198,26 @@ class TrainStep:
                 large model cannot be taken back, the message says so.
         """
         try:
-            return self._call(self.objective.arguments(batch))
+            return self._call(self.objective.batch(batch))
         except BaseException:
             self.ranks.leave()
             raise
 
-    def _call(self, batch: tuple[Any, ...]) -> Tensor:
-        cutter = self.objective.cutter(batch)
-        rows = cutter.rows
-        if rows == 0 and not self.ranks.several:
+    def _call(self, batch: Batch) -> Tensor:
+        if batch.rows == 0 and not self.ranks.several:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
-        if not self._noticed:
+        if not self._checked:
             check_noticed(self.model, self.update.parameters(), self.ranks, steps=1)
-            self._noticed = True
+            self._checked = True
         # Sharded models cannot run passes that other ranks leave out.
-        if self._verify and not self._all_at_once and rows and not self.ranks.in_step:
+        if self._verify and not self._all_at_once and batch.rows and not self.ranks.in_step:
             verify_additivity(self.objective, batch)
             if self.budget is not None:
-                self.left = verified_left(self.objective, batch, Tokens(self.budget, extents(batch)).pieces[-1])
+                self.left = verified_left(self.objective, batch, Tokens(self.budget, extents(batch.tree)).pieces[-1])
             self._verify = False
         self._transaction.open()
         try:
-            loss = self._make_update(cutter, rows)
+            loss = self._make_update(batch)
         except BaseException:
             self.update.abandon()
             self._transaction.abandon()
@@ -225,29 +225,36 @@ class TrainStep:
         self._transaction.close()
         return loss
 
-    def _make_update(self, cutter: Cutter, rows: int) -> Tensor:
-        loss, weighs = self._window(cutter, rows)
+    def _make_update(self, batch: Batch) -> Tensor:
+        loss, weighs = self.gradients(batch)
         if not weighs:
-            logger.info("Nothing in this batch of %d rows weighs anything: no update.", rows)
+            logger.info("Nothing in this batch of %d rows weighs anything: no update.", batch.rows)
             return loss
         # An optimizer that evaluates a closure starts with the gradients that are there.
         fresh = [loss] if self.update.closures == self.update.optimizers[:1] else []
-        if self.update.step(lambda: fresh.pop() if fresh else self._window(cutter, rows)[0]):
+        if self.update.step(lambda: fresh.pop() if fresh else self.gradients(batch)[0]):
             self.updates += 1
         return loss
 
-    def _window(self, cutter: Cutter, rows: int) -> tuple[Tensor, bool]:
-        """Leave the finished gradients of a whole batch in `p.grad`.
+    def gradients(self, batch: Batch, sizes: Sequence[int] | None = None) -> tuple[Tensor, bool]:
+        """Leave the finished gradients of a batch in `p.grad`, as the optimizers get them.
+
+        Args:
+            batch: The large batch.
+            sizes: Rows of its micro-batches, in order; None: as `micro_batch_size` and `max_tokens` say. One size, for
+                all rows, leaves out the packing of `max_tokens`, too.
 
         Returns:
             The loss, and whether the batch weighs anything.
         """
+        rows = batch.rows
         self.update.clear()
         self.ranks.clear()
         self.ranks.expect(closes=False, steps=1)
-        tally = self.joint.open(self.objective, cutter.batch)
-        plan = self._plan(cutter, rows)
-        micro_batch = self._micro_batch(self._taker(cutter, plan), tally)
+        window = self.joint.open(self.objective, batch)
+        plan = self._plan(batch, sizes)
+        take = functools.partial(self._take, batch)
+        passes = Passes(window, take, self.update, self.batch_norm, self.ranks, self._transaction)
         # In the middle of a sharded model's pass the other ranks wait: it cannot be run again.
         run = self._fitting.once if self.ranks.in_step else self._fitting.run
         missing = self.ranks.most(own := len(list(plan))) - own if self.ranks.in_step else 0
@@ -255,16 +262,16 @@ class TrainStep:
             if rows == 0:
                 pass  # other ranks have some
             elif self._all_at_once and isinstance(plan, Rows):
-                self._run_whole(Piece(slice(0, rows)), plan, micro_batch)
+                self._run_whole(Piece(slice(0, rows)), plan, passes)
             else:
                 for piece in plan:
-                    run(piece, plan, micro_batch)
+                    run(piece, plan, passes)
             for _ in range(missing):
-                self._idle(cutter.take(slice(0, min(rows, self.micro_batch_size or rows))))
-        loss, divisor, weighs = self.joint.close(tally)
+                passes.idle(batch.take(slice(0, min(rows, self.micro_batch_size or rows))))
+        loss, divisor, weighs = self.joint.close(window)
         if weighs:
-            everybody_s = round(self.ranks.add_up(rows)) if self.update.noise is not None else rows
-            self.update.finish(divisor, everybody_s, mean=tally.is_mean)
+            global_rows = round(self.ranks.add_up(rows)) if self.update.noise is not None else rows
+            self.update.finish(divisor, global_rows, mean=window.is_mean)
         if isinstance(plan, Rows) and rows:
             self.sizers.close(plan.sizer, rows)
         return loss, weighs
@@ -274,14 +281,14 @@ class TrainStep:
         """Whether the loss is to see all rows together, since BatchNorm layers do."""
         return self._whole is not None and self._whole.needed
 
-    def _run_whole(self, piece: Piece, plan: Rows, micro_batch: MicroBatch) -> None:
+    def _run_whole(self, piece: Piece, plan: Rows, passes: Passes) -> None:
         """All rows at once, through a model that takes them in micro-batches: smaller ones, where these don't fit."""
         assert self._whole is not None
         while True:
             size = plan.sizer.next_size(piece.size)
             try:
                 with self._whole.in_micro_batches(size):
-                    self._fitting.once(piece, plan, micro_batch)
+                    self._fitting.once(piece, plan, passes)
                 return
             except Exception as error:
                 if not is_out_of_memory(error) or size == 1:
@@ -294,61 +301,16 @@ class TrainStep:
                 "Out of memory with micro-batches of %d rows: all over again with %d.", size, plan.sizer.size
             )
 
-    def _micro_batch(self, take: Take, tally: LossAccumulator) -> MicroBatch:
-        update, batch_norm = self.update, self.batch_norm
-        noise = update.noise
+    def _plan(self, batch: Batch, sizes: Sequence[int] | None) -> Rows | Tokens:
+        if self.budget is not None and (sizes is None or len(sizes) > 1):
+            return Tokens(self.budget, extents(batch.tree), sizes)
+        return Rows(self.sizers.of(batch.leaves), batch.rows) if sizes is None else GivenSizes(sizes)
 
-        def run(piece: Piece, between: Callable[[], None] | None) -> None:
-            measured = noise is not None and noise.waiting
-            if batch_norm.idle:
-                part = tally.part(take(piece), piece.size, measured)
-            else:
-                with batch_norm.micro_batch():
-                    part = tally.part(take(piece), piece.size, measured)
-            if between is not None:
-                between()
-            if part.loss is not None:
-                tally.backward(part, part.loss if update.scaler is None else update.scaler.scale(part.loss))
-            elif self.ranks.in_step and part.idle is not None:
-                self._backward_of_nothing(part.idle)
-            elif self.ranks.in_step:
-                self._idle(take(piece))
-            tally.add(part)
-            if measured and part.loss is not None:
-                update.measure(tally.multiple(part, piece.size), piece.size)
-            if not batch_norm.idle:
-                batch_norm.commit()
-
-        return run
-
-    def _idle(self, micro_batch: tuple[Any, ...]) -> None:
-        """A forward and a backward pass that count nothing: the other ranks of a sharded model wait for them."""
-        self._transaction.begin()
-        self._backward_of_nothing(self.objective.forward(micro_batch)[0])
-        self._transaction.restore()
-
-    def _backward_of_nothing(self, loss: Tensor) -> None:
-        self.ranks.scale(0.0)
-        loss.backward()
-        self.ranks.scale(1.0)
-
-    def _plan(self, cutter: Cutter, rows: int) -> Rows | Tokens:
-        if self.budget is not None:
-            return Tokens(self.budget, extents(cutter.batch))
-        return Rows(self.sizers.of(cutter.leaves), rows)
-
-    def _taker(self, cutter: Cutter, plan: Rows | Tokens) -> Take:
-        """What makes a micro-batch of a piece."""
-        if isinstance(plan, Rows):
-            return lambda piece: cutter.take(piece.rows)  # type: ignore[arg-type]  # a slice
-
-        def trimmed_rows(piece: Piece) -> tuple[Any, ...]:
-            assert piece.columns is not None
-            start = piece.columns[0] if self.left != "keep" else 0
-            columns = trimmed(cutter.batch, start, piece.columns[1], positions=self.left == "number" and start > 0)
-            return self.objective.take(columns, torch.tensor(piece.rows))
-
-        return trimmed_rows
+    def _take(self, batch: Batch, piece: Piece) -> Batch:
+        """The micro-batch of a piece."""
+        if isinstance(piece.rows, slice):
+            return batch.take(piece.rows)
+        return packed_rows(batch, piece, self.left)
 
     def _modules(self) -> list[nn.Module]:
         loss_fn = self.objective.loss_fn

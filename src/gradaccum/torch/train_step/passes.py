@@ -1,0 +1,82 @@
+"""The forward and backward passes of a batch's micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.transaction import Transaction
+from gradaccum.sizes import Piece
+from gradaccum.torch.batch_norm import BatchNormPolicy
+from gradaccum.torch.distributed import SingleRank
+from gradaccum.torch.loss import LossAccumulator, WeightedLoss
+from gradaccum.torch.train_step.update import Update
+
+__all__ = ["Passes"]
+
+
+class Passes:
+    """Runs the micro-batches of one batch, each in two calls.
+
+    Args:
+        window: Weighs their losses and adds them up.
+        take: Returns the micro-batch of a piece.
+        update: What their gradients are summed for.
+        batch_norm: What is done about BatchNorm.
+        ranks: The other ranks.
+        transaction: What a micro-batch changes.
+    """
+
+    def __init__(
+        self,
+        window: LossAccumulator,
+        take: Callable[[Piece], Batch],
+        update: Update,
+        batch_norm: BatchNormPolicy,
+        ranks: SingleRank,
+        transaction: Transaction,
+    ) -> None:
+        self.window, self.take = window, take
+        self._update, self._batch_norm = update, batch_norm
+        self._ranks, self._transaction = ranks, transaction
+
+    @property
+    def _measured(self) -> bool:
+        noise = self._update.noise
+        return noise is not None and noise.waiting
+
+    def forward(self, piece: Piece) -> WeightedLoss:
+        """The forward pass of a piece."""
+        micro_batch = self.take(piece)
+        if self._batch_norm.idle:
+            return self.window.forward(micro_batch, self._measured)
+        with self._batch_norm.micro_batch():
+            return self.window.forward(micro_batch, self._measured)
+
+    def backward(self, piece: Piece, weighted: WeightedLoss) -> None:
+        """The backward pass of a piece, which counts from here on."""
+        loss, scaler = weighted.loss, self._update.scaler
+        if loss is not None:
+            self.window.backward(weighted, loss if scaler is None else scaler.scale(loss))
+        elif self._ranks.in_step and weighted.weightless is not None:
+            self._backward_of_nothing(weighted.weightless)
+        elif self._ranks.in_step:
+            self.idle(self.take(piece))
+        self.window.add(weighted)
+        if loss is not None and self._measured:
+            self._update.measure(self.window.multiple(weighted, piece.size), piece.size)
+        if not self._batch_norm.idle:
+            self._batch_norm.commit()
+
+    def idle(self, micro_batch: Batch) -> None:
+        """A forward and a backward pass that count nothing: the other ranks of a sharded model wait for them."""
+        self._transaction.begin()
+        self._backward_of_nothing(self.window.objective.forward(micro_batch)[0])
+        self._transaction.restore()
+
+    def _backward_of_nothing(self, loss: Tensor) -> None:
+        self._ranks.scale(0.0)
+        loss.backward()
+        self._ranks.scale(1.0)
