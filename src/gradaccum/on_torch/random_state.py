@@ -1,6 +1,7 @@
 """Random number generators, and what it takes to have them draw the same numbers again.
 
-A generator is named "cpu" (PyTorch's there), "python", "numpy", or by the `torch.device` of an accelerator.
+A generator is named "cpu" (PyTorch's there), "python", "numpy", or by the `torch.device` of an accelerator; or it is
+an object of the user's: a `torch.Generator`, `random.Random`, `numpy.random.Generator` or `numpy.random.RandomState`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["RandomState", "all_generators", "every_device", "kept", "seed", "torch_generators"]
+__all__ = ["RandomState", "all_generators", "every_device", "is_generator", "kept", "seed", "torch_generators"]
 
 
 def torch_generators(devices: Iterable[torch.device] = ()) -> list[Any]:
@@ -30,6 +31,19 @@ def all_generators(devices: Iterable[torch.device] = ()) -> list[Any]:
 def every_device() -> list[torch.device]:
     """The CUDA devices of this process, if it uses any."""
     return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
+
+
+def is_generator(value: Any) -> bool:
+    """Whether this is an object that draws random numbers, of PyTorch's, Python's or NumPy's.
+
+    Example:
+        >>> is_generator(torch.Generator()), is_generator("cpu")
+        (True, False)
+    """
+    if isinstance(value, (torch.Generator, random.Random)):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
 
 
 class RandomState:
@@ -57,8 +71,14 @@ class RandomState:
                 random.setstate(state)
             elif generator == "numpy":
                 sys.modules["numpy"].random.set_state(state)
-            else:
+            elif isinstance(generator, torch.device):
                 torch.get_device_module(generator).set_rng_state(state, generator)
+            elif isinstance(generator, random.Random):
+                generator.setstate(state)
+            elif hasattr(generator, "bit_generator"):
+                generator.bit_generator.state = state
+            else:  # torch.Generator and numpy.random.RandomState
+                generator.set_state(state)
 
     def only(self, generators: Iterable[Any]) -> RandomState:
         """The states of these generators at that moment."""
@@ -86,15 +106,21 @@ _STATES: dict[Any, Callable[[], Any]] = {
 def _state(generator: Any) -> Any:
     if generator in _STATES:
         return _STATES[generator]()
-    return torch.get_device_module(generator).get_rng_state(generator)
+    if isinstance(generator, torch.device):
+        return torch.get_device_module(generator).get_rng_state(generator)
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
 
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return torch.equal(one, other)
-    if isinstance(one[1], tuple):  # Python's
-        return bool(one == other)
-    return bool((one[1] == other[1]).all()) and one[2:] == other[2:]  # NumPy's
+    if isinstance(one, dict):  # NumPy's, and arrays inside of them
+        return all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, tuple) and not isinstance(one[1], tuple):
+        return all(map(_same, one, other))
+    return bool((one == other).all()) if hasattr(one, "shape") else bool(one == other)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """gradaccum for PyTorch."""
 
+from gradaccum.torch import chunked as _  # noqa: F401  # the module first: its name is to be the class's
 from gradaccum.torch import optim
 from gradaccum.torch.check import check_equivalence
 from gradaccum.torch.chunking import chunked

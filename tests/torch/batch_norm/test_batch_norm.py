@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradaccum.torch import TrainStep, chunked, optim
-from gradaccum.torch.batch_norm.policy import PooledStatistics
+from gradaccum.torch.batch_norm import PooledStatistics
 from tests.reference import FLOAT64, relative_error, torch_updates
 
 SIZES = [5, 5, 3, 1]

@@ -15,21 +15,16 @@ the optimizer, `TrainStep` and `chunked` alike:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
-import sys
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-import gradaccum
+from gradaccum.torch.batch_norm.layers import frozen, warn_of_batch_norm
+from gradaccum.torch.batch_norm.statistics import PooledStatistics
 
-__all__ = ["BatchNormChoice", "BatchNormPolicy", "PooledStatistics", "batch_norms", "checked_batch_norm", "frozen"]
+__all__ = ["BatchNormChoice", "BatchNormPolicy", "checked_batch_norm"]
 
 BatchNormChoice = Literal["warn", "micro", "pooled", "frozen", "exact"]
 
@@ -52,261 +47,7 @@ def checked_batch_norm(batch_norm: Any) -> BatchNormChoice:
     return batch_norm  # type: ignore[return-value]  # it is one of them
 
 
-def batch_norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
-    """The BatchNorm layers that would normalise with their batch's statistics, by path.
-
-    Those in eval mode that have running statistics are per row, and not among them.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-        >>> [path for path, _ in batch_norms(model)], batch_norms(model.eval())
-        (['1'], [])
-    """
-    return [
-        (path, layer)
-        for path, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
-    ]
-
-
-def described(layers: list[tuple[str, _BatchNorm]], most: int = 8) -> str:
-    """Paths and kinds, for a message."""
-    named = ", ".join(f"{path or 'the module'!r} ({type(layer).__name__})" for path, layer in layers[:most])
-    return named if len(layers) <= most else f"{named} and {len(layers) - most} more"
-
-
-def warn_of_batch_norm(module: nn.Module, remedy: str) -> bool:
-    """Name the BatchNorm layers in a warning. Returns whether there were any.
-
-    Args:
-        module: What to look through.
-        remedy: What the user can do about it, a sentence.
-    """
-    layers = batch_norms(module)
-    if layers:
-        warnings.warn(
-            "BatchNorm normalises each micro-batch by itself, so the update is not the large batch's: "
-            f"{described(layers)}. {remedy}",
-            stacklevel=_level_of_the_user(),
-        )
-    return bool(layers)
-
-
-def _level_of_the_user() -> int:
-    """The `stacklevel`, for a caller of this function, of the first line that is neither ours nor PyTorch's."""
-    inside = (str(Path(gradaccum.__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-@contextlib.contextmanager
-def frozen(module: nn.Module) -> Iterator[None]:
-    """BatchNorm as in eval mode inside the block, everything else as it is.
-
-    Raises:
-        ValueError: A BatchNorm layer has no running statistics to normalise with.
-    """
-    layers = batch_norms(module)
-    without = [(path, layer) for path, layer in layers if layer.running_mean is None]
-    if without:
-        raise ValueError(
-            'batch_norm="frozen" normalises with running statistics, and these layers keep none: '
-            f"{described(without)}. Build them with track_running_stats=True."
-        )
-    try:
-        for _, layer in layers:
-            layer.training = False
-        yield
-    finally:
-        for _, layer in layers:
-            layer.training = True
-
-
-@dataclasses.dataclass
-class Pool:
-    """Mean and sum of squared deviations of what has been seen, per channel, merged as Chan, Golub and LeVeque do."""
-
-    count: float
-    mean: Tensor
-    deviations: Tensor
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, x: Tensor) -> Pool:
-        """Of a batch, channels in dimension 1."""
-        x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        dims, count = [0, *range(2, x.dim())], x.numel() // x.shape[1]
-        if x.device.type != "cpu":
-            variance, mean = torch.var_mean(x, dims, correction=0)
-            return cls(count, mean, variance * count)
-        mean = x.mean(dims, keepdim=True)  # twenty times as fast as var_mean, which the CPU doesn't vectorise
-        return cls(count, mean.flatten(), (x - mean).square_().sum(dims))
-
-    def merged(self, other: Pool) -> Pool:
-        """Of the rows of both."""
-        total = self.count + other.count
-        difference = other.mean - self.mean
-        return Pool(
-            total,
-            self.mean + difference * (other.count / total),
-            self.deviations + other.deviations + difference.square() * (self.count * other.count / total),
-        )
-
-    def onto(self, others: Pool | None) -> Pool:
-        """Merged with what was there before, if anything was."""
-        return self if others is None else others.merged(self)
-
-    def over_ranks(self, layer: nn.Module | None) -> Pool:
-        """Of the rows of all ranks that a SyncBatchNorm spans; other layers are each rank's own."""
-        if ranks_of(layer) == 1:
-            return self
-        own = torch.cat([self.mean.new_tensor([self.count]), self.mean, self.deviations])
-        parts = [torch.empty_like(own) for _ in range(ranks_of(layer))]
-        torch.distributed.all_gather(parts, own, group=getattr(layer, "process_group", None))
-        channels = len(self.mean)
-        pools = [Pool(part[0].item(), part[1 : 1 + channels], part[1 + channels :]) for part in parts]
-        return functools.reduce(Pool.merged, pools)
-
-    @property
-    def unbiased_variance(self) -> Tensor:
-        return self.deviations / (self.count - 1)
-
-
-@torch.no_grad()
-def move_running_statistics(layer: _BatchNorm, mean: Tensor, unbiased_variance: Tensor) -> None:
-    """One move of a layer's running statistics, as one forward pass over a batch of these statistics makes it."""
-    if not layer.track_running_stats or layer.running_mean is None or layer.running_var is None:
-        return
-    factor: float | Tensor = 0.0 if layer.momentum is None else layer.momentum
-    if layer.num_batches_tracked is not None:
-        layer.num_batches_tracked.add_(1)
-        if layer.momentum is None:  # the cumulative mean; as a tensor, which waits for no device
-            factor = 1.0 / layer.num_batches_tracked.to(mean.dtype)
-    # `.data`, because PyTorch's own kernels don't count these moves as in-place edits of what a graph has saved either.
-    for running, new in ((layer.running_mean, mean), (layer.running_var, unbiased_variance)):
-        running.data.copy_((1 - factor) * running.data + factor * new.to(running.dtype))
-
-
-class PooledStatistics:
-    """Running statistics that move once per window, with the pooled mean and variance of its micro-batches.
-
-        mean = sum_i n_i mean_i / N        variance = sum_i ((n_i - 1) var_i + n_i (mean_i - mean)^2) / (N - 1)
-
-    n_i counts what a channel's statistics are over (rows times positions), and N is their sum. A layer that is called
-    several times per micro-batch moves once per call, as it would on the large batch.
-
-    Args:
-        module: Whose BatchNorm layers are meant.
-
-    Example:
-        >>> layer, x = nn.BatchNorm1d(3), torch.randn(12, 3)
-        >>> pooled = PooledStatistics(layer)
-        >>> with pooled.window():
-        ...     for rows in x.split(4):
-        ...         with pooled.micro_batch():
-        ...             y = layer(rows)
-        ...         pooled.commit()
-        >>> torch.allclose(layer.running_var, 0.9 + 0.1 * x.var(dim=0)), layer.num_batches_tracked.item()
-        (True, 1)
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.pools: dict[_BatchNorm, list[Pool]] = {}
-        self.micro: dict[_BatchNorm, list[Pool]] = {}
-        self.collecting = False
-        self.borrowed: dict[_BatchNorm, tuple[Any, ...]] = {}
-
-    @contextlib.contextmanager
-    def window(self) -> Iterator[None]:
-        """Around a window's forward and backward passes; the statistics move at its end, if nothing was raised.
-
-        Passes inside it that are in no `micro_batch()`, such as recomputations, leave the statistics alone.
-        """
-        layers = [layer for _, layer in batch_norms(self.module) if layer.running_mean is not None]
-        handles: list[Any] = []
-        self.pools, self.micro = {}, {}
-        try:
-            for layer in layers:
-                handles.append(layer.register_forward_pre_hook(self._lend))
-                handles.append(layer.register_forward_hook(self._collect, always_call=True))
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-        for layer, pools in self.pools.items():
-            for pool in pools:
-                move_running_statistics(layer, pool.mean, pool.unbiased_variance)
-        self.pools = {}
-
-    @contextlib.contextmanager
-    def micro_batch(self) -> Iterator[None]:
-        """Around a micro-batch's forward pass, which counts once `commit` says so."""
-        self.micro, self.collecting = {}, True
-        try:
-            yield
-        finally:
-            self.collecting = False
-
-    def commit(self) -> None:
-        """The last micro-batch is in: it won't be repeated in smaller ones for want of memory."""
-        for layer, pools in self.micro.items():
-            known = self.pools.setdefault(layer, [])
-            for index, pool in enumerate(pools):
-                if index < len(known):
-                    known[index] = known[index].merged(pool)
-                else:
-                    known.append(pool)
-        self.micro = {}
-
-    def _lend(self, layer: _BatchNorm, args: tuple[Any, ...]) -> None:
-        """Before a forward pass: buffers to write into that, with momentum 1, end up as the batch's statistics."""
-        if not layer.training:
-            return
-        assert layer.running_mean is not None
-        assert layer.running_var is not None
-        self.borrowed[layer] = (layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum)
-        layer.momentum = 1.0
-        layer._buffers["running_mean"] = torch.zeros_like(layer.running_mean)
-        layer._buffers["running_var"] = torch.zeros_like(layer.running_var)
-        if layer.num_batches_tracked is not None:
-            layer._buffers["num_batches_tracked"] = torch.zeros_like(layer.num_batches_tracked)
-
-    def _collect(self, layer: _BatchNorm, args: tuple[Any, ...], output: Any) -> None:
-        if layer not in self.borrowed:
-            return
-        mean, variance = layer._buffers["running_mean"], layer._buffers["running_var"]
-        *buffers, layer.momentum = self.borrowed.pop(layer)
-        for name, buffer in zip(("running_mean", "running_var", "num_batches_tracked"), buffers, strict=True):
-            layer._buffers[name] = buffer
-        if self.collecting and output is not None and args:
-            assert mean is not None
-            assert variance is not None
-            count = args[0].numel() // args[0].shape[1]
-            count *= ranks_of(layer)
-            self.micro.setdefault(layer, []).append(Pool(count, mean, variance * (count - 1)))
-
-
-def ranks_of(layer: nn.Module | None) -> int:
-    """How many ranks' rows a layer normalises over: those of its group, if it is a SyncBatchNorm."""
-    if not isinstance(layer, nn.SyncBatchNorm):
-        return 1
-    group = torch.distributed
-    return group.get_world_size(layer.process_group) if group.is_available() and group.is_initialized() else 1
-
-
-def summed_over_ranks(layer: nn.Module | None, *tensors: Tensor) -> list[Tensor]:
-    """Sums over the ranks that a SyncBatchNorm spans; for other layers the tensors themselves."""
-    if ranks_of(layer) == 1:
-        return list(tensors)
-    joined = torch.cat(tensors)
-    torch.distributed.all_reduce(joined, group=getattr(layer, "process_group", None))
-    return list(joined.split([len(tensor) for tensor in tensors]))
-
-
-_NOTHING = contextlib.nullcontext()
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 class BatchNormPolicy:
@@ -341,7 +82,7 @@ class BatchNormPolicy:
         self.idle = not self.pooled and (self.choice != "warn" or self.warned or self._has_layers is False)
         if self.choice == "frozen":
             return frozen(self.module)
-        return self._pooling() if self.pooled else _NOTHING
+        return self._pooling() if self.pooled else _NO_CONTEXT
 
     @contextlib.contextmanager
     def _pooling(self) -> Iterator[None]:
@@ -359,7 +100,7 @@ class BatchNormPolicy:
             if self._has_layers is None:
                 self._has_layers = any(isinstance(layer, _BatchNorm) for layer in self.module.modules())
             self.warned = self._has_layers and warn_of_batch_norm(self.module, self.remedy)
-        return _NOTHING if self.statistics is None else self.statistics.micro_batch()
+        return _NO_CONTEXT if self.statistics is None else self.statistics.micro_batch()
 
     def commit(self) -> None:
         """The last micro-batch is in."""
@@ -368,4 +109,7 @@ class BatchNormPolicy:
 
     def recomputation(self) -> contextlib.AbstractContextManager[Any]:
         """Around a forward pass that repeats one made before, outside the window."""
-        return frozen(self.module) if self.choice == "frozen" else _NOTHING
+        return frozen(self.module) if self.choice == "frozen" else _NO_CONTEXT
+
+
+BatchNormPolicy.__module__ = "gradaccum.torch.batch_norm"  # where pickles look for it, wherever it lives

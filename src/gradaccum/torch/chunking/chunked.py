@@ -15,29 +15,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from gradaccum.on_torch.batch import BatchDims, leaves, number_of_rows, take
+from gradaccum.on_torch.batch import BatchDims, number_of_rows, take
 from gradaccum.schedule import checked_count
 from gradaccum.sizes import even_sizes
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms, frozen, ranks_of
 from gradaccum.torch.chunking.exact_batch_norm import ExactCall
-from gradaccum.torch.chunking.row_independence import verify_per_row
-from gradaccum.torch.chunking.two_passes import Call, Inputs
+from gradaccum.torch.chunking.row_independence import verify_row_independence
+from gradaccum.torch.chunking.trees import Inputs, tensors_of
+from gradaccum.torch.chunking.two_passes import Call
 
 __all__ = ["Chunked", "chunked"]
 
 
-def chunked(
-    module: nn.Module,
-    micro_batch_size: int,
-    *,
-    keep: int = 0,
-    batch_dims: BatchDims = 0,
-    out_dims: BatchDims | None = None,
-    batch_norm: BatchNormChoice = "warn",
-    offload: bool = False,
-) -> Chunked:
+class Chunked(nn.Module):
     """A module with the same outputs and gradients that keeps the activations of one micro-batch at a time.
 
     The large batch goes forward in micro-batches of which nothing but the outputs is kept; backward runs each of them
@@ -45,9 +37,11 @@ def chunked(
 
         dL/dp = sum_i (dL/d out_i) (d out_i/dp)        over micro-batches i, with dL/d out from the whole batch's loss
 
+    Its parameters, attributes and `state_dict` keys are those of `module`.
+
     Args:
         module: Its outputs must have a row for every row of its inputs, and a row's output must depend on that row
-            only; `Chunked.verify` checks that.
+            only; `verify` checks that.
         micro_batch_size: Rows whose activations fit, at most.
         keep: Micro-batches that keep their activations and are not recomputed.
         batch_dims: Like `torch.vmap`'s `in_dims`, over the positional arguments, or a dict by argument name: the
@@ -57,9 +51,6 @@ def chunked(
             pass, `"micro"` once per micro-batch, `"frozen"` never; `"exact"` normalises with the large batch's
             statistics.
         offload: With `batch_norm="exact"`: keep what crosses the BatchNorm layers in host memory.
-
-    Returns:
-        A module whose parameters, attributes and `state_dict` keys are those of `module`.
 
     Raises:
         TypeError, ValueError: An argument is none of what it must be.
@@ -72,47 +63,35 @@ def chunked(
         >>> list(small.state_dict())
         ['0.weight', '0.bias', '2.weight', '2.bias']
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"`module` must be a torch.nn.Module, so that its parameters are known. "
-            f"Received: {module!r} of type {type(module).__name__}."
-        )
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            "`module` is a DistributedDataParallel, which expects one forward pass per backward pass. Chunk what "
-            "it wraps: DistributedDataParallel(chunked(encoder, ...))."
-        )
-    if batch_norm == "exact" and keep:
-        raise ValueError(
-            f'batch_norm="exact" recomputes every micro-batch. Received: keep={keep!r} with it; leave it at 0.'
-        )
-    policy = BatchNormPolicy(
-        batch_norm,
-        module,
-        moved_once=True,
-        remedy='Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.',
-    )
-    if out_dims is None:
-        out_dims = batch_dims if isinstance(batch_dims, int) else 0
-    size, kept = checked_count(micro_batch_size, "micro_batch_size"), checked_count(keep, "keep", least=0)
-    return Chunked(module, policy, size, kept, batch_dims, out_dims, offload)
-
-
-class Chunked(nn.Module):
-    """What `chunked` makes."""
 
     module: nn.Module
 
     def __init__(
         self,
         module: nn.Module,
-        policy: BatchNormPolicy,
         micro_batch_size: int,
-        keep: int,
-        batch_dims: BatchDims,
-        out_dims: BatchDims,
-        offload: bool,
+        *,
+        keep: int = 0,
+        batch_dims: BatchDims = 0,
+        out_dims: BatchDims | None = None,
+        batch_norm: BatchNormChoice = "warn",
+        offload: bool = False,
     ) -> None:
+        policy = BatchNormPolicy(
+            batch_norm,
+            _checked(module),
+            moved_once=True,
+            remedy='Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.',
+        )
+        if batch_norm == "exact" and keep:
+            raise ValueError(
+                f'batch_norm="exact" recomputes every micro-batch. Received: keep={keep!r} with it; leave it at 0.'
+            )
+        if offload and batch_norm != "exact":
+            raise ValueError(
+                '`offload` keeps what crosses BatchNorm layers in host memory, which batch_norm="exact" alone does. '
+                f"Received: offload={offload!r}, batch_norm={batch_norm!r}."
+            )
         training = module.training
         super().__init__()
         self.__dict__["module"] = module  # not as a submodule, which would prefix every key
@@ -120,8 +99,10 @@ class Chunked(nn.Module):
             self.__dict__[shared] = module.__dict__[shared]
         self.training = training
         self.policy = policy
-        self.micro_batch_size, self.keep, self.offload = micro_batch_size, keep, offload
-        self.batch_dims, self.out_dims = batch_dims, out_dims
+        self.micro_batch_size = checked_count(micro_batch_size, "micro_batch_size")
+        self.keep, self.offload = checked_count(keep, "keep", least=0), offload
+        self.batch_dims = batch_dims
+        self.out_dims = out_dims if out_dims is not None else batch_dims if isinstance(batch_dims, int) else 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the two passes are no graph; compile the module inside instead
@@ -141,14 +122,12 @@ class Chunked(nn.Module):
                 return self.module(*args, **kwargs)
         kind = functools.partial(ExactCall, offload=self.offload) if is_exact else Call
         call = kind(self.module, self.policy, inputs, dims, self.out_dims, sizes)
-        tensors = [leaf for _, leaf in leaves(inputs) if isinstance(leaf, Tensor)]
-        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in call.state.parameters):
             raise ValueError("`module` has lazy parameters without a shape yet: call it on a few rows first.")
-        differentiated = torch.is_grad_enabled() and bool(parameters or any(tensor.requires_grad for tensor in tensors))
-        kept = min(self.keep, len(sizes)) if differentiated else 0
+        tensors = tensors_of(inputs)
+        differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (*call.state.parameters, *tensors))
         with self.policy.window():
-            return call.run(len(sizes) - kept, parameters if differentiated else None, tensors)
+            return call.run(tensors, self.keep, differentiated=differentiated)
 
     def verify(self, *args: Any, **kwargs: Any) -> None:
         """Check on these inputs' first rows that the module is per row, by comparing two chunkings of them.
@@ -164,7 +143,7 @@ class Chunked(nn.Module):
         rows = min(number_of_rows(inputs, dims), max(self.micro_batch_size, 2))
         per_row = frozen(self.module) if self.policy.choice in ("exact", "frozen") else contextlib.nullcontext()
         with per_row:
-            verify_per_row(self.module, lambda part: take(inputs, part, dims), rows, self.out_dims)
+            verify_row_independence(self.module, lambda part: take(inputs, part, dims), rows, self.out_dims)
 
     def _dims_of(self, inputs: Inputs) -> BatchDims:
         """`batch_dims` as a prefix of `Inputs`."""
@@ -225,6 +204,24 @@ class Chunked(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{type(self.module).__name__}, micro_batch_size={self.micro_batch_size}"
+
+
+Chunked.__module__ = "gradaccum.torch.chunked"  # where pickles look for it, wherever it lives
+chunked = Chunked
+
+
+def _checked(module: Any) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"`module` must be a torch.nn.Module, so that its parameters are known. "
+            f"Received: {module!r} of type {type(module).__name__}."
+        )
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "`module` is a DistributedDataParallel, which expects one forward pass per backward pass. Chunk what "
+            "it wraps: DistributedDataParallel(chunked(encoder, ...))."
+        )
+    return module
 
 
 def _check_not_sharded_inside(module: nn.Module) -> None:

@@ -22,24 +22,17 @@ from torch import Tensor, fx, nn
 from gradaccum.on_torch.backward import run_backward
 from gradaccum.on_torch.batch import concatenate, leaves
 from gradaccum.torch.batch_norm import BatchNormPolicy, Pool, move_running_statistics, summed_over_ranks
-from gradaccum.torch.chunking.recompute import Buffers, Surroundings, swapped
-from gradaccum.torch.chunking.segments import Boundary, Cut, Segment, cut
-from gradaccum.torch.chunking.two_passes import (
-    Call,
-    Inputs,
-    Leaves,
-    handed_out,
-    tensors_of,
-    with_gradients,
-    with_tensors,
-    without_tensors,
-)
+from gradaccum.torch.chunking.gradients import GradientSums, backward_roots
+from gradaccum.torch.chunking.recompute import Buffers, Conditions
+from gradaccum.torch.chunking.segments import Boundary, Segment, SegmentedModel, segmented
+from gradaccum.torch.chunking.trees import Inputs, tensors_of, with_tensors, without_tensors
+from gradaccum.torch.chunking.two_passes import Call
 
 __all__ = ["ExactCall"]
 
 
 @dataclasses.dataclass
-class Kept:
+class Stored:
     """A value of one micro-batch that crosses a BatchNorm layer, on its device or in host memory."""
 
     skeleton: Any
@@ -47,7 +40,7 @@ class Kept:
     devices: list[torch.device]
 
     @classmethod
-    def of(cls, value: Any, offload: bool) -> Kept:
+    def of(cls, value: Any, offload: bool) -> Stored:
         tensors = [tensor.detach() for tensor in tensors_of(value)]
         devices = [tensor.device for tensor in tensors]
         return cls(without_tensors(value), [_in_host_memory(t) for t in tensors] if offload else tensors, devices)
@@ -109,83 +102,114 @@ class ExactCall(Call):
             if hasattr(leaf, "shape") and not isinstance(leaf, Tensor):
                 raise ValueError(f'batch_norm="exact" takes tensors. Received: {path.removeprefix(".")} = {leaf!r}.')
         self.offload = offload
-        self.cut: Cut = cut(module, self.skeleton, len(self.paths), with_tensors)
+        self.segmented: SegmentedModel = segmented(module, self.skeleton, len(self.paths), with_tensors)
         self.normalisations: dict[fx.Node, Normalisation] = {}
-        self.kept: dict[fx.Node, list[Kept]] = {}
+        self.stored: dict[fx.Node, list[Stored]] = {}
         self.segment_buffers: list[Buffers] = []
 
-    def run(self, recomputed: int, parameters: Sequence[Tensor] | None, tensors: Sequence[Tensor]) -> Any:
-        if parameters is None:
-            return self.outputs(tensors)
-        self.parameter_ids = [id(parameter) for parameter in parameters]
-        flat = ExactTwoPasses.apply(self, *parameters, *tensors)
-        return with_tensors(self.output_skeleton, flat)
+    def run(self, tensors: Sequence[Tensor], keep: int, *, differentiated: bool) -> Any:
+        every = range(len(self.slices))
+        return self.in_two_passes(every, tensors) if differentiated else self._outputs(tensors, store=False)
 
-    def outputs(self, tensors: Sequence[Tensor], keep: bool = False) -> Any:
-        """The outputs of all micro-batches; `keep` what crosses the BatchNorm layers, or drop it after its last use."""
+    def first_passes(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> Any:
+        return self._outputs(tensors, store=True)
+
+    def stored_tensors(self) -> list[Tensor]:
+        every = [stored for of_node in self.stored.values() for stored in of_node]
+        tensors = [tensor for stored in every for tensor in stored.tensors]
+        for stored in every:  # autograd has them from here on, and frees them as soon as backward is through
+            stored.tensors = []
+        return tensors
+
+    def second_passes(
+        self,
+        indices: Sequence[int],
+        tensors: Sequence[Tensor],
+        stored: Sequence[Tensor],
+        needed: Sequence[bool],
+        grads: Sequence[Tensor | None],
+    ) -> list[Tensor | None]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                'batch_norm="exact" has first derivatives only: create_graph=True needs the large batch\'s graph.'
+            )
+        values = iter(stored)
+        by_node = {
+            node: [dataclasses.replace(one, tensors=[next(values) for _ in one.devices]) for one in of_node]
+            for node, of_node in self.stored.items()
+        }
+        return Backward(self, tensors, needed, by_node).run(grads)
+
+    def _outputs(self, tensors: Sequence[Tensor], *, store: bool) -> Any:
+        """The outputs of all micro-batches; `store` what crosses BatchNorm layers, or drop it after its last use."""
         outputs: list[Any] = []
-        for number, segment in enumerate(self.cut.segments):
-            buffers = Buffers(nn.ModuleList(segment.modules))
+        for number, segment in enumerate(self.segmented.segments):
+            modules = [submodule for module in segment.modules for submodule in module.modules()]
+            held = {id(submodule._buffers) for submodule in modules}
+            buffers = Buffers([place for place in self.state.buffers if id(place[0]) in held])
             self.segment_buffers.append(buffers)
-            made: dict[fx.Node, list[Kept]] = {node: [] for node in segment.stores}
+            made: dict[fx.Node, list[Stored]] = {node: [] for node in segment.stores}
             source = None if segment.boundary is None else segment.boundary.source
             pool = self._pooled_before(source)
-            here = Surroundings(self.devices)
-            for index, rows in enumerate(self.slices):
+            here = Conditions(self.generators(), self.devices)
+            for index, rows in enumerate(self.sizes):
                 values = self._values(segment, tensors, index)
                 loaded = [
-                    (node, kept) for node in segment.loads if node in self.kept for kept in [self.kept[node][index]]
+                    (node, stored)
+                    for node in segment.loads
+                    if node in self.stored
+                    for stored in [self.stored[node][index]]
                 ]
-                versions = [[tensor._version for tensor in kept.tensors] for _, kept in loaded]
-                with buffers.lent(rows.stop - rows.start):
-                    self.cut.run(segment, values)
-                self.surroundings[number, index], here = here, here.leave()
-                for (node, kept), before in zip(loaded, versions, strict=True):
-                    if [tensor._version for tensor in kept.tensors] != before:
+                versions = [[tensor._version for tensor in stored.tensors] for _, stored in loaded]
+                with buffers.lent(rows):
+                    self.segmented.run(segment, values)
+                self.conditions[number, index], here = here, here.advance()
+                for (node, stored), before in zip(loaded, versions, strict=True):
+                    if [tensor._version for tensor in stored.tensors] != before:
                         raise ValueError(
                             f"A value is edited in place across a BatchNorm layer: what was made in {_line(node)} is "
                             'changed after a later layer, so batch_norm="exact" can\'t cut the model there. Edit a '
                             "clone of it."
                         )
                 for node in segment.stores:
-                    made[node].append(Kept.of(values[node], self.offload))
+                    made[node].append(Stored.of(values[node], self.offload))
                     if node is source:
                         pool = Pool.of(values[node]).onto(pool)
                 if segment.boundary is None:
-                    outputs.append(self.cut.returned(values))
+                    outputs.append(self.segmented.returned(values))
                     self._check_rows(outputs[-1], index)
                 del values
             buffers.move()
-            self.kept.update(made)
+            self.stored.update(made)
             if segment.boundary is not None:
                 assert pool is not None
                 self._normalise(segment.boundary, pool)
-            if not keep:
-                for node in set(self.kept) - self.cut.read_after(number):
-                    del self.kept[node]
+            if not store:
+                for node in set(self.stored) - self.segmented.read_after(number):
+                    del self.stored[node]
         return concatenate(outputs, self.out_dims)
 
     def _values(self, segment: Segment, tensors: Sequence[Tensor], index: int) -> dict[fx.Node, Any]:
         """What a segment loads of a micro-batch, without gradients."""
-        sliced = dict(zip(self.cut.inputs, self.pieces(tensors, index), strict=True))
+        sliced = dict(zip(self.segmented.inputs, self.pieces(tensors, index), strict=True))
         values: dict[fx.Node, Any] = {}
         for node in segment.loads:
             if node in sliced:
                 values[node] = sliced[node]
             elif node in self.normalisations:
                 normalised = self.normalisations[node]
-                (x,) = self.kept[normalised.boundary.source][index].fetched()
+                (x,) = self.stored[normalised.boundary.source][index].fetched()
                 values[node] = normalised(x, normalised.boundary.weight, normalised.boundary.bias)
             else:
-                kept = self.kept[node][index]
-                values[node] = with_tensors(kept.skeleton, kept.fetched())
+                stored = self.stored[node][index]
+                values[node] = with_tensors(stored.skeleton, stored.fetched())
         return values
 
     def _pooled_before(self, source: fx.Node | None) -> Pool | None:
         """The statistics of what an earlier segment has made for the next layer, if so."""
         pool: Pool | None = None
-        for kept in self.kept.get(source, []) if source is not None else []:
-            pool = Pool.of(*kept.fetched()).onto(pool)
+        for stored in self.stored.get(source, []) if source is not None else []:
+            pool = Pool.of(*stored.fetched()).onto(pool)
         return pool
 
     def _normalise(self, boundary: Boundary, pool: Pool) -> None:
@@ -213,40 +237,6 @@ def _line(node: fx.Node) -> str:
     return node.meta.get("line") or f"node {node.name}"
 
 
-class ExactTwoPasses(torch.autograd.Function):
-    """All segments forward, and all segments back."""
-
-    @staticmethod
-    def forward(ctx: Any, call: ExactCall, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        outputs = call.outputs(tensors[len(call.parameter_ids) :], keep=True)
-        # Autograd frees what it saves as soon as backward is through.
-        every = [kept for of_node in call.kept.values() for kept in of_node]
-        ctx.save_for_backward(*tensors, *(tensor for kept in every for tensor in kept.tensors))
-        for kept in every:
-            kept.tensors = []
-        return handed_out(ctx, call, outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        call: ExactCall = ctx.call
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                'batch_norm="exact" has first derivatives only: create_graph=True needs the large batch\'s graph.'
-            )
-        needed = ctx.needs_input_grad[1:]
-        saved = iter(ctx.saved_tensors)
-        tensors = [next(saved) for _ in needed]
-        kept = {
-            node: [dataclasses.replace(one, tensors=[next(saved) for _ in one.devices]) for one in of_node]
-            for node, of_node in call.kept.items()
-        }
-        if all(grad is None for grad in grads):
-            return (None,) * (1 + len(tensors))
-        return (None, *Backward(call, tensors, needed, kept).run(grads))
-
-
 class Backward:
     """The second pass: segments in reverse, micro-batches within them."""
 
@@ -255,10 +245,10 @@ class Backward:
         call: ExactCall,
         tensors: Sequence[Tensor],
         needed: Sequence[bool],
-        kept: dict[fx.Node, list[Kept]],
+        stored: dict[fx.Node, list[Stored]],
     ) -> None:
-        self.call, self.kept = call, kept
-        self.sums = Leaves(call, tensors, needed)
+        self.call, self.stored = call, stored
+        self.sums = GradientSums(call.trained, call.dims, tensors, needed)
         self.gradients: dict[fx.Node, list[list[Tensor | None]]] = {}
         """Of each value that crosses a BatchNorm layer: of each micro-batch, of each of its tensors."""
         self.affine = {node: self._affine(normalised) for node, normalised in call.normalisations.items()}
@@ -272,8 +262,8 @@ class Backward:
 
     def run(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the parameters and inputs, given those of the outputs."""
-        segments, pieces = self.call.cut.segments, self.call.cut_gradients(grads, len(self.call.sizes))
-        with swapped(self.call.module, self.sums.parameters), self.call.random_kept():
+        segments, pieces = self.call.segmented.segments, self.call.split_gradients(grads, len(self.call.sizes))
+        with self.call.recomputation(self.sums.parameters):
             for number in reversed(range(len(segments))):
                 for index in range(len(self.call.slices)):
                     self._segment(number, index, pieces[index])
@@ -284,8 +274,8 @@ class Backward:
         return self.sums.gradients()
 
     def _segment(self, number: int, index: int, grads: Sequence[Tensor | None]) -> None:
-        call, segment = self.call, self.call.cut.segments[number]
-        inputs = self.sums.of(call.pieces(self.sums.inputs, index))
+        call, segment = self.call, self.call.segmented.segments[number]
+        inputs = self.sums.leaves_of(call.pieces(self.sums.inputs, index))
         values: dict[fx.Node, Any] = {}
         leaves_of: list[tuple[fx.Node, list[Tensor]]] = []
         with torch.enable_grad():
@@ -293,34 +283,36 @@ class Backward:
                 if node in call.normalisations:
                     normalised = call.normalisations[node]
                     source = normalised.boundary.source
-                    x = [tensor.detach().requires_grad_() for tensor in self.kept[source][index].fetched()]
+                    x = [tensor.detach().requires_grad_() for tensor in self.stored[source][index].fetched()]
                     values[node] = normalised(x[0], *self.affine[node])
                     leaves_of.append((source, x))
-                elif node in self.kept:
-                    kept = self.kept[node][index]
-                    copies = [tensor.detach() for tensor in kept.fetched()]
+                elif node in self.stored:
+                    stored = self.stored[node][index]
+                    copies = [tensor.detach() for tensor in stored.fetched()]
                     made = [t.requires_grad_(t.is_floating_point() or t.is_complex()) for t in copies]
-                    values[node] = with_tensors(kept.skeleton, made)
+                    values[node] = with_tensors(stored.skeleton, made)
                     leaves_of.append((node, made))
-            values.update(zip(call.cut.inputs, inputs, strict=True))
-            with call.surroundings[number, index].again(), call.segment_buffers[number].lent():
-                call.cut.run(segment, values)
-            reached: list[Tensor] = []
+            values.update(zip(call.segmented.inputs, inputs, strict=True))
+            with call.conditions[number, index].restored(), call.segment_buffers[number].lent():
+                call.segmented.run(segment, values)
+            roots: list[Tensor] = []
             given: list[Tensor] = []
             if segment.boundary is None:
-                reached, given = with_gradients(call.cut.returned(values), grads)
+                roots, given = backward_roots(call.segmented.returned(values), grads)
             for node in segment.stores:
                 if node in self.gradients:
                     for tensor, gradient in zip(tensors_of(values[node]), self.gradients[node][index], strict=True):
                         if gradient is not None and tensor.requires_grad:
-                            reached.append(tensor)
+                            roots.append(tensor)
                             given.append(gradient)
                     self.gradients[node][index] = []
         del values
-        if reached:
-            run_backward(reached, given)
+        if roots:
+            run_backward(roots, given)
         for node, tensors in leaves_of:
-            so_far = self.gradients.setdefault(node, [[None] * len(k.devices) for k in self.kept[node]])[index]
+            so_far = self.gradients.setdefault(node, [[None] * len(stored.devices) for stored in self.stored[node]])[
+                index
+            ]
             for place, tensor in enumerate(tensors):
                 if tensor.grad is not None:
                     known = so_far[place]
@@ -334,8 +326,8 @@ class Backward:
         if weight.grad is None or bias.grad is None:
             return
         rest = self.call.normalisations[boundary.node].through_statistics(weight.detach(), weight.grad, bias.grad)
-        for kept, gradients in zip(self.kept[boundary.source], self.gradients[boundary.source], strict=True):
-            (subtracted,) = (rest(x) for x in kept.fetched())
+        for stored, gradients in zip(self.stored[boundary.source], self.gradients[boundary.source], strict=True):
+            (subtracted,) = (rest(x) for x in stored.fetched())
             gradients[0] = -subtracted if gradients[0] is None else gradients[0].sub_(subtracted)
         for parameter, leaf in ((boundary.weight, weight), (boundary.bias, bias)):
             own = None if parameter is None else self.sums.parameters.get(id(parameter))

@@ -1,23 +1,28 @@
 """What a forward pass depends on besides its inputs, kept so that it can be run again exactly.
 
-Random numbers (PyTorch's on every device concerned, Python's, NumPy's), autocast, and the buffers the module moves.
+What its module holds, the random numbers (PyTorch's on every device concerned, Python's, NumPy's, and those of the
+module's own generators), autocast, and the buffers that the module moves.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradaccum.on_torch.random_state import RandomState, all_generators, kept
+from gradaccum.on_torch.random_state import RandomState, is_generator
 
-__all__ = ["Buffers", "Surroundings", "accelerators", "stand_ins", "swapped"]
+__all__ = ["Buffers", "Conditions", "ModuleState", "accelerators"]
 
 
-_NOTHING = contextlib.nullcontext()
+_NO_CONTEXT = contextlib.nullcontext()
+_PLAIN = {dict, OrderedDict, set, list, tuple, str, bool, int, float, type(None)}
+"""Types of most attributes of a module, which need no second look."""
 
 
 def accelerators(tensors: Iterable[Any]) -> list[torch.device]:
@@ -31,24 +36,118 @@ def accelerators(tensors: Iterable[Any]) -> list[torch.device]:
     return sorted((device for device in found if device.type not in ("cpu", "meta")), key=str)
 
 
-class Surroundings:
-    """The random state and the autocast settings of this moment.
+class ModuleState:
+    """What a module holds at this moment: parameters, buffers, submodules, hooks, and attributes such as `training`.
+
+    Attributes are remembered as they are assigned; what is edited inside one of them, say a list, is not noticed.
 
     Args:
-        devices: Accelerators whose random state counts; the CPU's, Python's and NumPy's always do.
+        module: The module, submodules included.
 
     Example:
-        >>> here = Surroundings([])
+        >>> layer = nn.Dropout(0.5)
+        >>> state = ModuleState(layer)
+        >>> _ = layer.eval()
+        >>> with state.restored():
+        ...     layer.training
+        True
+        >>> layer.training
+        False
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.buffers: list[tuple[dict[str, Any], str, Tensor]] = []
+        self.generators: list[Any] = []
+        """Random number generators that are attributes."""
+        self._held: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._held_parameters: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        parameters: dict[int, Tensor] = {}
+        submodules = list(module.modules())
+        seen = set(map(id, submodules))
+        for submodule in submodules:
+            attributes = vars(submodule)
+            then = dict(attributes)
+            for name, value in attributes.items():
+                if type(value) in _PLAIN:
+                    continue
+                if isinstance(value, nn.Module):  # one that torch isn't told of, such as the inside of a Chunked
+                    if id(value) not in seen:
+                        seen.add(id(value))
+                        submodules.append(value)
+                elif isinstance(value, Tensor) and value.grad_fn is not None:
+                    del then[name]  # made by an earlier call, whose graph would live as long as this one's
+                elif is_generator(value):
+                    self.generators.append(value)
+            self._held.append((attributes, then))
+            own = attributes["_parameters"]
+            if own:
+                self._held_parameters.append((own, dict(own)))
+                parameters.update({id(p): p for p in own.values() if p is not None})
+            for name, buffer in attributes["_buffers"].items():
+                if buffer is not None:
+                    self.buffers.append((attributes["_buffers"], name, buffer))
+            for kind in ("_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks"):
+                self._held.append((attributes[kind], dict(attributes[kind])))
+        self.parameters = list(parameters.values())
+        """Each once. What `torch.func.functional_call` puts in their place counts."""
+        self._frozen = [(p, None if p.is_inference() else p._version) for p in self.parameters if not p.requires_grad]
+
+    @contextlib.contextmanager
+    def restored(self, replacements: Mapping[int, Tensor] | None = None) -> Iterator[None]:
+        """The module holds inside what it held then; afterwards, what it holds now.
+
+        Args:
+            replacements: Other tensors in place of some parameters, by `id` of the parameter.
+        """
+        replacements = dict(replacements or {})
+        for parameter, version in self._frozen:
+            if version is not None and parameter._version != version:
+                raise RuntimeError(
+                    f"A frozen parameter of shape {tuple(parameter.shape)} of a chunked module was edited in place "
+                    "between forward and backward, which runs the module again. Update it after backward."
+                )
+            if parameter.requires_grad:  # unfrozen since
+                replacements[id(parameter)] = parameter.detach()
+        found: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        try:
+            for holder, then in self._held:
+                if len(holder) != len(then) or not all(map(is_, holder.values(), then.values())):
+                    _replace(holder, then, found)
+            if replacements:
+                for holder, then in self._held_parameters:
+                    new = {name: replacements.get(id(p), p) for name, p in then.items()}
+                    _replace(holder, new, found)
+            yield
+        finally:
+            for holder, now in reversed(found):
+                holder.clear()
+                holder.update(now)
+
+
+def _replace(holder: dict[Any, Any], new: dict[Any, Any], found: list[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:
+    found.append((holder, dict(holder)))
+    holder.clear()
+    holder.update(new)
+
+
+class Conditions:
+    """The random state and the autocast settings that a forward pass starts from.
+
+    Args:
+        generators: Whose states count.
+        devices: Accelerators that the forward pass uses.
+
+    Example:
+        >>> here = Conditions(["cpu"])
         >>> drawn = torch.rand(3)
-        >>> with here.replayed():
+        >>> with here.restored():
         ...     again = torch.rand(3)
         >>> torch.equal(drawn, again)
         True
     """
 
-    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
-        devices = list(devices)
-        self.random = RandomState(all_generators(devices))
+    def __init__(self, generators: Iterable[Any], devices: Iterable[torch.device] = ()) -> None:
+        self.random = RandomState(generators)
         types = sorted({"cpu", *(device.type for device in devices)})
         self.autocast = [
             (type_, torch.is_autocast_enabled(type_), torch.get_autocast_dtype(type_))
@@ -57,100 +156,47 @@ class Surroundings:
         ]
         self.autocast_cache = torch.is_autocast_cache_enabled()
 
-    def leave(self, *, all_moved: bool = False) -> Surroundings:
-        """What is to be replayed has run once: keep the states of the generators that it has moved, only.
+    def advance(self, *, all_moved: bool = False) -> Conditions:
+        """The forward pass has run: keep the states of the generators that it has moved, only.
 
         Args:
             all_moved: It has moved all of them, or may have, without a look.
 
         Returns:
-            The surroundings of whatever runs next.
+            The conditions of the next forward pass.
         """
-        following = object.__new__(Surroundings)
+        following = object.__new__(Conditions)
         following.random, following.autocast = RandomState(self.random.states), self.autocast
         following.autocast_cache = self.autocast_cache
         if not all_moved:
             self.random = self.random.only(self.random.moved(following.random))
         return following
 
-    @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
-        """These surroundings inside; outside, everything as it was, as if nothing had been drawn."""
-        with kept(self.random.states), self.again():
-            yield
-
-    def again(self) -> contextlib.AbstractContextManager[Any]:
-        """The same, but for random numbers: from here on they are what they were here."""
+    def restored(self) -> contextlib.AbstractContextManager[Any]:
+        """Set the generators to these states, and enter these autocast settings."""
         self.random.put_back()
         casts = [cast for cast in self.autocast if cast[1] or torch.is_autocast_enabled(cast[0])]
         if not casts:
-            return _NOTHING
+            return _NO_CONTEXT
         stack = contextlib.ExitStack()
         for type_, enabled, dtype in casts:
             stack.enter_context(torch.autocast(type_, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache))
         return stack
 
 
-@contextlib.contextmanager
-def swapped(module: nn.Module, replacements: Mapping[int, Tensor]) -> Iterator[dict[int, Tensor]]:
-    """Other tensors in place of the module's parameters and buffers, wherever it holds them.
-
-    Args:
-        module: What to look through, submodules included.
-        replacements: New tensors, by `id` of the parameter or buffer they replace.
-
-    Yields:
-        A dict that, after the block, holds what the module had in those places at its end, by the same ids: another
-        tensor than the replacement where the module assigned one.
-    """
-    places: list[tuple[dict[str, Any], str, Tensor]] = []
-    left: dict[int, Tensor] = {}
-    try:
-        if replacements:
-            for submodule in module.modules():
-                holders: list[dict[str, Any]] = [submodule._parameters, submodule._buffers]
-                for held in holders:
-                    for name, tensor in held.items():
-                        if tensor is not None and id(tensor) in replacements:
-                            places.append((held, name, tensor))
-            for held, name, tensor in places:
-                held[name] = replacements[id(tensor)]
-        yield left
-    finally:
-        for held, name, tensor in places:
-            now = held.get(name)
-            left[id(tensor)] = tensor if now is None else now
-            held[name] = tensor
-
-
-def stand_ins(parameters: Iterable[Tensor]) -> dict[int, Tensor]:
-    """Leaves that share the parameters' values and have a `.grad` of their own, by `id` of the parameter.
-
-    What is summed in them reaches no hook of the parameters. Half-precision gradients are summed in float32.
-    """
-    made: dict[int, Tensor] = {}
-    for parameter in parameters:
-        leaf = nn.Parameter(parameter.detach())
-        leaf.__dict__.update(parameter.__dict__)
-        if leaf.dtype in (torch.bfloat16, torch.float16):
-            leaf.grad_dtype = torch.float32
-        made[id(parameter)] = leaf
-    return made
-
-
 class Buffers:
-    """A module's buffers: lent to one pass after the other as they were at first, and moved once.
+    """Buffers that every forward pass finds as they were at first, and that move once.
 
     They move to where the passes took them on average over rows. That is exact for what doesn't depend on the rows
     (counters, power iterations) and for moving averages of means over rows.
 
     Args:
-        module: Whose buffers are meant.
-        owned: Those, by id, that passes with rows move themselves.
+        places: Where each buffer is held: a dict, its key there, the buffer.
+        excluded: Those, by id, that first passes move themselves.
 
     Example:
         >>> layer = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
-        >>> buffers = Buffers(layer)
+        >>> buffers = Buffers(ModuleState(layer).buffers)
         >>> for rows in torch.randn(6, 2).split(3):
         ...     with buffers.lent(rows=3):
         ...         y = layer(rows)
@@ -158,28 +204,37 @@ class Buffers:
     """
 
     @torch.no_grad()
-    def __init__(self, module: nn.Module, owned: Collection[int] = ()) -> None:
-        self.module = module
-        self.originals = {id(buffer): buffer for buffer in module.buffers()}
+    def __init__(self, places: Sequence[tuple[dict[str, Any], str, Tensor]], excluded: Collection[int] = ()) -> None:
+        self.places = places
+        self.originals = {id(buffer): buffer for _, _, buffer in places}
         self.before = {key: buffer.detach().clone() for key, buffer in self.originals.items()}
-        self.owned = owned
+        self.excluded = excluded
         # PyTorch's normalisation kernels don't count their moves as in-place edits, so these are told by their names.
-        self.uncounted = {
-            id(buffer) for name, buffer in module.named_buffers() if name.rpartition(".")[2].startswith("running_")
-        }
+        self.uncounted = {id(buffer) for _, name, buffer in places if name.startswith("running_")}
         self.moved: dict[int, Tensor] = {}
         self.rows = 0
 
     def lent(self, rows: int | None = None) -> contextlib.AbstractContextManager[Any]:
-        """For one pass: a first pass over so many rows, or, without rows, a repetition that moves nothing."""
-        return self._lent(rows) if self.before else _NOTHING
+        """Around one pass: a first pass over so many rows, or, without rows, a repetition that moves nothing."""
+        return self._lent(rows) if self.before else _NO_CONTEXT
 
     @contextlib.contextmanager
     def _lent(self, rows: int | None) -> Iterator[None]:
-        copies = {key: buffer.clone() for key, buffer in self.before.items() if rows is None or key not in self.owned}
+        copies = {
+            key: buffer.clone() for key, buffer in self.before.items() if rows is None or key not in self.excluded
+        }
         versions = {key: copy._version for key, copy in copies.items() if not copy.is_inference()}
-        with swapped(self.module, copies) as left:
+        places = [(holder, name, buffer) for holder, name, buffer in self.places if id(buffer) in copies]
+        left: dict[int, Tensor] = {}
+        try:
+            for holder, name, buffer in places:
+                holder[name] = copies[id(buffer)]
             yield
+        finally:
+            for holder, name, buffer in places:
+                now = holder.get(name)
+                left[id(buffer)] = buffer if now is None else now
+                holder[name] = buffer
         if rows is not None:
             self._note(
                 rows, left, {key for key, value in left.items() if self._edited(value, copies[key], versions, key)}

@@ -1,4 +1,4 @@
-"""Whether a module is per row: whether a row's output depends on that row only."""
+"""Whether a module is row-independent: whether a row's output depends on that row only."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import BatchDims, concatenate, leaves
-from gradaccum.on_torch.random_state import RandomState, torch_generators
+from gradaccum.on_torch.random_state import RandomState, all_generators, kept, torch_generators
+from gradaccum.on_torch.transaction import as_found
 from gradaccum.sizes import even_sizes
-from gradaccum.torch.chunking.recompute import Surroundings, accelerators, swapped
+from gradaccum.torch.chunking.recompute import accelerators
 
-__all__ = ["verify_per_row"]
+__all__ = ["verify_row_independence"]
 
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4}
 _ALLOWED_IN_HALF = 5e-2
 
 
 @torch.no_grad()
-def verify_per_row(
+def verify_row_independence(
     module: nn.Module, micro_batch: Callable[[slice], tuple[tuple[Any, ...], dict[str, Any]]], rows: int, out: BatchDims
 ) -> None:
     """Compare the outputs of two chunkings of the same rows: all of them at once, and in two halves.
@@ -45,16 +46,15 @@ def verify_per_row(
         raise ValueError(f"Two rows at least are needed to compare two chunkings. Received: {rows}.")
     halves = even_sizes(rows, -(-rows // 2))
     devices = accelerators(module.parameters())
-    buffers = {id(buffer): buffer.clone() for buffer in module.buffers()}
     found = []
     for slices in ([slice(0, rows)], [slice(0, halves[0]), slice(halves[0], rows)]):
         outputs, inside = [], []
         for part in slices:
             args, kwargs = micro_batch(part)
-            with Surroundings(devices).replayed(), _without_dropout(module), _recorded(module) as record:
-                with swapped(module, {key: buffer.clone() for key, buffer in buffers.items()}):
-                    before = RandomState(torch_generators(devices))
-                    outputs.append(module(*args, **kwargs))
+            random_kept, buffers_kept = kept(all_generators(devices)), as_found(module.modules(), torch.device("cpu"))
+            with random_kept, buffers_kept, _without_dropout(module), _recorded(module) as record:
+                before = RandomState(torch_generators(devices))
+                outputs.append(module(*args, **kwargs))
                 if before.moved():
                     raise ValueError(
                         f"{type(module).__name__} draws random numbers besides those of its dropout layers, so two "

@@ -1,4 +1,4 @@
-"""A model, cut at its BatchNorm layers.
+"""A model in segments: cut at its BatchNorm layers.
 
     x -> [segment 0] -> BatchNorm -> [segment 1] -> BatchNorm -> ... -> [last segment] -> outputs
 
@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import gradaccum
 
-__all__ = ["Boundary", "Cut", "Segment", "cut"]
+__all__ = ["Boundary", "Segment", "SegmentedModel", "segmented"]
 
 
 @dataclasses.dataclass
@@ -58,7 +58,7 @@ class Segment:
 
 
 @dataclasses.dataclass
-class Cut:
+class SegmentedModel:
     """A model's segments, and how to run their nodes."""
 
     root: nn.Module
@@ -66,7 +66,7 @@ class Cut:
     segments: list[Segment]
     outputs: Any
     """The outputs, with nodes in place of values."""
-    surroundings: tuple[Any, ...]
+    modes: tuple[Any, ...]
     """Grad mode and autocast outside the model."""
 
     @property
@@ -78,7 +78,7 @@ class Cut:
         needed = {*segment.stores, *(_nodes(self.outputs) if segment.boundary is None else ())}
         last = {used: node for node in segment.nodes for used in node.all_input_nodes}
         for node in segment.nodes:
-            with _entered(node.meta["surroundings"], self.surroundings):
+            with _Modes(node.meta["modes"], self.modes):
                 values[node] = self._call(node, values)
             for used in node.all_input_nodes:
                 if last[used] is node and used not in needed:
@@ -111,7 +111,7 @@ class Cut:
         return node.target(*args, **kwargs)
 
 
-def cut(module: nn.Module, inputs: Any, count: int, with_tensors: Any) -> Cut:
+def segmented(module: nn.Module, inputs: Any, count: int, with_tensors: Any) -> SegmentedModel:
     """Cut a model at the BatchNorm layers that are in training mode.
 
     Args:
@@ -125,10 +125,10 @@ def cut(module: nn.Module, inputs: Any, count: int, with_tensors: Any) -> Cut:
     """
     root = _Root(module, inputs, with_tensors, count)
     tracer = _Tracer()
-    here = _surroundings()
+    here = _modes()
     try:
         with torch.enable_grad():
-            tracer.ambient = _surroundings()
+            tracer.ambient = _modes()
             graph = tracer.trace(root)
     except Exception as error:
         raise ValueError(
@@ -137,7 +137,9 @@ def cut(module: nn.Module, inputs: Any, count: int, with_tensors: Any) -> Cut:
             "of its own without BatchNorm in it, which is called as it is."
         ) from error
     outputs = next(node for node in graph.nodes if node.op == "output").args[0]
-    result = Cut(root, [n for n in graph.nodes if n.op == "placeholder"], [Segment()], outputs, tracer.ambient)
+    result = SegmentedModel(
+        root, [n for n in graph.nodes if n.op == "placeholder"], [Segment()], outputs, tracer.ambient
+    )
     assert here[1:] == tracer.ambient[1:]
     made: set[fx.Node] = set()
     for node in list(graph.nodes):
@@ -149,7 +151,7 @@ def cut(module: nn.Module, inputs: Any, count: int, with_tensors: Any) -> Cut:
             else:
                 if boundary.source not in made:
                     with graph.inserting_before(node):
-                        boundary.source = graph.call_function(_as_it_is, (boundary.source,))
+                        boundary.source = graph.call_function(_identity, (boundary.source,))
                     boundary.source.meta.update(node.meta)
                     result.segments[-1].nodes.append(boundary.source)
                     made.add(boundary.source)
@@ -159,7 +161,7 @@ def cut(module: nn.Module, inputs: Any, count: int, with_tensors: Any) -> Cut:
     return result
 
 
-def _find_crossings(result: Cut) -> None:
+def _find_crossings(result: SegmentedModel) -> None:
     made: dict[fx.Node, Segment | None] = dict.fromkeys([*result.inputs, *result.boundaries], None)
     for segment in result.segments:
         made.update(dict.fromkeys(segment.nodes, segment))
@@ -180,8 +182,8 @@ def _store(origin: Segment | None, node: fx.Node) -> None:
         origin.stores.append(node)
 
 
-def _as_it_is(value: Any) -> Any:
-    """For a BatchNorm that follows another one or the input at once: what it normalises is made in a segment."""
+def _identity(value: Any) -> Any:
+    """A node of a segment's own for a BatchNorm to normalise that directly follows another one, or the input."""
     return value
 
 
@@ -213,7 +215,7 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
-        node.meta["surroundings"] = _surroundings()
+        node.meta["modes"] = _modes()
         node.meta["line"] = _line_of(sys._getframe(1))
         return node
 
@@ -287,7 +289,7 @@ def _nodes(tree: Any) -> list[fx.Node]:
     return found
 
 
-def _surroundings() -> tuple[Any, ...]:
+def _modes() -> tuple[Any, ...]:
     """Grad mode, and autocast on each kind of device."""
     kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     return (
@@ -296,8 +298,8 @@ def _surroundings() -> tuple[Any, ...]:
     )
 
 
-class _entered:  # a context manager
-    """The grad mode and autocast that a node was recorded under, where they aren't those around the model."""
+class _Modes:
+    """A context of the grad mode and autocast that a node was recorded under, where they aren't those around it."""
 
     def __init__(self, recorded: tuple[Any, ...], ambient: tuple[Any, ...]) -> None:
         self.managers: list[Any] = []

@@ -1,0 +1,106 @@
+"""Which layers are BatchNorm, whose rows they normalise over, and how to hold them still."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import gradaccum
+
+__all__ = ["batch_norms", "frozen", "ranks_of", "summed_over_ranks", "warn_of_batch_norm"]
+
+
+def batch_norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
+    """The BatchNorm layers that would normalise with their batch's statistics, by path.
+
+    Those in eval mode that have running statistics are per row, and not among them.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        >>> [path for path, _ in batch_norms(model)], batch_norms(model.eval())
+        (['1'], [])
+    """
+    return [
+        (path, layer)
+        for path, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
+    ]
+
+
+def described(layers: list[tuple[str, _BatchNorm]], most: int = 8) -> str:
+    """Paths and kinds, for a message."""
+    named = ", ".join(f"{path or 'the module'!r} ({type(layer).__name__})" for path, layer in layers[:most])
+    return named if len(layers) <= most else f"{named} and {len(layers) - most} more"
+
+
+def warn_of_batch_norm(module: nn.Module, remedy: str) -> bool:
+    """Name the BatchNorm layers in a warning. Returns whether there were any.
+
+    Args:
+        module: What to look through.
+        remedy: What the user can do about it, a sentence.
+    """
+    layers = batch_norms(module)
+    if layers:
+        warnings.warn(
+            "BatchNorm normalises each micro-batch by itself, so the update is not the large batch's: "
+            f"{described(layers)}. {remedy}",
+            stacklevel=_level_of_the_user(),
+        )
+    return bool(layers)
+
+
+def _level_of_the_user() -> int:
+    """The `stacklevel`, for a caller of this function, of the first line that is neither ours nor PyTorch's."""
+    inside = (str(Path(gradaccum.__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+@contextlib.contextmanager
+def frozen(module: nn.Module) -> Iterator[None]:
+    """BatchNorm as in eval mode inside the block, everything else as it is.
+
+    Raises:
+        ValueError: A BatchNorm layer has no running statistics to normalise with.
+    """
+    layers = batch_norms(module)
+    without = [(path, layer) for path, layer in layers if layer.running_mean is None]
+    if without:
+        raise ValueError(
+            'batch_norm="frozen" normalises with running statistics, and these layers keep none: '
+            f"{described(without)}. Build them with track_running_stats=True."
+        )
+    try:
+        for _, layer in layers:
+            layer.training = False
+        yield
+    finally:
+        for _, layer in layers:
+            layer.training = True
+
+
+def ranks_of(layer: nn.Module | None) -> int:
+    """How many ranks' rows a layer normalises over: those of its group, if it is a SyncBatchNorm."""
+    if not isinstance(layer, nn.SyncBatchNorm):
+        return 1
+    group = torch.distributed
+    return group.get_world_size(layer.process_group) if group.is_available() and group.is_initialized() else 1
+
+
+def summed_over_ranks(layer: nn.Module | None, *tensors: Tensor) -> list[Tensor]:
+    """Sums over the ranks that a SyncBatchNorm spans; for other layers the tensors themselves."""
+    if ranks_of(layer) == 1:
+        return list(tensors)
+    joined = torch.cat(tensors)
+    torch.distributed.all_reduce(joined, group=getattr(layer, "process_group", None))
+    return list(joined.split([len(tensor) for tensor in tensors]))

@@ -1,0 +1,98 @@
+"""Gradients summed over micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum.torch.chunking.trees import tensors_of
+
+__all__ = ["GradientSums", "backward_roots"]
+
+
+class GradientSums:
+    """What second passes sum gradients in: leaves in place of the parameters, and the inputs' gradients of all rows.
+
+    Args:
+        trained: The parameters.
+        dims: Where the rows of the tensors in the inputs are.
+        tensors: What the parameters held at first, then the tensors in the inputs.
+        needed: Of each of them, whether its gradient is.
+    """
+
+    def __init__(
+        self,
+        trained: Sequence[Tensor],
+        dims: Sequence[int | None],
+        tensors: Sequence[Tensor],
+        needed: Sequence[bool],
+    ) -> None:
+        count = len(trained)
+        self.inputs, self._needed, self._dims = tensors[count:], needed[count:], dims
+        self.parameters = {id(p): _leaf(saved) for p, saved in zip(trained, tensors)}
+        """The leaves, by `id` of the parameter."""
+        for leaf, is_needed in zip(self.parameters.values(), needed[:count], strict=True):
+            leaf.requires_grad_(is_needed)
+        self._shared = {
+            place: tensor.detach().requires_grad_()
+            for place, (tensor, dim, is_needed) in enumerate(zip(self.inputs, self._dims, self._needed, strict=True))
+            if is_needed and dim is None
+        }
+        self._per_row = [place for place, needed in enumerate(self._needed) if needed and self._dims[place] is not None]
+        self._whole: dict[int, Tensor] = {}
+
+    def leaves_of(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors in a micro-batch's inputs, as leaves."""
+        leaves = []
+        for place, (value, dim, is_needed) in enumerate(zip(pieces, self._dims, self._needed, strict=True)):
+            if is_needed:
+                leaves.append(self._shared[place] if dim is None else value.detach().requires_grad_())
+            else:  # it may have a graph of its own, for which somebody else has not asked
+                leaves.append(value.detach() if value.requires_grad else value)
+        return leaves
+
+    def add(self, values: Sequence[Tensor], rows: slice) -> None:
+        """Backward has reached these leaves of a micro-batch: add their gradients to those of all rows."""
+        for place in self._per_row:
+            gradient, dim = values[place].grad, self._dims[place]
+            if gradient is not None and dim is not None:
+                if place not in self._whole:
+                    self._whole[place] = torch.zeros_like(self.inputs[place])
+                self._whole[place].narrow(dim, rows.start, rows.stop - rows.start).add_(gradient)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Those of the parameters, then those of the inputs."""
+        return [
+            *(
+                grad if (grad := leaf.grad) is None or grad.dtype is leaf.dtype else grad.to(leaf.dtype)
+                for leaf in self.parameters.values()
+            ),
+            *(
+                self._shared[place].grad if place in self._shared else self._whole.get(place)
+                for place in range(len(self.inputs))
+            ),
+        ]
+
+
+def backward_roots(outputs: Any, grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors in a micro-batch's outputs that have a gradient and pass it on, and their gradients."""
+    if type(outputs) is Tensor:
+        return ([outputs], [grads[0]]) if grads[0] is not None and outputs.requires_grad else ([], [])
+    found = tensors_of(outputs)
+    both = [(leaf, grad) for leaf, grad in zip(found, grads, strict=True) if grad is not None and leaf.requires_grad]
+    return [leaf for leaf, _ in both], [grad for _, grad in both]
+
+
+def _leaf(parameter: Tensor) -> Tensor:
+    """A leaf that shares the parameter's values and has a `.grad` of its own.
+
+    What is summed there reaches no hook of the parameter. Half-precision gradients are summed in float32.
+    """
+    leaf = nn.Parameter(parameter.detach())
+    leaf.__dict__.update(parameter.__dict__)
+    if leaf.dtype in (torch.bfloat16, torch.float16):
+        leaf.grad_dtype = torch.float32
+    return leaf

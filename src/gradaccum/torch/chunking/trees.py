@@ -1,0 +1,44 @@
+"""Inputs and outputs as trees: their tensors taken out, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradaccum.on_torch.batch import leaves, map_leaves
+
+__all__ = ["Inputs", "tensors_of", "with_tensors", "without_tensors"]
+
+
+class Inputs(NamedTuple):
+    """What a module is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+_PLACEHOLDER = torch.empty(0)
+"""Stands for a tensor in a tree that autograd shall not find tensors in: it keeps and watches them itself."""
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in a tree, in order."""
+    return [leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def without_tensors(tree: Any) -> Any:
+    """The tree with an empty tensor in place of each tensor."""
+    return map_leaves(lambda leaf: _PLACEHOLDER if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    """The tree with these in place of its tensors, in order."""
+    if isinstance(tree, Tensor):
+        return tensors[0]
+    if type(tree) is Inputs and not tree.kwargs and all([type(leaf) is Tensor for leaf in tree.args]):
+        return Inputs(tuple(tensors), {})  # the most frequent call, without the walk
+    remaining = iter(tensors)
+    return map_leaves(lambda leaf: next(remaining) if isinstance(leaf, Tensor) else leaf, tree)
