@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from gradaccum.on_torch.private import backward_engine
 
 __all__ = ["run_backward"]
 
@@ -27,23 +27,8 @@ def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None
         >>> weight.grad
         tensor([2., 4., 6.])
     """
-    engine = _engine()
+    engine = backward_engine()
     if engine is None or any([type(tensor) is not Tensor for tensor in tensors]):
         torch.autograd.backward(tensors, gradients)
     else:
         engine(tuple(tensors), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-@functools.cache
-def _engine() -> Callable[..., Any] | None:
-    """What `torch.autograd.backward` calls in the end, tried out: it is not public, so it may be another one day."""
-    try:
-        from torch.autograd.graph import _engine_run_backward as engine
-
-        leaf = torch.ones((), requires_grad=True, device="cpu")
-        with torch.enable_grad():
-            end = leaf * 2
-        engine((end,), (torch.full_like(end, 3.0),), False, False, (), allow_unreachable=True, accumulate_grad=True)
-        return engine if leaf.grad is not None and leaf.grad.item() == 6.0 else None
-    except Exception:
-        return None

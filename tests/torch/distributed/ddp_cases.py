@@ -398,13 +398,13 @@ def penalty_later(rank: int, of: Sequence[int]) -> tuple[float, list[int]]:
     replica, optimizer = wrap(model, 2)
     ranks = data([[4, 3] * 5, [2, 5] * 5])
     channel, messages = optimizer._ranks._channel, [0]  # type: ignore[attr-defined]
-    say = channel.say
+    exchange = channel.exchange
 
     def counted(*numbers: float) -> Any:
         messages[-1] += 1
-        return say(*numbers)
+        return exchange(*numbers)
 
-    channel.say = counted
+    channel.exchange = counted
     for i, rows in enumerate(optimizer.batches(ranks[rank])):
         optimizer.zero_grad()
         loss_of(replica, rows).backward()
@@ -417,7 +417,7 @@ def penalty_later(rank: int, of: Sequence[int]) -> tuple[float, list[int]]:
         window = concatenated([ranks[r][j] for r in range(2) for j in (i - 1, i)])
 
         def loss(m: nn.Module, rows: Rows, i: int = i, window: Rows = window) -> Tensor:
-            penalties = [m(ranks[r][i][0] * 0.5).square().sum() for r in range(2)] if i == 5 else []
+            penalties = [m(ranks[r][i][0] * 0.5).square().sum() for r in of] if i == 5 else []
             return loss_of(m, rows) + sum(penalties) / len(window[0])
 
         oracle.update(window, loss)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.torch.distributed import ddp_cases as cases
 from tests.torch.distributed import failure_cases as failures
 from tests.torch.distributed.processes import Processes, Raised
 
@@ -88,14 +87,6 @@ def test_a_rank_that_raises_inside_a_window_is_an_error_on_every_rank(ranks: Pro
     assert isinstance(first, Raised)
     assert first.kind == "WindowError"
     assert "Rank 1 left in the middle" in first.message
-
-
-def test_a_second_backward_pass_on_one_rank_that_comes_only_later_on_is_an_error_on_all(ranks: Processes) -> None:
-    for result in ranks.try_run(cases.penalty_later, (1,), limit=LIMIT):
-        assert isinstance(result, Raised)
-        assert result.kind == "WindowError"
-        assert "AGAIN on rank 1" in result.message
-        assert "backward passes" in result.message
 
 
 def test_a_rank_that_breaks_off_alone_is_an_error_on_the_others(ranks: Processes) -> None:

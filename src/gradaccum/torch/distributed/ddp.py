@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.on_torch.batch import leaves
+from gradaccum.on_torch.private import communication_hooks, drop_static_graph, mark_ready, prepare_next_forward
 
 __all__ = ["Replicas"]
 
 logger = logging.getLogger("gradaccum")
-
-LOOKS = 10
-"""In how many reductions to look for what DDP logs about itself: it does so in the first ten."""
 
 
 class Replicas:
@@ -54,16 +52,14 @@ class Replicas:
         self.group: dist.ProcessGroup = self.models[0].process_group
         self.members: list[int] = dist.get_process_group_ranks(self.group)
         _check_covered(self.models, parameters)
-        self.wide = wide
+        self.flat = wide or not hasattr(self.models[0].reducer, "_autograd_hook")
         # Reductions of several models would start in the order of backward: by hand, every rank keeps one order.
-        self.by_hand = wide or len(self.models) > 1
+        self.by_hand = self.flat or len(self.models) > 1
         for model in self.models:
             _without_static_graph(model)
             model.require_forward_param_sync = False  # DDP's constructor has synchronised the buffers
         self._reduced = [_reduced_parameters(model) for model in self.models]
-        self._first: Tensor | None = None
-        self._looks = LOOKS
-        if wide and any(getattr(model, "_comm_hooks", None) for model in self.models):
+        if wide and any(map(communication_hooks, self.models)):
             logger.warning("accumulate_dtype: gradients are reduced in it directly, without DDP's communication hook")
         this_forward, this_backward = weakref.WeakMethod(on_forward), weakref.WeakMethod(on_backward)
 
@@ -89,25 +85,6 @@ class Replicas:
         for model in self.models:
             model.require_backward_grad_sync = closes or reduces
 
-    def before_reducing(self, tell: Callable[[], object]) -> bool:
-        """Have `tell` called in the backward pass that has started, before anything is reduced. Returns whether it can.
-
-        It can't in the first few reductions, before DDP says which gradients it sends first, and where parameters may
-        be left out.
-        """
-        if self._first is None and self._looks:
-            self._looks -= 1
-            self._first = _last_of_the_first_bucket(self.models[0], self._reduced[0])
-        if self._first is None:
-            return False
-
-        def arrived(parameter: Tensor) -> None:
-            handle.remove()
-            tell()
-
-        handle = self._first.register_post_accumulate_grad_hook(arrived)
-        return True
-
     def starts(self) -> None:
         """The backward pass that reduces has started; more forward passes of this micro-batch belong to it no more."""
         self.hold(False)
@@ -115,7 +92,7 @@ class Replicas:
     def reduce(self) -> None:
         """Bring the sums in `p.grad` to their mean over the ranks, outside of a backward pass. All ranks take part."""
         for model, parameters in zip(self.models, self._reduced):
-            if self.wide:
+            if self.flat:
                 _reduce_flat(parameters, model.process_group, model.bucket_bytes_cap)
             else:
                 _reduce_by(model, parameters)
@@ -138,10 +115,7 @@ class Replicas:
     def settle(self) -> None:
         """After a window, do what DDP would do in the next forward pass, which not all ranks may have."""
         for model in self.models:
-            model.reducer._rebuild_buckets()
-            if model.will_sync_module_buffers() and not hasattr(model, "buffer_hook"):
-                model._sync_buffers()
-                model.require_forward_param_sync = False
+            prepare_next_forward(model)
 
     def remove(self) -> None:
         """Leave the models as they were found."""
@@ -154,13 +128,6 @@ def _reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
     """The parameters in the order in which DDP's reducer counts them."""
     ignored = getattr(model, "parameters_to_ignore", ())
     return [p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
-
-
-def _last_of_the_first_bucket(model: DistributedDataParallel, parameters: list[nn.Parameter]) -> Tensor | None:
-    """The parameter whose gradient is the last that DDP waits for before it reduces any; None if that is unknown."""
-    buckets = str(model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", ""))
-    indices = buckets.split(",")[0].split()
-    return parameters[int(indices[-1])] if indices else None
 
 
 def _check_covered(models: Sequence[DistributedDataParallel], parameters: Sequence[Tensor]) -> None:
@@ -212,7 +179,7 @@ def _reduce_by(model: DistributedDataParallel, parameters: list[nn.Parameter]) -
 
     def ready() -> None:
         for index in range(len(parameters)):
-            model.reducer._autograd_hook(index)  # type: ignore[attr-defined]  # DDP calls it, too, for mixed precision
+            mark_ready(model, index)
 
     module = model.module
     with torch.enable_grad(), _sparse_gradients(module):
@@ -278,9 +245,4 @@ def _without_static_graph(model: DistributedDataParallel) -> None:
         "static_graph=True cannot hold back DDP's reduction to the window's end. This model goes on as if it had been "
         "wrapped with find_unused_parameters=True."
     )
-    model.static_graph, model.find_unused_parameters = False, True
-    model._remove_autograd_hooks()
-    parameters, sparse = model._build_params_for_reducer()
-    model._ddp_init_helper(parameters, sparse, model._build_debug_param_to_name_mapping(parameters), False)
-    for hook, state in model._comm_hooks:
-        dist._register_comm_hook(model.reducer, state, hook)
+    drop_static_graph(model)

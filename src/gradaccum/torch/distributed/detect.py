@@ -16,7 +16,7 @@ from gradaccum.torch.distributed.fsdp import Shards, is_sharded, sharded_modules
 from gradaccum.torch.distributed.ranks import Ranks
 from gradaccum.torch.distributed.single_rank import SingleRank
 
-__all__ = ["check_noticed", "detect_ranks"]
+__all__ = ["check_detected", "detect_ranks"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -80,7 +80,7 @@ def _check_shards(parameters: Sequence[Tensor], nonfinite: str, wide: bool) -> N
         )
 
 
-def check_noticed(model: nn.Module | None, parameters: Sequence[Tensor], ranks: SingleRank, steps: int | None) -> None:
+def check_detected(model: nn.Module | None, parameters: Sequence[Tensor], ranks: SingleRank, steps: int | None) -> None:
     """Raise, or warn, if these parameters are data-parallel, and the optimizer was not told so.
 
     Raises:

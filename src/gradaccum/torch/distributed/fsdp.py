@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradaccum.on_torch.batch import leaves, map_leaves
+from gradaccum.on_torch.private import ShardedGroup, current_backward, finish_sharded_backward, sharded_groups
 from gradaccum.on_torch.transaction import as_found
 
 __all__ = ["Shards", "is_sharded", "sharded_modules"]
@@ -107,15 +108,15 @@ class Shards:
         self.modules: list[Any] = list(modules)
         self.always = always
         self.by_hand = False
-        mesh = next(self._groups()).mesh_info.mesh
+        mesh = next(self._groups()).mesh
         self.members: list[int] = mesh.mesh.flatten().tolist()
-        self._group: Any = mesh.get_group() if mesh.ndim == 1 else None
+        self.group: Any = mesh.get_group() if mesh.ndim == 1 else None
         self._mesh = mesh
         self._reduces = self._closes = False
         self._factor = 1.0
         self._calls: list[Call] | None = None
         self._keeps = False
-        self._backwards: set[int] = set()
+        self._backwards: set[int | None] = set()
         this_forward, this_backward = weakref.WeakMethod(on_forward), weakref.WeakMethod(on_backward)
         this = weakref.ref(self)
 
@@ -124,7 +125,7 @@ class Shards:
             if shards is None or tell is None:
                 return None
             tell()
-            shards._backwards.add(torch._C._current_graph_task_id())
+            shards._backwards.add(current_backward())
             return None if shards._factor else torch.zeros_like(gradient)
 
         def times(gradient: Tensor) -> Tensor:
@@ -157,11 +158,9 @@ class Shards:
 
         self._hooks = [module.register_forward_hook(forward_done, with_kwargs=True) for module in self.modules]
 
-    def _groups(self) -> Iterator[Any]:
+    def _groups(self) -> Iterator[ShardedGroup]:
         for module in self.modules:
-            for part in module.modules():
-                if hasattr(part, "_get_fsdp_state"):
-                    yield from part._get_fsdp_state()._fsdp_param_groups
+            yield from sharded_groups(module)
 
     def hold(self, closes: bool, reduces: bool = False) -> None:
         """Whether the next backward pass closes the window, or reduces it."""
@@ -186,7 +185,7 @@ class Shards:
     def next_micro_batch(self) -> bool:
         """A micro-batch begins. Returns whether one like the last could be repeated: its passes have a known order."""
         backwards, self._backwards = self._backwards, set()
-        return len(backwards) <= 1
+        return len(backwards) <= 1 and None not in backwards
 
     def keep(self) -> None:
         """Keep the inputs of the forward passes that come, the epoch's last here, for `repeat`."""
@@ -206,10 +205,6 @@ class Shards:
                 outputs = [leaf for call in calls for _, leaf in leaves(call()) if _is_differentiable(leaf)]
             torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
 
-    def before_reducing(self, tell: Callable[[], object]) -> bool:
-        """Have `tell` called before anything is reduced: it can't, as any layer may be the first."""
-        return False
-
     def starts(self) -> None:
         """The backward pass that reduces has started."""
 
@@ -217,15 +212,10 @@ class Shards:
         """Reduce what the window has added up, outside of a backward pass. All ranks take part."""
         self._set(True)
         for group in self._groups():
-            if group._partial_reduce_output is not None:  # HSDP's second reduction goes only with a first one: of zeros
-                for parameter in group.fsdp_params:
-                    if hasattr(parameter, "_unsharded_param") and parameter.sharded_param.requires_grad:
-                        dtype = parameter.reduce_dtype or parameter._unsharded_param.dtype
-                        zeros = torch.zeros_like(parameter._unsharded_param, dtype=dtype, requires_grad=False)
-                        parameter.unsharded_accumulated_grad = zeros
+            group.add_zeros_to_reduce()
         with torch.no_grad():
             for module in self.modules:
-                module._get_fsdp_state()._root_post_backward_final_callback()
+                finish_sharded_backward(module)
         self._set(self._closes)
 
     def settle(self) -> None:
@@ -234,23 +224,12 @@ class Shards:
 
     def pending(self) -> list[Tensor]:
         """What an open window has added up that is not reduced yet."""
-        found: list[Tensor | None] = []
-        for group in self._groups():
-            found.append(group._partial_reduce_output)
-            for parameter in group.fsdp_params:
-                found.append(parameter.unsharded_accumulated_grad)
-                if hasattr(parameter, "_unsharded_param"):
-                    found.append(parameter.unsharded_param.grad)
-        return [tensor for tensor in found if tensor is not None]
+        return [tensor for group in self._groups() for tensor in group.pending()]
 
     def clear(self) -> None:
         """Drop what an open window has added up."""
         for group in self._groups():
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter.unsharded_param.grad = None
-            group._partial_reduce_output = None
+            group.clear()
 
     def sum(self, tensor: Tensor) -> Tensor:
         """A tensor's sum over the ranks."""

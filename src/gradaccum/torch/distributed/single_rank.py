@@ -1,4 +1,4 @@
-"""What a window asks of the other ranks, and what it is told where there are none."""
+"""What a window asks of the other ranks, and the answers where there are none."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["Listener", "SingleRank", "Total"]
 
 
 class Total(NamedTuple):
-    """What a window weighs: on one rank, and then over all of them."""
+    """What a window weighs: on one rank, or over all of them."""
 
     weight: float
     given: bool = False
-    """Whether a weight was said anywhere."""
+    """Whether a weight was given anywhere."""
     largest: float = 0.0
     """The largest weight of a micro-batch."""
     scale: float = 0.0
-    """The GradScaler's scale in which the sum is; 0 without one."""
-    wish: float = 0.0
-    """The scale that this rank's GradScaler has come to."""
+    """The GradScaler's scale that the sum is multiplied by; 0 without one."""
+    next_scale: float = 0.0
+    """The scale that this rank's GradScaler would go on with."""
     overflow: bool = False
     """Whether a gradient has overflowed that scale."""
 
@@ -35,18 +35,12 @@ class Listener(Protocol):
     def backward_starts(self) -> None:
         """A backward pass starts: any of a sharded model, else one that reduces."""
 
-    def foreseen(self) -> Total | None:
-        """What the window will weigh with the micro-batch in progress; None where that may still change.
-
-        Asked when a backward pass starts that reduces.
-        """
-
     def reduced(self) -> None:
         """A backward pass has reduced the window's sum."""
 
 
 class SingleRank:
-    """One device: nothing to agree upon."""
+    """One device: there are no other ranks to agree with."""
 
     several = False
     in_step = False
@@ -66,6 +60,8 @@ class SingleRank:
         """This rank, and how many there are."""
         return [self.rank, self.size]
 
+    # Passes.
+
     def expect(self, closes: bool, steps: int, last: bool = False, counts: bool = True) -> None:
         """What the next micro-batch is, before its forward pass.
 
@@ -76,15 +72,12 @@ class SingleRank:
             counts: It weighs something.
         """
 
-    def meet(self, last: bool, repeatable: bool = True) -> bool:
-        """A micro-batch of `batches()` begins: sharded models cannot do without the other ranks in any of them.
+    def agree_on_last(self, last: bool, repeatable: bool = True) -> bool:
+        """A micro-batch of `batches()` begins. Returns whether it is the last one on every rank of a sharded model.
 
         Args:
-            last: It is this rank's last one, or none at all: the last one's passes are to be repeated.
+            last: It is this rank's last one, or this rank has none left. A last one's passes may have to be repeated.
             repeatable: They can be.
-
-        Returns:
-            Whether it is the last one of all that run passes together.
 
         Raises:
             WindowError: It is the last one on some ranks only, and cannot be repeated there.
@@ -92,14 +85,15 @@ class SingleRank:
         return last
 
     def repeat(self) -> None:
-        """Run the passes of this rank's last micro-batch again, for the other ranks' sake, with nothing."""
-
-    def most(self, passes: int) -> int:
-        """The largest number of passes that any rank has in this window, of a sharded model; else one's own."""
-        return passes
+        """Run the passes of this rank's last micro-batch again, with a gradient of zeros, for the other ranks' sake."""
 
     def scale(self, factor: float) -> None:
         """Multiply what arrives at a sharded model's outputs in the backward pass."""
+
+    def continue_window(self) -> None:
+        """A micro-batch was counted, and the window stays open."""
+
+    # The window's sum.
 
     def clear(self) -> None:
         """Drop what an open window has added up beside `p.grad`."""
@@ -115,39 +109,44 @@ class SingleRank:
         return False
 
     def total(self, mine: Total) -> Total:
-        """At the window's end: bring `p.grad` to its mean over the ranks. Returns what the window weighs on all."""
+        """Bring `p.grad` to its mean over the ranks, at the window's end. Returns what the window weighs on all."""
         return mine
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """A tensor's sum over the ranks, in place."""
-        return tensor
-
-    def add_up(self, number: float) -> float:
-        """A number's sum over the ranks."""
-        return number
-
-    def everybody(self, mine: Any) -> list[Any]:
-        """What every rank has, by rank. All ranks take part."""
-        return [mine]
-
-    def end(self) -> None:
-        """This rank's epoch is over."""
-
-    def goes_on(self) -> None:
-        """A micro-batch is in, and the window stays open."""
-
-    def others_go_on(self) -> bool:
-        """Whether other ranks close one more window, in which this one takes part with nothing."""
-        return False
-
-    def begin(self) -> None:
-        """The epoch is over on all ranks: the next one may begin."""
-
-    def gather(self) -> None:
+    def reduce_pending(self) -> None:
         """Have all that a sharded model's open window has added up in `p.grad`, to be saved. All ranks take part."""
 
     def restored(self) -> None:
         """The open window came from a checkpoint: DDP has not seen where its gradients came from."""
 
+    # Numbers and objects of all ranks. All ranks take part.
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """A tensor's sum over the ranks, in place."""
+        return tensor
+
+    def sum_number(self, number: float) -> float:
+        """A number's sum over the ranks."""
+        return number
+
+    def most_passes(self, passes: int) -> int:
+        """The largest number of passes that any rank of a sharded model has in this window; else one's own."""
+        return passes
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Every rank's object, by rank."""
+        return [mine]
+
+    # Epochs.
+
+    def end_epoch(self) -> None:
+        """This rank's epoch is over."""
+
+    def others_continue(self) -> bool:
+        """Whether other ranks close one more window, in which this one takes part with nothing."""
+        return False
+
+    def begin_epoch(self) -> None:
+        """The epoch is over on all ranks: the next one may begin."""
+
     def leave(self) -> None:
-        """This rank drops out in the middle of an epoch; the others shall not wait for it."""
+        """This rank drops out in the middle of an epoch: the others must not wait for it."""

@@ -320,14 +320,6 @@ class Accumulation:
     def reduced(self) -> None:
         self.guard.accept()
 
-    def foreseen(self) -> Total | None:
-        if self.loss_scale.known:
-            return None
-        window, weight, given = self.window, self.window.pending, self.window.pending_given
-        if weight is None:
-            weight, given = self._default, self._default_given
-        return Total(window.weight + weight, window.weights_given or given, max(window.largest, weight))
-
     def _finite(self) -> bool:
         finite = all_finite(self.sums.gradients())
         if self.ranks.in_step:  # each rank has looked at its shard

@@ -108,7 +108,7 @@ class _Member:
         self._over = last
         if ranks.several:
             alone = optimizer._batches is None or len(optimizer._batches.members) == 1
-            self._over = ranks.meet(last, alone and not optimizer._loss_scale.known)
+            self._over = ranks.agree_on_last(last, alone and not optimizer._loss_scale.known)
         optimizer._accumulation.expect(weight, given, self._over)
         if ranks.several:
             optimizer._expect(counts=weight > 0)
@@ -123,7 +123,7 @@ class _Member:
             optimizer.zero_grad()
             optimizer._ranks.repeat()
             optimizer.step()
-        optimizer._ranks.end()
+        optimizer._ranks.end_epoch()
         if optimizer._accumulation.window.is_open:
             optimizer.flush()  # the last micro-batch was skipped
         optimizer._keep_up()

@@ -55,7 +55,7 @@ def window_state(optimizer: Optimizer) -> dict[str, Any]:
     if not accumulation.window.is_open:
         return state
     if accumulation.ranks.in_step:
-        accumulation.ranks.gather()
+        accumulation.ranks.reduce_pending()
         accumulation.guard.arrivals = 0
     scale, loss = accumulation.loss_scale, accumulation.loss
     sums = scale.restored or scale.unscaled(accumulation.sums.held())

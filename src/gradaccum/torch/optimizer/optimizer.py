@@ -16,7 +16,7 @@ from gradaccum.noise import NoiseScale
 from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
-from gradaccum.torch.distributed import check_noticed, detect_ranks
+from gradaccum.torch.distributed import check_detected, detect_ranks
 from gradaccum.torch.optimizer import checkpoint as optimizer_state
 from gradaccum.torch.optimizer import sharded_checkpoint as sharded_state
 from gradaccum.torch.optimizer.accumulation import Accumulation, Nonfinite
@@ -129,7 +129,7 @@ class Optimizer(OptimizerProxy):
         self._batches: Batches | None = None
         self._rates: list[Any] = []
         self._warned_of_rates = False
-        self._in_epoch = self._restored = self._noticed = False
+        self._in_epoch = self._restored = self._checked = False
         self.epoch = 0
         """Epochs that are over, for the schedule."""
         self.updates = 0
@@ -281,7 +281,7 @@ class Optimizer(OptimizerProxy):
             self.updated = False
         if self._ranks.several:
             if not closes:
-                self._ranks.goes_on()
+                self._ranks.continue_window()
             self._expect()
         return result
 
@@ -314,7 +314,7 @@ class Optimizer(OptimizerProxy):
         accumulation.check_broken()
         ends_epoch = self._batches is None
         if ends_epoch:
-            self._ranks.end()
+            self._ranks.end_epoch()
         self.updated = False
         if accumulation.window.is_open:
             accumulation.skip()
@@ -378,7 +378,7 @@ class Optimizer(OptimizerProxy):
     def _next_epoch(self) -> None:
         self.epoch += self._in_epoch
         self._in_epoch = False
-        self._ranks.begin()
+        self._ranks.begin_epoch()
 
     # Other ranks.
 
@@ -389,7 +389,7 @@ class Optimizer(OptimizerProxy):
 
     def _keep_up(self, once: bool = False) -> None:
         """Take part in the windows that other ranks still make in this epoch, and in their updates."""
-        while self._ranks.others_go_on():
+        while self._ranks.others_continue():
             self._accumulation.empty()
             self.updated = self._update() or self.updated
             self._accumulation.empty()
@@ -422,9 +422,9 @@ class Optimizer(OptimizerProxy):
         """The first micro-batch of a window is done: settle what holds for all of it."""
         self._settle_steps()
         self._rates = [group.get("lr") for group in self.inner.param_groups]
-        if not self._noticed:
-            check_noticed(self._model, self._parameters(), self._ranks, self._schedule.constant)
-            self._noticed = True
+        if not self._checked:
+            check_detected(self._model, self._parameters(), self._ranks, self._schedule.constant)
+            self._checked = True
 
     def _check_rates(self) -> None:
         """A learning rate belongs to an update: warn, once, if one has changed inside the window."""

@@ -34,7 +34,7 @@ class GlobalBatch:
         mine = objective.total(batch) if self.ranks.several else None
         # What a sharded model adds up over the ranks on the way has one unit from the start.
         unit = 1.0 if self.ranks.in_step else None
-        return LossAccumulator(objective, batch, None if mine is None else self.ranks.add_up(float(mine)), unit)
+        return LossAccumulator(objective, batch, None if mine is None else self.ranks.sum_number(float(mine)), unit)
 
     def close(self, tally: LossAccumulator) -> tuple[Tensor, Weight | None, bool]:
         """The loss over all ranks' rows; what the summed gradients are to be divided by; whether anything weighs.

@@ -24,7 +24,7 @@ from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.transaction import Transaction
 from gradaccum.sizes import GivenSizes, Piece, Rows, Sizers, TokenBudget, Tokens
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms
-from gradaccum.torch.distributed import check_noticed, detect_ranks
+from gradaccum.torch.distributed import check_detected, detect_ranks
 from gradaccum.torch.loss import Objective, verify_additivity
 from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch
 from gradaccum.torch.train_step.global_batch import GlobalBatch
@@ -207,7 +207,7 @@ class TrainStep:
         if batch.rows == 0 and not self.ranks.several:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
         if not self._checked:
-            check_noticed(self.model, self.update.parameters(), self.ranks, steps=1)
+            check_detected(self.model, self.update.parameters(), self.ranks, steps=1)
             self._checked = True
         # Sharded models cannot run passes that other ranks leave out.
         if self._verify and not self._all_at_once and batch.rows and not self.ranks.in_step:
@@ -257,7 +257,7 @@ class TrainStep:
         passes = Passes(window, take, self.update, self.batch_norm, self.ranks, self._transaction)
         # In the middle of a sharded model's pass the other ranks wait: it cannot be run again.
         run = self._fitting.once if self.ranks.in_step else self._fitting.run
-        missing = self.ranks.most(own := len(list(plan))) - own if self.ranks.in_step else 0
+        missing = self.ranks.most_passes(own := len(list(plan))) - own if self.ranks.in_step else 0
         with self.batch_norm.window():
             if rows == 0:
                 pass  # other ranks have some
@@ -270,7 +270,7 @@ class TrainStep:
                 passes.idle(batch.take(slice(0, min(rows, self.micro_batch_size or rows))))
         loss, divisor, weighs = self.joint.close(window)
         if weighs:
-            global_rows = round(self.ranks.add_up(rows)) if self.update.noise is not None else rows
+            global_rows = round(self.ranks.sum_number(rows)) if self.update.noise is not None else rows
             self.update.finish(divisor, global_rows, mean=window.is_mean)
         if isinstance(plan, Rows) and rows:
             self.sizers.close(plan.sizer, rows)

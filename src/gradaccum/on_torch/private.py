@@ -1,0 +1,260 @@
+"""What is used of torch beyond its public API: each name, what for, and how it goes on without it.
+
+`NAMES` lists them all, and `missing` says which of them another version of torch lacks. The internals of
+DistributedDataParallel, of FSDP2 and of the autograd engine are touched in this module alone; names that much other
+code relies on, such as `Tensor._version`, are used where they are needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = [
+    "NAMES",
+    "PrivateName",
+    "ShardedGroup",
+    "after_backward",
+    "backward_engine",
+    "communication_hooks",
+    "current_backward",
+    "drop_static_graph",
+    "finish_sharded_backward",
+    "mark_ready",
+    "missing",
+    "prepare_next_forward",
+    "sharded_groups",
+    "timeout_of",
+]
+
+
+class PrivateName(NamedTuple):
+    """A private name of torch."""
+
+    owner: str
+    """The kind of object that has it: `"torch"`, `"tensor"`, `"module"`, `"ddp"`, `"reducer"` ..."""
+    name: str
+    """The attribute; a path for `"torch"`."""
+    purpose: str
+    """What it is used for here."""
+    otherwise: str = ""
+    """How it goes on without it; empty where it cannot."""
+
+
+NAMES: tuple[PrivateName, ...] = (
+    PrivateName(
+        "torch", "autograd.graph._engine_run_backward", "starts a backward pass at once", "torch.autograd.backward"
+    ),
+    PrivateName("torch", "_C._current_graph_task_id", "counts backward passes", "no micro-batch is ever repeated"),
+    PrivateName("torch", "autograd.Variable._execution_engine.queue_callback", "runs at the end of a backward pass"),
+    PrivateName("torch", "_foreach_mul_", "one kernel for many gradients; documented as a beta"),
+    PrivateName("torch", "_foreach_div_", "the same"),
+    PrivateName("torch", "_foreach_norm", "the same"),
+    PrivateName("torch", "_foreach_copy_", "the same"),
+    PrivateName("torch", "_subclasses.fake_tensor.FakeTensorMode", "runs a model without memory, to size batches"),
+    PrivateName("torch", "utils._python_dispatch.TorchDispatchMode", "sees every operation; documented for extensions"),
+    PrivateName("torch", "utils._pytree.tree_iter", "tensors nested in any container"),
+    PrivateName("tensor", "_version", "notices edits in place; documented with autograd's checks"),
+    PrivateName("tensor", "_is_view", "a view shares its version with others"),
+    PrivateName("operator", "_schema", "the arguments of an operator, by name"),
+    PrivateName("module", "_parameters", "a module's own parameters, where they are kept"),
+    PrivateName("module", "_buffers", "a module's own buffers, where they are kept"),
+    PrivateName("module", "_modules", "a module's own submodules, where they are kept"),
+    PrivateName("module", "_non_persistent_buffers_set", "a chunked module shares its module's state"),
+    PrivateName("module", "_apply", "a chunked module moves as its module does"),
+    PrivateName("module", "_load_from_state_dict", "a chunked module loads as its module does"),
+    PrivateName("optimizer", "_step_supports_amp_scaling", "GradScaler hands its scale over"),
+    PrivateName("optimizer", "_optimizer_step_pre_hooks", "hooks run once per update"),
+    PrivateName("optimizer", "_optimizer_step_post_hooks", "the same"),
+    PrivateName("optimizer", "_optimizer_state_dict_pre_hooks", "hooks of state_dict() see the wrapper"),
+    PrivateName("optimizer", "_optimizer_state_dict_post_hooks", "the same"),
+    PrivateName("optimizer", "_optimizer_load_state_dict_pre_hooks", "the same"),
+    PrivateName("optimizer", "_optimizer_load_state_dict_post_hooks", "the same"),
+    PrivateName("group", "_get_backend", "a process group's timeout", "torch's default of half an hour"),
+    PrivateName("ddp", "_comm_hooks", "whether a communication hook is registered", "none is assumed"),
+    PrivateName("ddp", "_sync_buffers", "buffers are broadcast once per window", "torch.distributed.broadcast"),
+    PrivateName("reducer", "_rebuild_buckets", "buckets are in the same order on all ranks", "DDP's next forward pass"),
+    PrivateName("reducer", "_autograd_hook", "DDP reduces outside of a backward pass", "torch.distributed.all_reduce"),
+    PrivateName("ddp", "_remove_autograd_hooks", "a reducer without static_graph takes the place of one with it"),
+    PrivateName("ddp", "_build_params_for_reducer", "the same"),
+    PrivateName("ddp", "_ddp_init_helper", "the same"),
+    PrivateName("ddp", "_build_debug_param_to_name_mapping", "the same"),
+    PrivateName("torch", "distributed._register_comm_hook", "the same"),
+    PrivateName("fsdp", "_get_fsdp_state", "the groups of parameters that FSDP2 gathers together"),
+    PrivateName("fsdp state", "_fsdp_param_groups", "the same"),
+    PrivateName("fsdp state", "_root_post_backward_final_callback", "FSDP2 reduces outside of a backward pass"),
+    PrivateName("fsdp group", "_partial_reduce_output", "what HSDP has not reduced across replicas yet"),
+    PrivateName("fsdp group", "fsdp_params", "the parameters of a group"),
+    PrivateName("fsdp group", "mesh_info", "the devices of a group"),
+    PrivateName("fsdp parameter", "sharded_param", "whether it is trained"),
+    PrivateName("fsdp parameter", "_unsharded_param", "the gathered parameter, where autograd leaves its gradient"),
+    PrivateName("fsdp parameter", "unsharded_accumulated_grad", "what an open window has added up in reduce_dtype"),
+    PrivateName("fsdp parameter", "reduce_dtype", "the same"),
+)
+
+
+def missing(samples: Mapping[str, object]) -> list[str]:
+    """Which private names this version of torch lacks, each in a sentence.
+
+    Args:
+        samples: An object for each kind of owner.
+    """
+    return [
+        f"torch {torch.__version__} has no {entry.name} in its {entry.owner}: {entry.purpose}."
+        + (f" Without it: {entry.otherwise}." if entry.otherwise else "")
+        for entry in NAMES
+        if not _has(samples[entry.owner], entry.name)
+    ]
+
+
+def _has(owner: Any, path: str) -> bool:
+    for name in path.split("."):
+        if not hasattr(owner, name):
+            return False
+        owner = getattr(owner, name)
+    return True
+
+
+# The autograd engine.
+
+
+@functools.cache
+def backward_engine() -> Callable[..., Any] | None:
+    """What `torch.autograd.backward` calls in the end; None where a trial shows that it is another than expected."""
+    try:
+        from torch.autograd.graph import _engine_run_backward as engine
+
+        leaf = torch.ones((), requires_grad=True, device="cpu")
+        with torch.enable_grad():
+            end = leaf * 2
+        engine((end,), (torch.full_like(end, 3.0),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        return engine if leaf.grad is not None and leaf.grad.item() == 6.0 else None
+    except Exception:
+        return None
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """In a backward pass: call this at its end, after what DDP and FSDP2 have queued by then."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(callback))  # DDP queues its own when its last bucket is full
+
+
+def current_backward() -> int | None:
+    """A number for the backward pass that is running; None if it cannot be told."""
+    number = getattr(torch._C, "_current_graph_task_id", None)
+    return None if number is None else number()
+
+
+# Process groups.
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """How long this process group waits; None if unknown, which gives torch's default of half an hour."""
+    for device in ("cpu", "cuda"):
+        try:
+            options = group._get_backend(torch.device(device)).options
+        except (RuntimeError, AttributeError):
+            continue
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
+# DistributedDataParallel.
+
+
+def communication_hooks(model: DistributedDataParallel) -> Sequence[tuple[Any, Any]]:
+    """The registered communication hooks, each with its state."""
+    return getattr(model, "_comm_hooks", ())
+
+
+def mark_ready(model: DistributedDataParallel, index: int) -> None:
+    """In a backward pass: tell DDP's reducer that this parameter's gradient is finished."""
+    model.reducer._autograd_hook(index)  # type: ignore[attr-defined]
+
+
+def prepare_next_forward(model: DistributedDataParallel) -> None:
+    """Do what DDP would do in the next forward pass, which not all ranks may have: buckets, buffers."""
+    if hasattr(model.reducer, "_rebuild_buckets"):
+        model.reducer._rebuild_buckets()
+    if not model.will_sync_module_buffers() or hasattr(model, "buffer_hook"):
+        return
+    if hasattr(model, "_sync_buffers"):
+        model._sync_buffers()
+    else:
+        for buffer in model.module.buffers():
+            dist.broadcast(buffer, group=model.process_group, group_src=0)
+    model.require_forward_param_sync = False
+
+
+def drop_static_graph(model: DistributedDataParallel) -> None:
+    """Build DDP's reducer again, as one that finds unused parameters, which a static graph may have."""
+    model.static_graph, model.find_unused_parameters = False, True
+    model._remove_autograd_hooks()
+    parameters, sparse = model._build_params_for_reducer()
+    model._ddp_init_helper(parameters, sparse, model._build_debug_param_to_name_mapping(parameters), False)
+    for hook, state in communication_hooks(model):
+        dist._register_comm_hook(model.reducer, state, hook)
+
+
+# FSDP2.
+
+
+class ShardedGroup:
+    """The parameters that FSDP2 gathers and reduces together."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    @property
+    def mesh(self) -> Any:
+        """The devices that share them."""
+        return self._group.mesh_info.mesh
+
+    def pending(self) -> list[Tensor]:
+        """What has been added up and is not reduced yet."""
+        found: list[Tensor | None] = [self._group._partial_reduce_output]
+        for parameter in self._group.fsdp_params:
+            found.append(parameter.unsharded_accumulated_grad)
+            if hasattr(parameter, "_unsharded_param"):
+                found.append(parameter._unsharded_param.grad)
+        return [tensor for tensor in found if tensor is not None]
+
+    def clear(self) -> None:
+        """Drop what has been added up."""
+        for parameter in self._group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        self._group._partial_reduce_output = None
+
+    def add_zeros_to_reduce(self) -> None:
+        """HSDP's second reduction goes only with a first one: of zeros, where nothing else is left for it."""
+        if self._group._partial_reduce_output is None:
+            return
+        for parameter in self._group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param") and parameter.sharded_param.requires_grad:
+                whole = parameter._unsharded_param
+                dtype = parameter.reduce_dtype or whole.dtype
+                parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype, requires_grad=False)
+
+
+def sharded_groups(module: nn.Module) -> Iterator[ShardedGroup]:
+    """The groups of a sharded module and of all modules in it."""
+    part: Any
+    for part in module.modules():
+        if hasattr(part, "_get_fsdp_state"):
+            yield from map(ShardedGroup, part._get_fsdp_state()._fsdp_param_groups)
+
+
+def finish_sharded_backward(module: Any) -> None:
+    """What FSDP2 does at a backward pass's end, of a sharded module that is nobody's part: reduce what is left."""
+    module._get_fsdp_state()._root_post_backward_final_callback()
