@@ -10,9 +10,9 @@ from gradaccum.on_torch.backward import run_backward
 @pytest.fixture(params=["torch's engine", "another torch"])
 def start(request, monkeypatch):
     if request.param == "another torch":  # whose engine is called otherwise
-        monkeypatch.setattr(backward, "_engine", lambda: None)
+        monkeypatch.setattr(backward, "backward_engine", lambda: None)
     else:
-        assert backward._engine() is not None
+        assert backward.backward_engine() is not None
     return run_backward
 
 

@@ -1,0 +1,96 @@
+"""What is used of torch beyond its public API is listed, and all there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import gradaccum
+from gradaccum.on_torch import private
+from gradaccum.torch.optim import SGD
+
+HOME = Path(gradaccum.__file__).parent
+
+LAZY = ("_subclasses.fake_tensor", "utils._python_dispatch", "utils._pytree", "autograd.graph", "_dynamo")
+
+
+@pytest.fixture(scope="module")
+def samples() -> Iterator[dict[str, object]]:
+    for name in LAZY:
+        importlib.import_module(f"torch.{name}")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(2, 2)
+        replica = DistributedDataParallel(nn.Linear(2, 2))
+        sharded = fully_shard(nn.Linear(2, 2))
+        sharded(torch.ones(1, 2)).sum().backward()
+        state = sharded._get_fsdp_state()
+        yield {
+            "torch": torch,
+            "tensor": torch.ones(1),
+            "operator": torch.ops.aten.add.Tensor,
+            "module": model,
+            "optimizer": SGD(model.parameters(), lr=0.1, steps=2),
+            "group": dist.group.WORLD,
+            "ddp": replica,
+            "reducer": replica.reducer,
+            "fsdp": sharded,
+            "fsdp state": state,
+            "fsdp group": state._fsdp_param_groups[0],
+            "fsdp parameter": state._fsdp_param_groups[0].fsdp_params[0],
+        }
+    finally:
+        dist.destroy_process_group()
+
+
+def test_this_version_of_torch_has_every_private_name_that_is_used(samples: dict[str, object]) -> None:
+    assert private.missing(samples) == []
+
+
+def test_a_missing_name_is_told_with_what_it_is_for_and_how_it_goes_on(samples: dict[str, object]) -> None:
+    found = private.missing({**samples, "reducer": SimpleNamespace(_rebuild_buckets=None)})
+    assert found == [
+        f"torch {torch.__version__} has no _autograd_hook in its reducer: DDP reduces outside of a backward pass. "
+        "Without it: torch.distributed.all_reduce."
+    ]
+
+
+GATHERED = ("group", "ddp", "reducer", "fsdp", "fsdp state", "fsdp group", "fsdp parameter")
+"""Whose private names are used in one module alone."""
+
+PYTHONS = {"_getframe", "_fields"}
+
+
+def private_names(path: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        else:
+            names = [node.attr] if isinstance(node, ast.Attribute) else []
+        yield from ((node.lineno, name) for name in names if re.match("_[^_]", name))
+
+
+def test_every_private_name_of_torch_is_listed_and_internals_are_touched_in_one_module() -> None:
+    paths = [p for wing in ("torch", "on_torch") for p in sorted((HOME / wing).rglob("*.py"))]
+    anywhere = {n for entry in private.NAMES if entry.owner not in GATHERED for n in entry.name.split(".")}
+    own = {f"_{name}" for p in paths for name in re.findall(r"(?:(?:self|cls)\._|def _)(\w+)\b", p.read_text())}
+    own -= {name for entry in private.NAMES for name in entry.name.split(".")}
+    found = [
+        f"{path.relative_to(HOME)}:{line}: {name}"
+        for path in paths
+        if path.name != "private.py"
+        for line, name in private_names(path)
+        if name not in anywhere | own | PYTHONS
+    ]
+    assert found == []
