@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from gradaccum.on_torch import backward
-from gradaccum.on_torch.backward import run_backward
+from gradaccum.on_torch import private
+from gradaccum.on_torch.private import run_backward
 
 
 @pytest.fixture(params=["torch's engine", "another torch"])
 def start(request, monkeypatch):
     if request.param == "another torch":  # whose engine is called otherwise
-        monkeypatch.setattr(backward, "backward_engine", lambda: None)
+        monkeypatch.setattr(private, "backward_engine", lambda: None)
     else:
-        assert backward.backward_engine() is not None
+        assert private.backward_engine() is not None
     return run_backward
 
 

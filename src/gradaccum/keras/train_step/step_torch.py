@@ -16,9 +16,9 @@ from gradaccum.keras.batch_norm import Pool, during_micro_batch
 from gradaccum.keras.loss import denominators_of, tell_trackers, weighed_losses
 from gradaccum.keras.train_step.data import has_rows, rows_of, unpack
 from gradaccum.keras.train_step.step import MicroBatchedStep, Plan
-from gradaccum.on_torch.backward import run_backward
 from gradaccum.on_torch.fitting import Fitting, nothing_fits
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
+from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.transaction import Transaction
 from gradaccum.sizes import Piece, Rows, Sizers
 

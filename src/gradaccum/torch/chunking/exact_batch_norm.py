@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gradaccum.on_torch.backward import run_backward
 from gradaccum.on_torch.batch import concatenate, leaves
+from gradaccum.on_torch.private import run_backward
 from gradaccum.torch.batch_norm import BatchNormPolicy, Pool, move_running_statistics, summed_over_ranks
 from gradaccum.torch.chunking.gradients import GradientSums, backward_roots
 from gradaccum.torch.chunking.recompute import Buffers, Conditions

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradaccum.on_torch.backward import run_backward
 from gradaccum.on_torch.batch import BatchDims, concatenate, described, has_rows, leaves, take
+from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.random_state import RandomState, all_generators, kept
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.chunking.gradients import GradientSums, backward_roots

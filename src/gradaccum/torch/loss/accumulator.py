@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradaccum.on_torch.backward import run_backward
 from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.private import run_backward
 from gradaccum.torch.loss.divisors import Weight
 from gradaccum.torch.loss.objective import Objective
 
