@@ -57,6 +57,17 @@ def test_the_pytorch_side_loads_no_keras():
     assert not names & {"keras", "tensorflow", "jax"}
 
 
+@pytest.mark.parametrize("module", ["torch", "torch.optim", "keras", "keras.optimizers"])
+def test_without_its_framework_a_shell_says_how_to_install_it(module):
+    framework = module.partition(".")[0]
+    program = f"import sys; sys.modules[{framework!r}] = None\nimport gradaccum.{module}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1] == (
+        f"ModuleNotFoundError: This needs {framework}, which is not installed. Install it with: "
+        f'pip install "gradaccum[{framework}]"'
+    )
+
+
 def test_import_gradaccum_takes_well_under_50_milliseconds():
     # Processor time, and the best of three: a busy machine is not the package's fault.
     assert min(loaded_by("import gradaccum")[1] for _ in range(3)) < MILLISECONDS

@@ -1,5 +1,9 @@
 """gradaccum for Keras 3, on TensorFlow, JAX and PyTorch."""
 
+from gradaccum.extras import require
+
+require("keras")
+
 from gradaccum.keras import callbacks, optimizers
 from gradaccum.keras.equivalence import check_equivalence
 from gradaccum.keras.micro_batched import micro_batched

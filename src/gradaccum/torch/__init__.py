@@ -1,5 +1,9 @@
 """gradaccum for PyTorch."""
 
+from gradaccum.extras import require
+
+require("torch")
+
 from gradaccum.torch import chunked as _  # noqa: F401  # the module first: its name is to be the class's
 from gradaccum.torch import optim
 from gradaccum.torch.check import check_equivalence
