@@ -14,18 +14,24 @@ def name(path):
     return str(path.relative_to(ROOT))
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    modules = "torch._dynamo gradaccum.torch matplotlib.figure"
+    done = run(PAGES, tmp_path_factory.mktemp("pages"), modules, KERAS_BACKEND="torch")
+    return dict(zip(PAGES, done, strict=True))
+
+
 @pytest.mark.parametrize("path", PAGES, ids=name)
-def test_the_pages_blocks_run(path, tmp_path):
-    done = run(path, tmp_path, KERAS_BACKEND="torch")
-    assert done.returncode == 0, done.stderr
+def test_the_pages_blocks_run(path, finished):
+    assert finished[path].ok, finished[path].stderr
 
 
 def test_the_readme_begins_with_code_that_runs_by_itself(tmp_path):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     first = re.findall(r"^```python\n.*?^```$", text, re.MULTILINE | re.DOTALL)[0]
     (tmp_path / "first.md").write_text(first, encoding="utf-8")
-    done = run(tmp_path / "first.md", tmp_path)
-    assert done.returncode == 0, done.stderr
+    (done,) = run([tmp_path / "first.md"], tmp_path)
+    assert done.ok, done.stderr
     assert blocks(ROOT / "README.md") >= 2
 
 
@@ -43,8 +49,8 @@ def test_a_broken_block_would_be_seen(tmp_path, block, error):
     page.write_text(
         f"# A page\n\n```python\nvalue = 1\n```\nText.\n```python\nvalue += 1\n{block}```\n", encoding="utf-8"
     )
-    done = run(page, tmp_path)
-    assert done.returncode != 0
+    (done,) = run([page], tmp_path)
+    assert not done.ok
     assert error in done.stderr
     assert re.search(rf'page\.md", line {9 + block.count(chr(10)) - 1}\b', done.stderr), "it points to another line"
 
@@ -52,7 +58,7 @@ def test_a_broken_block_would_be_seen(tmp_path, block, error):
 def test_blocks_of_a_page_share_their_names_and_other_languages_are_left_alone(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```python\na = 1\n```\n```console\n$ false\n```\n```python\nprint(a + 1)\n```\n", encoding="utf-8")
-    assert run(page, tmp_path).stdout == "2\n"
+    assert run([page], tmp_path)[0].stdout == "2\n"
 
 
 @pytest.mark.parametrize("path", EVERY_PAGE, ids=name)

@@ -50,7 +50,8 @@ def test_a_file_cut_off_anywhere_still_becomes_a_report(kept, tmp_path):
 
 def test_cut_off_in_the_middle_it_becomes_html_and_png(tmp_path):
     path = tmp_path / "run.jsonl"
-    path.write_text("\n".join(lines())[:-20], encoding="utf-8")
+    few = [encode({"update": i, "loss": 1 / i, "seconds": 0.5}) for i in range(1, 7)]
+    path.write_text("\n".join([START, *few])[:-20], encoding="utf-8")
     report = read(path).report()
     assert "could not be read" in report.save(tmp_path / "run.html").read_text(encoding="utf-8")
     assert report.save(tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

@@ -76,7 +76,7 @@ def test_a_difference_is_exit_code_1(folder, tmp_path, monkeypatch):
         parameters = [p + (plan.key == "b") for p in experiment.initial_parameters(data.features, setup.seed)]
         return experiment.Run(plan, [experiment.Epoch(2.0, 2.0, 0.1)], 1.0, 3, parameters)
 
-    monkeypatch.setattr(experiment, "_in_a_process", broken)
+    monkeypatch.setattr(experiment, "in_a_process", broken)
     result = CliRunner().invoke(commands, ["demo", "--data", str(folder), "--out", str(tmp_path)])
     assert result.exit_code == 1, result.output
     assert "(a) and (b) DIFFER" in result.stdout
@@ -87,7 +87,7 @@ def test_a_run_that_fails_is_no_success(folder, tmp_path, monkeypatch):
     def failing(*arguments):
         raise experiment.RunError("Run (a) failed: out of memory")
 
-    monkeypatch.setattr(experiment, "_in_a_process", failing)
+    monkeypatch.setattr(experiment, "in_a_process", failing)
     result = CliRunner().invoke(commands, ["demo", "--data", str(folder), "--out", str(tmp_path)])
     assert result.exit_code == 3
     assert "Error: Run (a) failed: out of memory" in result.stderr

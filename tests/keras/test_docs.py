@@ -9,5 +9,5 @@ PAGES = sorted((ROOT / "docs").glob("keras*.md"))
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_the_pages_blocks_run(path, tmp_path):
-    done = run(path, tmp_path)
-    assert done.returncode == 0, done.stderr
+    (done,) = run([path], tmp_path)
+    assert done.ok, done.stderr

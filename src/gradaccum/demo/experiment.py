@@ -27,7 +27,19 @@ import numpy as np
 from gradaccum.demo.data import Data
 from gradaccum.demo.progress import Progress
 
-__all__ = ["Epoch", "Notify", "Outcome", "Plan", "Run", "RunError", "Setup", "initial_parameters", "perform", "plans"]
+__all__ = [
+    "Epoch",
+    "Notify",
+    "Outcome",
+    "Plan",
+    "Run",
+    "RunError",
+    "Setup",
+    "in_a_process",
+    "initial_parameters",
+    "perform",
+    "plans",
+]
 
 HIDDEN = 512
 CLASSES = 10
@@ -203,14 +215,19 @@ def perform(setup: Setup, data: Data, progress: Progress) -> Outcome:
     runs = []
     for plan in plans(setup):
         progress.start(plan.name, total=setup.epochs)
-        run = _in_a_process(setup, data, plan, progress)
+        run = in_a_process(setup, data, plan, progress)
         last = run.epochs[-1]
         progress.done(f"accuracy {last.accuracy:.1%}, {run.seconds:.1f} s")
         runs.append(run)
     return Outcome(setup, data.name, data.source, len(data.train_x), runs)
 
 
-def _in_a_process(setup: Setup, data: Data, plan: Plan, progress: Progress) -> Run:
+def in_a_process(setup: Setup, data: Data, plan: Plan, progress: Progress) -> Run:
+    """Make one run in a fresh process; where its plan has several ranks, in one for each.
+
+    Raises:
+        RunError: It failed, or its process ended early.
+    """
     context = multiprocessing.get_context("spawn")  # a fork would inherit this process's memory
     here, there = context.Pipe(duplex=False)
     port = _free_port() if plan.ranks > 1 else 0
