@@ -19,6 +19,11 @@ LIMIT = 60.0
 START = 300.0
 """Seconds that processes may take to start, on a machine that is busy."""
 
+# Ranks are forks of one process that has imported what takes long to import, and has done nothing with it.
+_START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+if _START == "forkserver":
+    multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "gradaccum.torch"])
+
 
 class Processes:
     """Ranks of one process group, which run functions `case(rank, *arguments)` at the same time.
@@ -29,7 +34,7 @@ class Processes:
     """
 
     def __init__(self, ranks: int = 2, timeout: float = 30.0) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(_START)
         port = free_port()
         self._pipes, self._processes = [], []
         for rank in range(ranks):
