@@ -1,6 +1,7 @@
-# make demo    the guide's experiment on this machine, set-up included
-# make test    set up, then all checks and tests
-# Both take PYTHON=python3.x, and VENV=dir for another virtual environment.
+# make demo         the guide's experiment on this machine, set-up included
+# make test         set up, then all checks and tests
+# make test-quick   lint, types and the core of every area, in about a minute
+# All take PYTHON=python3.x, and VENV=dir for another virtual environment.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,18 +10,29 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 # Two suites at a time, one thread each: the machine they are sized for has two cores.
 export OMP_NUM_THREADS ?= 1
-KERAS_SUITES := test-keras-tensorflow test-keras-jax test-keras-torch
-SUITES := test-keras-tensorflow test-keras-jax test-torch test-keras-torch lint  # the longest first
-PYTEST := $(BIN)/python -m pytest -q
-NOT_SLOW := -m "not slow and not gpu"
+export TF_CPP_MIN_LOG_LEVEL ?= 3
+export FUZZ_SECONDS ?= 600
+IN_PARALLEL := $(MAKE) --jobs=2 --keep-going --output-sync=target
 
-.PHONY: demo test test-slow test-gpu install install-dev clean $(SUITES)
+# A suite is a process of its own: one for each of Keras' backends, three for the rest. The longest come first.
+KERAS_SUITES := test-keras-tensorflow test-keras-jax test-keras-torch
+SUITES := test-keras-tensorflow test-keras-jax test-torch test-ranks test-keras-torch test-centre
+SELECT := not slow and not gpu and not fuzz
+PYTEST = $(BIN)/python -m pytest -q -m "$(SELECT)"
+RANKS := tests/torch/distributed tests/torch/chunking/test_chunked_distributed.py
+QUICK := $(wildcard tests/test_[!d]*.py) tests/sizes tests/compat/test_runai_torch.py tests/torch/optimizer/test_contract.py \
+	tests/torch/train_step/test_train_step.py
+
+.PHONY: demo test test-quick test-slow test-gpu test-fuzz quick install install-dev clean lint $(SUITES)
 
 demo: install
 	$(BIN)/gradaccum demo
 
 test: install-dev
-	$(MAKE) --jobs=2 --keep-going --output-sync=target $(SUITES)
+	$(IN_PARALLEL) $(SUITES) lint
+
+test-quick: install-dev
+	$(IN_PARALLEL) lint quick
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -42,17 +54,31 @@ lint:
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Exit code 5: nothing of this suite is selected.
 test-torch:
-	$(PYTEST) $(NOT_SLOW) tests src/gradaccum benchmarks/harness.py --ignore=tests/keras --ignore=src/gradaccum/keras
+	$(PYTEST) tests/torch src/gradaccum/torch src/gradaccum/on_torch $(RANKS:%=--ignore=%) || test $$? = 5
+
+test-ranks:
+	$(PYTEST) $(RANKS) || test $$? = 5
+
+test-centre:
+	$(PYTEST) tests src/gradaccum benchmarks/harness.py --ignore=tests/torch --ignore=src/gradaccum/torch \
+		--ignore=src/gradaccum/on_torch --ignore=tests/keras --ignore=src/gradaccum/keras || test $$? = 5
 
 $(KERAS_SUITES): test-keras-%:
-	KERAS_BACKEND=$* $(PYTEST) $(NOT_SLOW) tests/keras src/gradaccum/keras
+	KERAS_BACKEND=$* $(PYTEST) tests/keras src/gradaccum/keras || test $$? = 5
+
+quick:
+	KERAS_BACKEND=torch $(PYTEST) -x $(QUICK)
 
 test-slow: install-dev
-	$(PYTEST) -m "slow and not gpu" tests
+	$(IN_PARALLEL) SELECT="slow and not gpu and not fuzz" $(SUITES)
 
 test-gpu: install-dev
-	$(PYTEST) -m gpu tests
+	$(BIN)/python -m pytest -q -m gpu tests
+
+test-fuzz: install-dev
+	$(BIN)/python -m pytest -q -m fuzz tests/fuzz
 
 clean:
 	rm -rf $(VENV) build dist gradaccum-demo
