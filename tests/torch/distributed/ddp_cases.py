@@ -4,8 +4,7 @@ The oracle on each rank is a plain model that sees all ranks' rows of a window a
 """
 
 import copy  # no postponed annotations here: DDP reads those of its hooks
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,84 +16,21 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 from tests.reference import relative_error
-
-Rows = tuple[Tensor, Tensor]
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
-}
-
-
-def network(dtype: torch.dtype = torch.float64) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
-
-
-def loss_of(model: nn.Module, rows: Rows) -> Tensor:
-    return nn.functional.cross_entropy(model(rows[0]), rows[1])
-
-
-def micro_batches(sizes: Sequence[int], seed: int, dtype: torch.dtype = torch.float64) -> list[Rows]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        (torch.randn(n, 5, generator=generator, dtype=dtype), torch.randint(0, 3, (n,), generator=generator))
-        for n in sizes
-    ]
-
-
-def data(sizes: Sequence[Sequence[int]], epoch: int = 0, dtype: torch.dtype = torch.float64) -> list[list[Rows]]:
-    """Micro-batches of these sizes for each rank; the same on every rank."""
-    return [micro_batches(own, seed=100 * epoch + rank, dtype=dtype) for rank, own in enumerate(sizes)]
-
-
-def windows(ranks: Sequence[Sequence[Rows]], steps: int) -> list[list[Rows]]:
-    """The micro-batches of each window, those of all ranks together."""
-    count = max(-(-len(own) // steps) for own in ranks)
-    return [[rows for own in ranks for rows in own[w * steps : (w + 1) * steps]] for w in range(count)]
-
-
-def concatenated(window: Sequence[Rows]) -> Rows:
-    return torch.cat([x for x, _ in window]), torch.cat([y for _, y in window])
-
-
-class Count:
-    """Counts reductions: once for each bucket that DDP hands to the communication hook."""
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self.buckets = 0
-        self.elements = 0
-        model.register_comm_hook(self, _counting)
-
-    def take(self) -> int:
-        count, self.buckets = self.buckets, 0
-        return count
-
-
-def _counting(state: Count, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    state.buckets += 1
-    state.elements += bucket.buffer().numel()
-    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
-
-
-class Oracle:
-    """One process that sees all rows at once."""
-
-    def __init__(self, model: nn.Module, optimizer: str = "sgd", clip: float | None = None) -> None:
-        self.model = copy.deepcopy(model)
-        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
-        self.clip = clip
-
-    def update(self, rows: Rows, loss: Callable[..., Tensor] = loss_of) -> None:
-        self.optimizer.zero_grad()
-        loss(self.model, rows).backward()
-        if self.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.optimizer.step()
-
-    def error(self, model: nn.Module) -> float:
-        return relative_error(list(model.parameters()), list(self.model.parameters()))
+from tests.torch.distributed.problems import (
+    OPTIMIZERS,
+    Count,
+    Oracle,
+    Rows,
+    concatenated,
+    data,
+    lines_of,
+    loss_of,
+    network,
+    scaled,
+    train_on,
+    windows,
+    wrap,
+)
 
 
 def train(
@@ -121,8 +57,7 @@ def train(
     error = 0.0
     for epoch in range(epochs):
         ranks = data(sizes, epoch)
-        for window in windows(ranks, steps):
-            oracle.update(concatenated(window))
+        oracle.see(ranks, steps)
         loader = wrapped.batches(ranks[rank]) if way.startswith("batches") else ranks[rank]
         for rows in loader:
             wrapped.zero_grad()
@@ -142,24 +77,6 @@ def train(
     return error, count.buckets, wrapped.updates
 
 
-def wrap(model: nn.Module, steps: Any = 2, ddp: dict[str, Any] | None = None, **keywords: Any) -> tuple[Any, Optimizer]:
-    replica = DistributedDataParallel(model, **(ddp or {}))
-    return replica, Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=steps, model=replica, **keywords)
-
-
-def lines_of(action: Callable[[], Any]) -> list[str]:
-    """What is logged meanwhile."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("gradaccum").addHandler(handler)
-    try:
-        action()
-    finally:
-        logging.getLogger("gradaccum").removeHandler(handler)
-    return lines
-
-
 def static_graph(rank: int) -> list[str]:
     return lines_of(lambda: wrap(network(), 2, {"static_graph": True}))
 
@@ -176,12 +93,8 @@ def communication_hook(rank: int, name: str) -> float:
         replica.register_comm_hook(None, getattr(default_hooks, name))
     optimizer = Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=2, model=replica)
     ranks = data([[4, 3, 2, 5, 4], [2, 5, 1, 2, 2]])
-    for window in windows(ranks, 2):
-        oracle.update(concatenated(window))
-    for rows in ranks[rank]:
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(replica, rows), weight=len(rows[0]))
-        optimizer.step()
+    oracle.see(ranks, 2)
+    train_on(replica, optimizer, ranks[rank], weighed=True)
     optimizer.flush()
     assert optimizer.updates == 3
     return oracle.error(model)
@@ -221,12 +134,8 @@ def empty_batch(rank: int) -> float:
     oracle = Oracle(model)
     replica, optimizer = wrap(model, 2)
     ranks = data(sizes)
-    for window in windows(ranks, 2):
-        oracle.update(concatenated(window))
-    for rows in optimizer.batches(ranks[rank]):
-        optimizer.zero_grad()
-        loss_of(replica, rows).backward()
-        optimizer.step()
+    oracle.see(ranks, 2)
+    train_on(replica, optimizer, optimizer.batches(ranks[rank]))
     return oracle.error(model)
 
 
@@ -238,8 +147,7 @@ def continued(rank: int) -> float:
     replica, optimizer = wrap(model, 2)
     ranks = data([[4, 3, 2, 5, 1, 6], [2, 2, 5, 4, 3, 2]])
     kept = [[rows for i, rows in enumerate(own) if i not in skipped[r]] for r, own in enumerate(ranks)]
-    for window in windows(kept, 2):
-        oracle.update(concatenated(window))
+    oracle.see(kept, 2)
     for i, rows in enumerate(optimizer.batches(ranks[rank])):
         if i in skipped[rank]:
             continue
@@ -276,32 +184,6 @@ def scaler(rank: int, overflow_at: tuple[int, int] | None, interval: int) -> tup
     replica, optimizer = wrap(model, 3)
     scales = scaled(rank, replica, optimizer, oracle, overflow_at, interval)
     return oracle.error(model), scales, optimizer.updates
-
-
-def scaled(
-    rank: int,
-    model: nn.Module,
-    optimizer: Optimizer,
-    oracle: Oracle,
-    overflow_at: tuple[int, int] | None,
-    interval: int,
-) -> list[float]:
-    """An epoch of windows of three under a GradScaler, with the oracle beside it. Returns the scale after each."""
-    grad_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=interval)
-    ranks = data([[4, 3, 2] * 4, [2, 2, 5] * 4] * (dist.get_world_size() // 2))
-    for w, window in enumerate(windows(ranks, 3)):
-        if overflow_at is None or overflow_at[1] // 3 != w:
-            oracle.update(concatenated(window))
-    scales = []
-    for i, rows in enumerate(optimizer.batches(ranks[rank])):
-        optimizer.zero_grad()
-        loss = loss_of(model, rows) * (float("inf") if (rank, i) == overflow_at else 1.0)
-        grad_scaler.scale(loss).backward()
-        grad_scaler.step(optimizer)
-        grad_scaler.update()
-        if i % 3 == 2:
-            scales.append(grad_scaler.get_scale())
-    return scales
 
 
 class Branches(nn.Module):
@@ -430,10 +312,7 @@ def batch_norm(rank: int) -> bool:
     replica = DistributedDataParallel(model)
     optimizer = Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=2, model=replica)
     for epoch in range(2):
-        for rows in optimizer.batches(data([[4] * 7, [4] * 2], epoch)[rank]):
-            optimizer.zero_grad()
-            loss_of(replica, rows).backward()
-            optimizer.step()
+        train_on(replica, optimizer, optimizer.batches(data([[4] * 7, [4] * 2], epoch)[rank]))
     tensors = [tensor.double() for tensor in model.state_dict().values()]
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     others = [torch.empty_like(flat) for _ in range(2)]
@@ -450,12 +329,8 @@ def compiled(rank: int, outside: bool) -> tuple[float, int]:
     used = torch.compile(replica, backend="eager") if outside else replica
     optimizer = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=2, model=used)
     ranks = data([[4, 4, 4, 4], [4, 4, 4, 4]])
-    for window in windows(ranks, 2):
-        oracle.update(concatenated(window))
-    for rows in optimizer.batches(ranks[rank]):
-        optimizer.zero_grad()
-        loss_of(used, rows).backward()
-        optimizer.step()
+    oracle.see(ranks, 2)
+    train_on(used, optimizer, optimizer.batches(ranks[rank]))
     return oracle.error(model), count.take()
 
 
@@ -476,10 +351,7 @@ def wide(rank: int) -> float:
     )
     seen = []
     optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.double() for p in model.parameters()))
-    for rows in optimizer.batches(ranks[rank]):
-        optimizer.zero_grad()
-        loss_of(replica, rows).backward()
-        optimizer.step()
+    train_on(replica, optimizer, optimizer.batches(ranks[rank]))
     return relative_error(seen, [total.bfloat16() for total in sums])
 
 
@@ -509,23 +381,16 @@ def resumed(rank: int, bucket_views: bool, unused_too: bool) -> float:
     ranks = data([[4, 3, 5, 1, 2], [2, 5, 1, 4]])
     model = network()
     oracle = Oracle(model)
-    for window in windows(ranks, 3):
-        oracle.update(concatenated(window))
+    oracle.see(ranks, 3)
     replica, optimizer = wrap(model, 3, keywords)
     batches = iter(ranks[rank])
-    for rows in [next(batches), next(batches)]:
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(replica, rows), weight=len(rows[0]))
-        optimizer.step()
+    train_on(replica, optimizer, [next(batches), next(batches)], weighed=True)
     state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
     model = network()
     model.load_state_dict(weights)
     replica, optimizer = wrap(model, 3, keywords)
     optimizer.load_state_dict(state)
-    for rows in optimizer.batches(batches):
-        optimizer.zero_grad()
-        loss_of(replica, rows).backward()
-        optimizer.step()
+    train_on(replica, optimizer, optimizer.batches(batches))
     return oracle.error(model)
 
 
@@ -561,8 +426,7 @@ def broken_off(rank: int) -> tuple[float, int]:
     ranks = data([[4, 3, 2, 5, 4], [2, 5, 1, 2, 2]])
     for _epoch, flush in enumerate((True, False)):
         kept = [own[: 3 if flush else 2] for own in ranks]
-        for window in windows(kept, 2):
-            oracle.update(concatenated(window))
+        oracle.see(kept, 2)
         for i, rows in enumerate(optimizer.batches(ranks[rank])):
             optimizer.zero_grad()
             loss_of(replica, rows).backward()
@@ -571,12 +435,8 @@ def broken_off(rank: int) -> tuple[float, int]:
                 if flush:
                     optimizer.flush()
                 break
-    for window in windows(ranks, 2):
-        oracle.update(concatenated(window))
-    for rows in optimizer.batches(ranks[rank]):
-        optimizer.zero_grad()
-        loss_of(replica, rows).backward()
-        optimizer.step()
+    oracle.see(ranks, 2)
+    train_on(replica, optimizer, optimizer.batches(ranks[rank]))
     return oracle.error(model), optimizer.updates
 
 
@@ -648,8 +508,7 @@ def out_of_memory(rank: int, backward: bool) -> float:
         replica, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4, verify=False
     )
     ranks = data([[8, 6], [7, 9]])
-    for window in windows(ranks, 1):
-        oracle.update(concatenated(window))
+    oracle.see(ranks, 1)
     for rows in ranks[rank]:
         step(*rows)
     return oracle.error(model)

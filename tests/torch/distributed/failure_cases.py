@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
-from tests.torch.distributed.ddp_cases import OPTIMIZERS, data, lines_of, loss_of, network, wrap
-from tests.torch.distributed.sharded_cases import built, shard
+from tests.torch.distributed.problems import OPTIMIZERS, built, data, lines_of, loss_of, network, shard, wrap
 
 
 def step_all(replica: Any, optimizer: Optimizer, loader: Any) -> None:

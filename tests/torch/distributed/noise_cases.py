@@ -9,8 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum.noise import NoiseScale
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
-from tests.torch.distributed.ddp_cases import OPTIMIZERS, concatenated, data, loss_of, network
-from tests.torch.distributed.sharded_cases import shard
+from tests.torch.distributed.problems import OPTIMIZERS, concatenated, data, loss_of, network, shard
 
 STEPS = 3
 SIZES = [[4, 2, 5, 1, 3, 7, 2, 6, 4], [3, 3, 1, 6, 2, 4, 5, 5, 2]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import pickle
@@ -34,17 +33,30 @@ class Processes:
     """
 
     def __init__(self, ranks: int = 2, timeout: float = 30.0) -> None:
+        self._ranks, self._timeout = ranks, timeout
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context(_START)
         port = free_port()
         self._pipes, self._processes = [], []
-        for rank in range(ranks):
+        for rank in range(self._ranks):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, ranks, port, timeout), daemon=True)
+            process = context.Process(target=_serve, args=(there, rank, self._ranks, port, self._timeout), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
         self._started = False
+
+    def regroup(self, timeout: float) -> None:
+        """A new process group, after what may have left the old one in pieces; new processes only where one is gone."""
+        self._timeout = timeout
+        if self.alive:
+            self.run(_join_group, self._ranks, free_port(), timeout)
+        else:
+            self.kill()
+            self._start()
 
     def _wait_for_start(self) -> None:
         """A limit is for what the ranks do, not for their imports."""
@@ -88,12 +100,9 @@ class Processes:
             process.kill()
 
     def close(self) -> None:
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):
-                pipe.send(None)
-        for process in self._processes:
-            process.join(5)
         self.kill()
+        for process in self._processes:
+            process.join()
 
 
 class Raised:
@@ -111,18 +120,24 @@ def free_port() -> int:
 
 def _serve(pipe: Any, rank: int, ranks: int, port: int, timeout: float) -> None:
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+    _join_group(rank, ranks, port, timeout)
     pipe.send("started")
-    while (task := pipe.recv()) is not None:
-        case, arguments, keywords = task
+    while True:
+        case, arguments, keywords = pipe.recv()
         try:
             result = case(rank, *arguments, **keywords)
             pickle.dumps(result)
         except BaseException as error:  # reported, whatever it is
             result = Raised(str(error), type(error).__name__, traceback.format_exc())
         pipe.send(result)
-    dist.destroy_process_group()
+
+
+def _join_group(rank: int, ranks: int, port: int, timeout: float) -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))

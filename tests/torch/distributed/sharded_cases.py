@@ -14,54 +14,21 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 from tests.reference import FLOAT64, relative_error
-from tests.torch.distributed.ddp_cases import OPTIMIZERS, Oracle, concatenated, data, loss_of, network, scaled, windows
-
-
-def shard(model: nn.Module, mesh: Any = None, **keywords: Any) -> nn.Module:
-    for part in model:  # type: ignore[attr-defined]
-        if isinstance(part, nn.Linear):
-            fully_shard(part, mesh=mesh, **keywords)
-    return fully_shard(model, mesh=mesh, **keywords)
-
-
-def whole(model: nn.Module) -> list[Tensor]:
-    return [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
-
-
-def built(
-    sync: str = "window", optimizer: str = "sgd", steps: int = 3, model: nn.Module | None = None
-) -> tuple[nn.Module, Optimizer]:
-    """Sharded over all ranks; over four, in two replicas."""
-    shape, names = ((2, 2), ("replicate", "shard")) if dist.get_world_size() == 4 else ((dist.get_world_size(),), None)
-    mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
-    sharded = shard(network() if model is None else model, mesh)
-    return sharded, Optimizer(OPTIMIZERS[optimizer](sharded.parameters()), steps=steps, model=sharded, sync=sync)
-
-
-class Collectives:
-    """Counts reduce-scatters and all-reduces of gradients."""
-
-    def __init__(self) -> None:
-        self.counts = {"reduce_scatter": 0, "all_reduce": 0, "all_gather": 0}
-
-    def __enter__(self) -> "Collectives":
-        names = ("reduce_scatter_single", "all_reduce", "all_gather_single")
-        self._kept = {name: getattr(dist, name) for name in names}
-
-        def counting(name: str, function: Any) -> Any:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                self.counts[name] += 1
-                return function(*args, **kwargs)
-
-            return call
-
-        for name in names:
-            setattr(dist, name, counting(name.removesuffix("_single"), self._kept[name]))
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for name, function in self._kept.items():
-            setattr(dist, name, function)
+from tests.torch.distributed.problems import (
+    OPTIMIZERS,
+    Collectives,
+    Oracle,
+    built,
+    concatenated,
+    data,
+    loss_of,
+    network,
+    scaled,
+    shard,
+    train_on,
+    whole,
+    windows,
+)
 
 
 def train(
@@ -102,7 +69,7 @@ def train(
                 oracle.update(concatenated(next(done)))
         if way == "plain" and wrapped.flush():
             oracle.update(concatenated(next(done)))
-    error = relative_error(whole(sharded), list(oracle.model.parameters()))
+    error = oracle.error(sharded)
     return error, collectives.counts, wrapped.updates
 
 
@@ -127,7 +94,7 @@ def weight_0(rank: int, way: str) -> float:
         else:
             optimizer.backward(loss, weight=weight)
         optimizer.step()
-    return relative_error(whole(sharded), list(oracle.model.parameters()))
+    return oracle.error(sharded)
 
 
 def parts(rank: int) -> float:
@@ -139,13 +106,12 @@ def parts(rank: int) -> float:
     pieces = nn.ModuleList([model[0], model[2]])
     optimizer = Optimizer(OPTIMIZERS["sgd"](pieces.parameters()), steps=2, model=pieces)
     ranks = data([[4, 2, 3, 1], [3, 3, 1, 5]])
-    for window in windows(ranks, 2):
-        oracle.update(concatenated(window))
+    oracle.see(ranks, 2)
     for rows in optimizer.batches(ranks[rank]):
         optimizer.zero_grad()
         optimizer.backward(loss_of(model, rows))
         optimizer.step()
-    return relative_error(whole(pieces), list(oracle.model.parameters()))
+    return oracle.error(pieces)
 
 
 def mixed_precision(rank: int) -> tuple[float, str]:
@@ -163,10 +129,7 @@ def mixed_precision(rank: int) -> tuple[float, str]:
     optimizer = Optimizer(torch.optim.SGD(sharded.parameters(), lr=0.1), steps=8, model=sharded)
     seen: list[Tensor] = []
     optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.full_tensor() for p in sharded.parameters()))
-    for rows in optimizer.batches(ranks[rank]):
-        optimizer.zero_grad()
-        loss_of(sharded, rows).backward()
-        optimizer.step()
+    train_on(sharded, optimizer, optimizer.batches(ranks[rank]))
     return relative_error(seen, sums), str(seen[0].dtype)
 
 
@@ -196,13 +159,9 @@ def compiled(rank: int, parts: bool, sync: str) -> float:
     used: Any = sharded if parts else torch.compile(sharded, backend="eager")
     optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=2, model=used, sync=sync)
     ranks = data([[4, 2, 3, 1], [3, 3, 1, 5]])
-    for window in windows(ranks, 2):
-        oracle.update(concatenated(window))
-    for rows in optimizer.batches(ranks[rank]):
-        optimizer.zero_grad()
-        loss_of(used, rows).backward()
-        optimizer.step()
-    return relative_error(whole(sharded), list(oracle.model.parameters()))
+    oracle.see(ranks, 2)
+    train_on(used, optimizer, optimizer.batches(ranks[rank]))
+    return oracle.error(sharded)
 
 
 def skip_window(rank: int) -> tuple[float, int]:
@@ -217,7 +176,7 @@ def skip_window(rank: int) -> tuple[float, int]:
         optimizer.zero_grad()
         (loss_of(sharded, rows) * (float("inf") if (rank, i) == (1, 0) else 1.0)).backward()
         optimizer.step()
-    return relative_error(whole(sharded), list(oracle.model.parameters())), optimizer.updates
+    return oracle.error(sharded), optimizer.updates
 
 
 def scaler(rank: int, overflow_at: tuple[int, int] | None, interval: int, sync: str) -> tuple[float, list[float], int]:
@@ -226,7 +185,7 @@ def scaler(rank: int, overflow_at: tuple[int, int] | None, interval: int, sync: 
     oracle = Oracle(model)
     sharded, optimizer = built(sync, model=model)
     scales = scaled(rank, sharded, optimizer, oracle, overflow_at, interval)
-    return relative_error(whole(sharded), list(oracle.model.parameters())), scales, optimizer.updates
+    return oracle.error(sharded), scales, optimizer.updates
 
 
 def scaler_and_flush(rank: int, sync: str) -> tuple[float, int]:
@@ -245,7 +204,7 @@ def scaler_and_flush(rank: int, sync: str) -> tuple[float, int]:
         grad_scaler.update()
         if i % 2:
             assert optimizer.flush() == (i == 3)
-    return relative_error(whole(sharded), list(oracle.model.parameters())), optimizer.updates
+    return oracle.error(sharded), optimizer.updates
 
 
 def saved_with_scaler(rank: int) -> float:
@@ -253,8 +212,7 @@ def saved_with_scaler(rank: int) -> float:
     ranks = data(UNFINISHED)
     model = network()
     oracle = Oracle(model)
-    for window in windows(ranks, 3):
-        oracle.update(concatenated(window))
+    oracle.see(ranks, 3)
 
     def train(model: nn.Module, optimizer: Optimizer, scale: float, batches: Any) -> None:
         grad_scaler = torch.amp.GradScaler("cpu", init_scale=scale)
@@ -270,7 +228,7 @@ def saved_with_scaler(rank: int) -> float:
     again, other = built()
     other.load_state_dict(state)
     train(again, other, 256.0, ranks[rank][2:])
-    return relative_error(whole(again), list(oracle.model.parameters()))
+    return oracle.error(again)
 
 
 def discarded(rank: int) -> float:
@@ -287,7 +245,7 @@ def discarded(rank: int) -> float:
         optimizer.step()
         if i == 0:
             optimizer.discard()
-    return relative_error(whole(sharded), list(oracle.model.parameters()))
+    return oracle.error(sharded)
 
 
 class Odd(nn.Module):
@@ -329,8 +287,7 @@ def different_passes(rank: int, odd: bool, sync: str) -> tuple[float, bool]:
     epochs: list[list[list[int]]] = [[[4, 3, 2, 5, 1, 2, 4], [2, 2]], [[3], [2, 5, 4, 1, 2]]]
     for epoch, sizes in enumerate(epochs):
         ranks = data(sizes * (dist.get_world_size() // 2), epoch)
-        for window in windows(ranks, 2):
-            oracle.update(concatenated(window), loss_function)
+        oracle.see(ranks, 2, loss_function)
         before = torch.get_rng_state()
         for rows in optimizer.batches(ranks[rank]):
             seen += 1
@@ -345,7 +302,7 @@ def different_passes(rank: int, odd: bool, sync: str) -> tuple[float, bool]:
     assert seen == [8, 7][rank % 2]
     assert len(updates) == 4 + 3
     same = same and (not odd or sharded.calls.item() == seen)
-    return relative_error(whole(sharded), list(oracle.model.parameters())), same
+    return oracle.error(sharded), same
 
 
 def different_weights(rank: int) -> float:
@@ -365,7 +322,7 @@ def different_weights(rank: int) -> float:
         optimizer.zero_grad()
         optimizer.backward(loss_of(sharded, rows) * (1.0 if weight else float("nan")))
         optimizer.step()
-    return relative_error(whole(sharded), list(oracle.model.parameters()))
+    return oracle.error(sharded)
 
 
 def unrepeatable(rank: int, why: str) -> None:
@@ -398,8 +355,7 @@ def resumed(rank: int, sync: str) -> float:
     ranks = data([[4, 3, 5, 1], [2, 5, 1, 4]])
     model = network()
     oracle = Oracle(model)
-    for window in windows(ranks, 4):
-        oracle.update(concatenated(window))
+    oracle.see(ranks, 4)
     sharded = shard(model)
     optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=4, model=sharded, sync=sync)
 
@@ -413,13 +369,13 @@ def resumed(rank: int, sync: str) -> float:
     state = copy.deepcopy(optimizer.state_dict())
     for rows in ranks[rank][2:]:
         train(sharded, optimizer, rows)
-    error = relative_error(whole(sharded), list(oracle.model.parameters()))
+    error = oracle.error(sharded)
     again = shard(network())
     optimizer = Optimizer(OPTIMIZERS["sgd"](again.parameters()), steps=4, model=again, sync=sync)
     optimizer.load_state_dict(state)
     for rows in ranks[rank][2:]:
         train(again, optimizer, rows)
-    return max(error, relative_error(whole(again), list(oracle.model.parameters())))
+    return max(error, oracle.error(again))
 
 
 def distributed_checkpoint(rank: int, folder: str) -> float:
@@ -427,14 +383,10 @@ def distributed_checkpoint(rank: int, folder: str) -> float:
     ranks = data([[4, 3, 5, 1], [2, 5, 1, 4]])
     model = network()
     oracle = Oracle(model, "adam")
-    for window in windows(ranks, 2):
-        oracle.update(concatenated(window))
+    oracle.see(ranks, 2)
 
     def train(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
-        for rows in optimizer.batches(batches):
-            optimizer.zero_grad()
-            loss_of(model, rows).backward()
-            optimizer.step()
+        train_on(model, optimizer, optimizer.batches(batches))
 
     sharded = shard(model)
     optimizer = Optimizer(OPTIMIZERS["adam"](sharded.parameters()), steps=2, model=sharded)
@@ -447,7 +399,7 @@ def distributed_checkpoint(rank: int, folder: str) -> float:
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
     set_state_dict(again, optimizer.inner, model_state_dict=model_state, optim_state_dict=optimizer_state)
     train(again, optimizer, ranks[rank][2:])
-    return relative_error(whole(again), list(oracle.model.parameters()))
+    return oracle.error(again)
 
 
 def even_rows(x: Tensor, y: Tensor) -> Tensor:
@@ -492,7 +444,7 @@ def train_step(rank: int, sizes: Any, kind: str = "rows", sync: str = "window", 
         rows = concatenated(window)
         assert abs(loss.item() - plain(oracle.model, rows).item()) <= 1e-12
         oracle.update(rows, plain)
-    return relative_error(whole(sharded), list(oracle.model.parameters()))
+    return oracle.error(sharded)
 
 
 def train_step_goes_on(rank: int) -> float:
@@ -514,14 +466,7 @@ def train_step_goes_on(rank: int) -> float:
     fails.clear()
     oracle.update(concatenated([own[1] for own in ranks]))
     step(*ranks[rank][1])
-    return relative_error(whole(sharded), list(oracle.model.parameters()))
-
-
-def train_on(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
-    for rows in batches:
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(model, rows), weight=len(rows[0]))
-        optimizer.step()
+    return oracle.error(sharded)
 
 
 UNFINISHED = [[4, 3, 5, 1, 2, 6], [2, 5, 1, 4, 3, 2]]
@@ -538,18 +483,17 @@ def saved_inside(
     """Save after so many micro-batches with torch.distributed.checkpoint, and train on. Returns the parameters."""
     sharded, wrapped = built(sync, optimizer)
     batches = data(UNFINISHED * (dist.get_world_size() // 2))[rank]
-    train_on(sharded, wrapped, batches[:first])
+    train_on(sharded, wrapped, batches[:first], weighed=True)
     if way == "get_state_dict":
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
         model_state, optimizer_state = get_state_dict(sharded, wrapped, options=options)
     else:
         model_state, optimizer_state = sharded.state_dict(), wrapped.state_dict()
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    train_on(sharded, wrapped, batches[first:])
+    train_on(sharded, wrapped, batches[first:], weighed=True)
     oracle = Oracle(network(), optimizer)
-    for window in windows(data(UNFINISHED * (dist.get_world_size() // 2)), 3):
-        oracle.update(concatenated(window))
-    assert relative_error(whole(sharded), list(oracle.model.parameters())) <= FLOAT64
+    oracle.see(data(UNFINISHED * (dist.get_world_size() // 2)), 3)
+    assert oracle.error(sharded) <= FLOAT64
     return numbers(sharded)
 
 
@@ -570,7 +514,7 @@ def loaded_inside(
         dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
         wrapped.load_state_dict(optimizer_state)
     assert wrapped.micro_batches == first % 3
-    train_on(sharded, wrapped, data(UNFINISHED * (dist.get_world_size() // 2))[rank][first:])
+    train_on(sharded, wrapped, data(UNFINISHED * (dist.get_world_size() // 2))[rank][first:], weighed=True)
     return numbers(sharded)
 
 
@@ -579,15 +523,15 @@ def full_state_dict(rank: int) -> tuple[list[Any], list[Any]]:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     sharded, wrapped = built("window", "adam")
     batches = data(UNFINISHED)[rank]
-    train_on(sharded, wrapped, batches[:4])
+    train_on(sharded, wrapped, batches[:4], weighed=True)
     received: list[Any] = [copy.deepcopy(get_state_dict(sharded, wrapped, options=options))]
-    train_on(sharded, wrapped, batches[4:])
+    train_on(sharded, wrapped, batches[4:], weighed=True)
     again, other = built("window", "adam")
     dist.broadcast_object_list(received)
     model_state, optimizer_state = received[0]
     options = StateDictOptions(full_state_dict=True)
     set_state_dict(again, other, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options)
-    train_on(again, other, batches[4:])
+    train_on(again, other, batches[4:], weighed=True)
     return numbers(sharded), numbers(again)
 
 
@@ -603,9 +547,9 @@ def loaded_elsewhere(rank: int, folder: str, steps: int, optimizer: str) -> floa
     here = data([[3, 4, 2, 7], [5, 1, 4, 2], [2, 2, 6, 3]][: dist.get_world_size()], epoch=1)
     oracle.update(concatenated([rows for own in there for rows in own[:2]] + [own[0] for own in here]))
     oracle.update(concatenated([rows for own in here for rows in own[1:]]))
-    train_on(sharded, wrapped, here[rank])
+    train_on(sharded, wrapped, here[rank], weighed=True)
     assert wrapped.updates == 2
-    return relative_error(whole(sharded), list(oracle.model.parameters()))
+    return oracle.error(sharded)
 
 
 def saved_before_training(rank: int) -> float:
@@ -613,9 +557,9 @@ def saved_before_training(rank: int) -> float:
     sharded, wrapped = built("window", "adam")
     batches = data(UNFINISHED)[rank]
     get_state_dict(sharded, wrapped)
-    train_on(sharded, wrapped, batches[:1])
+    train_on(sharded, wrapped, batches[:1], weighed=True)
     get_state_dict(sharded, wrapped)
-    train_on(sharded, wrapped, batches[1:])
+    train_on(sharded, wrapped, batches[1:], weighed=True)
     plain, other = built("window", "adam")
-    train_on(plain, other, batches)
+    train_on(plain, other, batches, weighed=True)
     return relative_error(whole(sharded), whole(plain))

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.reference import FLOAT64
 from tests.torch.distributed import ddp_cases as cases
 from tests.torch.distributed.processes import Processes
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Processes]:
-    processes = Processes(2)
-    yield processes
-    processes.close()
-
 
 EVEN = [[4, 4, 4, 4, 4, 4], [4, 4, 4, 4, 4, 4]]
 RAGGED = [[4, 2, 5, 1, 3, 7], [3, 3, 1, 6, 2, 4]]

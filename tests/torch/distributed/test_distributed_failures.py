@@ -13,20 +13,12 @@ LIMIT = 20.0
 """Seconds in which every rank must have said what is wrong."""
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[list[Processes]]:
-    started: list[Processes] = []
-    yield started
-    for processes in started:
-        processes.close()
-
-
 @pytest.fixture
-def ranks(shared: list[Processes]) -> Processes:
-    """A process group that is whole; a new one where the test before left it in pieces."""
-    if not shared or not shared[-1].alive:
-        shared.append(Processes(2))
-    return shared[-1]
+def fragile_ranks(new_ranks: Processes) -> Iterator[Processes]:
+    """Ranks whose process group may go to pieces, and waits no longer than a second and a half."""
+    new_ranks.regroup(1.5)
+    yield new_ranks
+    new_ranks.regroup(30.0)
 
 
 def test_a_model_wrapped_after_the_optimizer_was_built_is_refused_on_every_rank(ranks: Processes) -> None:
@@ -100,17 +92,16 @@ def test_the_process_group_is_usable_after_such_errors(ranks: Processes) -> None
         assert isinstance(result, Raised)
 
 
-def test_a_rank_whose_process_dies_is_an_error_on_the_others(ranks: Processes) -> None:
-    first, second = ranks.try_run(failures.dies, limit=LIMIT)
+def test_a_rank_whose_process_dies_is_an_error_on_the_others(fragile_ranks: Processes) -> None:
+    first, second = fragile_ranks.try_run(failures.dies, limit=LIMIT)
     assert isinstance(first, Raised)
     assert first.kind == "WindowError"
     assert "is gone" in first.message
     assert isinstance(second, Raised)
 
 
-def test_a_rank_that_does_not_answer_is_an_error_after_the_process_group_s_timeout(shared: list[Processes]) -> None:
-    shared.append(Processes(2, timeout=3.0))
-    first, second = shared[-1].try_run(failures.sleeps, 6.0, limit=LIMIT)
+def test_a_rank_that_does_not_answer_is_an_error_after_the_process_group_s_timeout(fragile_ranks: Processes) -> None:
+    first, second = fragile_ranks.try_run(failures.sleeps, 3.0, limit=LIMIT)
     assert isinstance(first, Raised)
     assert first.kind == "WindowError"
     assert isinstance(second, Raised)
@@ -118,10 +109,9 @@ def test_a_rank_that_does_not_answer_is_an_error_after_the_process_group_s_timeo
 
 @pytest.mark.parametrize("case", ["out_of_step", "sharded_raises", "sharded_out_of_memory"])
 def test_ranks_of_a_sharded_model_that_wait_in_its_passes_wait_no_longer_than_the_process_group(
-    shared: list[Processes], case: str
+    fragile_ranks: Processes, case: str
 ) -> None:
-    shared.append(Processes(2, timeout=3.0))
-    first, second = shared[-1].try_run(getattr(failures, case), limit=LIMIT)
+    first, second = fragile_ranks.try_run(getattr(failures, case), limit=LIMIT)
     assert isinstance(first, Raised)
     assert isinstance(second, Raised)
     if case != "out_of_step":

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.reference import FLOAT64
 from tests.torch.distributed import ddp_cases as cases
 from tests.torch.distributed import failure_cases as failures
 from tests.torch.distributed.processes import Processes, Raised
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Processes]:
-    processes = Processes(2)
-    yield processes
-    processes.close()
-
 
 SIZES = [[9, 4, 8, 5], [3, 12, 7, 5]]
 

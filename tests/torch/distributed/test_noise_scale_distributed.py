@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.torch.distributed import noise_cases as cases
@@ -11,13 +9,6 @@ from tests.torch.distributed.processes import Processes
 
 EXACT = 1e-11
 """The estimates are differences of squared norms, each as exact as a gradient: 1e-12."""
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Processes]:
-    processes = Processes(2)
-    yield processes
-    processes.close()
 
 
 def same(here: cases.Found, there: cases.Found) -> bool:
