@@ -74,35 +74,75 @@ def test_lbfgs_evaluates_the_whole_window_each_time(search: str | None) -> None:
     assert step.updates == len(data)
 
 
-def test_other_optimizers_that_need_a_closure_get_the_whole_window() -> None:
-    class Twice(torch.optim.SGD):
-        """Moves by the gradient that it finds one step ahead."""
+class Twice(torch.optim.SGD):
+    """Moves by the gradient that it finds one step ahead."""
 
-        def step(self, closure: Any) -> Any:  # type: ignore[override]  # it needs the closure
-            loss = closure()
-            with torch.no_grad():
-                before = [p.clone() for p in self.param_groups[0]["params"]]
-                super().step()
-            closure()
-            with torch.no_grad():
-                for p, old in zip(self.param_groups[0]["params"], before, strict=True):
-                    p.copy_(old - 0.1 * p.grad)
+    def step(self, closure: Any) -> Any:  # type: ignore[override]  # it needs the closure
+        loss = closure()
+        with torch.no_grad():
+            before = [p.clone() for p in self.param_groups[0]["params"]]
+            super().step()
+        closure()
+        with torch.no_grad():
+            for p, old in zip(self.param_groups[0]["params"], before, strict=True):
+                p.copy_(old - 0.1 * p.grad)
+        return loss
+
+
+class TwiceIfItCan(Twice):
+    def step(self, closure: Any = None) -> Any:
+        return torch.optim.SGD.step(self) if closure is None else super().step(closure)
+
+
+class SharpnessAware(torch.optim.SGD):
+    """Moves before it evaluates: the gradients that are there say whereto."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = self.param_groups[0]["params"]
+        before = [p.detach().clone() for p in parameters]
+        for p in parameters:
+            p.data.add_(p.grad.sign(), alpha=0.1)
+        loss = closure()
+        for p, old in zip(parameters, before, strict=True):
+            p.data.copy_(old)
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Twice, TwiceIfItCan, SharpnessAware])
+def test_other_optimizers_that_evaluate_a_closure_get_the_whole_window(kind: Any) -> None:
+    model = network()
+    reference = copy.deepcopy(model)
+    optimizer = kind(reference.parameters(), lr=0.1)
+    step = make_step(model, kind(model.parameters(), lr=0.1))
+    for batch in batches(count=3):
+
+        def closure(batch: tuple[Any, ...] = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss = plain(reference, *batch)
+            loss.backward()
+            return loss
+
+        closure()
+        optimizer.step(closure)
+        step(*batch)
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+
+
+def test_an_optimizer_that_evaluates_its_closure_once_costs_no_second_window() -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            loss = closure() if closure is not None else None
+            super().step()
             return loss
 
     model = network()
-    reference = copy.deepcopy(model)
-    optimizer = Twice(reference.parameters(), lr=0.1)
-    batch = batches()[0]
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = plain(reference, *batch)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    make_step(model, Twice(model.parameters(), lr=0.1))(*batch)
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    passes: list[int] = []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    step = make_step(model, Own(model.parameters(), lr=0.1), micro_batch_size=5, verify=False)
+    for batch in batches(count=2):
+        step(*batch)
+    assert len(passes) == 2 * 3
 
 
 @pytest.mark.parametrize("size", [4, 13])
@@ -322,6 +362,7 @@ def test_learning_rate_schedules_and_hooks_see_one_update() -> None:
         ({"memory_limit": "lots"}, "memory_limit"),
         ({"memory_limit": -5}, "memory_limit"),
         ({"sync": "never"}, "sync"),
+        ({"offload": True}, "exact"),
     ],
 )
 def test_wrong_arguments_are_told(keywords: dict[str, Any], message: str) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
 from gradaccum.torch import TrainStep
-from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates
+from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, batches, network
 
 ROWS = 11
 
@@ -191,6 +191,37 @@ def test_losses_with_parameters_of_their_own() -> None:
 )
 def test_functional_losses_are_known_too(loss_fn: Any) -> None:
     same_updates(loss_fn, log_softmax(), lambda: classes(ignored=-100))
+
+
+class WithTargets(nn.Module):
+    """Returns its targets beside its outputs, so that the batch says nothing about them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, batch: Any) -> tuple[Any, Any]:
+        x, y = batch["x"], batch["y"]
+        return self.inner(x), y
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("shape", ["a tuple", "from the model"])
+@pytest.mark.parametrize("targets", ["indices", "probabilities"])
+def test_targets_are_known_wherever_they_come_from(shape: str, targets: str, verify: bool) -> None:
+    loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64))
+    data: list[Any] = []
+    for x, y in batches():
+        if targets == "probabilities":
+            y = torch.nn.functional.one_hot(y, 3).double() * 0.8 + 0.1
+        else:
+            y[: 5 + len(data)] = -100
+        data.append((x, (y,)) if shape == "a tuple" else ({"x": x, "y": y},))
+    keywords = {"loss_fn": loss_fn, "micro_batch_size": 4, "verify": verify}
+    if shape == "a tuple":
+        assert_same_updates(network(), data, lambda model, x, y: loss_fn(model(x), *y), **keywords)
+    else:
+        assert_same_updates(WithTargets(), data, lambda model, x: loss_fn(*model(x)), **keywords)
 
 
 def test_functional_sums_are_sums() -> None:

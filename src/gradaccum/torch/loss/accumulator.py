@@ -143,7 +143,7 @@ class LossAccumulator:
         if weight is not None:
             if _is_zero(weight):
                 return WeightedLoss(None, weight=weight, weightless=loss)
-            if objective.reduction == "sum":
+            if self._summed or objective.reduction == "sum":
                 return WeightedLoss(loss, weight=weight)
             unit = self._unit if self._unit is not None else _unit(weight)
             return WeightedLoss(_where_any(loss, weight), _ratio(weight, unit), weight=weight)
@@ -185,7 +185,7 @@ class LossAccumulator:
             self._losses[key][1].append(loss.detach())
         weight = weighted.weight
         if weight is not None:
-            if self.objective.reduction == "mean" and self._unit is None and not _is_zero(weight):
+            if not self._summed and self.objective.reduction == "mean" and self._unit is None and not _is_zero(weight):
                 self._unit = _unit(weight)
             share = weight if self._unit is None else _ratio(weight, self._unit)
             self._divisor = share if self._divisor is None else self._divisor + share

@@ -71,15 +71,18 @@ def divides_by_targets(loss_fn: Any) -> bool:
 
 
 def divisor(loss_fn: Any, targets: Tensor) -> Weight:
-    """What such a loss divides by on these class indices, a tensor where that spares waiting for their device.
+    """What such a loss divides by on these targets, a tensor where that spares waiting for their device.
 
-        sum of weight[t]  over the targets t that are not ignore_index      (weight is 1 without class weights)
+        sum of weight[t]  over the class indices t that are not ignore_index      (weight is 1 without class weights)
+        their number      where targets are class probabilities
 
     Example:
         >>> loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0]), ignore_index=-1)
         >>> divisor(loss_fn, torch.tensor([0, 1, 1, -1]))
         tensor(7.)
     """
+    if targets.is_floating_point():
+        return float(targets.numel() // max(targets.shape[min(1, targets.ndim - 1)], 1))
     ignored = -100 if loss_fn.ignore_index is None else loss_fn.ignore_index
     if loss_fn.weight is not None:
         valid = targets != ignored

@@ -116,10 +116,14 @@ class Objective:
 
     def by_targets(self, batch: Batch) -> bool:
         """Whether the loss divides by a number that its targets say, so that sums of it are what adds up."""
-        if not self._by_targets or len(batch.tree) != 2:
-            return False
+        targets = self._targets(batch)
         # Floating-point targets are class probabilities, over which the mean is one over rows.
-        return isinstance(batch.tree[1], Tensor) and not batch.tree[1].is_floating_point()
+        return self._by_targets and (targets is None or not targets.is_floating_point())
+
+    def _targets(self, batch: Batch) -> Tensor | None:
+        """The targets of the loss, where the batch says them before the forward pass."""
+        targets = _unpacked(batch.tree[1]) if len(batch.tree) == 2 else ()
+        return targets[0] if len(targets) == 1 and isinstance(targets[0], Tensor) else None
 
     def whole(self, batch: Batch) -> Tensor:
         """The large batch's loss in one forward pass, as the user's own loop has it."""
@@ -141,20 +145,20 @@ class Objective:
     def total(self, batch: Batch) -> Weight | None:
         """What the loss on this batch divides by, as far as the batch tells: a number, or a tensor on its device.
 
-        None for sums that nothing divides. Rows, where nothing says otherwise; a `compute_loss` that returns
-        `(loss, weight)` overrules that later.
+        None for sums that nothing divides, and where only the forward pass tells. Rows, where nothing says otherwise;
+        a `compute_loss` that returns `(loss, weight)` overrules that later.
         """
         if self.weight is not None:
             return plain_weight(self.weight(*batch.tree))
         if self.reduction == "sum":
             return None
         if self.by_targets(batch):
-            total = divisor(self.loss_fn, batch.tree[1])
-            return total if isinstance(total, float) else plain_weight(total)
+            targets = self._targets(batch)
+            return None if targets is None else _plain(divisor(self.loss_fn, targets))
         return float(batch.rows)
 
     def forward(self, batch: Batch, summed: bool = False) -> tuple[Tensor, Weight | None]:
-        """The loss of a batch and, where `compute_loss` returns one, its weight.
+        """The loss of a batch and, where only the forward pass tells, its weight.
 
         Args:
             batch: The arguments after the model.
@@ -202,13 +206,21 @@ class Objective:
         loss_fn = self._summed if summed else self.loss_fn
         if len(batch) == 2 and type(outputs) is Tensor and type(batch[1]) is Tensor:  # as mostly
             return loss_fn(outputs, batch[1])
-        return loss_fn(*_unpacked(outputs), *(_unpacked(batch[1]) if len(batch) == 2 else ()))
+        targets = _unpacked(batch[1]) if len(batch) == 2 else ()
+        values = (*_unpacked(outputs), *targets)
+        loss = loss_fn(*values)
+        # With other than one target in the batch, which of the values it is shows only now.
+        return (loss, divisor(self.loss_fn, values[1])) if summed and len(targets) != 1 else loss
 
     @property
     def device(self) -> torch.device:
         """Where the model is, by its first parameter."""
         parameters = getattr(self.model, "parameters", lambda: iter(()))()
         return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
+
+def _plain(weight: Weight) -> Weight:
+    return weight if isinstance(weight, float) else plain_weight(weight)
 
 
 def plain_weight(weight: Any) -> Weight:

@@ -117,6 +117,11 @@ class TrainStep:
         )
         self.sync = checked_choice("sync", sync, get_args(Sync))
         self._whole: WholeBatch | None = None
+        if offload and self.batch_norm.choice != "exact":
+            raise ValueError(
+                "offload=True keeps what crosses exact BatchNorm layers in host memory, so it needs "
+                f'batch_norm="exact". Received: batch_norm={batch_norm!r}.'
+            )
         if self.batch_norm.choice == "exact":
             self._whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=offload)
         self.objective = Objective(
@@ -230,9 +235,7 @@ class TrainStep:
         if not weighs:
             logger.info("Nothing in this batch of %d rows weighs anything: no update.", batch.rows)
             return loss
-        # An optimizer that evaluates a closure starts with the gradients that are there.
-        fresh = [loss] if self.update.closures == self.update.optimizers[:1] else []
-        if self.update.step(lambda: fresh.pop() if fresh else self.gradients(batch)[0]):
+        if self.update.step(loss, lambda: self.gradients(batch)[0]):
             self.updates += 1
         return loss
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from gradaccum.on_torch.gradients import GradientSum, clip_norm_, scale_
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.torch.optimizer import needs_closure
+from gradaccum.torch.train_step.closure import Closure, takes_closure
 from gradaccum.torch.train_step.rollback import Rollback
 
 __all__ = ["Update"]
@@ -51,24 +53,30 @@ class Update:
     ) -> None:
         self.noise = noise
         self.optimizers: list[torch.optim.Optimizer] = _checked_optimizers(optimizers)
-        self.closures = [optimizer for optimizer in self.optimizers if needs_closure(optimizer)]
+        demanding = [optimizer for optimizer in self.optimizers if needs_closure(optimizer)]
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        if self.closures and self.scaler is not None:
+        if demanding and self.scaler is not None:
             raise ValueError(
-                f"A GradScaler cannot step {type(self.closures[0]).__name__}, which evaluates a closure. "
+                f"A GradScaler cannot step {type(demanding[0]).__name__}, which evaluates a closure. "
                 "Leave `scaler` out, and use autocast=torch.bfloat16."
             )
         self.clip_grad_norm = clip_grad_norm
         self.sums = GradientSum(self.parameters, accumulate_dtype)
         self.grad_norm: Tensor | None = None
+        self._closures: dict[torch.optim.Optimizer, Closure] = {}
+        if self.scaler is None:  # which does not pass closures on
+            for optimizer in self.optimizers:
+                if optimizer in demanding:
+                    self._closures[optimizer] = Closure(self.parameters, always_check=True)
+                elif takes_closure(optimizer):
+                    self._closures[optimizer] = Closure(functools.partial(_parameters, [optimizer]))
         # The closures of LBFGS run whole windows, beside which copies cost nothing.
-        self._undo = Rollback(self.optimizers, gauge, always=bool(self.closures))
+        self._rollback = Rollback(self.optimizers, gauge, always=bool(demanding))
         self._scaler_involved = False
 
     def parameters(self) -> list[Tensor]:
         """Every optimizer's parameters, each once."""
-        unique = {id(p): p for o in self.optimizers for group in o.param_groups for p in group["params"]}
-        return list(unique.values())
+        return _parameters(self.optimizers)
 
     def clear(self) -> None:
         """Empty the sum of gradients."""
@@ -116,10 +124,11 @@ class Update:
             self.grad_norm = clip_norm_(self.sums.gradients(), self.clip_grad_norm)
         self.sums.cast()
 
-    def step(self, window: Callable[[], Tensor]) -> bool:
+    def step(self, loss: Tensor, window: Callable[[], Tensor]) -> bool:
         """Run every optimizer on the finished gradients. Returns whether an update was made (an overflow makes none).
 
         Args:
+            loss: The window's loss.
             window: Computes the finished gradients anew and returns the loss, for optimizers that evaluate closures.
 
         Raises:
@@ -127,42 +136,47 @@ class Update:
                 state are as they were.
         """
         stepped: list[Any] = []
-        told: list[BaseException] = []
+        of_the_window: list[BaseException] = []
 
         def evaluated() -> Tensor:
             try:
                 return window()
             except BaseException as error:
-                told.append(error)
+                of_the_window.append(error)
                 raise
 
-        self._undo.remember()
+        self._rollback.remember()
+        for closure in self._closures.values():
+            closure.begin(loss, evaluated)
         for optimizer in self.optimizers:
             try:
-                self._step(optimizer, evaluated, stepped)
+                self._step(optimizer, stepped)
             except BaseException as error:
-                restored = self._undo.restore()
-                self._undo.always |= is_out_of_memory(error)
-                said = _AS_THEY_WERE if restored else _UNKNOWN
-                if not is_out_of_memory(error) or error in told:
+                restored = self._rollback.restore()
+                self._rollback.always |= is_out_of_memory(error)
+                outcome = _AS_THEY_WERE if restored else _UNKNOWN
+                if not is_out_of_memory(error) or error in of_the_window:
                     if not restored:
-                        logger.warning("%s.step() raised %s. %s", type(optimizer).__name__, type(error).__name__, said)
+                        name = type(optimizer).__name__
+                        logger.warning("%s.step() raised %s. %s", name, type(error).__name__, outcome)
                     raise
                 raise torch.OutOfMemoryError(
                     f"Out of memory in {type(optimizer).__name__}.step(), which smaller micro-batches cannot help: "
-                    f"{error}\n{said} Use an optimizer with less state, or torch.optim's foreach=False."
+                    f"{error}\n{outcome} Use an optimizer with less state, or torch.optim's foreach=False."
                 ) from error
+        for closure in self._closures.values():
+            closure.end()
         if stepped:
-            self._undo.forget()
+            self._rollback.forget()
         if self.scaler is not None:
             self.scaler.update()
             self._scaler_involved = False
         return bool(stepped)
 
-    def _step(self, optimizer: torch.optim.Optimizer, window: Callable[[], Tensor], stepped: list[Any]) -> None:
+    def _step(self, optimizer: torch.optim.Optimizer, stepped: list[Any]) -> None:
         """One optimizer's step; notes it in `stepped`, unless an overflow has left it out."""
-        if optimizer in self.closures:
-            optimizer.step(window)  # type: ignore[arg-type]  # a closure may return a tensor
+        if optimizer in self._closures:
+            optimizer.step(self._closures[optimizer])  # type: ignore[arg-type]  # a closure may return a tensor
         elif self.scaler is None:
             optimizer.step()
         else:
@@ -175,6 +189,10 @@ class Update:
                 hook.remove()
             return
         stepped.append(optimizer)
+
+
+def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+    return list({id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}.values())
 
 
 def _checked_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
