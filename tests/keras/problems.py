@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,9 +60,31 @@ def sgd() -> Any:
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
+_SHARED: dict[str, tuple[keras.Model, list[Any]]] = {}
+
+
+def compiled(model: keras.Model, optimizer: Any) -> keras.Model:
+    """A model like this one, compiled, that tests share: with these weights, and an optimizer like this one, untouched.
+
+    Compiling takes longest in these tests. So what isn't about compiling takes one that is compiled already.
+    """
+    parts = [*model.layers, optimizer]
+    configs = [(type(part).__name__, {k: v for k, v in part.get_config().items() if k != "name"}) for part in parts]
+    key = str((configs, keras.config.floatx(), keras.config.dtype_policy().name))
+    if key not in _SHARED:
+        model.compile(optimizer=optimizer, loss="mse", jit_compile=BACKEND == "jax")
+        optimizer.build(model.trainable_variables)
+        _SHARED[key] = model, [keras.ops.convert_to_numpy(v) for v in optimizer.variables]
+    shared, state = _SHARED[key]
+    shared.set_weights(model.get_weights())
+    for variable, value in zip(shared.optimizer.variables, state):
+        variable.assign(value)
+    return shared
+
+
 def plain(model: keras.Model, optimizer: Any, micro_batches: list[Batch], steps: int, epochs: int) -> keras.Model:
     """The model after plain training on the large batches."""
-    model.compile(optimizer=optimizer, loss="mse")
+    model = compiled(model, optimizer)
     keras_updates(model, [join(window) for window in windows_of(micro_batches, steps)] * epochs)
     return model
 
@@ -82,6 +105,10 @@ def _tensor(gradient: Any) -> Any:
     return keras.ops.convert_to_tensor(gradient, keras.backend.floatx()) if is_array else gradient
 
 
+_STEPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""The compiled steps of optimizers that are trained by hand."""
+
+
 def train_by_hand(optimizer: Any, variables: list[Any], gradients: Sequence[Sequence[Any]], by: str = "") -> None:
     """Give the optimizer one list of gradients after the other, in the custom loop of the backend."""
     if not optimizer.built:
@@ -90,7 +117,9 @@ def train_by_hand(optimizer: Any, variables: list[Any], gradients: Sequence[Sequ
     if BACKEND == "jax" and by != "eager":
         import jax
 
-        step = jax.jit(optimizer.stateless_apply)
+        if optimizer not in _STEPS:
+            _STEPS[optimizer] = jax.jit(optimizer.stateless_apply)
+        step = _STEPS[optimizer]
         weights, state = [v.value for v in variables], [v.value for v in optimizer.variables]
         for some in tensors:
             weights, state = step(state, some, weights)
@@ -99,7 +128,7 @@ def train_by_hand(optimizer: Any, variables: list[Any], gradients: Sequence[Sequ
     elif BACKEND == "tensorflow" and by != "eager":
         import tensorflow as tf
 
-        steps: dict[Any, Any] = {}
+        steps = _STEPS.setdefault(optimizer, {})
         for some in tensors:
             which = tuple(g is None for g in some)
             if which not in steps:

@@ -12,12 +12,112 @@ from typing import Any
 import keras
 
 from gradaccum.keras.callbacks import GradientAccumulation
-from gradaccum.keras.optimizer import Counts, Optimizer, minimum, where, wrapped_optimizer
-from gradaccum.schedule import checked_count, steps_for
+from gradaccum.keras.optimizer import Counts, Optimizer, StepsRule, minimum, where, wrapped_optimizer
+from gradaccum.schedule import Schedule, checked_count, steps_for
 
 __all__ = ["BatchOptimizer"]
 
 logger = logging.getLogger("gradaccum")
+
+
+class SizesRule(StepsRule):
+    """A window closes with the micro-batch that reaches the desired rows, or with the epoch's last one.
+
+    Args:
+        maximum_batch_size: Rows of a micro-batch.
+        desired_batch_size: Rows of an update.
+        train_size: Rows of an epoch.
+        model: The model to be trained; None: any.
+    """
+
+    fixed = True
+
+    def __init__(self, maximum_batch_size: int, desired_batch_size: int, train_size: int, model: Any = None) -> None:
+        self.maximum_batch_size = checked_count(maximum_batch_size, "maximum_batch_size")
+        self.desired_batch_size = checked_count(desired_batch_size, "desired_batch_size")
+        self.train_size = checked_count(train_size, "train_size")
+        self._model = model
+        super().__init__(Schedule(steps_for(desired_batch_size, maximum_batch_size)))
+
+    @property
+    def rows_of_epoch(self) -> int:  # type: ignore[override]  # a constant in the class above
+        """Rows of an epoch."""
+        return self.train_size
+
+    def weigh(self, counts: Counts, rows: Any) -> Any:
+        """The rows; where they are not known, those of the next micro-batch as it was promised."""
+        if rows is None:
+            return minimum(counts.rows_left, self.maximum_batch_size)
+        last = self.train_size % self.maximum_batch_size or self.maximum_batch_size
+        if isinstance(rows, int):
+            if rows not in (self.maximum_batch_size, last):
+                raise ValueError(f"{self.other_size} {last}. Received: {rows} rows.")
+            return rows
+        import tensorflow as tf  # the only backend that doesn't know before it runs
+
+        promised = (rows == self.maximum_batch_size) | (rows == last)
+        with tf.control_dependencies([tf.debugging.Assert(promised, [f"{self.other_size} {last}. Received:", rows])]):
+            return tf.identity(rows)
+
+    def added(self, counts: Counts, weight: Any) -> tuple[Counts, Any]:
+        """The counts with one more micro-batch of this weight, and whether it closes the window."""
+        counts = counts.added(weight)._replace(rows_left=counts.rows_left - weight)
+        return counts, (counts.weight >= self.desired_batch_size) | (counts.rows_left <= 0)
+
+    def closed(self, counts: Counts, updated: Any) -> Counts:
+        """The counts of the window that follows, in the next epoch if no rows are left."""
+        rows_left = where(counts.rows_left <= 0, self.train_size, counts.rows_left)
+        return counts.closed(updated)._replace(rows_left=rows_left)
+
+    def settings(self) -> list[list[int]]:
+        """The three sizes."""
+        return [[self.maximum_batch_size, self.desired_batch_size, self.train_size]]
+
+    @property
+    def other_size(self) -> str:
+        """How the error about a micro-batch of another size begins."""
+        return (
+            f"A micro-batch must have the maximum_batch_size={self.maximum_batch_size} that this BatchOptimizer was "
+            f"promised, or be the last of train_size={self.train_size} rows, with"
+        )
+
+    def check_variables(self, variables: Sequence[Any]) -> None:
+        """Whether these are the trainable ones of the model that the rule was made for."""
+        if self._model is None:
+            return
+        if {id(variable) for variable in self._model.trainable_variables} != {id(variable) for variable in variables}:
+            raise ValueError(
+                "This BatchOptimizer was made for another model. Received: the variables "
+                f"{[getattr(v, 'path', v.name) for v in variables][:4]} ..., which are not the trainable ones of "
+                f"{self._model.name!r}. Pass the model that is compiled with it."
+            )
+
+    def check_fit(self, arguments: dict[str, Any]) -> None:
+        """Whether `fit` was called as promised, as far as its arguments tell."""
+        maximum, train_size = self.maximum_batch_size, self.train_size
+        leaf = next((leaf for leaf in keras.tree.flatten(arguments.get("x")) if leaf is not None), None)
+        shape = getattr(leaf, "shape", None)
+        rows = shape[0] if shape else None
+        batch_size = arguments.get("batch_size")
+        if batch_size != maximum and not (batch_size is None and (rows is None or maximum == 32)):
+            raise ValueError(
+                f"A BatchOptimizer is used with fit(batch_size=maximum_batch_size). Received: batch_size={batch_size}"
+                f"{'' if batch_size else ', which is 32'}, where maximum_batch_size={maximum}."
+            )
+        split = arguments.get("validation_split") or 0.0
+        if rows is not None:
+            rows = math.floor(rows * (1.0 - split))
+            if rows != train_size:
+                raise ValueError(
+                    f"`train_size` must be the rows that fit() trains on. Received: train_size={train_size}, where "
+                    f"fit() has {rows} rows{' after its validation split' if split else ''}."
+                )
+        batches = arguments.get("steps_per_epoch")
+        if batches is not None and batches != -(-train_size // maximum):
+            raise ValueError(
+                f"`steps_per_epoch` must be that of train_size={train_size} rows in micro-batches of {maximum}, "
+                f"{-(-train_size // maximum)}. Received: steps_per_epoch={batches}."
+            )
 
 
 @keras.saving.register_keras_serializable(package="gradaccum")
@@ -53,8 +153,6 @@ class BatchOptimizer(Optimizer):
         2
     """
 
-    _steps_are_fixed = True
-
     def __init__(
         self,
         optimizer: Any,
@@ -65,19 +163,35 @@ class BatchOptimizer(Optimizer):
         *,
         name: str | None = None,
     ) -> None:
-        self.__dict__["maximum_batch_size"] = checked_count(maximum_batch_size, "maximum_batch_size")
-        self.__dict__["desired_batch_size"] = checked_count(desired_batch_size, "desired_batch_size")
-        self.__dict__["train_size"] = checked_count(train_size, "train_size")
         if model is not None and not isinstance(model, keras.Model):
             raise TypeError(f"`model` must be a keras.Model. Received: model of type {type(model).__name__}.")
-        super().__init__(optimizer, steps_for(desired_batch_size, maximum_batch_size), name=name)
-        self.__dict__["_model"] = model  # not a part of the optimizer that Keras should save
+        self._wrap(optimizer, SizesRule(maximum_batch_size, desired_batch_size, train_size, model), name)
         if model is not None:
             _check_every_fit(model)
 
+    @property
+    def maximum_batch_size(self) -> int:
+        """Rows of a micro-batch."""
+        return self._sizes.maximum_batch_size
+
+    @property
+    def desired_batch_size(self) -> int:
+        """Rows of an update."""
+        return self._sizes.desired_batch_size
+
+    @property
+    def train_size(self) -> int:
+        """Rows of an epoch."""
+        return self._sizes.train_size
+
+    @property
+    def _sizes(self) -> SizesRule:
+        assert isinstance(self.window.rule, SizesRule)
+        return self.window.rule
+
     def _log_wrapping(self) -> None:
         super()._log_wrapping()
-        effective = min(self._schedule() * self.maximum_batch_size, self.train_size)
+        effective = min(self.schedule() * self.maximum_batch_size, self.train_size)
         if effective != self.desired_batch_size:
             logger.warning(
                 "The effective batch size is %d, not the desired %d: micro-batches of %d rows, %d rows in an epoch",
@@ -90,93 +204,11 @@ class BatchOptimizer(Optimizer):
     @property
     def steps(self) -> int:
         """Micro-batches in a full window; it follows from the sizes."""
-        return self._schedule()
+        return self.schedule()
 
     @steps.setter
     def steps(self, steps: int) -> None:
         raise ValueError(f"The steps of a BatchOptimizer follow from its batch sizes. Received: steps={steps!r}.")
-
-    @property
-    def _rows_of_epoch(self) -> int:  # type: ignore[override]  # a constant in the class above
-        return self.train_size
-
-    def _weigh(self, counts: Counts, rows: Any) -> Any:
-        if rows is None:
-            return minimum(counts.rows_left, self.maximum_batch_size)
-        return self._checked_rows(rows)
-
-    def _add(self, counts: Counts, weight: Any) -> tuple[Counts, Any]:
-        counts = counts.added(weight)._replace(rows_left=counts.rows_left - weight)
-        return counts, (counts.weight >= self.desired_batch_size) | (counts.rows_left <= 0)
-
-    def _checked_rows(self, rows: Any) -> Any:
-        """The rows, if they can be those of a micro-batch as it was promised."""
-        last = self.train_size % self.maximum_batch_size or self.maximum_batch_size
-        if isinstance(rows, int):
-            if rows not in (self.maximum_batch_size, last):
-                raise ValueError(f"{self._other_size} {last}. Received: {rows} rows.")
-            return rows
-        import tensorflow as tf  # the only backend that doesn't know before it runs
-
-        promised = (rows == self.maximum_batch_size) | (rows == last)
-        with tf.control_dependencies([tf.debugging.Assert(promised, [f"{self._other_size} {last}. Received:", rows])]):
-            return tf.identity(rows)
-
-    @property
-    def _other_size(self) -> str:
-        return (
-            f"A micro-batch must have the maximum_batch_size={self.maximum_batch_size} that this BatchOptimizer was "
-            f"promised, or be the last of train_size={self.train_size} rows, with"
-        )
-
-    def _check_fit(self, arguments: dict[str, Any]) -> None:
-        """Whether `fit` was called as promised, as far as its arguments tell."""
-        maximum, train_size = self.maximum_batch_size, self.train_size
-        leaf = next((leaf for leaf in keras.tree.flatten(arguments.get("x")) if leaf is not None), None)
-        shape = getattr(leaf, "shape", None)
-        rows = shape[0] if shape else None
-        batch_size = arguments.get("batch_size")
-        if batch_size != maximum and not (batch_size is None and (rows is None or maximum == 32)):
-            raise ValueError(
-                f"A BatchOptimizer is used with fit(batch_size=maximum_batch_size). Received: batch_size={batch_size}"
-                f"{'' if batch_size else ', which is 32'}, where maximum_batch_size={maximum}."
-            )
-        split = arguments.get("validation_split") or 0.0
-        if rows is not None:
-            rows = math.floor(rows * (1.0 - split))
-            if rows != train_size:
-                raise ValueError(
-                    f"`train_size` must be the rows that fit() trains on. Received: train_size={train_size}, where "
-                    f"fit() has {rows} rows{' after its validation split' if split else ''}."
-                )
-        batches = arguments.get("steps_per_epoch")
-        if batches is not None and batches != -(-train_size // maximum):
-            raise ValueError(
-                f"`steps_per_epoch` must be that of train_size={train_size} rows in micro-batches of {maximum}, "
-                f"{-(-train_size // maximum)}. Received: steps_per_epoch={batches}."
-            )
-
-    def _closed(self, counts: Counts, updated: Any) -> Counts:
-        rows_left = where(counts.rows_left <= 0, self.train_size, counts.rows_left)
-        return counts.closed(updated)._replace(rows_left=rows_left)
-
-    def _begin_epoch(self) -> None:
-        if self.built:
-            self._write_counts(self._read_counts()._replace(rows_left=self.train_size))
-
-    def _check_variables(self, variables: Sequence[Any]) -> None:
-        if self._model is None:
-            return
-        own = {self._var_key(variable) for variable in self._model.trainable_variables}
-        if own != {self._var_key(variable) for variable in variables}:
-            raise ValueError(
-                "This BatchOptimizer was made for another model. Received: the variables "
-                f"{[getattr(v, 'path', v.name) for v in variables][:4]} ..., which are not the trainable ones of "
-                f"{self._model.name!r}. Pass the model that is compiled with it."
-            )
-
-    def _settings(self) -> list[list[int]]:
-        return [[self.maximum_batch_size, self.desired_batch_size, self.train_size]]
 
     def get_config(self) -> dict[str, Any]:
         config = super().get_config()
@@ -204,14 +236,16 @@ def _check_every_fit(model: Any) -> None:
         if not isinstance(optimizer, BatchOptimizer):
             return fit(*args, **kwargs)
         arguments = dict(signature.bind(*args, **kwargs).arguments)
-        optimizer._check_fit(arguments)
+        rule = optimizer.window.rule
+        assert isinstance(rule, SizesRule)
+        rule.check_fit(arguments)
         arguments["callbacks"] = _with_epochs(arguments.get("callbacks"), model)
         try:
             return fit(**arguments)
         except Exception as error:
-            if optimizer._other_size in str(error) and not isinstance(error, ValueError):
+            if rule.other_size in str(error) and not isinstance(error, ValueError):
                 # TensorFlow finds out in its graph, and says so with many lines about the graph.
-                message = str(error)[str(error).index(optimizer._other_size) :].splitlines()[0]
+                message = str(error)[str(error).index(rule.other_size) :].splitlines()[0]
                 raise ValueError(message.replace("] [", " ").rstrip("]").replace("'", "")) from None
             raise
 

@@ -61,7 +61,7 @@ class GradientAccumulation(keras.callbacks.Callback):
                 f"{type(getattr(model, 'optimizer', None)).__name__}. Compile it with "
                 "gradaccum.keras.optimizers.Optimizer(optimizer, steps=4)."
             )
-        if self._schedule is not None and optimizer._steps_are_fixed:
+        if self._schedule is not None and optimizer.window.rule.fixed:
             raise ValueError(
                 f"The steps of a {type(optimizer).__name__} follow from its batch sizes. Received: "
                 f"GradientAccumulation({self._schedule}). Use Optimizer(optimizer, steps=...) for a schedule."
@@ -70,41 +70,41 @@ class GradientAccumulation(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         optimizer = self._wrapped
-        schedule = self._schedule or optimizer._schedule
+        schedule = self._schedule or optimizer.schedule
         per_execution = getattr(self._model, "steps_per_execution", 1)
         if schedule.largest is None and per_execution > 1:
             raise ValueError(
                 "A callable schedule is asked between micro-batches, which needs steps_per_execution=1. Received: "
                 f"steps_per_execution={per_execution}. Use {{epoch: steps}}, or compile with 1."
             )
-        optimizer._driven = True
-        self._rows = RowWatch(self._model, optimizer)
+        optimizer.window.driven = True
+        self._rows = RowWatch(self._model, optimizer.window)
         self._rows.start()
 
     def on_train_end(self, logs: Any = None) -> None:
         optimizer = self._wrapped
-        optimizer._driven = False
+        optimizer.window.driven = False
         if self._rows is not None:
             self._rows.stop()
-        if self._schedule is not None and optimizer._schedule.constant is not None:
-            optimizer._plan(optimizer._schedule.constant)
+        if self._schedule is not None and optimizer.schedule.constant is not None:
+            optimizer.window.plan(optimizer.schedule.constant)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         optimizer = self._wrapped
         self._epoch, self._in_epoch = epoch, True
-        optimizer._begin_epoch()
-        schedule = self._schedule or optimizer._schedule
-        if schedule.largest is not None and not optimizer._steps_are_fixed:
+        optimizer.window.begin_epoch()
+        schedule = self._schedule or optimizer.schedule
+        if schedule.largest is not None and not optimizer.window.rule.fixed:
             steps = schedule(epoch)
-            optimizer._plan(steps)
+            optimizer.window.plan(steps)
             self._tell_of_short_epochs(steps)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        schedule = self._schedule or self._wrapped._schedule
+        schedule = self._schedule or self._wrapped.schedule
         if schedule.largest is None:
             self._sync()
             if not self._wrapped.micro_batches:
-                self._wrapped._plan(schedule(self._epoch, int(self._wrapped.iterations)))
+                self._wrapped.window.plan(schedule(self._epoch, int(self._wrapped.iterations)))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         batches = (self.params or {}).get("steps")

@@ -23,6 +23,7 @@ __all__ = [
     "compute_loss",
     "embedding_table",
     "has_value",
+    "is_built_for",
     "is_of_keras",
     "keras_mask",
     "layers_in",
@@ -74,8 +75,7 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName("metric", "_fn", "the function that a metric averages"),
     PrivateName("embedding", "_embeddings", "the table itself, where `embeddings` is merged with an adapter"),
     PrivateName("variable", "_value", "puts a value back that fit() on JAX took out of a variable"),
-    PrivateName("optimizer", "_iterations", "the wrapper drops the count of its own"),
-    PrivateName("optimizer", "_untrack_variable", "the same"),
+    PrivateName("optimizer", "_iterations", "the wrapper leaves the count of its own out of its variables"),
     PrivateName("optimizer", "_trainable_variables", "stateless_apply() checks and maps them"),
     PrivateName("optimizer", "_trainable_variables_indices", "whether an optimizer knows a variable"),
     PrivateName("optimizer", "_variables", "the wrapper's own variables, beside the inner optimizer's"),
@@ -255,6 +255,11 @@ def layout_of(variable: Any) -> Any:
 
 
 # Optimizers.
+
+
+def is_built_for(optimizer: Any, variables: Sequence[Any]) -> bool:
+    """Whether an optimizer that is built trains these variables, in this order."""
+    return [id(variable) for variable in optimizer._trainable_variables] == [id(variable) for variable in variables]
 
 
 def strategy_of(optimizer: Any) -> Any:

@@ -224,7 +224,7 @@ def test_replicas_under_a_loss_scale_and_saved_in_the_middle_of_a_window(tmp_pat
     assert wrapped.micro_batches == 1
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    total = loaded.optimizer.inner_optimizer._sums[0]
+    total = loaded.optimizer.inner_optimizer.window.sums[0]
     np.testing.assert_allclose(total.numpy(), 3.0 / 16)  # 1 from the first replica and 2 from the second, unscaled
     with strategy.scope():
         loaded = keras.models.load_model(tmp_path / "model.keras")

@@ -147,7 +147,7 @@ def test_config_round_trip(steps):
     assert type(copy) is Optimizer
     assert copy.get_config() == optimizer.get_config()
     assert (copy.name, copy.beta_1, float(copy.inner_optimizer.learning_rate)) == ("mine", 0.8, 0.5)
-    assert copy._schedule == gradaccum.Schedule(steps)
+    assert copy.schedule == gradaccum.Schedule(steps)
 
 
 def test_config_of_custom_named_and_batch_optimizers():
@@ -170,7 +170,7 @@ def growing(epoch, update):
 def test_a_registered_callable_is_written_to_a_config():
     optimizer = Optimizer(sgd(), growing)
     copy = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
-    assert copy._schedule == optimizer._schedule
+    assert copy.schedule == optimizer.schedule
 
 
 def test_a_schedule_from_the_callback_survives_a_file_in_the_middle_of_a_window(tmp_path):
@@ -204,3 +204,25 @@ def test_a_batch_optimizers_model_is_loaded_in_the_middle_of_a_window(tmp_path, 
     loaded.train_on_batch(*batches[4])
     assert int(loaded.optimizer.iterations) == 2
     assert error(loaded, plain(network(), adam(), batches, 3, 1)) <= fit_bound
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's formats")
+def test_tensorflow_saves_and_exports_a_model_in_the_middle_of_a_window(tmp_path):
+    import tensorflow as tf
+
+    batches = split(regression(24), [4] * 6)
+    model = network()
+    model.compile(optimizer=Optimizer(adam(), 2), loss="mse", jit_compile=False)
+    for batch in batches[:3]:
+        model.train_on_batch(*batch)
+    model.export(tmp_path / "exported", verbose=False)
+    tf.saved_model.save(model, tmp_path / "saved")
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    path = checkpoint.save(tmp_path / "checkpoint")
+    model.train_on_batch(*batches[3])
+    expected = model.get_weights()
+    model.train_on_batch(*batches[4])
+    checkpoint.restore(path).assert_existing_objects_matched()
+    assert model.optimizer.micro_batches == 1
+    model.train_on_batch(*batches[3])
+    assert relative_error(model.get_weights(), expected) == 0.0

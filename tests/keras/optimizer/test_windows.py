@@ -218,7 +218,7 @@ def test_without_the_callback_windows_run_on_and_the_end_is_flushed_with_one_lin
 def test_the_model_is_left_as_it_was_found():
     model = accumulated(Optimizer(sgd(), 2), split(regression(8), [4, 4]))
     assert "train_step" not in vars(model)
-    assert not model.optimizer._driven
+    assert not model.optimizer.window.driven
 
 
 def test_a_fit_after_one_that_failed_counts_rows_once(fit_bound):

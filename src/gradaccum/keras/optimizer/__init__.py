@@ -1,7 +1,17 @@
 """Wrap the optimizer: `fit` with small batches makes the large batch's updates."""
 
-from gradaccum.keras.optimizer.counts import Counts, minimum, where
 from gradaccum.keras.optimizer.optimizer import LossScaledOptimizer, Optimizer, wrapped_optimizer
 from gradaccum.keras.optimizer.rows import RowWatch
+from gradaccum.keras.optimizer.window import Counts, StepsRule, Window, minimum, where
 
-__all__ = ["Counts", "LossScaledOptimizer", "Optimizer", "RowWatch", "minimum", "where", "wrapped_optimizer"]
+__all__ = [
+    "Counts",
+    "LossScaledOptimizer",
+    "Optimizer",
+    "RowWatch",
+    "StepsRule",
+    "Window",
+    "minimum",
+    "where",
+    "wrapped_optimizer",
+]

@@ -1,6 +1,6 @@
 """Which accumulation the running Keras backend needs: `accumulation` is that module.
 
-Each has the same names: `accumulate(optimizer, gradients, rows)`, `close(optimizer)`, and where its variables live.
+Each has the same names: `accumulate(window, gradients, rows)`, `close(window)`, and where a window's variables live.
 """
 
 from __future__ import annotations

@@ -10,58 +10,56 @@ import keras
 import numpy as np
 from jax import numpy as jnp
 
-from gradaccum.keras.optimizer.counts import Counts
-from gradaccum.keras.optimizer.sums import added
-from gradaccum.keras.optimizer.sums import means as means_of
+from gradaccum.keras.optimizer.window import Counts, Window, added
 
-__all__ = ["accumulate", "beside", "close", "host", "put", "replica", "total"]
+__all__ = ["accumulate", "beside", "close", "host", "place_of", "put", "replica", "total"]
 
 
-def accumulate(optimizer: Any, gradients: list[Any], rows: Any) -> None:
+def accumulate(window: Window, gradients: list[Any], rows: Any) -> None:
     """Add a micro-batch's gradients to the window, and close it if it is full."""
-    counts = Counts(*optimizer._counts.value)
-    weight = optimizer._weigh(counts, rows)
-    variables = optimizer._trainable_variables
+    counts = Counts(*window.counts.value)
+    weight = window.rule.weigh(counts, rows)
+    variables = window.variables
     sums = [
-        total.value if gradient is None else added(optimizer, total.value, gradient, variable, weight)
-        for total, gradient, variable in zip(optimizer._sums, gradients, variables)
+        total.value if gradient is None else added(total.value, gradient, variable, weight)
+        for total, gradient, variable in zip(window.sums, gradients, variables)
     ]
-    present = jnp.asarray([gradient is not None for gradient in gradients], optimizer._touched.dtype)
-    touched = jnp.maximum(optimizer._touched.value, present)
-    counts, closes = optimizer._add(counts, weight)
+    present = jnp.asarray([gradient is not None for gradient in gradients], window.touched.dtype)
+    touched = jnp.maximum(window.touched.value, present)
+    counts, closes = window.rule.added(counts, weight)
     if isinstance(closes, jax.core.Tracer):
-        _traced(optimizer, sums, counts, touched, closes, [g is None for g in gradients])
+        _traced(window, sums, counts, touched, closes, [g is None for g in gradients])
         return
-    _assign(optimizer._sums, sums)
-    _assign([optimizer._counts, optimizer._touched], [_vector(counts), touched])
+    _assign(window.sums, sums)
+    _assign([window.counts, window.touched], [_vector(counts), touched])
     if closes:
-        close(optimizer)
+        close(window)
 
 
-def close(optimizer: Any) -> None:
+def close(window: Window) -> None:
     """Close the window with what it holds, outside of a compiled function."""
-    inner = optimizer.inner_optimizer
-    counts = Counts(*optimizer._counts.value)
-    means = means_of(optimizer, [total.value for total in optimizer._sums], counts.weight)
-    touched = keras.ops.convert_to_numpy(optimizer._touched.value)
+    inner = window.inner
+    counts = Counts(*window.counts.value)
+    means = window.means([total.value for total in window.sums], counts.weight)
+    touched = keras.ops.convert_to_numpy(window.touched.value)
     before = jnp.asarray(inner.iterations)
     if touched.any():
-        inner.apply([mean if t else None for mean, t in zip(means, touched)], optimizer._trainable_variables)
-    updated = jnp.asarray(inner.iterations) != before if optimizer._can_skip else 1
-    _assign(optimizer._sums, [jnp.zeros_like(total.value) for total in optimizer._sums])
+        inner.apply([mean if t else None for mean, t in zip(means, touched)], window.variables)
+    updated = jnp.asarray(inner.iterations) != before if window.may_skip else 1
+    _assign(window.sums, [jnp.zeros_like(total.value) for total in window.sums])
     _assign(
-        [optimizer._counts, optimizer._touched],
-        [_vector(optimizer._closed(counts, updated)), jnp.zeros_like(optimizer._touched.value)],
+        [window.counts, window.touched],
+        [_vector(window.rule.closed(counts, updated)), jnp.zeros_like(window.touched.value)],
     )
 
 
-def _traced(optimizer: Any, sums: Any, counts: Counts, touched: Any, closes: Any, absent: list[bool]) -> None:
+def _traced(window: Window, sums: Any, counts: Counts, touched: Any, closes: Any, absent: list[bool]) -> None:
     """The same in a compiled function. No assignment happens in a branch: branches return values."""
-    inner, variables = optimizer.inner_optimizer, optimizer._trainable_variables
+    inner, variables = window.inner, window.variables
     inner_variables = inner.variables
 
     def update(weights: Any, state: Any, sums: Any) -> Any:
-        means = means_of(optimizer, sums, counts.weight)
+        means = window.means(sums, counts.weight)
 
         def all_of_them() -> Any:
             return inner.stateless_apply(state, means, weights)
@@ -86,10 +84,10 @@ def _traced(optimizer: Any, sums: Any, counts: Counts, touched: Any, closes: Any
     )
     _assign(variables, weights)
     _assign(inner_variables, state)
-    _assign(optimizer._sums, sums)
-    updated = jnp.asarray(inner.iterations) != before if optimizer._can_skip else 1
-    vector = jnp.where(closes, _vector(optimizer._closed(counts, updated)), _vector(counts))
-    _assign([optimizer._counts, optimizer._touched], [vector, jnp.where(closes, 0, touched)])
+    _assign(window.sums, sums)
+    updated = jnp.asarray(inner.iterations) != before if window.may_skip else 1
+    vector = jnp.where(closes, _vector(window.rule.closed(counts, updated)), _vector(counts))
+    _assign([window.counts, window.touched], [vector, jnp.where(closes, 0, touched)])
 
 
 def _vector(counts: Counts) -> Any:
@@ -106,10 +104,14 @@ def replica() -> int:
     return 0
 
 
+def place_of(optimizer: Any) -> None:
+    """Where an optimizer's variables live: JAX knows by itself."""
+
+
 host = contextlib.nullcontext
 
 
-def beside(optimizer: Any, variable: Any) -> Any:
+def beside(place: Any, variable: Any) -> Any:
     """Where the variables that go with this one are made."""
     return contextlib.nullcontext()
 

@@ -12,13 +12,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from gradaccum.keras.optimizer.counts import Counts
-from gradaccum.keras.optimizer.sums import means as means_of
+from gradaccum.keras import private
+from gradaccum.keras.optimizer.window import Counts, Window, is_overwritten
 
-__all__ = ["accumulate", "beside", "close", "host", "put", "replica", "total"]
+__all__ = ["accumulate", "beside", "close", "host", "place_of", "put", "replica", "total"]
 
 
-def accumulate(optimizer: Any, gradients: list[Any], rows: Any) -> None:
+def accumulate(window: Window, gradients: list[Any], rows: Any) -> None:
     """Add a micro-batch's gradients to the window, and close it if it is full."""
     if tf.distribute.in_cross_replica_context():
         raise ValueError(
@@ -27,35 +27,35 @@ def accumulate(optimizer: Any, gradients: list[Any], rows: Any) -> None:
     rows = None if rows is None else tf.cast(rows, "int64")
     if not tf.__internal__.distribute.strategy_supports_no_merge_call():
         tf.distribute.get_replica_context().merge_call(
-            lambda strategy, gradients, rows: _accumulate(optimizer, gradients, rows, strategy),
+            lambda strategy, gradients, rows: _accumulate(window, gradients, rows, strategy),
             args=(gradients, rows),
         )
     else:
-        _accumulate(optimizer, gradients, rows, None)
+        _accumulate(window, gradients, rows, None)
 
 
-def close(optimizer: Any) -> None:
+def close(window: Window) -> None:
     """Close the window with what it holds, between training steps."""
-    strategy = optimizer._distribution_strategy
-    untouched = _untouched(optimizer)
+    strategy = window.place
+    untouched = _untouched(window)
     if strategy.num_replicas_in_sync > 1:
         with strategy.scope():
             # In a graph: run eagerly, replicas wait for each other's reductions in an order that can lock.
-            tf.function(lambda: _close(optimizer, _read(optimizer), untouched, strategy))()
+            tf.function(lambda: _close(window, _read(window), untouched, strategy))()
     else:
-        _close(optimizer, _read(optimizer), untouched, None)
+        _close(window, _read(window), untouched, None)
 
 
-def _accumulate(optimizer: Any, gradients: Any, rows: Any, strategy: Any) -> None:
+def _accumulate(window: Any, gradients: Any, rows: Any, strategy: Any) -> None:
     """`gradients` and `rows` are one replica's for `strategy=None`, else those of every replica."""
     replicas = strategy.num_replicas_in_sync if strategy else 1
-    counts = _read(optimizer)
+    counts = _read(window)
     all_rows = strategy.reduce("SUM", rows, axis=None) if strategy and rows is not None else rows
-    weight = optimizer._weigh(counts, all_rows)
+    weight = window.rule.weigh(counts, all_rows)
 
     def add(total: Any, gradient: Any, rows: Any, variable: Any) -> None:
         gradient = tf.cast(gradient, total.dtype)
-        if optimizer._overwrite_variable_with_gradient(variable):
+        if is_overwritten(variable):
             total.assign(tf.maximum(total, gradient))
             return
         # Keras divides each replica's loss by their number; where rows are known it shall count by its rows.
@@ -67,7 +67,7 @@ def _accumulate(optimizer: Any, gradients: Any, rows: Any, strategy: Any) -> Non
         else:
             total.assign_add(gradient)
 
-    for total, gradient, variable in zip(optimizer._sums, gradients, optimizer._trainable_variables):
+    for total, gradient, variable in zip(window.sums, gradients, window.variables):
         if gradient is None:
             continue
         if strategy:
@@ -75,19 +75,19 @@ def _accumulate(optimizer: Any, gradients: Any, rows: Any, strategy: Any) -> Non
         else:
             add(total.value, gradient, rows, variable)
     absent = [gradient is None for gradient in gradients]
-    present = tf.constant([not none for none in absent], optimizer._touched.value.dtype)
-    optimizer._touched.value.assign(tf.maximum(optimizer._touched.value, present))
-    counts, closes = optimizer._add(counts, weight)
+    present = tf.constant([not none for none in absent], window.touched.value.dtype)
+    window.touched.value.assign(tf.maximum(window.touched.value, present))
+    counts, closes = window.rule.added(counts, weight)
     tf.cond(
         closes,
-        lambda: _close(optimizer, counts, absent if tf.inside_function() else _untouched(optimizer), strategy),
-        lambda: _write(optimizer, counts),
+        lambda: _close(window, counts, absent if tf.inside_function() else _untouched(window), strategy),
+        lambda: _write(window, counts),
     )
 
 
-def _close(optimizer: Any, counts: Counts, absent: list[bool], strategy: Any) -> None:
-    inner, variables = optimizer.inner_optimizer, optimizer._trainable_variables
-    touched = optimizer._touched.value
+def _close(window: Any, counts: Counts, absent: list[bool], strategy: Any) -> None:
+    inner, variables = window.inner, window.variables
+    touched = window.touched.value
 
     def in_each_replica(function: Any) -> None:
         if strategy:
@@ -97,7 +97,7 @@ def _close(optimizer: Any, counts: Counts, absent: list[bool], strategy: Any) ->
 
     def apply(leave_out: list[bool]) -> None:
         def in_replica() -> None:
-            means = means_of(optimizer, [total.value for total in optimizer._sums], counts.weight)
+            means = window.means([total.value for total in window.sums], counts.weight)
             inner.apply([None if none else mean for mean, none in zip(means, leave_out)], variables)
 
         if not all(leave_out):
@@ -113,16 +113,16 @@ def _close(optimizer: Any, counts: Counts, absent: list[bool], strategy: Any) ->
         )
     else:
         apply(absent)
-    for total in optimizer._sums:
+    for total in window.sums:
         total.value.assign(tf.zeros(total.shape, total.value.dtype))
     touched.assign(tf.zeros(touched.shape, touched.dtype))
-    updated = tf.cast(inner.iterations != before, "int64") if optimizer._can_skip else 1
-    _write(optimizer, optimizer._closed(counts, updated))
+    updated = tf.cast(inner.iterations != before, "int64") if window.may_skip else 1
+    _write(window, window.rule.closed(counts, updated))
 
 
-def _untouched(optimizer: Any) -> list[bool]:
+def _untouched(window: Window) -> list[bool]:
     """Which variables have had no gradient in this window."""
-    return [not touched for touched in optimizer._touched.value.numpy().tolist()]
+    return [not touched for touched in window.touched.value.numpy().tolist()]
 
 
 def _times(gradient: Any, factor: Any) -> Any:
@@ -133,12 +133,12 @@ def _times(gradient: Any, factor: Any) -> Any:
     return tf.math.multiply_no_nan(gradient, factor)
 
 
-def _read(optimizer: Any) -> Counts:
-    return Counts(*tf.unstack(tf.convert_to_tensor(optimizer._counts.value)))
+def _read(window: Window) -> Counts:
+    return Counts(*tf.unstack(tf.convert_to_tensor(window.counts.value)))
 
 
-def _write(optimizer: Any, counts: Counts) -> None:
-    variable = optimizer._counts.value
+def _write(window: Window, counts: Counts) -> None:
+    variable = window.counts.value
     variable.assign(tf.stack([tf.cast(count, variable.dtype) for count in counts]))
 
 
@@ -149,13 +149,18 @@ def replica() -> Any:
     return replica if isinstance(replica, int) else 0
 
 
+def place_of(optimizer: Any) -> Any:
+    """The strategy whose replicas have a sum each."""
+    return private.strategy_of(optimizer)
+
+
 host = contextlib.nullcontext
 
 
-def beside(optimizer: Any, variable: Any) -> Any:
+def beside(place: Any, variable: Any) -> Any:
     """Where the variables that go with this one are made."""
     own = variable.value if isinstance(variable, keras.Variable) else variable
-    return optimizer._distribution_strategy.extended.colocate_vars_with(own)
+    return place.extended.colocate_vars_with(own)
 
 
 def total(variable: Any) -> Any:

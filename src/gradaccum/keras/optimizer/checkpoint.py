@@ -1,4 +1,4 @@
-"""The files of an `Optimizer`: the inner optimizer's entries, as it writes them alone, beside the open window's."""
+"""The files of an `Optimizer`: the entries that the inner optimizer writes by itself, and those of the open window."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keras import ops
 
 from gradaccum.errors import WindowError
 from gradaccum.keras.optimizer.accumulation import accumulation
-from gradaccum.keras.optimizer.counts import Counts
+from gradaccum.keras.optimizer.window import Counts, Window
 from gradaccum.schedule import Schedule
 
 __all__ = ["load", "save", "steps_config", "steps_from_config"]
@@ -18,19 +18,19 @@ __all__ = ["load", "save", "steps_config", "steps_from_config"]
 COUNTS, TOUCHED, SETTINGS, SUM = "window_counts", "window_touched", "window_settings", "window_sum_"
 
 
-def save(optimizer: Any, store: Any) -> None:
+def save(window: Window, store: Any) -> None:
     """Write the state of the inner optimizer and of the window into `store`."""
-    optimizer.inner_optimizer.save_own_variables(store)
-    if not optimizer.built:
+    window.inner.save_own_variables(store)
+    if not window.built:
         return
-    store[SETTINGS] = _settings(optimizer)
-    store[COUNTS] = ops.convert_to_numpy(optimizer._counts.value)
-    store[TOUCHED] = ops.convert_to_numpy(optimizer._touched.value)
-    for index, total in enumerate(optimizer._sums):
+    store[SETTINGS] = _settings(window)
+    store[COUNTS] = ops.convert_to_numpy(window.counts.value)
+    store[TOUCHED] = ops.convert_to_numpy(window.touched.value)
+    for index, total in enumerate(window.sums):
         store[f"{SUM}{index}"] = ops.convert_to_numpy(accumulation.total(total))
 
 
-def load(optimizer: Any, store: Any) -> None:
+def load(window: Window, store: Any) -> None:
     """Read what `save` wrote, or what a plain optimizer did; the window is then empty.
 
     Raises:
@@ -38,54 +38,52 @@ def load(optimizer: Any, store: Any) -> None:
         ValueError: Its window is of other variables.
     """
     keys = list(store.keys())
-    window = [key for key in keys if key.startswith("window_")]
-    counts = Counts(*np.asarray(store[COUNTS]).tolist()) if window else None
-    if optimizer.built and counts is not None and counts.micro_batches:
-        _check(optimizer, counts, store)
-    optimizer.inner_optimizer.load_own_variables({key: store[key] for key in keys if key not in window})
-    if not optimizer.built:
+    ours = [key for key in keys if key.startswith("window_")]
+    counts = Counts(*np.asarray(store[COUNTS]).tolist()) if ours else None
+    if window.built and counts is not None and counts.micro_batches:
+        _check(window, counts, store)
+    window.inner.load_own_variables({key: store[key] for key in keys if key not in ours})
+    if not window.built:
         return
-    if counts is None or not counts.micro_batches:
-        now = optimizer._read_counts()
-        optimizer._write_counts(Counts.opened(now.next_steps, now.rows_left))
-        for variable in [*optimizer._sums, optimizer._touched]:
-            variable.assign(ops.zeros(variable.shape, variable.dtype))
-        if counts is not None and np.array_equal(store[SETTINGS], _settings(optimizer)):
-            optimizer._write_counts(counts)
-        return
-    optimizer._write_counts(counts)
-    optimizer._touched.assign(np.asarray(store[TOUCHED]))
-    for index, total in enumerate(optimizer._sums):
-        accumulation.put(total, np.asarray(store[f"{SUM}{index}"]))
+    if counts is not None and counts.micro_batches:
+        window.write(counts)
+        window.touched.assign(np.asarray(store[TOUCHED]))
+        for index, total in enumerate(window.sums):
+            accumulation.put(total, np.asarray(store[f"{SUM}{index}"]))
+    else:
+        window.empty()
+        if counts is not None and np.array_equal(store[SETTINGS], _settings(window)):
+            window.write(counts)
 
 
-def _check(optimizer: Any, counts: Counts, store: Any) -> None:
-    saved, own = np.asarray(store[SETTINGS]).tolist(), _settings(optimizer).tolist()
+def _check(window: Window, counts: Counts, store: Any) -> None:
+    saved, own = np.asarray(store[SETTINGS]).tolist(), _settings(window).tolist()
     if saved != own:
         raise WindowError(
             f"The file holds an open window of {counts.micro_batches} of {counts.steps} micro-batches, of an optimizer "
-            f"with {_words(saved)}. This one has {_words(own)}. Load it with the same ones, or save between windows: "
-            "after flush(), or where `updated` is True."
+            f"with {_words(saved)}. This one has {_words(own)}. Load it with the same ones, or save between "
+            "windows: after flush(), or where `updated` is True."
         )
     number = sum(key.startswith(SUM) for key in store.keys())  # noqa: SIM118  # an HDF5 group of Keras' has no `in`
     shapes = [tuple(store[f"{SUM}{index}"].shape) for index in range(number)]
-    if shapes != [tuple(total.shape) for total in optimizer._sums]:
+    if shapes != [tuple(total.shape) for total in window.sums]:
         raise ValueError(
             f"The file's open window is of other variables than this model's. Received: shapes {shapes}, expected "
-            f"{[tuple(total.shape) for total in optimizer._sums]}."
+            f"{[tuple(total.shape) for total in window.sums]}."
         )
 
 
-def _settings(optimizer: Any) -> np.ndarray:
-    """What a window's length follows from, as numbers: `[[epoch, steps], ...]`, or a row of sizes."""
-    return np.asarray(optimizer._settings(), dtype="int64")
+def _settings(window: Window) -> np.ndarray:
+    """What the window's length follows from, as numbers: `[[epoch, steps], ...]`, or a row of sizes."""
+    return np.asarray(window.rule.settings(), dtype="int64")
 
 
 def _words(settings: Any) -> str:
-    if len(settings) == 1 and len(settings[0]) == 2:
-        return f"steps={settings[0][1]}"
+    """What `rule.settings()` says, in the words of an error."""
     if settings and len(settings[0]) == 3:
         return "maximum_batch_size={}, desired_batch_size={}, train_size={}".format(*settings[0])
+    if len(settings) == 1:
+        return f"steps={settings[0][1]}"
     return f"steps={dict(settings)}" if settings else "a callable `steps`"
 
 

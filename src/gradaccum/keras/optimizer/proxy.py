@@ -1,15 +1,16 @@
-"""The inner optimizer: whether it can be wrapped, and settings that stay its own."""
+"""What belongs to the inner optimizer: its settings, its count of updates and other attributes; what can be wrapped."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import keras
+from keras.optimizers import Optimizer as KerasOptimizer
 
-__all__ = ["check_inner", "of_inner"]
+__all__ = ["OptimizerProxy", "check_inner"]
 
 
-def of_inner(name: str) -> Any:
+def _of_inner(name: str) -> Any:
     """A setting that is the inner optimizer's, to read and to write."""
 
     def read(self: Any) -> Any:
@@ -23,6 +24,54 @@ def of_inner(name: str) -> Any:
     return property(read, write, doc=f"`{name}` of the inner optimizer.")
 
 
+class OptimizerProxy(KerasOptimizer):
+    """A Keras optimizer that holds another one, whose settings and attributes are its own.
+
+    Args:
+        optimizer: The inner optimizer.
+        name: The name of this one; None: chosen by Keras.
+    """
+
+    inner_optimizer: Any
+
+    def __init__(self, optimizer: Any, name: str | None) -> None:
+        check_inner(optimizer)
+        # Not super(): next in line may be LossScaleOptimizer. A callable learning rate makes no variable of our own.
+        KerasOptimizer.__init__(self, learning_rate=lambda: optimizer.learning_rate, name=name)
+        self.inner_optimizer = optimizer
+
+    weight_decay = _of_inner("weight_decay")
+    clipnorm = _of_inner("clipnorm")
+    clipvalue = _of_inner("clipvalue")
+    global_clipnorm = _of_inner("global_clipnorm")
+    use_ema = _of_inner("use_ema")
+    ema_momentum = _of_inner("ema_momentum")
+    ema_overwrite_frequency = _of_inner("ema_overwrite_frequency")
+    loss_scale_factor = _of_inner("loss_scale_factor")
+    learning_rate = _of_inner("learning_rate")
+
+    @property
+    def iterations(self) -> Any:
+        """Updates made."""
+        return self.inner_optimizer.iterations
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what isn't found here. Private names are ours alone, but for the one that SwapEMAWeights reads.
+        if "inner_optimizer" in self.__dict__ and (name[0] != "_" or name == "_model_variables_moving_average"):
+            return getattr(self.inner_optimizer, name)
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def __dir__(self) -> list[str]:
+        # Keras saves whatever it finds here. The inner optimizer is saved with us, in the layout that it has alone.
+        return [name for name in super().__dir__() if name != "inner_optimizer"]
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        self.inner_optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+
+    def scale_loss(self, loss: Any) -> Any:
+        return self.inner_optimizer.scale_loss(loss)
+
+
 def check_inner(optimizer: Any) -> None:
     """Whether this can be wrapped.
 
@@ -30,7 +79,7 @@ def check_inner(optimizer: Any) -> None:
         TypeError: It is no Keras optimizer.
         ValueError: It accumulates already, by itself or wrapped.
     """
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
+    if not isinstance(optimizer, KerasOptimizer):
         where = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
         hint = " For a PyTorch optimizer use gradaccum.torch.optim." if where.startswith("torch.") else ""
         raise TypeError(
@@ -39,8 +88,8 @@ def check_inner(optimizer: Any) -> None:
         )
     inside = [optimizer, getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", [])]
     for inner in inside:
-        if hasattr(inner, "_steps_are_fixed"):  # one of ours
-            raise ValueError(f"`optimizer` accumulates already, over {inner._schedule} steps. Wrap it once.")
+        if isinstance(inner, OptimizerProxy):
+            raise ValueError(f"`optimizer` accumulates already, over {inner.schedule} steps. Wrap it once.")
         if getattr(inner, "gradient_accumulation_steps", None):
             raise ValueError(
                 "`optimizer` must not accumulate by itself. Received: "

@@ -37,7 +37,7 @@ class Optimizer(gradaccum.keras.optimizers.Optimizer):
 
     def _log_wrapping(self) -> None:
         super()._log_wrapping()
-        print(f"Wrapping '{type(self.inner_optimizer).__name__}' Keras optimizer with GA of {self._schedule} steps")
+        print(f"Wrapping '{type(self.inner_optimizer).__name__}' Keras optimizer with GA of {self.schedule} steps")
 
     def __dir__(self) -> list[str]:
         # Keras saves whatever it finds here, and `optimizer` is saved already.

@@ -1,0 +1,257 @@
+"""The open window of a Keras optimizer: what it has seen, the sums of its gradients, and when it closes.
+
+A training step that is compiled cannot keep numbers in Python. So they travel as one vector of integers, and the rules
+of a window are written once, in arithmetic that numbers and traced tensors both understand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from gradaccum.keras import private
+from gradaccum.schedule import Schedule
+
+__all__ = ["Counts", "StepsRule", "Window", "added", "is_overwritten", "minimum", "where"]
+
+
+class Counts(NamedTuple):
+    """The integers of the open window; each a number, or a traced scalar.
+
+    Example:
+        >>> Counts.opened(steps=4, rows_left=0)
+        Counts(micro_batches=0, steps=4, next_steps=4, weight=0, updated=0, rows_left=0)
+    """
+
+    micro_batches: Any
+    """Micro-batches in it."""
+    steps: Any
+    """Micro-batches that close it."""
+    next_steps: Any
+    """Steps of the window after it."""
+    weight: Any
+    """Sum of the weights of its micro-batches: rows where they are known, else 1 each."""
+    updated: Any
+    """1 if the last micro-batch made an update, else 0."""
+    rows_left: Any
+    """Rows of this epoch that are still to come, for an optimizer that knows them; else 0."""
+
+    @classmethod
+    def opened(cls, steps: Any, rows_left: Any, updated: Any = 0) -> Counts:
+        """An empty window of so many steps."""
+        return cls(0, steps, steps, 0, updated, rows_left)
+
+    def added(self, weight: Any) -> Counts:
+        """With one more micro-batch in it."""
+        return self._replace(micro_batches=self.micro_batches + 1, weight=self.weight + weight, updated=0)
+
+    def closed(self, updated: Any = 1) -> Counts:
+        """The empty window that follows."""
+        return Counts.opened(self.next_steps, self.rows_left, updated)
+
+
+class StepsRule:
+    """A window closes with the last of its steps; micro-batches weigh as many as their rows, or the same.
+
+    Args:
+        schedule: How many steps a window has.
+    """
+
+    rows_of_epoch = 0
+    """Rows of an epoch, for a rule that knows them."""
+    fixed = False
+    """Whether the steps follow from something else, so that no schedule may change them."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+
+    def weigh(self, counts: Counts, rows: Any) -> Any:
+        """The weight of a micro-batch of so many rows; None for both: not known, and all the same."""
+        return rows
+
+    def added(self, counts: Counts, weight: Any) -> tuple[Counts, Any]:
+        """The counts with one more micro-batch of this weight, and whether it closes the window."""
+        counts = counts.added(1 if weight is None else weight)
+        return counts, counts.micro_batches >= counts.steps
+
+    def closed(self, counts: Counts, updated: Any) -> Counts:
+        """The counts of the window that follows."""
+        return counts.closed(updated)
+
+    def check_variables(self, variables: Sequence[Any]) -> None:
+        """Whether these may be trained."""
+
+    def settings(self) -> list[list[int]]:
+        """What the length of a window follows from, as numbers for a file; nothing for a callable."""
+        return [] if self.schedule.largest is None else self.schedule.to_pairs()
+
+
+class Window:
+    """The open window: its variables, which are the optimizer's own, and the rule by which it closes.
+
+    Args:
+        inner: The inner optimizer, which runs when the window closes.
+        rule: When that is, and what micro-batches weigh.
+        place: The `tf.distribute` strategy whose replicas have a sum each; None on other backends.
+    """
+
+    def __init__(self, inner: Any, rule: StepsRule, place: Any = None) -> None:
+        self.inner = inner
+        self.rule = rule
+        self.place = place
+        self.driven = False
+        """Whether the GradientAccumulation callback tells of epochs and rows."""
+        self.variables: list[Any] = []
+        """The trainable variables, in order."""
+        self.sums: list[Any] = []
+        """A sum of gradients for each of them."""
+        self.counts: Any = None
+        """A variable: the `Counts`, as a vector."""
+        self.touched: Any = None
+        """A variable: which trainable variables have had a gradient in this window, as 0 and 1."""
+        self.counting_function: Any = None
+        """The compiled training function that tells of rows, once there is one."""
+        self._first_steps: int | None = None
+        self._rows: dict[Any, Any] = {}
+
+    @property
+    def built(self) -> bool:
+        """Whether it has its variables."""
+        return self.counts is not None
+
+    def build(
+        self,
+        variables: Sequence[Any],
+        add_variable: Callable[..., Any],
+        host: Callable[[], AbstractContextManager[Any]],
+        beside: Callable[[Any, Any], AbstractContextManager[Any]],
+    ) -> None:
+        """Make its variables.
+
+        Args:
+            variables: The trainable ones.
+            add_variable: That of the optimizer whose own they become.
+            host: Where the counts live.
+            beside: `beside(place, variable)`: where the sum of a variable's gradients lives.
+        """
+        self.variables = list(variables)
+        steps = self.rule.schedule() if self._first_steps is None else self._first_steps
+        counts = Counts.opened(steps, self.rule.rows_of_epoch)
+        with host():
+            start = keras.initializers.Constant(np.asarray(counts))
+            self.counts = add_variable((len(counts),), start, "int", name="window_counts")
+            self.touched = add_variable((len(variables),), "zeros", "int", name="window_touched")
+        for variable in variables:
+            with beside(self.place, variable):
+                self.sums.append(_sum_for(variable, add_variable))
+
+    # Between calls.
+
+    def read(self) -> Counts:
+        """The counts, as numbers."""
+        return Counts(*ops.convert_to_numpy(self.counts.value).tolist())
+
+    def write(self, counts: Counts) -> None:
+        """Set the counts."""
+        self.counts.assign(np.asarray(counts))
+
+    def empty(self) -> None:
+        """Forget the open window."""
+        counts = self.read()
+        self.write(Counts.opened(counts.next_steps, counts.rows_left))
+        for variable in [*self.sums, self.touched]:
+            variable.assign(ops.zeros(variable.shape, variable.dtype))
+
+    @property
+    def steps(self) -> int:
+        """Steps of this window."""
+        if self.built:
+            return self.read().steps
+        return self.rule.schedule() if self._first_steps is None else self._first_steps
+
+    def plan(self, steps: int) -> None:
+        """Let the next window, or this one if it is still empty, have so many steps."""
+        if not self.built:
+            self._first_steps = steps
+            return
+        counts = self.read()
+        steps_now = counts.steps if counts.micro_batches else steps
+        self.write(counts._replace(steps=steps_now, next_steps=steps))
+
+    def begin_epoch(self) -> None:
+        """The first micro-batch of an epoch comes next."""
+        if self.built and self.rule.rows_of_epoch:
+            self.write(self.read()._replace(rows_left=self.rule.rows_of_epoch))
+
+    @contextmanager
+    def with_rows(self, replica: Any, rows: Any) -> Iterator[None]:
+        """While this is open, the micro-batch of this replica has so many rows."""
+        before = self._rows
+        self._rows = {**before, replica: rows}
+        try:
+            yield
+        finally:
+            self._rows = {key: value for key, value in self._rows.items() if key != replica}
+
+    def rows_in(self, replica: Any) -> Any:
+        """Rows of the micro-batch in progress in this replica; None where they are not known."""
+        return self._rows.get(replica)
+
+    # Inside a training step.
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether it may close without an update."""
+        return isinstance(self.inner, keras.optimizers.LossScaleOptimizer)
+
+    def means(self, sums: Sequence[Any], weight: Any) -> list[Any]:
+        """The finished gradients, in the dtype of their variables."""
+        finished = []
+        for total, variable in zip(sums, self.variables):
+            if not is_overwritten(variable):
+                total = total / ops.cast(weight, total.dtype)
+            finished.append(ops.cast(total, variable.dtype))
+        return finished
+
+
+def _sum_for(variable: Any, add_variable: Callable[..., Any]) -> Any:
+    """A variable for the sum of another one's gradients, with at least 32 bits."""
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    path = getattr(variable, "path", variable.name).replace("/", "_").replace(":", "_")
+    return add_variable(
+        variable.shape,
+        "zeros",
+        "float32" if dtype in ("float16", "bfloat16") else dtype,
+        layout=private.layout_of(variable),
+        name=f"{path}_gradient_sum",
+    )
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Whether its "gradient" is its next value, such as the largest entry seen (float8 scaling)."""
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
+def added(total: Any, gradient: Any, variable: Any, weight: Any) -> Any:
+    """A sum with one more gradient of this variable in it, `weight` times (None: once)."""
+    gradient = ops.cast(gradient, total.dtype)
+    if is_overwritten(variable):
+        return ops.maximum(total, gradient)
+    return total + (gradient if weight is None else gradient * ops.cast(weight, total.dtype))
+
+
+def where(condition: Any, then: Any, otherwise: Any) -> Any:
+    """`then if condition else otherwise`, of numbers and of traced scalars."""
+    if isinstance(condition, bool):
+        return then if condition else otherwise
+    return ops.where(condition, then, otherwise)
+
+
+def minimum(one: Any, other: Any) -> Any:
+    """The smaller one, of numbers and of traced scalars."""
+    return where(one < other, one, other)
