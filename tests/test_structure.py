@@ -15,7 +15,7 @@ KNOWN = {
     },
     "arrows": set(),
     "long modules": {"gradaccum.torch.optimizer.optimizer"},
-    "large wings": {"src/gradaccum/keras/optimizer"},
+    "large wings": set(),
     "undeclared names": set(),
 }
 """Still to be mended. What is listed and found no more fails, too, so the list only shrinks."""
