@@ -390,7 +390,7 @@ def test_weights_that_do_not_add_up_are_refused() -> None:
         weight=lambda x, y: 1.0,
         micro_batch_size=3,
     )
-    with pytest.raises(NotEquivalentError, match="must add up"):
+    with pytest.raises(NotEquivalentError, match="weighed by what `weight` returns. Leave `weight` out"):
         step(randn(ROWS, 5), randn(ROWS, 2))
 
 

@@ -1,6 +1,7 @@
 """Prove it: accumulated and large batch compared, and the culprit named."""
 
 from gradaccum.torch.equivalence.certificate import certify
-from gradaccum.torch.equivalence.comparison import largest, relative_error
+from gradaccum.torch.equivalence.outcome import left_as_found, relative_error
+from gradaccum.torch.equivalence.proof import Proof
 
-__all__ = ["certify", "largest", "relative_error"]
+__all__ = ["Proof", "certify", "left_as_found", "relative_error"]

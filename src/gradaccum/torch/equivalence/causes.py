@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from gradaccum.equivalence import Cause, Difference
 from gradaccum.on_torch.batch import Batch, children, rebuild, with_dims
 from gradaccum.torch.equivalence.loss_causes import loss_cause
+from gradaccum.torch.equivalence.outcome import Outcome
 from gradaccum.torch.equivalence.row_dependence import Trace, mixing
-from gradaccum.torch.equivalence.trial import Outcome, Trial
+from gradaccum.torch.equivalence.trial import Trial
 
 __all__ = ["find_causes", "input_cause", "nondeterminism_cause"]
 

@@ -15,7 +15,8 @@ from gradaccum.rounding import IN_FLOAT64, rounding
 from gradaccum.sizes import even_sizes
 from gradaccum.torch.batch_norm import BatchNormChoice
 from gradaccum.torch.equivalence.causes import find_causes, input_cause, nondeterminism_cause
-from gradaccum.torch.equivalence.trial import Accumulate, Outcome, Trial
+from gradaccum.torch.equivalence.outcome import Outcome
+from gradaccum.torch.equivalence.trial import Accumulate, Trial
 from gradaccum.torch.loss import Objective
 
 __all__ = ["certify"]

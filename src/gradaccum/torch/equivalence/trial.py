@@ -5,55 +5,25 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import math
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradaccum.equivalence import Difference
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.torch.batch_norm import BatchNormChoice, frozen
-from gradaccum.torch.equivalence.comparison import largest, relative_error
+from gradaccum.torch.equivalence.outcome import Outcome
 from gradaccum.torch.equivalence.row_dependence import Outputs, Trace
 from gradaccum.torch.equivalence.row_randomness import Replay
 from gradaccum.torch.loss import LossAccumulator, Objective
 
-__all__ = ["Accumulate", "Outcome", "Trial"]
+__all__ = ["Accumulate", "Trial"]
 
 Accumulate = Callable[[Objective, Batch, Sequence[int], BatchNormChoice], Tensor]
 """Runs a batch in micro-batches of these sizes, as training does. Leaves the finished gradients in the parameters, and
 the buffers as an update leaves them; returns the loss."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one way of computing a batch's gradient leaves behind."""
-
-    loss: Tensor
-    gradients: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
-
-    def differences(self, expected: Outcome) -> list[Difference]:
-        """How far this is from `expected`: the loss, each gradient, each buffer that moved or differs."""
-        found = [Difference("loss", relative_error(self.loss, expected.loss), "loss")]
-        # A gradient that is zero but for rounding has no relative error of its own: floor its scale.
-        scale = max((largest(g) for g in expected.gradients.values() if g is not None), default=0.0)
-        for name, theirs in expected.gradients.items():
-            ours = self.gradients[name]
-            if ours is None and theirs is None:
-                continue
-            some = theirs if theirs is not None else ours
-            assert some is not None
-            ours, theirs = (torch.zeros_like(some) if g is None else g for g in (ours, theirs))
-            found.append(Difference(name, relative_error(ours, theirs, 1e-3 * scale), "gradient", some.numel()))
-        for name, value in expected.buffers.items():
-            error = relative_error(self.buffers[name], value) if name in self.buffers else math.inf
-            found.append(Difference(name, error, "buffer", value.numel()))
-        return found
 
 
 class Trial:

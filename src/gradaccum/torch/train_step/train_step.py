@@ -7,6 +7,7 @@ for x, y in loader:          # 256 rows
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -24,8 +25,9 @@ from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.transaction import Transaction
 from gradaccum.sizes import GivenSizes, Piece, Rows, Sizers, TokenBudget, Tokens
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms
-from gradaccum.torch.distributed import check_detected, detect_ranks
-from gradaccum.torch.loss import Objective, verify_additivity
+from gradaccum.torch.distributed import SingleRank, check_detected, detect_ranks
+from gradaccum.torch.equivalence import Proof
+from gradaccum.torch.loss import Objective
 from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch
 from gradaccum.torch.train_step.global_batch import GlobalBatch
 from gradaccum.torch.train_step.padding import Left, extents, packed_rows, verified_left
@@ -67,13 +69,14 @@ class TrainStep:
         offload: With `batch_norm="exact"`: keep what crosses the BatchNorm layers in host memory.
         memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
         noise_scale: Measure the gradient noise scale while training, for `noise_scale`.
-        verify: Check at the first update, on a few rows, that the loss is additive over rows with these weights.
+        verify: Prove at the first update, on a few rows, that its micro-batches give what these rows give at once;
+            again where a batch's structure is new, or something differs among its rows for the first time.
         sync: When ranks reduce their gradients: `"window"`, once per update; `"micro_batch"`, on every micro-batch, for
             sharded models whose unsharded gradients don't fit.
 
     Raises:
         TypeError, ValueError: An argument is not what it must be.
-        NotEquivalentError: `verify` found a loss whose micro-batches don't add up to the large batch.
+        NotEquivalentError: `verify` found that micro-batches don't add up to the large batch.
         torch.OutOfMemoryError: Even one row does not fit, or the optimizer's step doesn't.
 
     Example:
@@ -171,6 +174,13 @@ class TrainStep:
         self._checked = False
         self._transaction = Transaction(self._modules(), self.update.parameters, self.objective.device)
         self._fitting = Fitting(self._transaction, self.gauge)
+        self._proof = Proof(
+            _with_model(self.objective, _inside(model)),
+            self._rehearsed,
+            parameters=self.update.parameters,
+            batch_norm=self.batch_norm.choice,
+            scale=None if self.update.scaler is None else self.update.scaler.scale,
+        )
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -215,11 +225,10 @@ class TrainStep:
             check_detected(self.model, self.update.parameters(), self.ranks, steps=1)
             self._checked = True
         # Sharded models cannot run passes that other ranks leave out.
-        if self._verify and not self._all_at_once and batch.rows and not self.ranks.in_step:
-            verify_additivity(self.objective, batch)
+        if self._verify and not self.ranks.in_step and self._proof.due(batch):
             if self.budget is not None:
                 self.left = verified_left(self.objective, batch, Tokens(self.budget, extents(batch.tree)).pieces[-1])
-            self._verify = False
+            self._proof.run(batch)
         self._transaction.open()
         try:
             loss = self._make_update(batch)
@@ -279,6 +288,22 @@ class TrainStep:
             self.sizers.close(plan.sizer, rows)
         return loss, weighs
 
+    def _rehearsed(self, batch: Batch, sizes: Sequence[int]) -> Tensor:
+        """What `gradients` does, by this rank alone: nothing is clipped, measured or learned."""
+        update = self.update
+        held = self.ranks, self.joint, self.objective, update.noise, update.clip_grad_norm
+        self.ranks = SingleRank()
+        self.joint = GlobalBatch(self.ranks, update.sums)
+        inside: nn.Module = _inside(self.model) if self._whole is None else self._whole.chunks
+        self.objective = _with_model(self.objective, inside)
+        update.noise = update.clip_grad_norm = None
+        self._transaction.open()
+        try:
+            return self.gradients(batch, sizes)[0]
+        finally:
+            self._transaction.forget()
+            self.ranks, self.joint, self.objective, update.noise, update.clip_grad_norm = held
+
     @property
     def _all_at_once(self) -> bool:
         """Whether the loss is to see all rows together, since BatchNorm layers do."""
@@ -327,3 +352,15 @@ class TrainStep:
         """Go on from what `state_dict` wrote."""
         self.updates = state["updates"]
         self.sizers.load_state_dict(state["sizes"])
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """The model that DistributedDataParallel replicates."""
+    return model.get_submodule("module") if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _with_model(objective: Objective, model: nn.Module) -> Objective:
+    """The same loss on another model."""
+    new = copy.copy(objective)
+    new.model = model  # type: ignore[assignment]  # callable
+    return new

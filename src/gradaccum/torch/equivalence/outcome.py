@@ -1,0 +1,182 @@
+"""What passes through a model leave behind, how far apart two such outcomes are, and how to leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum.equivalence import Difference
+from gradaccum.on_torch.random_state import all_generators, kept
+
+__all__ = ["ModuleState", "Outcome", "largest", "left_as_found", "relative_error"]
+
+_SMALL = 1 << 20
+"""Bytes up to which a frozen parameter is copied: larger ones are pretrained weights, which stand still."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one way of computing a batch's gradient leaves behind."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+    def differences(self, expected: Outcome) -> list[Difference]:
+        """How far this is from `expected`: the loss, each gradient, each buffer that moved or differs."""
+        found = [Difference("loss", relative_error(self.loss, expected.loss), "loss")]
+        # A gradient that is zero but for rounding has no relative error of its own: floor its scale.
+        scale = max((largest(g) for g in expected.gradients.values() if g is not None), default=0.0)
+        for name, theirs in expected.gradients.items():
+            ours = self.gradients[name]
+            if ours is None and theirs is None:
+                continue
+            some = theirs if theirs is not None else ours
+            assert some is not None
+            ours, theirs = (torch.zeros_like(some) if g is None else g for g in (ours, theirs))
+            found.append(Difference(name, relative_error(ours, theirs, 1e-3 * scale), "gradient", some.numel()))
+        for name, value in expected.buffers.items():
+            error = relative_error(self.buffers[name], value) if name in self.buffers else math.inf
+            found.append(Difference(name, error, "buffer", value.numel()))
+        return found
+
+
+def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """`max|actual - expected| / max|expected|`; inf for another shape, or where only one of both is finite.
+
+    Args:
+        actual: What was computed.
+        expected: What it should be.
+        floor: Smallest scale to divide by, for tensors that are zero but for rounding.
+
+    Example:
+        >>> import torch
+        >>> relative_error(torch.tensor([1.0, 4.5]), torch.tensor([1.0, 4.0]))
+        0.125
+    """
+    if actual.shape != expected.shape:
+        return math.inf
+    if not expected.numel():
+        return 0.0
+    actual, expected = actual.detach().cpu(), expected.detach().cpu()
+    if not (expected.is_floating_point() or expected.is_complex()):
+        actual, expected = actual.double(), expected.double()
+    finite = expected.isfinite()
+    if not actual.isfinite().equal(finite):
+        return math.inf
+    if not finite.any():
+        return 0.0
+    difference = (actual - expected)[finite].abs().max().item()
+    scale = max(largest(expected[finite]), floor)
+    return difference / scale if scale else (math.inf if difference else 0.0)
+
+
+def largest(tensor: Tensor) -> float:
+    """`max|tensor|`; 0 without entries."""
+    return tensor.detach().abs().max().item() if tensor.numel() else 0.0
+
+
+class _Held(NamedTuple):
+    name: str
+    owner: dict[str, Any]
+    key: str
+    tensor: Tensor
+    copy: Tensor
+
+
+class ModuleState:
+    """The buffers, small frozen parameters and plain attributes of modules at this moment.
+
+    Args:
+        roots: The modules, by the prefix of their names.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(2)
+        >>> state = ModuleState({"": norm})
+        >>> y = norm(torch.randn(3, 2))
+        >>> norm.num_batches_tracked, state.put_back(), norm.num_batches_tracked
+        (tensor(1), None, tensor(0))
+    """
+
+    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
+        self._held: list[_Held] = []
+        self._attributes: list[tuple[str, nn.Module, dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        seen: set[nn.Module] = set()
+        for prefix, root in roots.items():
+            for path, module in root.named_modules(seen, prefix=prefix):
+                self._hold(path, dict(module.named_buffers(recurse=False)), module._buffers)
+                frozen = {name: p for name, p in module.named_parameters(recurse=False) if not p.requires_grad}
+                self._hold(path, {n: p for n, p in frozen.items() if p.nbytes <= _SMALL}, module._parameters)
+                if not isinstance(module, torch.jit.ScriptModule):
+                    self._attributes.append((path, module, dict(vars(module))))
+                    self._hold(path, vars(module), vars(module))
+
+    def _hold(self, path: str, found: Mapping[str, Any], owner: Any) -> None:
+        for key, value in found.items():
+            if isinstance(value, Tensor) and value.grad_fn is None and not value.is_meta:
+                name = f"{path}.{key}" if path else key
+                self._held.append(_Held(name, owner, key, value, value.detach().clone()))
+            elif type(value) in (list, dict, set) and not key.startswith("_"):
+                self._containers.append((value, value.copy()))
+
+    def values(self) -> dict[str, Tensor]:
+        """What these tensors and numbers are now, by name; without those that hold something of another shape."""
+        now = {}
+        for name, owner, key, tensor, _ in self._held:
+            found = owner.get(key)
+            if isinstance(found, Tensor) and found.grad_fn is None and found.shape == tensor.shape:
+                now[name] = found.detach().clone()
+        for path, module, attributes in self._attributes:
+            for key, before in attributes.items():
+                value: Any = vars(module).get(key)
+                if type(before) in (int, float) and type(value) in (int, float):
+                    now[f"{path}.{key}" if path else key] = torch.tensor(float(value), dtype=torch.float64)
+        return now
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Make everything what it was."""
+        for _, module, attributes in self._attributes:
+            own = vars(module)
+            for key in own.keys() - attributes.keys():
+                del own[key]
+            own.update(attributes)
+        for container, content in self._containers:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+        for _, owner, key, tensor, copy in self._held:
+            if owner[key] is not tensor:
+                owner[key] = tensor
+            if not torch.equal(tensor, copy):
+                tensor.copy_(copy)
+
+
+@contextlib.contextmanager
+def left_as_found(
+    roots: Mapping[str, nn.Module], parameters: Sequence[Tensor], devices: Iterable[torch.device] = ()
+) -> Iterator[ModuleState]:
+    """Gradients, module state and random numbers are afterwards what they were before. Gradients start empty.
+
+    Args:
+        roots: The modules, by the prefix of their names.
+        parameters: What may receive a gradient.
+        devices: Whose random number generators are kept, besides the CPU's.
+    """
+    state = ModuleState(roots)
+    gradients = [parameter.grad for parameter in parameters]
+    with kept(all_generators(devices)):
+        try:
+            for parameter in parameters:
+                parameter.grad = None
+            yield state
+        finally:
+            state.put_back()
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient

@@ -1,0 +1,376 @@
+"""The first update proves itself: a few rows, whole and split, through the machinery that makes the updates."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum.equivalence import Cause, Difference, Equivalence
+from gradaccum.errors import NotEquivalentError
+from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.memory import is_out_of_memory
+from gradaccum.rounding import rounding
+from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms
+from gradaccum.torch.equivalence.certificate import certify
+from gradaccum.torch.equivalence.kinds import Kinds, telling_rows
+from gradaccum.torch.equivalence.outcome import ModuleState, Outcome, left_as_found
+from gradaccum.torch.equivalence.row_randomness import Replay
+from gradaccum.torch.loss import Objective
+
+__all__ = ["Gradients", "Proof"]
+
+logger = logging.getLogger("gradaccum")
+
+ROWS = 16
+"""Rows that are looked at, at most."""
+ATTEMPTS = 8
+"""Batches in a row on which there is nothing to compare, before no more is tried."""
+
+Gradients = Callable[[Batch, Sequence[int]], Tensor]
+"""Runs the rows of a batch in micro-batches of these sizes, in order, as an update does: takes each of them by
+`batch.take(rows)` before its forward pass, leaves the finished gradients in the parameters (scaled by a GradScaler,
+not clipped), and returns the loss. Exchanges nothing with other ranks, and learns nothing about sizes."""
+
+
+class Proof:
+    """Compares a few rows at once, as a plain loop has them, with the same rows in micro-batches.
+
+    Losses, gradients, and what modules keep must agree to rounding. Random numbers follow their rows, so dropout is
+    no difference. BatchNorm that is not exact uses its running statistics meanwhile: its own warning names it.
+
+    Args:
+        objective: The loss, with the model that a plain loop calls.
+        gradients: Runs micro-batches as an update does.
+        parameters: What the optimizers update.
+        batch_norm: As for `TrainStep`.
+        scale: Multiplies a loss by the scale of a GradScaler.
+
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        gradients: Gradients,
+        *,
+        parameters: Callable[[], list[Tensor]],
+        batch_norm: BatchNormChoice = "warn",
+        scale: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.objective = objective
+        self._gradients = gradients
+        self._parameters = parameters
+        self._exact = batch_norm == "exact"
+        self._scale = scale or (lambda loss: loss)
+        self._kinds = Kinds()
+        self._attempts = 0
+
+    def due(self, batch: Batch) -> bool:
+        """Whether this batch is of a kind that has not been proven yet, and has rows to be split."""
+        return batch.rows > 1 and self._attempts < ATTEMPTS and self._kinds.new(batch, self.objective.model.training)
+
+    def run(self, batch: Batch) -> None:
+        """Prove that micro-batches of the batch that was `due` make its update. Moves nothing.
+
+        Args:
+            batch: The large batch.
+
+        Raises:
+            NotEquivalentError: The gradients or the losses differ. The message names the cause, and what to do.
+        """
+        roots = _roots(self.objective)
+        parameters = [p for root in roots.values() for p in root.parameters()]
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
+            return
+        self._attempts += 1
+        named: dict[str, Tensor] = {
+            f"{prefix}.{n}" if prefix else n: p for prefix, r in roots.items() for n, p in r.named_parameters()
+        }
+        known = {id(parameter) for parameter in named.values()}
+        named.update({f"parameter {i}": p for i, p in enumerate(self._parameters()) if id(p) not in known})
+        most = ROWS
+        while True:
+            few = batch.take(telling_rows(batch, most))
+            try:
+                with (
+                    contextlib.nullcontext() if self._exact else _in_eval_mode(self.objective.model),
+                    left_as_found(roots, list(named.values()), [self.objective.device]) as state,
+                    _eager(),
+                    torch.enable_grad(),
+                ):
+                    comparison = _Comparison(self, few, named, state)
+                    differences = comparison.differences()
+                break
+            except Exception as error:
+                if not is_out_of_memory(error) or most <= 2:
+                    self._could_not(few.rows, error)
+                    return
+            most = min(most, few.rows) // 2
+        if differences is None:
+            return
+        self._judge(few, differences, comparison)
+        self._known()
+
+    def _known(self) -> None:
+        self._kinds.add()
+        self._attempts = 0
+
+    def _could_not(self, rows: int, error: Exception) -> None:
+        logger.warning(
+            "Whether micro-batches make the large batch's update could not be proven: %d rows of this batch can't be "
+            "evaluated, at once or in parts (%s: %s).",
+            rows,
+            type(error).__name__,
+            str(error).strip().partition("\n")[0],
+        )
+        self._known()
+
+    def _judge(self, few: Batch, differences: list[Difference], comparison: _Comparison) -> None:
+        tolerance = rounding(str(comparison.precision), self.objective.device.type)
+        wrong = [d for d in differences if not d.error <= tolerance]
+        if not wrong:
+            return
+        if all(difference.part == "buffer" for difference in wrong):
+            names = ", ".join(repr(difference.name) for difference in wrong[:5]) + (", ..." if len(wrong) > 5 else "")
+            logger.warning(
+                "The update is the large batch's, but these move once per micro-batch, not once per update: %s. Where "
+                "that matters, move them once per update, after the optimizer's step.",
+                names,
+            )
+            return
+        causes = self._causes(few, wrong, tolerance, comparison)
+        if causes is None:
+            logger.debug("Rounding makes a difference of %.2g here.", max(difference.error for difference in wrong))
+            return
+        sizes = tuple(tuple(sizes) for _, sizes in comparison.splits)
+        result = Equivalence(tuple(differences), tolerance, tuple(causes), few.rows, sizes)
+        try:
+            result.raise_if_different()
+        except NotEquivalentError as error:
+            raise NotEquivalentError(
+                f"{error}\nFound on {few.rows} rows of this batch, whole and in micro-batches, before an update was "
+                "made with it. verify=False leaves this proof out."
+            ) from None
+
+    def _causes(
+        self, few: Batch, wrong: list[Difference], tolerance: float, comparison: _Comparison
+    ) -> list[Cause] | None:
+        """What makes the difference, by name; None where it is rounding."""
+        try:
+            with _in_eval_mode(self.objective.model):
+                found = certify(self.objective, few, _no_accumulation, device=self.objective.device)
+        except Exception as error:
+            logger.debug("The cause can't be looked for on a copy: %s", error)
+            found = None
+        if found is not None and found.causes:
+            return list(found.causes)
+        layers = _unusual_batch_norms(self.objective.model) if self._exact else []
+        if layers:
+            return layers
+        worst = max(difference.error for difference in wrong)
+        if found is not None and found.ok and worst <= 20 * tolerance:
+            return None
+        return [_unknown(self.objective, wrong)]
+
+
+class _Comparison:
+    """Runs the same rows whole and in parts, each from the same state.
+
+    Args:
+        proof: What runs them.
+        few: The rows.
+        parameters: Whose gradients to compare, by name.
+        state: What to start from.
+    """
+
+    def __init__(self, proof: Proof, few: Batch, parameters: dict[str, Tensor], state: ModuleState) -> None:
+        self._proof, self._few, self._parameters, self._state = proof, few, parameters, state
+        self.splits = _splits(few.rows)
+        self._replay = Replay(few.rows, neutral=proof._exact)
+        self._error: Exception | None = None
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The narrowest dtype that was computed in."""
+        return self._replay.precision
+
+    def differences(self) -> list[Difference] | None:
+        """The largest difference of each tensor over all splits; None without a finite loss to compare with."""
+        expected = self._whole()
+        if not expected.loss.isfinite() or all(g is None for g in expected.gradients.values()):
+            return None
+        found = [difference for split in self.splits for difference in self._compared(split, expected)]
+        if self._replay.unreplayed and not self._replay.neutral:
+            self._replay = Replay(self._few.rows, neutral=True)
+            return self.differences()
+        if not found:
+            assert self._error is not None
+            raise self._error
+        worst: dict[tuple[str, str], Difference] = {}
+        for difference in found:
+            key = difference.part, difference.name
+            if key not in worst or not difference.error <= worst[key].error:
+                worst[key] = difference
+        return list(worst.values())
+
+    def _whole(self) -> Outcome:
+        with self._started(None):
+            loss = self._proof.objective.whole(self._few)
+            self._proof._scale(loss).backward()
+            return self._outcome(loss)
+
+    def _compared(self, split: tuple[Tensor, list[int]], expected: Outcome) -> list[Difference]:
+        """How far a split is from the whole; nothing where the loss can't be evaluated on such parts."""
+        try:
+            return self._split(*split).differences(expected)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            logger.debug("The loss can't be evaluated on parts of %s rows: %s", split[1], error)
+            self._error = error
+            return []
+
+    def _split(self, order: Tensor, sizes: list[int]) -> Outcome:
+        batch = copy.copy(self._few.take(order))
+        batch.__class__ = _Watched
+        assert isinstance(batch, _Watched)
+        batch.taken = lambda rows: self._replay.start(order[rows])
+        with self._started(None):
+            return self._outcome(self._proof._gradients(batch, sizes))
+
+    @contextlib.contextmanager
+    def _started(self, rows: Tensor | None) -> Iterator[None]:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._replay.start(rows)
+        try:
+            with self._replay:
+                yield
+        finally:
+            self._replay.rewind()
+            self._state.put_back()
+
+    def _outcome(self, loss: Tensor) -> Outcome:
+        gradients = {
+            name: None if p.grad is None else p.grad.detach().to_dense().clone()
+            for name, p in self._parameters.items()
+            if p.requires_grad
+        }
+        return Outcome(loss.detach().clone(), gradients, self._state.values())
+
+
+class _Watched(Batch):
+    """A batch that tells which rows are taken of it."""
+
+    taken: Callable[[Tensor], None]
+
+    def take(self, rows: slice | Tensor) -> Batch:
+        """As `Batch.take`."""
+        self.taken(torch.arange(self.rows)[rows] if isinstance(rows, slice) else rows.cpu())
+        return super().take(rows)
+
+
+# How they are cut.
+
+
+def _splits(rows: int) -> list[tuple[Tensor, list[int]]]:
+    """Two ways to cut sorted rows: the extremes apart, and mixed; parts of unequal sizes, of two rows or more."""
+    order = torch.arange(rows)
+    if rows < 4:
+        return [(order, [1, rows - 1]), (order.flip(0), [1, rows - 1])][: rows - 1]
+    first = max(2, rows // 3)
+    mixed = torch.cat([order[::3], order[1::3], order[2::3]])
+    if rows < 6:
+        return [(order, [first, rows - first]), (mixed, [rows - 2, 2])]
+    return [(order, [first, rows - first]), (mixed, [rows - first - 2, 2, first])]
+
+
+# What is left as it is meanwhile, and what it is called.
+
+
+def _roots(objective: Objective) -> dict[str, nn.Module]:
+    named = {"": objective.model, "loss": objective.loss_fn, "compute_loss": objective.compute_loss}
+    return {prefix: module for prefix, module in named.items() if isinstance(module, nn.Module)}
+
+
+def _eager() -> contextlib.AbstractContextManager[Any]:
+    """Compile nothing for a few rows. Where torch._dynamo, which takes long to load, is not loaded, nothing does."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """BatchNorm layers in eval mode; those without running statistics get neutral ones meanwhile."""
+    layers = batch_norms(model)
+    lent = [layer for _, layer in layers if layer.running_mean is None]
+    modes = [(layer, layer.training) for _, layer in layers]
+    try:
+        for layer, _ in modes:
+            layer.training = False
+        for layer in lent:
+            place = next(iter(layer.parameters()), torch.zeros(layer.num_features))
+            layer._buffers["running_mean"] = place.new_zeros(layer.num_features)
+            layer._buffers["running_var"] = place.new_ones(layer.num_features)
+        yield
+    finally:
+        for layer in lent:
+            layer._buffers["running_mean"] = layer._buffers["running_var"] = None
+        for layer, training in modes:
+            layer.training = training
+
+
+def _unusual_batch_norms(model: nn.Module) -> list[Cause]:
+    """BatchNorm layers that do more than torch.nn's own."""
+    causes = []
+    for path, layer in batch_norms(model):
+        hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+        if hooks or type(layer).forward is not nn.BatchNorm1d.forward or nn.utils.parametrize.is_parametrized(layer):
+            causes.append(
+                Cause(
+                    "batch_norm",
+                    path or "model",
+                    f"'{path or 'model'}' ({type(layer).__name__}) has hooks, parametrizations or a formula of its "
+                    'own, which batch_norm="exact" does not follow. Take them off, or use GroupNorm.',
+                )
+            )
+    return causes
+
+
+def _unknown(objective: Objective, wrong: list[Difference]) -> Cause:
+    hooked = [
+        name
+        for prefix, root in _roots(objective).items()
+        for name, p in root.named_parameters(prefix=prefix)
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+    ]
+    concerned = [d.name for d in wrong if d.part == "gradient" and d.name in hooked]
+    if concerned:
+        return Cause(
+            "hook",
+            concerned[0],
+            f"Parameter '{concerned[0]}' has a hook on its gradient, which is not linear: it is called once per "
+            "micro-batch, with a part of the gradient. Use clip_grad_norm, or do it in a step pre-hook of the "
+            "optimizer, which sees the finished gradient.",
+        )
+    where = next((d.name for d in wrong if d.part == "gradient"), "loss")
+    return Cause(
+        "unknown",
+        where.rpartition(".")[0] or where,
+        "The cause was not found. It may be one of these:\n"
+        "- A mean over something else than rows (tokens, unmasked pixels): pass its count, weight=lambda *micro_batch: "
+        "..., or return (loss, weight) from `compute_loss`.\n"
+        '- A sum over rows: pass reduction="sum".\n'
+        "- A model or a loss that compares rows with each other: wrap the encoder in "
+        "gradaccum.torch.chunked(model, micro_batch_size) and keep your own loop.\n"
+        "- State outside the modules, or a backward pass of its own.",
+    )
+
+
+def _no_accumulation(*_: Any) -> Tensor:
+    raise AssertionError("micro-batches of a copy are added up by the trial itself")
