@@ -63,8 +63,9 @@ def test_without_a_word_micro_batches_weigh_the_same():
 
 def test_a_default_weighs_what_nobody_weighed():
     window = Window(steps=2)
-    window.add(default=16)
-    window.add(default=8)
+    for rows in (16, 8):
+        window.expect(rows)
+        window.add()
     assert window.divisor == 1.5
 
 
@@ -105,8 +106,9 @@ def test_a_weight_of_any_micro_batch_makes_the_sums_a_mean():
     for weights in ([30, None], [None, 30]):
         window = Window(steps=2, reduction="sum")
         for weight in weights:
-            window.weigh(weight, default=15)
-            window.add(default=15)
+            window.expect(15)
+            window.weigh(weight)
+            window.add()
         assert window.divisor == 45.0
 
 
@@ -141,12 +143,13 @@ def test_different_weights_in_one_micro_batch_point_to_sums():
     window.weigh(8)
     with pytest.raises(ValueError, match=r'Received: weight=9 after 8\..*reduction="sum"'):
         window.weigh(9)
-    assert window.pending == 8.0, "the refused weight left a trace"
+    assert window.micro_batch.weight == 8.0, "the refused weight left a trace"
 
 
 def test_a_weight_after_an_unweighed_loss_must_be_the_default():
     window = Window(steps=2)
-    window.weigh(default=8)
+    window.expect(8)
+    window.weigh()
     assert window.weigh(8) == 1.0
     with pytest.raises(ValueError, match="must have one weight"):
         window.weigh(3)
@@ -174,13 +177,13 @@ def test_the_epochs_last_micro_batch_closes_a_short_window():
     window = Window(steps=4)
     window.weigh(4)
     assert not window.add()
-    window.last = True
+    window.expect(1, last=True)
     assert window.closes_next
     window.weigh(2)
     assert window.add()
     assert window.divisor == 1.5
     window.close()
-    assert not window.last
+    assert not window.micro_batch.last
     assert not window.closes_next
 
 
@@ -190,15 +193,15 @@ def test_closing_forgets_everything():
     window.weigh(7)
     window.close()
     assert window.state_dict() == Window(steps=2).state_dict()
-    assert window.pending is None
-    assert not window.pending_given
+    assert window.micro_batch.weight is None
+    assert not window.micro_batch.given
 
 
 def test_forgetting_the_micro_batch_in_progress_keeps_the_window():
     window = Window(steps=3)
     fill(window, [5])
     window.weigh(7)
-    window.forget()
+    window.micro_batch.restart()
     window.weigh(10)
     window.add()
     assert (window.weight, window.divisor) == (15.0, 3.0)
@@ -247,10 +250,10 @@ def test_loading_forgets_the_micro_batch_in_progress():
     window = Window(steps=2)
     state = window.state_dict()
     window.weigh(5)
-    window.last = True
+    window.expect(1, last=True)
     window.load_state_dict(state)
-    assert window.pending is None
-    assert not window.last
+    assert window.micro_batch.weight is None
+    assert not window.micro_batch.last
 
 
 # Another unit.
@@ -317,7 +320,7 @@ def test_a_refused_weight_leaves_the_window_as_it_was(weight):
     with pytest.raises((TypeError, ValueError)):
         window.weigh(weight)
     assert window.state_dict() == before
-    assert window.pending is None
+    assert window.micro_batch.weight is None
 
 
 def test_a_reduction_is_mean_or_sum():

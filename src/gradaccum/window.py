@@ -11,23 +11,52 @@ With equal weights every factor is exactly 1, and the divisor is the number of m
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 from typing import Any, Literal, get_args
 
 from gradaccum.errors import WindowError
 
-__all__ = ["Reduction", "Window", "checked_reduction", "checked_weight"]
+__all__ = ["MicroBatch", "Reduction", "Window", "checked_reduction", "checked_weight"]
 
 Reduction = Literal["mean", "sum"]
 """What the user's losses are: means over their micro-batch, or sums over it."""
 
 
+@dataclasses.dataclass
+class MicroBatch:
+    """What is known of the micro-batch in progress."""
+
+    default: float = 1.0
+    """What it weighs where no loss says so: under `batches()` its rows, or `weight(batch)`."""
+    default_given: bool = False
+    """Whether the user gave the default."""
+    in_batches: bool = False
+    """Whether it is one of `batches()`."""
+    announced: bool = False
+    """Whether `batches()` has handed out its batch, and it is not counted yet."""
+    last: bool = False
+    """Whether it is the epoch's last, so that it closes the window however short that is."""
+    weight: float | None = None
+    """What it weighs; None until a loss, or its end, says so."""
+    given: bool = False
+    """Whether the user gave the weight."""
+    factor: float = 1.0
+    """What its gradient is multiplied by when it joins the sum."""
+    weighed: int = 0
+    """Gradients that arrived multiplied by the factor."""
+
+    def restart(self) -> None:
+        """Forget what losses said."""
+        self.weight, self.given, self.factor, self.weighed = None, False, 1.0, 0
+
+
 class Window:
     """What has been seen since the last update.
 
-    A micro-batch is first weighed (`weigh`, once or several times), then added (`add`), which tells whether the window
-    closes; `close` empties it for the next one.
+    A micro-batch may be expected (`expect`), is weighed (`weigh`, once or several times), then added (`add`), which
+    tells whether the window closes; `close` empties it for the next one.
 
     Args:
         steps: Micro-batches until the window closes, >= 1.
@@ -46,34 +75,34 @@ class Window:
     def __init__(self, steps: int = 1, reduction: Reduction = "mean") -> None:
         self.steps = steps
         self.reduction = reduction
-        self.last = False
-        """Whether the micro-batch in progress is the epoch's last, so that it closes the window however short it is."""
+        self.micro_batch = MicroBatch()
+        """The one in progress, or the next one."""
         self.close()
 
     def close(self) -> None:
         """Empty the window; the next micro-batch is the first of a new one."""
-        self.micro_batches = 0
+        self.weights: list[float] = []
+        """Of each micro-batch that is in."""
         self.weight = 0.0
         self.unit: float | None = None
-        self.largest = 0.0
         self.weights_given = False
-        self.last = False
-        self.forget()
+        self.largest = 0.0
+        self.micro_batch.restart()
 
-    def forget(self) -> None:
-        """Forget what was said about the micro-batch in progress."""
-        self.pending: float | None = None
-        self.pending_given = False
+    @property
+    def micro_batches(self) -> int:
+        """How many are in."""
+        return len(self.weights)
 
     @property
     def is_open(self) -> bool:
         """Whether a micro-batch is in."""
-        return self.micro_batches > 0
+        return bool(self.weights)
 
     @property
     def closes_next(self) -> bool:
         """Whether the micro-batch in progress, or the next one, closes the window."""
-        return self.last or self.micro_batches + 1 >= self.steps
+        return self.micro_batch.last or len(self.weights) + 1 >= self.steps
 
     @property
     def divisor(self) -> float:
@@ -95,12 +124,25 @@ class Window:
             )
         self.steps = steps
 
-    def weigh(self, weight: float | None = None, default: float = 1.0) -> float:
+    def expect(self, default: float, given: bool = False, last: bool = False) -> None:
+        """A batch of `batches()` has been handed out: the next micro-batch.
+
+        Args:
+            default: What it weighs where no loss says so.
+            given: Whether the user gave that, or it is its number of rows.
+            last: Whether it is the epoch's last.
+        """
+        self.micro_batch = MicroBatch(default, given, in_batches=True, announced=True, last=last)
+
+    def expect_nothing(self) -> None:
+        """The micro-batches that come weigh the same, unless their losses say otherwise."""
+        self.micro_batch = MicroBatch()
+
+    def weigh(self, weight: float | None = None) -> float:
         """Say what the micro-batch in progress weighs, and get the factor with which its gradient joins the sum.
 
         Args:
-            weight: Rows, tokens ...; finite and >= 0. None: what was said before, else `default`.
-            default: The weight of a micro-batch of which nothing is said.
+            weight: Rows, tokens ...; finite and >= 0. None: what was said before, else the default.
 
         Returns:
             `weight / unit`; for `reduction="sum"`, 1.
@@ -108,41 +150,43 @@ class Window:
         Raises:
             TypeError, ValueError: `weight` is no finite number >= 0, or another than was said for this micro-batch.
         """
+        one = self.micro_batch
         given = weight is not None
         if given:
             weight = checked_weight(weight)
-        elif self.pending is not None:
-            weight = self.pending
+        elif one.weight is not None:
+            weight = one.weight
         else:
-            weight = default
+            weight = one.default
         # For sums, a loss without a weight adds to the sum only; the loss that has one says the weight.
-        comparable = self.pending is not None and (self.reduction == "mean" or self.pending_given)
-        if comparable and given and weight != self.pending:
+        comparable = one.weight is not None and (self.reduction == "mean" or one.given)
+        if comparable and given and weight != one.weight:
             raise ValueError(
                 f"The losses of one micro-batch must have one weight. Received: weight={weight:g} after "
-                f'{self.pending:g}. For losses that divide by different counts pass their sums, with reduction="sum", '
+                f'{one.weight:g}. For losses that divide by different counts pass their sums, with reduction="sum", '
                 "and give the weight once."
             )
-        self.pending, self.pending_given = weight, self.pending_given or given
-        if self.reduction == "sum":
-            return 1.0
-        if not self.unit and weight > 0:
-            self.unit = weight
-        return weight / self.unit if self.unit else 0.0
+        one.weight, one.given = weight, one.given or given
+        if self.reduction == "mean":
+            if not self.unit and weight > 0:
+                self.unit = weight
+            one.factor = weight / self.unit if self.unit else 0.0
+        return one.factor
 
-    def add(self, default: float = 1.0) -> bool:
+    def add(self) -> bool:
         """The micro-batch in progress is in. Returns whether the window closes with it."""
-        if self.pending is None:
-            self.weigh(default=default)
-        weight = self.pending
+        one = self.micro_batch
+        if one.weight is None:
+            self.weigh()
+        weight = one.weight
         assert weight is not None
+        self.weights.append(weight)
         self.weight += weight
         if weight > self.largest:
             self.largest = weight
-        self.weights_given = self.weights_given or self.pending_given
-        self.micro_batches += 1
-        self.forget()
-        return self.last or self.micro_batches >= self.steps
+        self.weights_given = self.weights_given or one.given
+        self.micro_batch = MicroBatch(one.default, one.default_given, one.in_batches)
+        return one.last or len(self.weights) >= self.steps
 
     def rescale(self, unit: float) -> float:
         """Keep the sum in multiples of another unit from now on. Returns the factor to multiply the sum with."""
@@ -161,11 +205,14 @@ class Window:
             "weights_given": self.weights_given,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` wrote."""
+    def load_state_dict(self, state: dict[str, Any], weights: list[float] | None = None) -> None:
+        """Go on from what `state_dict` wrote, with the weights of its micro-batches, if they are known."""
         self.close()
-        for name in ("steps", "micro_batches", "weight", "unit", "largest", "weights_given"):
+        self.expect_nothing()
+        for name in ("steps", "weight", "unit", "largest", "weights_given"):
             setattr(self, name, state[name])
+        count = state["micro_batches"]
+        self.weights = [self.weight / max(count, 1)] * count if weights is None else list(weights)
 
     def __repr__(self) -> str:
         return f"Window({self.micro_batches} of {self.steps} micro-batches, weight={self.weight:g})"

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Arrivals", "GradientSum", "ScreenedGradientSum", "all_finite", "clip_norm_", "norms", "scale_"]
+__all__ = [
+    "Arrivals",
+    "GradientSum",
+    "ScreenedGradientSum",
+    "all_finite",
+    "all_require_grad",
+    "clip_norm_",
+    "norms",
+    "scale_",
+]
 
 
 class GradientSum:
@@ -25,9 +35,12 @@ class GradientSum:
         self.parameters = parameters
         self.dtype = dtype
         self._operands: dict[tuple[float, torch.dtype], Tensor] = {}
-        self.aside: list[Tensor | None] | None = None
+        self.detached: list[Tensor | None] | None = None
         """The sum, while it is out of reach of backward passes."""
+        self.restored: list[Tensor | None] | None = None
+        """A checkpoint's sum, until the next micro-batch is in: frameworks clear `p.grad` before they train on."""
         self._pending: Callable[[], list[Tensor]] = list
+        self._claim = object()
         self.prepare()
 
     def attach(self, pending: Callable[[], list[Tensor]]) -> None:
@@ -35,14 +48,30 @@ class GradientSum:
         self._pending = pending
 
     def prepare(self) -> None:
-        """Have autograd add up in the wider dtype from now on."""
-        for parameter in self._narrow():
+        """Have autograd add up in the wider dtype from now on.
+
+        Raises:
+            ValueError: This version of torch cannot.
+        """
+        narrow = self._narrow()
+        if narrow and not hasattr(Tensor, "grad_dtype"):
+            raise ValueError(
+                f"Gradients cannot be summed in {self.dtype}: torch {torch.__version__} has no `grad_dtype`, which "
+                "autograd needs to add them up in another dtype than the parameter's. Use torch 2.10 or later."
+            )
+        for parameter in narrow:
+            _claims[parameter] = self._claim
             if parameter.grad is None or parameter.grad.dtype == self.dtype:
                 parameter.grad_dtype = self.dtype
-            else:
-                gradient, parameter.grad = parameter.grad, None
-                parameter.grad_dtype = self.dtype
-                parameter.grad = gradient.to(self.dtype)
+            elif self.dtype is not None:
+                _give(parameter, self.dtype)
+
+    def release(self) -> None:
+        """Leave the parameters' `grad_dtype` as it was found, unless another sum has taken them over."""
+        for parameter in self._narrow():
+            if _claims.get(parameter) is self._claim:
+                del _claims[parameter]
+                _give(parameter, parameter.dtype)
 
     def _narrow(self) -> list[Tensor]:
         if self.dtype is None:
@@ -63,22 +92,67 @@ class GradientSum:
         for parameter, gradient in zip(self.parameters(), sums, strict=True):
             parameter.grad = gradient
 
+    def copies(self, scale: Tensor | None) -> dict[int, Tensor]:
+        """The sum by the parameters' numbers, copied and divided by its scale: a power of two, which rounds nothing."""
+        scale, sums = (None, self.restored) if self.restored is not None else (scale, self.detached or self.held())
+        return {
+            index: (s.clone() if scale is None else s * scale.reciprocal().to(s.device, s.dtype)).detach()
+            for index, s in enumerate(sums)
+            if s is not None
+        }
+
+    def restore(self, sums: dict[int, Tensor]) -> None:
+        """Go on from `copies`, as soon as the next micro-batch is in."""
+        self.restored = [
+            sums[index].detach().to(parameter.device, copy=True) if index in sums else None
+            for index, parameter in enumerate(self.parameters())
+        ]
+
+    def everything(self) -> list[Tensor]:
+        """All parts of the sum, wherever they are."""
+        return [s for s in [*self.gradients(), *(self.detached or ()), *(self.restored or ())] if s is not None]
+
     def scale_(self, factor: float | Tensor) -> None:
         """Multiply the sum."""
-        scale_(self.gradients(), factor)
+        scale_(self.everything(), factor)
 
-    def put_aside(self) -> None:
+    def join_restored(self, scale: Tensor | None = None) -> None:
+        """Add a checkpoint's sum, if there is one, times the scale of what has arrived since."""
+        if self.restored is None:
+            return
+        restored, self.restored = self.restored, None
+        if scale is not None:
+            scale_([s for s in restored if s is not None], scale)
+        with torch.no_grad():
+            self.hold(
+                r if a is None else a if r is None else a.add_(r.to(a.dtype))
+                for a, r in zip(self.held(), restored, strict=True)
+            )
+
+    def detach(self) -> None:
         """Keep the sum out of reach of the next backward pass, whose gradient shall not count. Moves no data."""
-        if self.aside is None:
-            held = self.held()
+        if self.detached is None:
+            held, restored = self.held(), self.restored
             self.clear()
-            self.aside = held
+            self.detached, self.restored = held, restored
 
-    def take_back(self) -> None:
-        """Put the sum that was put aside back in place, and drop what has arrived meanwhile."""
-        assert self.aside is not None
-        self.hold(self.aside)
-        self.aside = None
+    def reattach(self) -> None:
+        """Put the detached sum back in place; what has arrived meanwhile counts as zero."""
+        assert self.detached is not None
+        detached, self.detached = self.detached, None
+        for parameter, gradient in zip(self.parameters(), detached, strict=True):
+            if gradient is not None or parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad = torch.zeros_like(parameter.grad, requires_grad=False)
+
+    def reach(self, loss: Tensor) -> None:
+        """Add the gradient of a loss that weighs nothing: zero, for the parameters that it depends on."""
+        reached, narrow = _leaves_of(loss), {id(p) for p in self._narrow()}
+        for parameter in self.parameters():
+            if id(parameter) in reached and parameter.grad is None:
+                dtype = self.dtype if id(parameter) in narrow else parameter.dtype
+                parameter.grad = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 
     def finish(self, divisor: float) -> None:
         """Divide: from here on `p.grad` is the window's mean gradient, in the dtype it was summed in."""
@@ -100,9 +174,7 @@ class GradientSum:
         """Give the finished gradients their parameter's own dtype, which is all that optimizers accept."""
         for parameter in self._narrow():
             if parameter.grad is not None:
-                gradient, parameter.grad = parameter.grad, None
-                parameter.grad_dtype = parameter.dtype
-                parameter.grad = gradient.to(parameter.dtype)
+                _give(parameter, parameter.dtype)
 
     def clear(self, set_to_none: bool = True) -> None:
         """Empty the sum, by assignment: nothing that was in it survives."""
@@ -117,12 +189,13 @@ class GradientSum:
         if self.dtype is not None:
             for parameter in self._narrow():
                 parameter.grad_dtype = self.dtype
-        if self.aside is not None:
-            self.aside = [None for _ in self.parameters()]
+        self.restored = None
+        if self.detached is not None:
+            self.detached = [None for _ in self.parameters()]
 
     def close(self) -> None:
         """The window is over; `p.grad` stays as it is for whoever wants to read it."""
-        self.aside = None
+        self.detached = self.restored = None
 
 
 class Arrivals:
@@ -130,11 +203,15 @@ class Arrivals:
 
     def __init__(self, parameters: Callable[[], list[Tensor]]) -> None:
         self._parameters = parameters
+        self.factor = 1.0
         self._hooks: list[Any] = []
         self._muted = False
 
     def scale(self, factor: float) -> None:
         """The factor for the gradients that arrive from now on."""
+        if factor == self.factor:
+            return
+        self.factor = factor
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -172,8 +249,8 @@ class ScreenedGradientSum(GradientSum):
     def hold(self, sums: Iterable[Tensor | None]) -> None:
         self._sums = {p: s for p, s in zip(self.parameters(), sums, strict=True) if s is not None}
 
-    def scale_(self, factor: float | Tensor) -> None:
-        scale_(self._sums.values(), factor)
+    def everything(self) -> list[Tensor]:
+        return list(self._sums.values())
 
     @torch.no_grad()
     def add(self) -> None:
@@ -196,30 +273,73 @@ class ScreenedGradientSum(GradientSum):
         """For each micro-batch that was added, whether it counts. The window's one host synchronisation."""
         return torch.stack([f.cpu() for f in self._finite]).tolist() if self._finite else []
 
-    def restore(self, sums: Iterable[Tensor | None], counted: list[bool]) -> None:
-        """Go on from a checkpoint."""
-        self.hold(sums)
+    def restore(self, sums: dict[int, Tensor], counted: Sequence[bool] = ()) -> None:
+        super().restore(sums)
+        assert self.restored is not None
+        self.hold(self.restored)
+        self.restored = None
         self._finite = [torch.tensor(counts) for counts in counted]
 
-    def present(self) -> None:
-        """Have the sum in `p.grad`, where optimizers and ranks look for it."""
+    def present(self) -> list[bool]:
+        """Have the sum in `p.grad`, where optimizers and ranks look for it. Returns which micro-batches count."""
         for parameter in self.parameters():
             parameter.grad = self._sums.get(parameter)
+        return self.counted()
 
     def clear(self, set_to_none: bool = True) -> None:
-        self.close()
+        self._sums, self._finite = {}, []
         super().clear(set_to_none)
 
     def close(self) -> None:
-        self._sums, self._finite, self.aside = {}, [], None
+        self._sums, self._finite, self.detached = {}, [], None
 
-    def put_aside(self) -> None:
-        self.aside = []  # the sum is beside p.grad already
+    def detach(self) -> None:
+        self.detached = []  # the sum is beside p.grad already
 
-    def take_back(self) -> None:
-        self.aside = None
+    def reattach(self) -> None:
+        self.detached = None
         for parameter in self.parameters():
-            parameter.grad = None
+            if parameter.grad is not None:
+                parameter.grad = torch.zeros_like(parameter.grad)
+
+
+_claims: Any = WeakIdKeyDictionary()
+"""Which sum has widened a parameter's `grad_dtype`: the last one to do so."""
+
+
+def _give(parameter: Tensor, dtype: torch.dtype) -> None:
+    """Have the parameter's gradient, if there is one, in this dtype, as those that will arrive."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = dtype
+    if gradient is not None:
+        parameter.grad = gradient.to(dtype)
+
+
+def _leaves_of(loss: Tensor) -> set[int]:
+    """The ids of the leaves that a backward pass would reach."""
+    found, seen, waiting = set[int](), set[Any](), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        waiting += [before for before, _ in node.next_functions]
+    return found
+
+
+@contextlib.contextmanager
+def all_require_grad(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Frozen leaves require gradients meanwhile: torch hooks no others, and they may be unfrozen later."""
+    frozen = [leaf for leaf in leaves if not leaf.requires_grad]
+    for leaf in frozen:
+        leaf.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for leaf in frozen:
+            leaf.requires_grad_(False)
 
 
 def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:

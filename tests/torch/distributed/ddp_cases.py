@@ -279,7 +279,7 @@ def penalty_later(rank: int, of: Sequence[int]) -> tuple[float, list[int]]:
     oracle = Oracle(model)
     replica, optimizer = wrap(model, 2)
     ranks = data([[4, 3] * 5, [2, 5] * 5])
-    channel, messages = optimizer._ranks._channel, [0]  # type: ignore[attr-defined]
+    channel, messages = optimizer._windows.ranks._channel, [0]  # type: ignore[attr-defined]
     exchange = channel.exchange
 
     def counted(*numbers: float) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,3 +45,16 @@ class WindowLoss:
         if self.reduction == "sum":
             return losses.sum() / total if self.weighed else losses.sum()
         return losses @ torch.tensor([w / total for _, _, w in kept], dtype=losses.dtype, device=losses.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The losses so far: copies."""
+        return {
+            "losses": [[i, loss.clone(), weight] for i, loss, weight in self.entries],
+            "losses_weighed": self.weighed,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Go on from what `state_dict` wrote."""
+        self.restart()
+        self.entries = [(i, loss.to(device, copy=True), weight) for i, loss, weight in state["losses"]]
+        self.weighed = state["losses_weighed"]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
-from gradaccum.on_torch.batch import number_of_rows
+from gradaccum.on_torch.batch import children, has_rows, leaves, number_of_rows
+from gradaccum.torch.optimizer.windows import Windows
 from gradaccum.window import checked_weight
-
-if TYPE_CHECKING:
-    from gradaccum.torch.optimizer.optimizer import Optimizer
 
 __all__ = ["Batches"]
 
@@ -22,134 +23,298 @@ class Batches:
     Args:
         loader: Any iterable, sized or not; or another optimizer's `Batches`, which are then shared: both see the batch
             that is in use, not the one that is ahead.
-        optimizer: Whose windows the batches fill.
+        windows: What the batches fill.
         weight: `weight(batch) -> number`; None: the batch's number of rows.
     """
 
-    def __init__(
-        self, loader: Iterable[Any], optimizer: Optimizer, weight: Callable[[Any], float] | None = None
-    ) -> None:
+    def __init__(self, loader: Iterable[Any], windows: Windows, weight: Callable[[Any], float] | None = None) -> None:
         if not isinstance(loader, Iterable):
             raise TypeError(f"`loader` must be iterable. Received: loader of type {type(loader).__name__}.")
         if weight is not None and not callable(weight):
             raise TypeError(f"`weight` must be a callable: weight(batch) -> number. Received: weight={weight!r}.")
         self.loader: Iterable[Any] = loader.loader if isinstance(loader, Batches) else loader
         others = loader.members if isinstance(loader, Batches) else []
-        if any(optimizer is other.optimizer for other in others):
+        if any(windows is other.windows for other in others):
             raise ValueError("The batches of this loader fill this optimizer's windows already.")
-        self.members: list[_Member] = [*others, _Member(optimizer, weight)]
+        self.members: list[_Member] = [*others, _Member(windows, weight)]
+        self._handed_out = 0
+        self._to_skip: int | None = None
+        """What `load_state_dict` said, until the next loop."""
+        self._loader_state: Any = None
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # an unsized loader's own error is the right one
 
+    def state_dict(self) -> dict[str, Any]:
+        """How many batches of the running epoch have been handed out, and the loader's own state at that point.
+
+        The loader itself is one batch ahead, so its `state_dict()` counts one that has not been trained on.
+        """
+        return {"batches": self._handed_out, "loader": self._loader_state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next loop begin after the batches that had been handed out.
+
+        A loader with a `load_state_dict` goes on from its own state; of any other the first batches are skipped.
+        """
+        self._handed_out = state["batches"]
+        self._to_skip = self._handed_out
+        if state["loader"] is not None:
+            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]  # it has a state_dict
+            self._to_skip = 0
+
     def __iter__(self) -> Iterator[Any]:
-        iterator = iter(self.loader)
-        try:
-            upcoming = next(iterator)
-        except StopIteration:
-            raise ValueError(
-                f"The loader yielded no batch. Received: loader of type {type(self.loader).__name__}. "
-                "An iterator can be used only once; pass what makes a new one for each epoch."
-            ) from None
+        resumed, to_skip = self._to_skip is not None, self._to_skip or 0
+        self._to_skip = None
+        if not resumed:
+            self._handed_out = 0
+        ahead = self._left_over() or _Ahead(self.loader, to_skip)
         for member in self.members:
-            member.begin(self)
-        last, failure = False, None
-        while not last and failure is None:
-            batch = upcoming
-            try:
-                upcoming = next(iterator)
-            except StopIteration:
-                last = True
-            except Exception as error:  # raised when the batch in hand has been trained on: it is a good one
-                failure = error
+            member.begin(self, resumed)
+        while ahead.failure is None:
+            batch = ahead.batch
+            self._loader_state = ahead.fetch()
             for member in self.members:
-                member.expect(batch, last)
+                member.expect(batch, ahead.is_over)
+            self._handed_out += 1
             try:
                 yield batch
             except GeneratorExit:
                 for member in self.members:
-                    member.break_off(self)
+                    member.break_off(self, ahead)
                 raise
             for member in self.members:
-                member.optimizer._accumulation.skip()
-        if failure is not None:
-            raise failure
+                member.windows.accumulation.skip()
+            if ahead.is_over:
+                break
+        self._handed_out, self._loader_state = 0, None
+        if ahead.failure is not None:
+            raise ahead.failure
         for member in self.members:
             member.end(self)
 
+    def _left_over(self) -> _Ahead | None:
+        """What the last loop over this iterator had fetched when it was broken off."""
+        found = None
+        for member in self.members:
+            left, member.windows.left_over = member.windows.left_over, None
+            if isinstance(left, _Ahead) and left.loader is self.loader and isinstance(self.loader, Iterator):
+                found = left
+        return found
+
+
+class _Ahead:
+    """A loader's iterator, and the batch that comes next."""
+
+    def __init__(self, loader: Iterable[Any], to_skip: int) -> None:
+        self.loader = loader
+        self.failure: Exception | None = None
+        """Raised when the batch in hand has been trained on: it is a good one."""
+        self.is_over = False
+        self._iterator = iter(loader)
+        self._compares = True
+        try:
+            for _ in range(to_skip):
+                next(self._iterator)
+            self.batch = next(self._iterator)
+        except StopIteration:
+            raise ValueError(
+                f"The loader yielded no batch{f' after the {to_skip} to be skipped' if to_skip else ''}. Received: "
+                f"loader of type {type(loader).__name__}. An iterator can be used only once; pass what makes a new "
+                "one for each epoch."
+            ) from None
+
+    def fetch(self) -> Any:
+        """Fetch the next batch. Returns the loader's own state before that, if it has one.
+
+        Raises:
+            ValueError: That changed the batch before.
+        """
+        state_dict = getattr(self.loader, "state_dict", None) if hasattr(self.loader, "load_state_dict") else None
+        state = None if state_dict is None else copy.deepcopy(state_dict())
+        batch, before = self.batch, _Contents(self.batch, copied=self._compares)
+        try:
+            self.batch = next(self._iterator)
+        except StopIteration:
+            self.is_over = True
+        except Exception as error:
+            self.failure = error
+        else:
+            self._compares = before.shares_memory(self.batch)
+            if before.changed(batch):
+                raise ValueError(
+                    "Fetching the next batch changed the one in use: the loader refills a buffer, or the container "
+                    "that it yields, and batches() fetches one batch ahead. Yield new ones: buffer.clone(), or "
+                    "dict(batch); or leave out batches(), and call flush() at the epoch's end."
+                )
+        return state
+
+
+class _Contents:
+    """The tensors of a batch as they were."""
+
+    def __init__(self, batch: Any, copied: bool) -> None:
+        self._tensors = _tensors(batch)
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._copies = [tensor.clone() for tensor in self._tensors] if copied else None
+
+    def shares_memory(self, batch: Any) -> bool:
+        """Whether another batch's tensors lie, in part perhaps, where these do."""
+        here = [span for tensor in self._tensors if (span := _span(tensor))]
+        there = [span for tensor in _tensors(batch) if (span := _span(tensor))]
+        return any(a < d and c < b for a, b in here for c, d in there)
+
+    def changed(self, batch: Any) -> bool:
+        """Whether the batch holds other tensors by now, or other numbers in them."""
+        now = _tensors(batch)
+        if len(now) != len(self._tensors):
+            return True
+        for index, (one, before) in enumerate(zip(now, self._tensors, strict=True)):
+            if one is not before and (one.shape != before.shape or _span(one) != _span(before)):
+                return True
+            if before._version != self._versions[index]:
+                return True
+            # NumPy does not count versions.
+            if self._copies is not None and not torch.equal(before, self._copies[index]):
+                kept = self._copies[index]
+                if not (before.is_floating_point() and torch.allclose(before, kept, 0, 0, equal_nan=True)):
+                    return True
+        return False
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    """The plain tensors of a batch, arrays among them."""
+    found = []
+    for _, leaf in leaves(batch):
+        if type(leaf) is Tensor and leaf.layout is torch.strided:
+            found.append(leaf)
+        elif hasattr(leaf, "__array_interface__") and has_rows(leaf) and leaf.dtype.kind in "biuf":
+            found.append(torch.as_tensor(leaf))
+    return found
+
+
+def _span(tensor: Tensor) -> tuple[int, int] | None:
+    """From where to where in memory it lies; None if it is empty."""
+    if not tensor.numel():
+        return None
+    start = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return start, start + (last + 1) * tensor.element_size()
+
 
 class _Member:
-    """An optimizer, and what the batches of an epoch mean for its windows."""
+    """An optimizer's windows, and what the batches of an epoch mean for them."""
 
-    def __init__(self, optimizer: Optimizer, weight: Callable[[Any], float] | None) -> None:
-        self.optimizer = optimizer
+    def __init__(self, windows: Windows, weight: Callable[[Any], float] | None) -> None:
+        self.windows = windows
         self.weight = weight
         self._over = True
+        self._rows_in_front = False
+        """Whether a batch has shown that its tensors have their rows in front."""
 
-    def begin(self, batches: Batches) -> None:
+    def begin(self, batches: Batches, resumed: bool) -> None:
         """The first batch is there."""
-        optimizer = self.optimizer
-        before, optimizer._batches = optimizer._batches, None
-        if optimizer._restored:
-            optimizer._restored = False
+        windows = self.windows
+        before, windows.source = windows.source, None
+        if windows.restored or resumed:
+            windows.restored = False
         elif before is None:
-            optimizer.flush()  # left over by a plain loop; the window ends with its epoch
-        elif not (isinstance(batches.loader, Iterator) and before.loader is batches.loader):
+            windows.flush()  # left over by a plain loop; the window ends with its epoch
+        elif not (
+            isinstance(before, Batches) and isinstance(before.loader, Iterator) and before.loader is batches.loader
+        ):
             # The loop before was left by an exception. An iterator goes on where it was; a loader starts over.
-            optimizer.discard()
-        optimizer._batches = batches
+            windows.discard()
+        windows.source = batches
 
     def expect(self, batch: Any, last: bool) -> None:
         """A batch is about to be handed out."""
-        self._expect(_weight_of(batch, self.weight), self.weight is not None, last)
+        if self.weight is not None:
+            self._expect(checked_weight(self.weight(batch)), True, last)
+        else:
+            self._expect(float(self._rows(batch)), False, last)
+
+    def _rows(self, batch: Any) -> int:
+        rows = _rows_of_tensors(batch) if type(batch) in (tuple, list) else None
+        try:
+            if rows is None:
+                rows = _number_of_rows(batch)
+            if rows not in (1, 3, 4):
+                self._rows_in_front = True
+            elif not self._rows_in_front:
+                _check_channels(batch)
+        except ValueError as error:
+            raise ValueError(f"{error}\nPass weight= to batches(): weight(batch) -> the number of its rows.") from None
+        return rows
 
     def _expect(self, weight: float, given: bool, last: bool) -> None:
-        optimizer, ranks = self.optimizer, self.optimizer._ranks
+        windows, ranks = self.windows, self.windows.ranks
         self._over = last
         if ranks.several:
-            alone = optimizer._batches is None or len(optimizer._batches.members) == 1
-            self._over = ranks.agree_on_last(last, alone and not optimizer._loss_scale.known)
-        optimizer._accumulation.expect(weight, given, self._over)
-        if ranks.several:
-            optimizer._expect(counts=weight > 0)
+            alone = not isinstance(windows.source, Batches) or len(windows.source.members) == 1
+            self._over = ranks.agree_on_last(last, alone and not windows.accumulation.loss_scale.known)
+        windows.accumulation.expect(weight, given, self._over)
+        windows.expect_next(counts=weight > 0)
 
     def end(self, batches: Batches) -> None:
         """The loop has used the last batch."""
-        optimizer = self.optimizer
-        if optimizer._batches is not batches:
+        windows = self.windows
+        if windows.source is not batches:
             return  # another loop has begun since
         while not self._over:  # the other ranks of a sharded model need this one in their passes
             self._expect(0.0, False, True)
-            optimizer.zero_grad()
-            optimizer._ranks.repeat()
-            optimizer.step()
-        optimizer._ranks.end_epoch()
-        if optimizer._accumulation.window.is_open:
-            optimizer.flush()  # the last micro-batch was skipped
-        optimizer._keep_up()
-        optimizer._end_epoch()
+            windows.zero_grad()
+            windows.ranks.repeat()
+            windows.count()
+        windows.ranks.end_epoch()
+        if windows.accumulation.window.is_open:
+            windows.flush()  # the last micro-batch was skipped
+        windows.keep_up()
+        windows.end_epoch()
 
-    def break_off(self, batches: Batches) -> None:
+    def break_off(self, batches: Batches, ahead: _Ahead) -> None:
         """The loop was left before its end."""
-        optimizer, window = self.optimizer, self.optimizer._accumulation.window
-        if optimizer._batches is not batches:
+        windows, window = self.windows, self.windows.accumulation.window
+        if windows.source is not batches:
             return
-        optimizer._ranks.leave()
-        if window.is_open or window.pending is not None:
-            optimizer.discard()
-        optimizer._end_epoch()
+        windows.ranks.leave()
+        if window.is_open or window.micro_batch.weight is not None:
+            windows.discard()
+        windows.end_epoch()
+        if not ahead.is_over:
+            windows.left_over = ahead
 
 
-def _weight_of(batch: Any, weight: Callable[[Any], float] | None) -> float:
-    if weight is not None:
-        return checked_weight(weight(batch))
-    rows = _rows_of_tensors(batch) if type(batch) in (tuple, list) else None
-    if rows is not None:
-        return float(rows)
-    try:
-        return float(number_of_rows(batch))
-    except ValueError as error:
-        raise ValueError(f"{error}\nPass weight= to batches(): weight(batch) -> the number of its rows.") from None
+def _number_of_rows(batch: Any) -> int:
+    rows = set(_rows_of_leaves(batch))
+    return rows.pop() if len(rows) == 1 else number_of_rows(batch)  # whose error lists what there is
+
+
+def _rows_of_leaves(node: Any) -> Iterator[int]:
+    if isinstance(node, PackedSequence):
+        yield int(node.batch_sizes[0])
+        return
+    inside = children(node)
+    for _, _, child in inside or ():
+        yield from _rows_of_leaves(child)
+    if inside is None and has_rows(node):
+        yield int(node.shape[0])
+
+
+def _check_channels(node: Any) -> None:
+    """Raise if the tensors of a list look like images of different size: their first dimension is the channels."""
+    inside = children(node)
+    if not inside:
+        return
+    items = [child for _, _, child in inside]
+    images = all(isinstance(item, Tensor) and item.dim() == 3 and item.is_floating_point() for item in items)
+    if isinstance(node, (list, tuple)) and images and len({item.shape[1:] for item in items}) > 1:
+        raise ValueError(
+            f"A list of {len(items)} tensors of shapes {[tuple(item.shape) for item in items]} may be images of "
+            "different sizes, whose first dimension is channels, not rows."
+        )
+    for item in items:
+        _check_channels(item)
 
 
 def _rows_of_tensors(batch: Iterable[Any]) -> int | None:

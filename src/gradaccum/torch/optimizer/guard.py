@@ -2,92 +2,266 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["Guard"]
+from gradaccum.errors import WindowError
+from gradaccum.on_torch.gradients import all_require_grad
+
+__all__ = [
+    "Guard",
+    "failed_error",
+    "mixed_error",
+    "tampering_error",
+    "uncounted_error",
+    "unscaled_error",
+    "untouched_error",
+]
+
+Tampering = Literal["cleared", "edited"]
 
 
 class Guard:
-    """Watches the gradient of one parameter: autograd adds to it in place and raises its version by exactly one.
+    """Watches gradients of a window: autograd adds to them in place and raises their version by exactly one.
 
     Anything else (clipping, `model.zero_grad()`, another loss's gradient) shows as another tensor, another version, or
-    an arrival at the wrong time. Watching one parameter costs a microsecond per backward pass, whatever their number.
+    an arrival at the wrong time. In windows 1, 2, 4, 8, ... every parameter is watched; in between the first, the
+    middle and the last of those that received most gradients, for some microseconds per micro-batch whatever their
+    number. A window in which none of the three receives one is watched whole.
+
+    Args:
+        parameters: Called whenever the parameters are needed.
+        whole: Whether to watch every parameter at times. Else it is the last one.
     """
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        # The last parameter: it is nearest to the loss, so hardly ever unused, and hardly ever a sparse embedding.
-        watched = [p for p in parameters if p.requires_grad and p.is_leaf]
-        self._parameter = watched[-1] if watched else None
-        self._handle = None
+    def __init__(self, parameters: Callable[[], list[Tensor]], whole: bool = True) -> None:
+        self._parameters = parameters
+        self._whole = whole
+        self._windows = 0
+        self._watched: list[_Watched] = []
+        self._watches_all = False
         self.restart()
-        if self._parameter is not None:
-            this = weakref.ref(self)  # the parameter shall not keep the optimizer alive
+        if whole:
+            self.watch_all()
+        else:
+            self._watch(_leaves(parameters)[-1:])
 
-            def arrived(parameter: Tensor) -> None:
-                guard = this()
-                if guard is None:
-                    return
-                guard.arrivals += 1
-                gradient = parameter.grad
-                if gradient is None:  # another hook has taken it
-                    return
-                before, guard._seen = guard._seen, (id(gradient), gradient._version)
-                if before is not None and before != (id(gradient), gradient._version - 1):
-                    guard._look_at(before, gradient)
+    def _watch(self, parameters: Iterable[Tensor]) -> None:
+        before = {id(watched.parameter): watched for watched in self._watched}
+        self._watched = [before.pop(id(p)) if id(p) in before else _Watched(p, self) for p in parameters]
+        for watched in before.values():
+            watched.remove()
 
-            self._handle = self._parameter.register_post_accumulate_grad_hook(arrived)
+    def watch_all(self) -> None:
+        """Watch every parameter until the window closes."""
+        if self._whole:
+            self._watch(_leaves(self._parameters))
+            self._watches_all = True
 
     def remove(self) -> None:
-        """Stop watching."""
-        if self._handle is not None:
-            self._handle.remove()
+        """Stop watching: leave the parameters without hooks."""
+        self._watch([])
 
     def restart(self) -> None:
         """The sum is empty: whatever comes next begins a new one."""
         self.arrivals = 0
-        """Backward passes since the last micro-batch was counted."""
-        self._seen: tuple[int, int] | None = None
-        self._trouble: str | None = None
+        """Gradients that have arrived at watched parameters since the last micro-batch was counted."""
+        self._tampering: Tampering | None = None
+        for watched in self._watched:
+            watched.gradient = None
+
+    def close(self) -> None:
+        """A window is over: choose what to watch in the next one."""
+        self.restart()
+        self._windows += 1
+        if not self._whole:
+            return
+        if (self._windows + 1) & self._windows == 0:
+            self.watch_all()
+        elif self._watches_all:
+            most = max((watched.arrivals for watched in self._watched), default=0)
+            likely = [watched.parameter for watched in self._watched if watched.arrivals == most > 0]
+            if likely:
+                self._watch(likely[i] for i in sorted({0, len(likely) // 2, len(likely) - 1}))
+                self._watches_all = False
+        for watched in self._watched:
+            watched.arrivals = 0
+
+    def counted(self) -> None:
+        """A micro-batch is in, which weighs something."""
+        if not self.arrivals and not self._watches_all and all(w.parameter.grad is None for w in self._watched):
+            self.watch_all()
+            self.accept()
+        self.arrivals = 0
 
     def accept(self) -> None:
         """The sum was changed on purpose, by the wrapper itself."""
-        self._seen = self._now()
+        for watched in self._watched:
+            watched.look()
 
-    def trouble(self) -> str | None:
-        """What was done to the sum, in words; None if autograd alone touched it."""
-        seen = self._seen
-        if seen is not None and self._trouble is None:
-            now = self._now()
-            if now == seen:
-                return None
-            if now is None or now[0] != seen[0]:
-                self._trouble = "cleared"
-            elif self._counts_versions():
-                self._trouble = "edited"
-        return self._trouble
+    def tampering(self) -> Tampering | None:
+        """What was done to the sum; None if autograd alone touched it."""
+        if self._tampering is None:
+            for watched in self._watched:
+                if watched.gradient is not None and watched.tampering() is not None:
+                    self._tampering = watched.tampering()
+                    break
+        return self._tampering
 
-    def _now(self) -> tuple[int, int] | None:
-        gradient = None if self._parameter is None else self._parameter.grad
-        return None if gradient is None else (id(gradient), gradient._version)
+    def arrived(self, tampering: Tampering | None) -> None:
+        """A gradient has arrived."""
+        self.arrivals += 1
+        self._tampering = self._tampering or tampering
 
-    def _look_at(self, before: tuple[int, int], gradient: Tensor) -> None:
-        """This gradient is not the one from before with something added in place."""
+
+class _Watched:
+    """A parameter, and its gradient as it was when autograd or the wrapper had last changed it."""
+
+    __slots__ = ("__weakref__", "_handle", "arrivals", "gradient", "parameter", "version")
+
+    def __init__(self, parameter: Tensor, guard: Guard) -> None:
+        self.parameter = parameter
+        self.arrivals = 0
+        self.gradient: Tensor | None = None  # kept, so that no other tensor can have its id
+        self.version = 0
+        this, guard_of = weakref.ref(self), weakref.ref(guard)  # the parameter shall not keep the optimizer alive
+
+        def arrived(parameter: Tensor) -> None:
+            watched, guard = this(), guard_of()
+            if watched is None or guard is None:
+                return
+            watched.arrivals += 1
+            gradient, before = parameter.grad, watched.gradient
+            tampering: Tampering | None = None
+            if before is not None and gradient is not None:
+                tampering = watched.tampering_before(gradient)
+            watched.gradient = gradient
+            if gradient is not None:  # else another hook has taken it
+                watched.version = gradient._version
+            guard.arrived(tampering)
+
+        with all_require_grad([parameter]):
+            self._handle = parameter.register_post_accumulate_grad_hook(arrived)
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def look(self) -> None:
+        self.gradient = gradient = self.parameter.grad
+        if gradient is not None:
+            self.version = gradient._version
+
+    def tampering(self) -> Tampering | None:
+        """What was done to the gradient since it was last looked at."""
+        gradient = self.parameter.grad
+        if gradient is not self.gradient:
+            return "cleared"
+        if gradient is None or gradient._version == self.version or not _counts_versions(gradient):
+            return None
+        return "edited"
+
+    def tampering_before(self, gradient: Tensor) -> Tampering | None:
+        """What was done to the gradient before this one arrived."""
+        if gradient is self.gradient and gradient._version == self.version + 1:
+            return None
         # With create_graph=True, and for sparse gradients, autograd adds out of place.
-        if torch.is_grad_enabled() or gradient.is_sparse or not self._counts_versions():
-            return
-        self._trouble = "cleared" if before[0] != id(gradient) else "edited"
+        if torch.is_grad_enabled() or gradient.is_sparse or not _counts_versions(gradient):
+            return None
+        return "cleared" if gradient is not self.gradient else "edited"
 
-    def _counts_versions(self) -> bool:
-        """Whether the gradient's version rises when it is edited, and only then. Asked only where something differs.
 
-        Views, such as those of DDP's buckets, share theirs with others, as do parts of a larger tensor, after
-        torch.cat of parameters; a DTensor's shard has its own.
-        """
-        gradient = None if self._parameter is None else self._parameter.grad
-        if gradient is None or gradient._is_view() or hasattr(gradient, "to_local"):
-            return False
-        return gradient.is_sparse or gradient.untyped_storage().nbytes() <= gradient.nbytes
+def _leaves(parameters: Callable[[], list[Tensor]]) -> list[Tensor]:
+    return [p for p in parameters() if p.is_leaf and (p.is_floating_point() or p.is_complex())]
+
+
+def _counts_versions(gradient: Tensor) -> bool:
+    """Whether the gradient's version rises when it is edited, and only then. Asked only where something differs.
+
+    Views, such as those of DDP's buckets, share theirs with others, as do parts of a larger tensor, after torch.cat of
+    parameters; a DTensor's shard has its own.
+    """
+    if gradient._is_view() or hasattr(gradient, "to_local"):
+        return False
+    return gradient.is_sparse or gradient.untyped_storage().nbytes() <= gradient.nbytes
+
+
+# What users are told.
+
+
+def tampering_error(tampering: Tampering) -> WindowError:
+    """Somebody else has changed the sum."""
+    trainer = _inside_the_trainer()
+    if trainer is not None:
+        return WindowError(trainer)
+    advice = {
+        "cleared": "cleared or replaced inside an open window, by model.zero_grad() perhaps. Use "
+        "optimizer.zero_grad(), which waits for the window's end.",
+        "edited": "edited inside an open window, by clipping perhaps. Until step() closes the window p.grad holds "
+        "an undivided sum. Pass clip_grad_norm= to the wrapper, or edit the finished gradient in a hook: "
+        "register_step_pre_hook. To read a norm without editing use torch.nn.utils.get_total_norm.",
+    }[tampering]
+    return WindowError(f"The gradients were {advice} discard() drops the window.")
+
+
+def untouched_error() -> WindowError:
+    """A gradient has arrived that no micro-batch counts."""
+    return WindowError(
+        "A gradient has arrived since the last step(), and belongs to no micro-batch. Call step() after the backward "
+        "pass of every micro-batch: it counts them. If another loss reaches these parameters, as a GAN's generator "
+        "loss reaches its discriminator, switch requires_grad_(False) on them meanwhile. To skip a micro-batch, use "
+        "backward(loss, weight=0). discard() empties the window."
+    )
+
+
+def failed_error(failure: BaseException) -> WindowError:
+    """A backward pass has failed."""
+    return WindowError(
+        f"A backward pass of this window failed ({type(failure).__name__}), and may have left part of its gradient in "
+        "the sum. Call discard() to drop the window; parameters and optimizer state are as they were."
+    )
+
+
+def unscaled_error() -> WindowError:
+    """The GradScaler has unscaled a sum that goes on."""
+    return WindowError(
+        "scaler.unscale_() was called inside an open window: the next gradient would come scaled again. Call it when "
+        "`optimizer.closes_next`, or not at all: the wrapper unscales, and clips with clip_grad_norm=. discard() "
+        "drops the window."
+    )
+
+
+def uncounted_error() -> WindowError:
+    """A checkpoint would hold a gradient that training adds again."""
+    return WindowError(
+        "state_dict() was called between the backward pass of a micro-batch and its step(): the sum holds a gradient "
+        "that is not counted yet, which training would add again. Call it after step(); a signal handler can set a "
+        "flag that the loop looks at there."
+    )
+
+
+def mixed_error() -> WindowError:
+    """A loss came without a weight where others have one."""
+    return WindowError(
+        "Some losses of this window came through backward(loss, weight=...), others through loss.backward(), which "
+        "cannot say what it weighs. Use one of the two for all of them. discard() drops the window."
+    )
+
+
+def _inside_the_trainer() -> str | None:
+    """What to do about transformers' Trainer, if that is the caller."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "transformers.trainer":
+            return (
+                "transformers' Trainer clips p.grad and calls model.zero_grad() after every micro-batch, where an "
+                "open window holds its sum. Pass the Trainer the inner optimizer, and either let it accumulate itself "
+                "(TrainingArguments(gradient_accumulation_steps=...)), or write the loop with optimizer.batches(), or "
+                "call gradaccum.torch.TrainStep in it, which has no open windows between its calls."
+            )
+        frame = frame.f_back
+    return None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaccum.on_torch.gradients import GradientSum, scale_
+from gradaccum.on_torch.gradients import GradientSum, all_require_grad
 
 __all__ = ["LossScale"]
 
@@ -48,14 +48,11 @@ class LossScale:
         """The window is over."""
         self._scale: Tensor | None = None
         self.overflow: Tensor | None = None
-        self.restored: list[Tensor | None] | None = None
-        """Unscaled sums from a checkpoint, which wait for the first micro-batch to tell the scale."""
         self._due = False
-        self._wish: Tensor | None = None
+        self._own: Tensor | None = None
 
-    def restore(self, sums: list[Tensor | None], overflow: bool) -> None:
-        """Go on from a checkpoint: the scale of the next backward pass is known only when its micro-batch is done."""
-        self.restored = sums
+    def restore(self, overflow: bool) -> None:
+        """Go on from a checkpoint, whose sums are not scaled."""
         if overflow:
             self.overflow = torch.ones(1, device=self._sums.parameters()[0].device)
 
@@ -74,6 +71,10 @@ class LossScale:
         """What the sum is multiplied by; None where no GradScaler has stepped in this window."""
         return self._scale if self.in_use else None
 
+    def overflowed(self) -> bool:
+        """Whether a gradient of this window has overflowed. Waits for the device."""
+        return self.overflow is not None and bool(self.overflow.item())
+
     def show(self) -> None:
         """`GradScaler.step` wants a gradient to look at: a zero where the window has none in `p.grad` so far."""
         parameters = [p for p in self._sums.parameters() if p.requires_grad]
@@ -82,39 +83,37 @@ class LossScale:
             self._shown.grad = torch.zeros_like(self._shown, requires_grad=False)
 
     def hide(self) -> None:
-        """It has looked."""
+        """Remove the zero gradient that `show` made."""
         shown, self._shown = self._shown, None
         if shown is not None:
             shown.grad = None
 
-    def add(self, live: Tensor | None, found_inf: Tensor) -> None:
+    def add(self, live: Tensor | None, found_inf: Tensor, counts: bool = True) -> None:
         """A micro-batch is done.
 
         Args:
             live: The scaler's own scale, of no dimensions or one element; None after `scaler.unscale_`.
             found_inf: 1.0 if the sum is not finite, else 0.0.
+            counts: Whether the sum was in reach of the micro-batch, and of the scaler.
         """
+        if not counts:
+            found_inf = torch.zeros_like(found_inf)
+        if self._due and live is not None:
+            self.rescale_()  # no backward pass has done it
         self.overflow = found_inf.clone() if self.overflow is None else torch.maximum(self.overflow, found_inf)
         if live is not None:
             self._live = live
             self._scale = live.detach().clone()  # `live` itself is about to change in place
-        else:
+        elif counts or self._scale is None:
             self._scale = torch.ones_like(found_inf)
-        self.join_restored()
+        self._sums.join_restored(self._scale)
 
     def unscale_(self) -> None:
         """Divide the finished sum by its scale."""
-        if self._scale is not None:
+        if self.in_use and self._scale is not None:
             self._sums.scale_(
                 self._scale.double().reciprocal() if self._scale.device.type != "mps" else 1 / self._scale
             )
-
-    def unscaled(self, sums: list[Tensor | None]) -> list[Tensor | None]:
-        """Copies of sums, divided by their scale: scales are powers of two, so nothing is rounded."""
-        if self._scale is None:
-            return [None if s is None else s.clone() for s in sums]
-        factor = self._scale.reciprocal()
-        return [None if s is None else s * factor.to(s.device, s.dtype) for s in sums]
 
     def expect_backward(self) -> None:
         """The window stays open: bring the sum to the next backward pass's scale as soon as that one starts."""
@@ -127,8 +126,10 @@ class LossScale:
                 if scale is not None:
                     scale.rescale_()
 
-            leaves = [p for p in self._sums.parameters() if p.requires_grad]
-            self._handle = torch.autograd.graph.register_multi_grad_hook(leaves, backward_starts, mode="any")
+            # Frozen ones, too: which ones are may change at any time.
+            leaves = [p for p in self._sums.parameters() if p.is_leaf and p.is_floating_point()]
+            with all_require_grad(leaves):
+                self._handle = torch.autograd.graph.register_multi_grad_hook(leaves, backward_starts, mode="any")
 
     def rescale_(self) -> None:
         """Bring the sum to the scale of the backward pass that starts now."""
@@ -138,30 +139,17 @@ class LossScale:
         with torch.no_grad():
             self._sums.scale_(self._live / self._scale)
             overflow = self.overflow > 0
-            for gradient in self._sums.gradients():
-                gradient.masked_fill_(overflow.to(gradient.device), 0)
+            for part in self._sums.everything():
+                part.masked_fill_(overflow.to(part.device), 0)
+        self._scale = self._live.detach().clone()
         self._on_rescale()
-
-    def join_restored(self) -> None:
-        """Add a checkpoint's sums, now that the scale of what has arrived since is known (none: it was not scaled)."""
-        if self.restored is None:
-            return
-        restored, self.restored = self.restored, None
-        if self._scale is not None:
-            scale_([s for s in restored if s is not None], self._scale)
-        arrived = self._sums.held()
-        joined = [
-            r if a is None else a if r is None else a.add_(r.to(a.dtype))
-            for a, r in zip(arrived, restored, strict=True)
-        ]
-        self._sums.hold(joined)
 
     # Several ranks: their sums can be reduced together only in one scale.
 
     def adopt(self, scale: float) -> None:
         """Have the scaler scale the losses that come by this much: before the backward pass in which ranks reduce."""
         if self._live is not None and scale:
-            self._wish = self._live.detach().clone()
+            self._own = self._live.detach().clone()
             self._live.fill_(scale)
 
     def bring_to(self, scale: float) -> None:
@@ -170,17 +158,17 @@ class LossScale:
             self._sums.scale_(scale / self._scale)
             self._scale.fill_(scale)
 
-    def told(self) -> tuple[float, float, bool]:
+    def agreement(self) -> tuple[float, float, bool]:
         """The scale of the sum (0 without a scaler), the scale that this rank's scaler has come to, any overflow."""
         if not self.in_use:
             return 0.0, 0.0, False
         assert self._scale is not None
         assert self.overflow is not None
-        wish = self._wish if self._wish is not None else self._live if self._live is not None else self._scale
-        scale, wish, overflow = torch.stack(
-            [t.detach().double().reshape(()) for t in (self._scale, wish, self.overflow)]
+        own = self._own if self._own is not None else self._live if self._live is not None else self._scale
+        scale, own_scale, overflow = torch.stack(
+            [t.detach().double().reshape(()) for t in (self._scale, own, self.overflow)]
         ).tolist()
-        return scale, wish, bool(overflow)
+        return scale, own_scale, bool(overflow)
 
     def agree(self, scale: float) -> None:
         """All ranks' scalers go on from here."""

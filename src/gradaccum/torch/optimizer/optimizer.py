@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, get_args
@@ -17,11 +16,11 @@ from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, ch
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
 from gradaccum.torch.distributed import check_detected, detect_ranks
-from gradaccum.torch.optimizer import checkpoint as optimizer_state
-from gradaccum.torch.optimizer import sharded_checkpoint as sharded_state
+from gradaccum.torch.optimizer import checkpoint
 from gradaccum.torch.optimizer.accumulation import Accumulation, Nonfinite
 from gradaccum.torch.optimizer.batches import Batches
 from gradaccum.torch.optimizer.proxy import OptimizerProxy, needs_closure, parameters_of
+from gradaccum.torch.optimizer.windows import Windows
 from gradaccum.window import Reduction, checked_reduction
 
 __all__ = ["Nonfinite", "Optimizer"]
@@ -102,90 +101,75 @@ class Optimizer(OptimizerProxy):
             )
         self._sync = checked_choice("sync", sync, get_args(Sync))
         self._start(_checked_inner(optimizer), schedule)
-        logger.info("Wrapping '%s' PyTorch optimizer with GA of %s steps", type(optimizer).__name__, self._schedule)
+        logger.info("Wrapping '%s' PyTorch optimizer with GA of %s steps", type(optimizer).__name__, schedule)
 
     def _start(self, inner: torch.optim.Optimizer, schedule: Schedule) -> None:
-        self._closure_only = needs_closure(inner)
-        if self._closure_only:
-            _check_closure_only(inner, schedule, self._accumulation_arguments)
+        arguments = self._accumulation_arguments
+        check_steps = functools.partial(_check_steps, inner, arguments)
+        check_steps(schedule)
         self._hold(inner)
-        self._schedule = schedule
-        self._scheduled_for: tuple[int, int] | None = None
-        self._ranks = detect_ranks(
+        # Nothing holds this object: without cycles it goes as soon as an error ends its loop, and other ranks know.
+        parameters, step = functools.partial(parameters_of, inner), weakref.WeakMethod(self._step_inner)
+        ranks = detect_ranks(
             self._model,
-            self._parameters(),
+            parameters(),
             steps=schedule.constant,
-            by_hand=self._accumulation_arguments["nonfinite"] == "skip_micro_batch",
-            dtype=self._accumulation_arguments["accumulate_dtype"],
+            by_hand=arguments["nonfinite"] == "skip_micro_batch",
+            dtype=arguments["accumulate_dtype"],
             always=self._sync == "micro_batch",
-            nonfinite=self._accumulation_arguments["nonfinite"],
+            nonfinite=arguments["nonfinite"],
         )
-        # Not a method of this object: without cycles it goes as soon as an error ends its loop, and other ranks know.
-        parameters = functools.partial(parameters_of, inner)
-        self._accumulation = Accumulation(parameters, ranks=self._ranks, **self._accumulation_arguments)
-        if self._ranks.several:
-            weakref.finalize(self, _abandon, self._accumulation).atexit = False
-        self._loss_scale = self._accumulation.loss_scale
-        self._batches: Batches | None = None
-        self._rates: list[Any] = []
-        self._warned_of_rates = False
-        self._in_epoch = self._restored = self._checked = False
-        self.epoch = 0
-        """Epochs that are over, for the schedule."""
-        self.updates = 0
-        """Updates made."""
-        self.updated = False
-        """Whether the last `step()` or `flush()` made an update."""
-        self._expect()
+        accumulation = Accumulation(parameters, ranks=ranks, **arguments)
+        weakref.finalize(self, _let_go, accumulation).atexit = False
+        self._loss_scale = accumulation.loss_scale
+        self._windows = Windows(inner, schedule, accumulation, step, check_steps)
+        self._checked = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the inner optimizer; their part of the open window's sum starts here."""
         if "inner" in self.__dict__:
             self.inner.add_param_group(param_group)
-            self._accumulation.sums.prepare()
-            self._accumulation.loss_scale.remove()
-
-    def _parameters(self) -> list[Tensor]:
-        return parameters_of(self.inner)
+            self._windows.accumulation.parameters_added()
 
     # The window.
 
     @property
+    def epoch(self) -> int:
+        """Epochs that are over, for the schedule."""
+        return self._windows.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._windows.epoch = epoch
+
+    @property
+    def updates(self) -> int:
+        """Updates made."""
+        return self._windows.updates
+
+    @property
+    def updated(self) -> bool:
+        """Whether the last `step()` or `flush()` made an update."""
+        return self._windows.updated
+
+    @property
     def steps(self) -> int:
         """Micro-batches of this window; of the next one, when none is open. Settable then."""
-        window = self._accumulation.window
-        if not window.micro_batches:
-            self._settle_steps()
-        return window.steps
+        return self._windows.steps
 
     @steps.setter
     def steps(self, steps: Steps) -> None:
-        schedule = Schedule(steps)
-        if self._closure_only:
-            _check_closure_only(self.inner, schedule, self._accumulation_arguments)
-        self._accumulation.window.resize(schedule(self.epoch, self.updates))
-        self._schedule, self._scheduled_for = schedule, (self.epoch, self.updates)
-        self._expect()
-
-    def _settle_steps(self) -> None:
-        """Have the empty window as long as the schedule says."""
-        at = self.epoch, self.updates
-        if self._scheduled_for != at:
-            steps = self._schedule(*at)
-            if self._closure_only and steps > 1:
-                _check_closure_only(self.inner, Schedule(steps), self._accumulation_arguments)
-            self._accumulation.window.resize(steps)
-            self._scheduled_for = at
+        self._windows.reschedule(Schedule(steps))
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches in the open window."""
-        return self._accumulation.window.micro_batches
+        return self._windows.accumulation.window.micro_batches
 
     @property
     def closes_next(self) -> bool:
         """Whether the next `step()` closes the window."""
-        return self.steps == 1 or self._accumulation.window.closes_next
+        return self._windows.closes_next
 
     @property
     def loss(self) -> Tensor | None:
@@ -193,12 +177,12 @@ class Optimizer(OptimizerProxy):
 
         None unless losses came through `backward`.
         """
-        return self._accumulation.loss.mean()
+        return self._windows.accumulation.loss.mean()
 
     @property
     def grad_norm(self) -> Tensor | None:
         """2-norm of the last finished gradient, before clipping; None without `clip_grad_norm`."""
-        return self._accumulation.grad_norm
+        return self._windows.accumulation.grad_norm
 
     @property
     def noise_scale(self) -> NoiseScale:
@@ -207,9 +191,10 @@ class Optimizer(OptimizerProxy):
         Raises:
             ValueError: It is not measured.
         """
-        if self._accumulation.noise is None:
+        noise = self._windows.accumulation.noise
+        if noise is None:
             raise ValueError("The noise scale is not measured. Pass noise_scale=True to the optimizer.")
-        return self._accumulation.noise.estimate()
+        return noise.estimate()
 
     def backward(
         self,
@@ -247,7 +232,7 @@ class Optimizer(OptimizerProxy):
             >>> optimizer.updated
             True
         """
-        self._accumulation.backward(loss, weight, retain_graph=retain_graph, create_graph=create_graph)
+        self._windows.accumulation.backward(loss, weight, retain_graph=retain_graph, create_graph=create_graph)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Count a micro-batch; with the one that closes the window, make the update.
@@ -261,28 +246,19 @@ class Optimizer(OptimizerProxy):
         Raises:
             WindowError: The sum of an open window was edited or cleared from outside, or a backward pass failed.
         """
+        windows = self._windows
         result = None
         if closure is not None:
-            if self._closure_only:
-                return self._step_with(closure)
+            if needs_closure(self.inner):
+                return windows.evaluate(functools.partial(self._step_inner, closure))
             with torch.enable_grad():
                 result = closure()
-        accumulation = self._accumulation
-        if not accumulation.guard.arrivals and not self.inner.state and sharded_state.is_initialisation(self.inner):
-            return optimizer_state.initialise(self)
-        if not accumulation.window.micro_batches:
-            self._open()
-        closes = accumulation.add(self._scaled)
-        self._in_epoch = True
-        if closes:
-            self._check_rates()
-            self.updated = self._update()
-        else:
-            self.updated = False
-        if self._ranks.several:
-            if not closes:
-                self._ranks.continue_window()
-            self._expect()
+        if checkpoint.is_initialisation(windows):
+            return checkpoint.initialise(windows)
+        if not self._checked:
+            check_detected(self._model, windows.parameters(), windows.ranks, windows.schedule.constant)
+            self._checked = True
+        windows.count(self._scaled)
         return result
 
     # torch would call the hooks around every call of `step`; here they belong to the update.
@@ -294,10 +270,7 @@ class Optimizer(OptimizerProxy):
         Raises:
             WindowError: A gradient has reached the open window's sum since the last `step()`.
         """
-        if self._accumulation.window.is_open:
-            self._accumulation.check_untouched()
-        else:
-            self._accumulation.empty(set_to_none)
+        self._windows.zero_grad(set_to_none)
 
     def flush(self) -> bool:
         """Close the open window now, divided by the weight that it really holds.
@@ -310,34 +283,11 @@ class Optimizer(OptimizerProxy):
         Raises:
             WindowError: The last micro-batch had its backward pass, and no `step()`.
         """
-        accumulation = self._accumulation
-        accumulation.check_broken()
-        ends_epoch = self._batches is None
-        if ends_epoch:
-            self._ranks.end_epoch()
-        self.updated = False
-        if accumulation.window.is_open:
-            accumulation.skip()
-            accumulation.check_sum()
-            self._check_rates()
-            self.updated = self._update()
-            accumulation.empty()  # the loop's own zero_grad() is not to be relied on here: it may come before step()
-        elif not ends_epoch:
-            self._keep_up(once=True)
-        if ends_epoch:
-            self._keep_up()
-            self._next_epoch()
-        self._expect()
-        return self.updated
+        return self._windows.flush()
 
     def discard(self) -> None:
         """Drop the open window without an update, with a line in the log."""
-        window = self._accumulation.window
-        if window.is_open:
-            logger.warning("Discarding an open window of %d of %d micro-batches", window.micro_batches, window.steps)
-        self._accumulation.begin()
-        self._accumulation.empty()
-        self._expect()
+        self._windows.discard()
 
     def batches(self, loader: Iterable[Any], *, weight: Callable[[Any], float] | None = None) -> Batches:
         """The loader's batches, unchanged; the last one closes its window, however short it is.
@@ -366,77 +316,7 @@ class Optimizer(OptimizerProxy):
             >>> optimizer.updates
             1
         """
-        return Batches(loader, self, weight)
-
-    def _end_epoch(self) -> None:
-        """The loop of `batches()` is over."""
-        self._batches = None
-        self._accumulation.expect_nothing()
-        self._next_epoch()
-        self._expect()
-
-    def _next_epoch(self) -> None:
-        self.epoch += self._in_epoch
-        self._in_epoch = False
-        self._ranks.begin_epoch()
-
-    # Other ranks.
-
-    def _expect(self, counts: bool = True) -> None:
-        """Tell what comes next, one micro-batch ahead: DDP looks at it in the forward pass."""
-        if self._ranks.several:
-            self._ranks.expect(self.closes_next, self.steps, self._accumulation.window.last, counts)
-
-    def _keep_up(self, once: bool = False) -> None:
-        """Take part in the windows that other ranks still make in this epoch, and in their updates."""
-        while self._ranks.others_continue():
-            self._accumulation.empty()
-            self.updated = self._update() or self.updated
-            self._accumulation.empty()
-            if once:
-                break
-
-    # The update.
-
-    def _update(self) -> bool:
-        try:
-            if not self._accumulation.finish():
-                return False
-            sharded_state.release(self.inner)
-            self._step_inner()
-        finally:
-            self._accumulation.close()
-        self.updates += 1
-        return True
-
-    def _step_with(self, closure: Callable[[], Any]) -> Any:
-        """The plain loop of an optimizer that re-evaluates its closure: `steps` is 1, and nothing is divided."""
-        assert self.steps == 1
-        result = self.inner.step(closure)
-        self._accumulation.close()
-        self._in_epoch = self.updated = True
-        self.updates += 1
-        return result
-
-    def _open(self) -> None:
-        """The first micro-batch of a window is done: settle what holds for all of it."""
-        self._settle_steps()
-        self._rates = [group.get("lr") for group in self.inner.param_groups]
-        if not self._checked:
-            check_detected(self._model, self._parameters(), self._ranks, self._schedule.constant)
-            self._checked = True
-
-    def _check_rates(self) -> None:
-        """A learning rate belongs to an update: warn, once, if one has changed inside the window."""
-        for group, before in zip(self.inner.param_groups, self._rates):
-            now = group.get("lr")
-            if now is not before and not isinstance(now, Tensor) and now != before and not self._warned_of_rates:
-                self._warned_of_rates = True
-                warnings.warn(
-                    f"A learning rate changed from {before:g} to {now:g} inside an open window: the update uses the "
-                    "last one. A scheduler steps once per update: `if optimizer.updated: scheduler.step()`.",
-                    stacklevel=3,
-                )
+        return Batches(loader, self._windows, weight)
 
     # Files.
 
@@ -447,7 +327,7 @@ class Optimizer(OptimizerProxy):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        state = optimizer_state.state_dict(self)
+        state = checkpoint.state_dict(self._windows)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state = post_hook(self, state) or state
         return state
@@ -463,38 +343,42 @@ class Optimizer(OptimizerProxy):
         """
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        optimizer_state.load(self, dict(state_dict))
+        checkpoint.load(self._windows, dict(state_dict))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             "inner": self.inner,
-            "schedule": self._schedule,
+            "schedule": self._windows.schedule,
             "arguments": {
                 "_accumulation_arguments": self._accumulation_arguments,
                 "_model": self._model,
                 "_sync": self._sync,
             },
-            optimizer_state.KEY: optimizer_state.window_state(self),
+            checkpoint.KEY: self._windows.state_dict(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["arguments"])
         self._start(state["inner"], state["schedule"])
-        optimizer_state.load_window(self, state[optimizer_state.KEY])
+        self._windows.load_state_dict(state[checkpoint.KEY])
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._schedule} steps, {self.inner!r})"
+        return f"{type(self).__name__}({self._windows.schedule} steps, {self.inner!r})"
 
 
-def _abandon(accumulation: Accumulation) -> None:
+def _let_go(accumulation: Accumulation) -> None:
     """The optimizer is gone: if in the middle of a window, an error has ended its loop."""
     if accumulation.window.is_open:
         accumulation.ranks.leave()
+    accumulation.remove()
 
 
-def _check_closure_only(inner: torch.optim.Optimizer, schedule: Schedule, arguments: dict[str, Any]) -> None:
+def _check_steps(inner: torch.optim.Optimizer, arguments: dict[str, Any], schedule: Schedule) -> None:
+    """Raise if the inner optimizer re-evaluates closures, and windows are longer than one micro-batch."""
+    if not needs_closure(inner):
+        return
     more = {**arguments, "reduction": None, "nonfinite": None if arguments["nonfinite"] == "propagate" else True}
     if schedule.largest not in (1, None) or any(value is not None for value in more.values()):
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,14 +62,16 @@ class OptimizerProxy(torch.optim.Optimizer):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.inner, name)
 
-    def _step_inner(self) -> None:
+    def _step_inner(self, *closure: Callable[[], Any]) -> Any:
         """The inner optimizer's step, between the hooks that were registered here."""
-        args, kwargs = (self,), dict[str, Any]()
+        args: Any = (self, *closure)
+        kwargs = dict[str, Any]()
         for pre_hook in self._optimizer_step_pre_hooks.values():
             args, kwargs = pre_hook(self, args, kwargs) or (args, kwargs)
-        self.inner.step(*args[1:], **kwargs)
+        result = self.inner.step(*args[1:], **kwargs)
         for post_hook in self._optimizer_step_post_hooks.values():
             post_hook(self, args, kwargs)
+        return result
 
     # GradScaler: it looks for infinity in the gradients, sets `grad_scale` and `found_inf`, steps, and deletes both.
 

@@ -1,0 +1,245 @@
+"""The windows of one optimizer, one after the other: how long each is, when it closes, and its update."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradaccum.schedule import Schedule
+from gradaccum.torch.optimizer.accumulation import Accumulation
+from gradaccum.torch.optimizer.proxy import parameters_of
+from gradaccum.torch.optimizer.sharded_checkpoint import release
+
+__all__ = ["Windows"]
+
+logger = logging.getLogger("gradaccum")
+
+
+class Windows:
+    """Counts micro-batches into windows, and makes an update of each.
+
+    Args:
+        inner: The inner optimizer.
+        schedule: How long the windows are.
+        accumulation: The open window, with its gradients.
+        step: The wrapper's method that steps the inner optimizer; it does not keep the wrapper alive.
+        check_steps: Raises if windows of this schedule cannot be.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        schedule: Schedule,
+        accumulation: Accumulation,
+        step: weakref.WeakMethod[Callable[..., Any]],
+        check_steps: Callable[[Schedule], None],
+    ) -> None:
+        self.inner = inner
+        self.schedule = schedule
+        self.accumulation = accumulation
+        self.ranks = accumulation.ranks
+        self.epoch = 0
+        self.updates = 0
+        self.updated = False
+        self.in_epoch = False
+        """Whether this epoch has a micro-batch."""
+        self.restored = False
+        """Whether the open window came from a checkpoint, and no loop of `batches()` has continued it yet."""
+        self.source: object | None = None
+        """The `Batches` whose loop is running."""
+        self.left_over: object | None = None
+        """What a loop of `batches()` over an iterator had fetched ahead when it was broken off."""
+        self._step, self._check_steps = step, check_steps
+        self._scheduled_for: tuple[int, int] | None = None
+        self._rates: list[Any] = []
+        self._warned_of_rates = False
+        self.expect_next()
+
+    def parameters(self) -> list[Tensor]:
+        """The inner optimizer's, in the order of its groups."""
+        return parameters_of(self.inner)
+
+    # How long they are.
+
+    @property
+    def steps(self) -> int:
+        """Micro-batches of the open window, or of the next one."""
+        window = self.accumulation.window
+        if not window.is_open:
+            self._settle_steps()
+        return window.steps
+
+    def reschedule(self, schedule: Schedule) -> None:
+        """Another schedule, from the next window on.
+
+        Raises:
+            WindowError: A window of another length is open.
+        """
+        self._check_steps(schedule)
+        self.accumulation.window.resize(schedule(self.epoch, self.updates))
+        self.schedule, self._scheduled_for = schedule, (self.epoch, self.updates)
+        self.expect_next()
+
+    def _settle_steps(self) -> None:
+        """Have the empty window as long as the schedule says."""
+        at = self.epoch, self.updates
+        if self._scheduled_for != at:
+            steps = self.schedule(*at)
+            if self.schedule.largest is None:
+                self._check_steps(Schedule(steps))
+            self.accumulation.window.resize(steps)
+            self._scheduled_for = at
+
+    @property
+    def closes_next(self) -> bool:
+        """Whether the next micro-batch closes its window."""
+        return self.steps == 1 or self.accumulation.window.closes_next
+
+    def expect_next(self, counts: bool = True) -> None:
+        """Say what comes next, one micro-batch ahead: DDP looks at it in the forward pass."""
+        if self.ranks.several:
+            self.ranks.expect(self.closes_next, self.steps, self.accumulation.window.micro_batch.last, counts)
+
+    # Micro-batches.
+
+    def count(self, scaled: Sequence[Any] = ()) -> None:
+        """A micro-batch is in; with the one that closes the window, make the update.
+
+        Args:
+            scaled: Under a GradScaler, its live scale (None after `unscale_`) and whether it found an overflow.
+        """
+        accumulation = self.accumulation
+        if not accumulation.window.is_open:
+            self._settle_steps()
+            self._note_rates()
+        closes = accumulation.add(scaled)
+        self.in_epoch = True
+        self.updated = self._update() if closes else False
+        if self.ranks.several:
+            if not closes:
+                self.ranks.continue_window()
+            self.expect_next()
+
+    def evaluate(self, step: Callable[[], Any]) -> Any:
+        """A window of one micro-batch that the inner optimizer evaluates by itself, as often as it likes."""
+        assert self.steps == 1
+        result = step()
+        self.accumulation.close()
+        self.in_epoch = self.updated = True
+        self.updates += 1
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Empty the gradients between windows; inside an open window, do nothing."""
+        if self.accumulation.window.is_open:
+            self.accumulation.check_untouched()
+        else:
+            self.accumulation.empty(set_to_none)
+
+    def flush(self) -> bool:
+        """Close the open window now; outside of `batches()` this ends the epoch. Returns whether it made an update."""
+        accumulation = self.accumulation
+        accumulation.check_failed()
+        ends_epoch = self.source is None
+        if ends_epoch:
+            self.ranks.end_epoch()
+        self.updated = False
+        if accumulation.window.is_open:
+            accumulation.skip()
+            accumulation.check_sum()
+            self.updated = self._update()
+            accumulation.empty()  # the loop's own zero_grad() is not to be relied on here: it may come before step()
+        elif not ends_epoch:
+            self.keep_up(once=True)
+        if ends_epoch:
+            self.keep_up()
+            self._next_epoch()
+        self.expect_next()
+        return self.updated
+
+    def discard(self) -> None:
+        """Drop the open window without an update, with a line in the log."""
+        window = self.accumulation.window
+        if window.is_open:
+            logger.warning("Discarding an open window of %d of %d micro-batches", window.micro_batches, window.steps)
+        self.accumulation.begin()
+        self.accumulation.empty()
+        self.expect_next()
+
+    def end_epoch(self) -> None:
+        """The loop of `batches()` is over."""
+        self.source = None
+        self.accumulation.expect_nothing()
+        self._next_epoch()
+        self.expect_next()
+
+    def _next_epoch(self) -> None:
+        self.epoch += self.in_epoch
+        self.in_epoch = False
+        self.ranks.begin_epoch()
+
+    def keep_up(self, once: bool = False) -> None:
+        """Take part in the windows that other ranks still make in this epoch, and in their updates."""
+        while self.ranks.others_continue():
+            self.accumulation.empty()
+            self.updated = self._update() or self.updated
+            self.accumulation.empty()
+            if once:
+                break
+
+    # The update.
+
+    def _update(self) -> bool:
+        self._check_rates()
+        try:
+            if not self.accumulation.finish():
+                return False
+            release(self.inner)
+            step = self._step()
+            assert step is not None, "the wrapper is gone"
+            step()
+        finally:
+            self.accumulation.close()
+        self.updates += 1
+        return True
+
+    def _note_rates(self) -> None:
+        self._rates = [group.get("lr") for group in self.inner.param_groups]
+
+    def _check_rates(self) -> None:
+        """A learning rate belongs to an update: warn, once, if one has changed inside the window."""
+        if self._warned_of_rates or not self.accumulation.window.is_open:
+            return
+        for group, before in zip(self.inner.param_groups, self._rates):
+            now = group.get("lr")
+            if now is not before and not isinstance(now, Tensor) and now != before:
+                self._warned_of_rates = True
+                warnings.warn(
+                    f"A learning rate changed from {before:g} to {now:g} inside an open window: the update uses the "
+                    "last one. A scheduler steps once per update: `if optimizer.updated: scheduler.step()`.",
+                    stacklevel=5,
+                )
+
+    # Files.
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far training has come, and the open window."""
+        state = {"epoch": self.epoch, "updates": self.updates, "in_epoch": self.in_epoch}
+        return {**state, **self.accumulation.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` wrote."""
+        self.epoch, self.updates, self.in_epoch = state["epoch"], state["updates"], state["in_epoch"]
+        self.accumulation.load_state_dict(state)
+        self.source, self.updated = None, False
+        self.restored = self.accumulation.window.is_open
+        self._scheduled_for = (self.epoch, self.updates) if self.restored else None
+        if self.restored:
+            self._note_rates()
+        self.expect_next()
