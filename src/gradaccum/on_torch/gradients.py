@@ -320,12 +320,10 @@ def _leaves_of(loss: Tensor) -> set[int]:
     found, seen, waiting = set[int](), set[Any](), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        waiting += [before for before, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.add(id(getattr(node, "variable", None)))
+            waiting += [before for before, _ in node.next_functions]
     return found
 
 

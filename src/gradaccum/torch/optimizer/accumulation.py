@@ -346,6 +346,7 @@ class Accumulation:
         self.check_failed()
         if self.ranks.in_step:
             self.ranks.reduce_pending()
+            self.guard.arrivals = 0  # of the reduction
         elif self.sums.detached is None and self.guard.arrivals:
             raise uncounted_error()
         scale = self.loss_scale
