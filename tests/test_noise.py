@@ -111,6 +111,15 @@ def test_the_advice_follows_from_where_the_batch_stands(noise_scale, sentence, l
     assert "Marek et al. 2025" in advice
 
 
+@pytest.mark.parametrize("noise_scale", [0.0, 0.01, 0.4])
+def test_a_noise_scale_below_one_row_asks_for_one_row(noise_scale):
+    drawn = [Norms(1 + noise_scale / 16 + wobble, 16, 1 + noise_scale / 64, 64) for wobble in (-1e-6, 1e-6) * 10]
+    advice = estimate(drawn).advice()
+    assert "smaller updates of about 1 row." in advice
+    assert "For 0.016 times the rows scale the learning rate by 0.016 for SGD, by 0.12 for Adam" in advice
+    assert "beta2 = 0.999 becomes 0.999984)" in advice
+
+
 def test_adams_betas_keep_their_memory_in_rows():
     drawn = [Norms(1 + 640 / 16 + wobble, 16, 1 + 640 / 64, 64) for wobble in (-0.001, 0.001) * 10]
     assert f"beta2 = 0.999 becomes {0.999**10:.4g}" in estimate(drawn).advice()

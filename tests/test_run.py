@@ -6,8 +6,9 @@ import math
 import pytest
 from click.testing import CliRunner
 
-from gradaccum.cli.main import commands
+from gradaccum.cli import commands
 from gradaccum.run import encode, parse, read
+from tests.report.disks import full_disk
 
 START = '{"start": {"gradaccum": "0.1.0", "torch": "2.13.0"}}'
 
@@ -108,6 +109,16 @@ def test_the_command_shows_a_file_that_was_cut_off(tmp_path):
     assert "1 line of the file could not be read" in result.stdout
     assert result.stdout.splitlines()[-1] == str(tmp_path / "run.html")
     assert "Gradient norm" in (tmp_path / "run.html").read_text(encoding="utf-8")
+
+
+def test_a_full_disk_is_one_clear_line_and_leaves_no_file(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join(lines()), encoding="utf-8")
+    with full_disk():
+        result = CliRunner().invoke(commands, ["report", str(path), "--html", str(tmp_path / "run.html")])
+    assert result.exit_code == 2
+    assert result.stderr == f"Error: --html {tmp_path}/run.html: File too large.\n"
+    assert not (tmp_path / "run.html").exists()
 
 
 def test_a_file_that_is_no_record_is_one_clear_line(tmp_path):

@@ -14,7 +14,7 @@ import pathlib
 from typing import Any, Literal
 
 from gradaccum.errors import NotEquivalentError
-from gradaccum.report import Bars, Block, Report, Table, Text
+from gradaccum.report import Bars, Block, Report, Table, Text, write
 
 __all__ = ["Cause", "Difference", "Equivalence"]
 
@@ -227,9 +227,7 @@ class Equivalence:
         path = pathlib.Path(path)
         if path.suffix.lower() != ".json":
             return self.report().save(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.to_json() + "\n", encoding="utf-8")
-        return path
+        return write(path, f"{self.to_json()}\n".encode())
 
     def __str__(self) -> str:
         return str(self.report())

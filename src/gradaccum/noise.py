@@ -115,10 +115,12 @@ class NoiseScale:
                 f"halve the updates needed, up to about {_number(target)} {unit}. {_scaling(target / rows)}"
             )
         elif high < rows / 2:
+            target = max(self.value, 1.0)  # no update is smaller than a row
+            counted = unit if target > 1 else {"rows": "row"}.get(unit, "micro-batch")
             text = (
                 f"{measured}, below the {_number(rows)} of one update: the rows beyond it average out noise that is "
-                f"hardly there. Stop accumulating, and take more, smaller updates of about {_number(self.value)} "
-                f"{unit}. {_scaling(self.value / rows)}"
+                f"hardly there. Stop accumulating, and take more, smaller updates of about {_number(target)} "
+                f"{counted}. {_scaling(target / rows)}"
             )
         elif rows / 2 <= low and high <= 2 * rows:
             text = (
@@ -220,10 +222,12 @@ _CAVEAT = (
 
 def _scaling(factor: float) -> str:
     """How the hyperparameters follow the batch."""
+    beta = 0.999**factor
+    digits = max(4, 1 - math.floor(math.log10(-math.expm1(factor * math.log(0.999)))))  # two of what it lacks to 1
     return (
         f"For {_number(factor)} times the rows scale the learning rate by {_number(factor)} for SGD, by "
         f"{_number(math.sqrt(factor))} for Adam, and take Adam's betas to the power of {_number(factor)} (beta2 = "
-        f"0.999 becomes {0.999**factor:.4g}), which keeps their memory the same in rows."
+        f"0.999 becomes {beta:.{digits}g}), which keeps their memory the same in rows."
     )
 
 

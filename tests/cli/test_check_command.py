@@ -7,7 +7,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from gradaccum.cli.main import commands
+from gradaccum.cli import commands
 
 FILE = """
 import torch
@@ -58,6 +58,13 @@ def no_copy():
     model, batch, loss_fn = good()
     model.lock = threading.Lock()
     return model, batch, loss_fn
+
+class Net(nn.Linear):
+    def forward(self, x):
+        raise ValueError("the first line\\nthe second")
+
+def in_forward():
+    return Net(6, 3), good()[1], nn.CrossEntropyLoss()
 
 def misspelt():
     model, batch, loss_fn = good()
@@ -134,6 +141,7 @@ def test_json_and_html_go_to_files(file, tmp_path):
         ("raises", ["raises()", "RuntimeError: boom (experiment.py, line 25)"]),
         ("leaves", ["leaves()", "SystemExit: 7"]),
         ("pair", ["must return (model, batch, loss_fn)", "a tuple of 2"]),
+        ("in_forward", ["in_forward: the model", "ValueError: the first line (experiment.py, line 53)"]),
         ("misfit", ["RuntimeError: mat1 and mat2 shapes cannot be multiplied"]),
         ("one_row", ["at least 2 rows", "Received: 1"]),
         ("no_gradient", ["The loss has no gradient"]),
@@ -162,6 +170,12 @@ def test_a_file_that_is_not_there_or_cannot_be_run_is_one_clear_line(tmp_path):
 def test_a_wrong_ending_is_told_before_anything_runs(file):
     assert_one_clear_line(check(f"{file}:good", "--html", "report.pdf"), "--html", "ends in .html", "report.pdf")
     assert_one_clear_line(check(f"{file}:good", "--json", "r.yaml"), "--json", "ends in .json", "r.yaml")
+
+
+def test_a_path_that_takes_no_file_is_told_before_anything_runs(file):
+    for option, name in (("--html", "r.html"), ("--json", "r.json")):
+        result = check(f"{file}:raises", option, f"/proc/self/{name}")
+        assert_one_clear_line(result, f"{option} /proc/self/{name}: ")
 
 
 def assert_one_clear_line(result, *parts):

@@ -5,13 +5,15 @@ import gzip
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 import gradaccum
-from gradaccum.cli.main import commands
+from gradaccum.cli import commands
 from gradaccum.demo import experiment
 from tests.demo import fashion_mnist
+from tests.report.disks import full_disk
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +149,42 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     assert_one_clear_line(result, "--out", "file/out")
 
 
+@pytest.fixture
+def trained(monkeypatch):
+    """Runs without training; the list of them."""
+    runs = []
+
+    def run(setup, data, plan, progress):
+        runs.append(plan.key)
+        return experiment.Run(plan, [experiment.Epoch(2.0, 2.0, 0.1)], 1.0, 3, [np.ones(2)])
+
+    monkeypatch.setattr(experiment, "in_a_process", run)
+    return runs
+
+
+def test_a_disk_that_takes_no_report_is_told_before_training(folder, tmp_path, trained):
+    (tmp_path / "report.png").mkdir()
+    for out, reason in (("/proc/self", ""), (tmp_path, "Is a directory")):
+        result = CliRunner().invoke(commands, ["demo", "--data", str(folder), "--out", str(out)])
+        assert_one_clear_line(result, f"--out {out}/report.png: {reason}")
+    with full_disk():
+        result = CliRunner().invoke(commands, ["demo", "--data", str(folder), "--out", str(tmp_path / "full")])
+    assert_one_clear_line(result, "--out", "full/report.png")
+    assert trained == []
+
+
+def test_a_disk_that_fills_while_it_trains_costs_the_report_alone(folder, tmp_path, trained, monkeypatch):
+    monkeypatch.setattr("gradaccum.cli.demo.checked_output", lambda *arguments: None)
+    with full_disk():
+        result = CliRunner().invoke(commands, ["demo", "--data", str(folder), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 3
+    assert "(a) and (b) are equal" in result.stdout
+    assert result.stderr.splitlines()[-1] == f"Error: {tmp_path}/out/report.png: File too large."
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 def test_a_framework_that_is_missing_is_told_with_its_extra(monkeypatch):
-    monkeypatch.setattr("gradaccum.cli.main.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("gradaccum.cli.group.importlib.util.find_spec", lambda name: None)
     result = CliRunner().invoke(commands, ["demo", "--framework", "keras"])
     assert_one_clear_line(result, "keras is not installed", 'pip install "gradaccum[keras]"')
 

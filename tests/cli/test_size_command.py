@@ -1,11 +1,13 @@
 """`gradaccum size file.py:make --memory 16GiB`: an estimate, its margin, and exit codes."""
 
+import subprocess
+import sys
 import textwrap
 
 import pytest
 from click.testing import CliRunner
 
-from gradaccum.cli.main import commands
+from gradaccum.cli import commands
 
 MAKE = """
     import torch
@@ -19,6 +21,25 @@ MAKE = """
     def with_optimizer():
         model, batch, loss_fn = make()
         return model, batch, {"loss_fn": loss_fn, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    def misfit():
+        model, (x, y), loss_fn = make()
+        return model, (x[:, :5], y), loss_fn
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            raise ValueError("no")
+
+    def in_forward():
+        return Net(64, 10), make()[1], nn.CrossEntropyLoss()
+
+    class Keras(nn.Module):
+        pass
+
+    Keras.__module__ = "keras.src.models"
+
+    def of_keras():
+        return Keras(), make()[1], None
 """
 
 
@@ -63,3 +84,19 @@ def test_a_file_that_is_not_there_is_told():
     result = size("absent.py:make")
     assert result.exit_code == 2
     assert "absent.py" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("misfit", ["misfit: the model or its loss raised RuntimeError: mat1 and mat2 shapes cannot be multiplied"]),
+        ("in_forward", ["in_forward: the model or its loss raised ValueError: no (mine.py, line 20)"]),
+        ("of_keras", ["estimates PyTorch models, and this is a Keras model", 'micro_batched(model, "auto")']),
+    ],
+)
+def test_in_a_shell_an_error_is_one_line_with_its_reason(file, name, parts):
+    line = [sys.executable, "-W", "error", "-m", "gradaccum", "size", f"{file}:{name}", "--memory", "1GiB"]
+    result = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = [line for line in result.stderr.splitlines() if line != "noise of the user's own"]
+    assert all(part in line for part in parts), line

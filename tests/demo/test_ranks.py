@@ -5,7 +5,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from gradaccum.cli.main import commands
+from gradaccum.cli import commands
 from gradaccum.demo.data import Data
 from gradaccum.demo.experiment import Setup, in_a_process, initial_parameters, plans
 from gradaccum.demo.progress import Progress

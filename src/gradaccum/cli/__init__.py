@@ -1,5 +1,5 @@
 """The command line."""
 
-from gradaccum.cli.main import commands
+from gradaccum.cli.commands import commands
 
 __all__ = ["commands"]

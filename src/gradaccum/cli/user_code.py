@@ -12,7 +12,7 @@ from typing import Any
 
 import gradaccum
 
-__all__ = ["UserCodeError", "loaded", "one_line", "subject"]
+__all__ = ["UserCodeError", "loaded", "one_line", "raised_by_user", "subject"]
 
 
 class UserCodeError(ValueError):
@@ -33,7 +33,7 @@ def subject(target: str) -> tuple[Any, Any, dict[str, Any]]:
     """
     function = loaded(target)
     name = target.rpartition(":")[2]
-    with _told(f"{name}() in {target.rpartition(':')[0]}"):
+    with _errors_in(f"{name}() in {target.rpartition(':')[0]}"):
         made = function()
     if not isinstance(made, tuple) or len(made) != 3:
         received = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
@@ -63,7 +63,7 @@ def loaded(target: str) -> Any:
     # As `python path/to/file.py` has it: its neighbours can be imported, and it can find itself.
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules.setdefault(path.stem, module)
-    with _told(path_text):
+    with _errors_in(path_text):
         spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
@@ -76,8 +76,8 @@ def loaded(target: str) -> Any:
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Turn whatever the user's code raises into one line that says where."""
+def _errors_in(what: str) -> Iterator[None]:
+    """Whatever the user's code raises becomes one line that says where."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -94,12 +94,22 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} (line {error.lineno})"
     text = (str(error).strip().splitlines() or [""])[0]
-    frames = traceback.extract_tb(error.__traceback__)
-    package = pathlib.Path(gradaccum.__file__).parent
-    own = [f for f in frames if f.filename[0] != "<" and not _is_library(pathlib.Path(f.filename), package)]
-    where = f" ({pathlib.Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    frames = _users_frames(error)
+    where = f" ({pathlib.Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
 
 
+def raised_by_user(error: BaseException) -> bool:
+    """Whether the user's code was running when it was raised."""
+    return bool(_users_frames(error))
+
+
+def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Where it passed, outside of libraries and of this package."""
+    package = pathlib.Path(gradaccum.__file__).parent
+    frames = traceback.extract_tb(error.__traceback__)
+    return [f for f in frames if f.filename[0] != "<" and not _is_library(pathlib.Path(f.filename), package)]
+
+
 def _is_library(path: pathlib.Path, package: pathlib.Path) -> bool:
-    return "site-packages" in path.parts or package in path.parents
+    return bool({"site-packages", "dist-packages"} & set(path.parts)) or package in path.parents

@@ -1,6 +1,10 @@
 """What a check, a run or a demo found, as text, picture and page."""
 
 from gradaccum.report.blocks import Bars, Block, Code, Curve, Curves, Table, Text, format_bytes, format_value
+from gradaccum.report.files import check_writable, write
 from gradaccum.report.report import Report
 
-__all__ = ["Bars", "Block", "Code", "Curve", "Curves", "Report", "Table", "Text", "format_bytes", "format_value"]
+__all__ = [
+    "Bars", "Block", "Code", "Curve", "Curves", "Report", "Table", "Text", "check_writable", "format_bytes",
+    "format_value", "write",
+]  # fmt: skip

@@ -22,6 +22,7 @@ from typing import IO
 
 from gradaccum.extras import require
 from gradaccum.report.blocks import Bars, Block, Code, Curves, Table, Text
+from gradaccum.report.files import write
 
 __all__ = ["Report"]
 
@@ -140,6 +141,7 @@ class Report:
 
         Raises:
             ModuleNotFoundError: What draws it is not installed.
+            OSError: It cannot be written; a file that was there is left as it was.
             ValueError: Another ending.
         """
         path = pathlib.Path(path)
@@ -150,6 +152,4 @@ class Report:
             content = self.png()
         else:
             content = (self.html() if ending == ".html" else f"{self}\n").encode("utf-8")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-        return path
+        return write(path, content)

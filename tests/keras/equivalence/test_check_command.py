@@ -4,7 +4,7 @@ import json
 
 from click.testing import CliRunner
 
-from gradaccum.cli.main import commands
+from gradaccum.cli import commands
 
 FILE = """
 import keras

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -71,12 +72,23 @@ def micro_batch_peak(objective: Objective, batch: Batch, rows: int) -> int:
     """
     micro_batch = batch.take(torch.arange(rows) % batch.rows)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _fake_modules(objective, mode):
+        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _fake_modules(objective, mode):
             fakes = micro_batch.map(lambda leaf: mode.from_tensor(torch.as_tensor(leaf)) if has_rows(leaf) else leaf)
             return _two_micro_batches(objective, fakes)
     except Exception:  # values were asked for, or an operator has no fake
         with _as_found(objective):
             return _two_micro_batches(objective, micro_batch)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """PyTorch logs a traceback where an operator refuses fake tensors; the real ones tell the reason."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
 
 
 def _two_micro_batches(objective: Objective, micro_batch: Batch) -> int:

@@ -1,0 +1,76 @@
+"""`gradaccum check`: is accumulation the large batch for this model, and if not, why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from gradaccum.cli.group import DIFFERENT, BadInput, checked_output, is_keras, require_framework, save, user_errors
+from gradaccum.cli.user_code import subject
+
+__all__ = ["check"]
+
+
+@click.command()
+@click.argument("target", required=False, metavar="FILE.py:MAKE")
+@click.option(
+    "--micro-batch-size", type=click.IntRange(min=1), help="Rows of a micro-batch; ragged sizes are tried too."
+)
+@click.option("--device", default="cpu", show_default=True, help="Where to compute, such as cuda.")
+@click.option("--json", is_flag=False, flag_value="-", help="Print the result as JSON, or write it to a file.")
+@click.option("--html", is_flag=False, flag_value="gradaccum-check.html", help="Write a report.")
+@click.pass_context
+def check(
+    context: click.Context,
+    target: str | None,
+    micro_batch_size: int | None,
+    device: str,
+    json: str | None,
+    html: str | None,
+) -> None:
+    """Check that micro-batches give the large batch's gradient, and name what keeps them from it.
+
+    FILE.py:MAKE is a function without arguments that returns (model, batch, loss_fn); in place of loss_fn, it may
+    return a dict of check_equivalence's keywords: {"compute_loss": ..., "weight": ...}. For a compiled Keras model it
+    returns (model, (x, y), None).
+
+    Exit code 1 says that they differ.
+    """
+    # An option whose value may be left out takes the argument for it.
+    if target is None and html is not None and ":" in html:
+        target, html = html, "gradaccum-check.html"
+    if target is None and json is not None and ":" in json:
+        target, json = json, "-"
+    if target is None:
+        raise BadInput("Name what to check: gradaccum check path/to/file.py:make")
+    if json not in (None, "-"):
+        checked_output("--json", str(json), ".json")
+    if html is not None:
+        checked_output("--html", html, ".html")
+    with user_errors(target):
+        model, batch, keywords = subject(target)
+        result = _checked(model, batch, {"micro_batch_size": micro_batch_size, **keywords}, device)
+    if json == "-":
+        click.echo(result.to_json())
+    else:
+        result.report().show()
+    for path in (json, html):
+        if path not in (None, "-"):
+            save(result, str(path))
+    context.exit(0 if result.ok else DIFFERENT)
+
+
+def _checked(model: Any, batch: Any, keywords: dict[str, Any], device: str) -> Any:
+    """What the check of the model's own framework finds."""
+    if is_keras(model):
+        if device != "cpu":
+            raise BadInput("--device is for PyTorch models: Keras computes where its backend does.")
+        import gradaccum.keras
+
+        given = {name: value for name, value in keywords.items() if value is not None}  # its loss is compiled in
+        return gradaccum.keras.check_equivalence(model, *(batch if isinstance(batch, tuple) else (batch,)), **given)
+    require_framework("torch")
+    import gradaccum.torch
+
+    return gradaccum.torch.check_equivalence(model, batch, **keywords, device=device)

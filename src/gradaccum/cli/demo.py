@@ -1,0 +1,100 @@
+"""`gradaccum demo`: the guide's experiment."""
+
+from __future__ import annotations
+
+import pathlib
+
+import click
+
+from gradaccum.cli.group import DIFFERENT, BadInput, Failed, checked_output, require_framework, save
+
+__all__ = ["demo"]
+
+OUTPUTS = ("report.png", "report.html")
+
+
+@click.command()
+@click.option("--framework", type=click.Choice(["torch", "keras"]), default="torch", show_default=True)
+@click.option(
+    "--dataset",
+    type=click.Choice(["auto", "fashion-mnist", "digits"]),
+    default="auto",
+    show_default=True,
+    help="auto: FashionMNIST, or scikit-learn's digits where it is neither on disk nor to be downloaded.",
+)
+@click.option("--data", "folder", type=click.Path(path_type=pathlib.Path), help="A folder with FashionMNIST's files.")
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="Rows of the large batch, (a)."
+)
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Micro-batches per update in (b)."
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Processes that share (b)'s micro-batches.",
+)
+@click.option("--epochs", type=click.IntRange(min=1), help="Default: 6 of FashionMNIST, 100 of the digits.")
+@click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=pathlib.Path),
+    default=pathlib.Path("gradaccum-demo"),
+    show_default=True,
+    help="Folder for the picture and the report.",
+)
+@click.pass_context
+def demo(
+    context: click.Context,
+    framework: str,
+    dataset: str,
+    folder: pathlib.Path | None,
+    batch_size: int,
+    steps: int,
+    ranks: int,
+    epochs: int | None,
+    dtype: str,
+    out: pathlib.Path,
+) -> None:
+    """Train with a large batch, with accumulated small ones, and with small ones alone; compare.
+
+    Exit code 1 says that the accumulated run differs from the large batch's by more than rounding.
+    """
+    from gradaccum.demo.data import DataError, load
+    from gradaccum.demo.experiment import RunError, Setup, perform
+    from gradaccum.demo.findings import findings
+    from gradaccum.demo.progress import Progress
+
+    if batch_size % steps:
+        raise BadInput(f"--batch-size must be a multiple of --steps. Received: {batch_size} and {steps}.")
+    if steps % ranks:
+        raise BadInput(f"--steps must be a multiple of --ranks. Received: {steps} and {ranks}.")
+    if ranks > 1 and framework != "torch":
+        raise BadInput("--ranks is for --framework torch. With Keras, use keras.distribution.")
+    require_framework(framework)
+    with Progress() as progress:
+        try:
+            data = load(dataset, folder, progress=progress)  # type: ignore[arg-type]  # click checked the choice
+        except (DataError, ModuleNotFoundError) as error:
+            raise BadInput(str(error)) from None
+        for name in OUTPUTS:
+            checked_output("--out", out / name)
+        progress.say(
+            f"{data.name} from {data.source}: {len(data.train_x):,} rows to train, {len(data.test_x):,} to test"
+        )
+        epochs = epochs or {"digits": 100}.get(data.name, Setup.epochs)
+        setup = Setup(framework, batch_size, steps, epochs, dtype, ranks=ranks)  # type: ignore[arg-type]  # click checked the choices
+        try:
+            outcome = perform(setup, data, progress)
+        except RunError as error:
+            raise Failed(str(error)) from None
+    report = findings(outcome)
+    click.echo()
+    report.show()
+    click.echo()
+    for name in OUTPUTS:
+        save(report, out / name)
+        click.echo((out / name).resolve())
+    context.exit(0 if outcome.ok else DIFFERENT)

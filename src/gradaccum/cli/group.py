@@ -1,0 +1,108 @@
+"""What all commands share: exit codes, errors of one line, files that can be written, frameworks that are there.
+
+Exit code 0: done; 1: checked and found different; 2: bad input, said in one line; 3: broke down on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+
+from gradaccum.cli.user_code import UserCodeError, one_line, raised_by_user
+from gradaccum.report import check_writable
+
+__all__ = [
+    "DIFFERENT", "BadInput", "Commands", "Failed", "checked_output", "is_keras", "require_framework", "save",
+    "user_errors",
+]  # fmt: skip
+
+DIFFERENT = 1
+
+
+class BadInput(click.ClickException):
+    """What the user gave cannot be used. The message is one line."""
+
+    exit_code = 2
+
+
+class Failed(click.ClickException):
+    """It broke down on the way."""
+
+    exit_code = 3
+
+
+class Commands(click.Group):
+    """A group that says what is wrong with its input in one line, where click would print the usage as well."""
+
+    def main(  # type: ignore[override]  # its overloads, in one
+        self, args: Sequence[str] | None = None, **extra: Any
+    ) -> Any:
+        if not extra.pop("standalone_mode", True):
+            return super().main(args, standalone_mode=False, **extra)
+        try:
+            code = super().main(args, standalone_mode=False, **extra)
+        except click.Abort:
+            click.echo("Aborted.", err=True)
+            code = 130  # as a shell has it for Ctrl-C
+        except click.ClickException as error:
+            if type(error).__name__ == "NoArgsIsHelpError":  # the help itself, since click 8.2
+                error.show()
+            else:
+                click.echo(f"Error: {error.format_message()}", err=True)
+            code = error.exit_code
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def require_framework(name: str) -> None:
+    """Raises BadInput where the framework is not installed."""
+    if importlib.util.find_spec(name) is None:
+        raise BadInput(f'{name} is not installed. Install it with: pip install "gradaccum[{name}]"')
+
+
+def is_keras(model: Any) -> bool:
+    """Whether it is a Keras model: it may be a PyTorch module as well."""
+    return any(base.__module__.partition(".")[0] == "keras" for base in type(model).__mro__)
+
+
+def checked_output(option: str, path: str | pathlib.Path, ending: str = "") -> None:
+    """Raises BadInput where nothing can be written to the path, before anything takes long."""
+    if not str(path).lower().endswith(ending):
+        raise BadInput(f"{option} takes a file name that ends in {ending}. Received: {path}.")
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise BadInput(f"{option} {path}: {error.strerror}.") from None
+
+
+def save(document: Any, path: str | pathlib.Path) -> None:
+    """Save a report or a result.
+
+    Raises:
+        Failed: It cannot be written after all: the disk is full by now.
+    """
+    try:
+        document.save(path)
+    except OSError as error:
+        raise Failed(f"{path}: {error.strerror}.") from None
+
+
+@contextlib.contextmanager
+def user_errors(target: str) -> Iterator[None]:
+    """Errors of the user's model, loss and arguments, in one line; what their code prints goes to standard error."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except UserCodeError as error:
+        raise BadInput(str(error)) from None
+    except click.ClickException:
+        raise
+    except Exception as error:
+        if isinstance(error, (TypeError, ValueError)) and not raised_by_user(error):
+            raise BadInput(" ".join(str(error).split())) from None
+        raise BadInput(f"{target}: the model or its loss raised {one_line(error)}") from None

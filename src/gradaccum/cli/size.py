@@ -1,0 +1,48 @@
+"""`gradaccum size`: the largest micro-batch that fits into a device's memory."""
+
+from __future__ import annotations
+
+import inspect
+
+import click
+
+from gradaccum.cli.group import DIFFERENT, BadInput, is_keras, require_framework, user_errors
+from gradaccum.cli.user_code import subject
+
+__all__ = ["size"]
+
+
+@click.command()
+@click.argument("target", metavar="FILE.py:MAKE")
+@click.option("--memory", help="What the device has, such as 16GiB. Default: what is free on this one.")
+@click.option(
+    "--margin", type=click.FloatRange(0, 1, max_open=True), default=0.1, show_default=True, help="Part to leave free."
+)
+@click.pass_context
+def size(context: click.Context, target: str, memory: str | None, margin: float) -> None:
+    """Estimate the largest micro-batch that fits into memory, without the device that has it.
+
+    FILE.py:MAKE is a function without arguments that returns (model, batch, loss_fn), as for `gradaccum check`; a dict
+    in place of loss_fn may name the optimizer, too, whose state counts (Adam's, where it doesn't).
+
+    Exit code 1 says that not even one row fits.
+    """
+    require_framework("torch")
+    from gradaccum.torch.measure import DoesNotFit, estimate_size
+
+    with user_errors(target):
+        model, batch, keywords = subject(target)
+        if is_keras(model):
+            raise BadInput(
+                "gradaccum size estimates PyTorch models, and this is a Keras model. "
+                'gradaccum.keras.micro_batched(model, "auto") finds its size when it trains.'
+            )
+        known = inspect.signature(estimate_size).parameters
+        keywords = {name: value for name, value in keywords.items() if name in known}
+        try:
+            found = str(estimate_size(model, batch, **({"memory_limit": memory, "margin": margin} | keywords)))
+            code = 0
+        except DoesNotFit as error:
+            found, code = str(error), DIFFERENT
+    click.echo(found)
+    context.exit(code)
