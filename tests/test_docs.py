@@ -74,3 +74,27 @@ def test_links_to_files_and_headings_lead_somewhere(path):
             headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
             anchors = [re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in headings]
             assert heading in anchors, f"{path.name} links to {target}"
+
+
+def test_the_map_names_every_module():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"^src/gradaccum/ .*?(?=^compat/)", text, re.MULTILINE | re.DOTALL)
+    parts = re.split(r"^ *([\w/]+/)  ", lines, flags=re.MULTILINE)[1:]
+    shells, named, shell = {"torch/", "keras/"}, {}, ""
+    for folder, content in zip(parts[::2], parts[1::2], strict=True):
+        shell = folder if folder in shells else "" if folder in ("cli/", "demo/", "report/") else shell
+        place = folder if folder in shells or not shell else shell + folder
+        named[place.removeprefix("src/gradaccum/")] = set(re.findall(r"\w+", content))
+    source = ROOT / "src" / "gradaccum"
+    for path in source.rglob("*.py"):
+        if path.stem != "__init__":
+            folder = path.parent.relative_to(source).as_posix() + "/"
+            assert path.stem in named[folder.removeprefix("./").removeprefix(".")], f"{path} is not on the map"
+
+
+@pytest.mark.parametrize("path", EVERY_PAGE, ids=name)
+def test_the_files_that_a_page_names_are_there(path):
+    text = path.read_text(encoding="utf-8") if path.name != "CHANGELOG.md" else ""
+    folders = "|".join(p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith("."))
+    for file in re.findall(rf"(?<![\w/.])(?:{folders})/[\w/.*-]+\.\w+", text):
+        assert list(ROOT.glob(file)), f"{path.name} names {file}"
