@@ -12,7 +12,7 @@ from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.transaction import PutAside, Transaction
 from gradaccum.sizes import Piece, Rows, Tokens
 
-__all__ = ["Fitting", "Passes", "nothing_fits"]
+__all__ = ["Fitting", "Passes", "StartOver", "nothing_fits"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -25,6 +25,10 @@ class Passes(Protocol):
 
     def backward(self, piece: Piece, forwarded: Any, /) -> None:
         """Run the backward pass, and count the micro-batch."""
+
+
+class StartOver(Exception):  # no error: the window runs again
+    """The window has to begin again, in the smaller micro-batches that its plan knows of by now."""
 
 
 class Fitting:
@@ -44,6 +48,7 @@ class Fitting:
 
         Raises:
             torch.OutOfMemoryError: Even one row does not fit.
+            StartOver: The failed backward pass has left gradients that belong to random numbers already drawn.
         """
         try:
             self.once(piece, plan, passes)
@@ -56,8 +61,18 @@ class Fitting:
         # Only here, out of reach of the error's frames, is its memory free.
         self._gauge.release()
         arrived = self._transaction.arrived()
+        # Smaller micro-batches draw other dropout masks, which would go with these gradients to no common loss.
+        over = bool(arrived) and self._transaction.drew_in_micro_batch()
         self._transaction.restore()
         pieces = plan.failed(piece)
+        if over:
+            logger.warning(
+                "Out of memory in the backward pass of a micro-batch of %d rows that drew random numbers, as dropout "
+                "does: all over again with %d rows.",
+                piece.size,
+                pieces[0].size,
+            )
+            raise StartOver
         logger.warning(
             "Out of memory with a micro-batch of %d rows: going on with %d. Nothing else of the batch is lost.",
             piece.size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,10 @@ from gradaccum.on_torch.random_state import RandomState, torch_generators
 
 __all__ = ["PutAside", "Transaction", "as_found"]
 
+logger = logging.getLogger("gradaccum")
+
+SMALL = 1 << 20
+"""Bytes of a buffer whose copy takes no time beside an update."""
 
 _Place = tuple[dict[str, Any], str]
 
@@ -25,10 +30,24 @@ class _Buffer(NamedTuple):
     copy: Tensor | None
 
     @property
+    def place(self) -> tuple[int, str]:
+        return id(self.owner), self.name
+
+    @property
     def moved(self) -> bool:
         # PyTorch's normalisation kernels don't raise the version of the statistics they move.
         uncounted = self.name.startswith("running_")
         return self.owner.get(self.name) is not self.tensor or self.tensor._version != self.version or uncounted
+
+    def differs(self) -> bool:
+        """Whether its value is another one than when it was copied."""
+        return self.copy is not None and (
+            self.owner.get(self.name) is not self.tensor or not torch.equal(self.tensor, self.copy)
+        )
+
+    def put_back(self, copy: Tensor) -> None:
+        self.owner[self.name] = self.tensor
+        self.tensor.copy_(copy)
 
 
 class _State(NamedTuple):
@@ -37,23 +56,43 @@ class _State(NamedTuple):
     random: RandomState | None
     buffers: list[_Buffer]
 
-    def put_back(self) -> None:
+    @torch.no_grad()
+    def put_back(self, before: _State | None = None) -> None:
+        """Restore everything.
+
+        Args:
+            before: An earlier state, since which the buffers without a copy here stood still.
+        """
         if self.random is not None:
             self.random.put_back()
-        with torch.no_grad():
-            for buffer in self.buffers:
-                if buffer.copy is not None and buffer.moved:
+        earlier = {} if before is None else {buffer.place: buffer.copy for buffer in before.buffers}
+        lost = []
+        for buffer in self.buffers:
+            if buffer.copy is not None:
+                if buffer.moved or buffer.differs():
+                    buffer.put_back(buffer.copy)
+            elif buffer.moved:
+                copy = earlier.get(buffer.place)
+                if copy is not None:
+                    buffer.put_back(copy)
+                elif buffer.tensor._version == buffer.version:  # another one was put in its place
                     buffer.owner[buffer.name] = buffer.tensor
-                    buffer.tensor.copy_(buffer.copy)
+                else:
+                    lost.append(buffer.name)
+        if lost:
+            logger.warning(
+                "These buffers moved for the first time in passes that failed, and are too large to be copied for that "
+                "case, so they stay as they are now: %s.",
+                ", ".join(map(repr, lost)),
+            )
 
     def learn(self, still: set[tuple[int, str]]) -> None:
         """Put into `still` which buffers have not moved since."""
         for buffer in self.buffers:
-            place = id(buffer.owner), buffer.name
             if buffer.moved:
-                still.discard(place)
+                still.discard(buffer.place)
             else:
-                still.add(place)
+                still.add(buffer.place)
 
 
 _NOTHING_MOVES = _State(None, [])
@@ -62,17 +101,17 @@ _NOTHING_MOVES = _State(None, [])
 class Transaction:
     """The random numbers, the buffers and the gradients that a micro-batch moves, in the update that it is part of.
 
-    Buffers that move, such as the statistics of a BatchNorm, are copied before each micro-batch, and before the update;
-    those that have been seen to stand still there are not, however large they are; nor are, before each micro-batch,
-    random numbers that nobody has drawn from since the last update began. As to gradients: autograd runs each
-    parameter's accumulation once per backward pass, and raises the version of `p.grad`; so a changed version means that
-    all of this micro-batch's gradient has arrived there.
+    Before an update, buffers of at most 1 MiB are copied, and larger ones that move; before a micro-batch those that
+    move, such as the statistics of a BatchNorm. A buffer moves until it has been seen to stand still. Random numbers
+    are remembered before each micro-batch, unless nobody drew any in the last update. As to gradients: autograd runs
+    each parameter's accumulation once per backward pass, and raises the version of `p.grad`; so a changed version means
+    that all of this micro-batch's gradient has arrived there.
 
     Args:
         modules: Whose buffers and gradients to watch: the model, and a loss that has some of its own.
-        parameters: Called for further parameters whose gradients to watch.
+        parameters: Returns the optimizers' parameters.
         device: Where the model is.
-        others: Called for what is to be watched like buffers and is none: where each is kept, a dict and a key.
+        others: Returns (dict, key) locations of state that is not a registered buffer.
     """
 
     def __init__(
@@ -88,11 +127,14 @@ class Transaction:
         self._generators = torch_generators([device])
         self._still_in_micro_batches: set[tuple[int, str]] = set()
         self._still_in_updates: set[tuple[int, str]] = set()
+        self._compared: set[tuple[int, str]] = set()
+        self._unversioned: set[tuple[int, str]] = set()
         self._random: RandomState | None = None
         self._still = False
         self._mode: list[bool] = []
         self._places: list[_Place] = []
         self._parameters: list[Tensor] = []
+        self._outside: list[tuple[Tensor, Tensor | None]] = []
         self._before: list[tuple[Tensor, Tensor | None, int]] = []
         self._update: _State | None = None
         self._micro_batch: _State | None = None
@@ -100,6 +142,7 @@ class Transaction:
     def open(self) -> None:
         """An update begins: look which parameters and buffers there are, and remember how everything is."""
         found = {id(p): p for p in self._find_parameters()}
+        own = len(found)
         mode, places, modules = [], self._find_others(), list(self._modules)
         seen = set(map(id, modules))
         for module in modules:  # what nn.Module.modules tells, in a fraction of its time: this runs in every update
@@ -117,24 +160,57 @@ class Transaction:
             self._mode = mode
             self.forget()
         self._places, self._parameters = places, list(found.values())
+        self._outside = [(p, p.grad) for p in self._parameters[own:] if p.requires_grad or p.grad is not None]
+        for parameter, _ in self._outside:
+            parameter.grad = None
         before, self._random = self._random, RandomState(self._generators)
         self._still = before is not None and not before.moved(self._random)
-        self._update = _State(self._random, _buffers(places, self._still_in_updates))
+        self._update = _State(self._random, _buffers(places, self._still_in_updates, smallest=SMALL))
 
+    @property
+    def outside(self) -> list[Tensor]:
+        """The gradients that this update has given to parameters of no optimizer."""
+        return [gradient for p, _ in self._outside if (gradient := p.grad) is not None]
+
+    @torch.no_grad()
     def close(self) -> None:
         """The update has been made. Learns which buffers stood still."""
         assert self._update is not None
+        for p, old in self._outside:  # nobody clears them: they add up from update to update
+            if old is not None and p.grad is not None:
+                p.grad = old + p.grad if old.is_sparse or p.grad.is_sparse else old.add_(p.grad)
+            elif old is not None:
+                p.grad = old
+        self._outside = []
         self._update.learn(self._still_in_updates)
+        new = [buffer for buffer in self._update.buffers if buffer.place not in self._compared]
+        if new:  # what moves through `.data` shows in its value alone
+            self._unversioned |= {buffer.place for buffer in new if not buffer.moved and buffer.differs()}
+            self._compared |= {buffer.place for buffer in new}
+        if self._unversioned:
+            self._still_in_updates -= self._unversioned
+            self._still_in_micro_batches -= self._unversioned
         self._update = None
 
     def abandon(self) -> None:
-        """No update, or once more: random numbers and buffers as they were when it began."""
+        """No update, or once more: random numbers, buffers and gradients as they were when it began."""
         assert self._update is not None
+        for p, old in self._outside:
+            p.grad = old
+        self._outside = []
+        self._update.put_back()
+
+    def start_over(self) -> None:
+        """The update begins once more: random numbers and buffers as they were when it began, and no gradients."""
+        assert self._update is not None
+        for p, _ in self._outside:
+            p.grad = None
         self._update.put_back()
 
     def forget(self) -> None:
         """Look anew at what stands still."""
         self._still_in_micro_batches, self._still_in_updates, self._random = set(), set(), None
+        self._compared, self._unversioned = set(), set()
 
     def drew(self) -> bool:
         """Whether random numbers have been drawn from PyTorch's own generators since the update began."""
@@ -160,10 +236,16 @@ class Transaction:
     def restore(self) -> None:
         """The micro-batch failed: random numbers and buffers as they were when it began."""
         assert self._micro_batch is not None
-        self._micro_batch.put_back()
+        self._micro_batch.put_back(self._update)
+
+    def drew_in_micro_batch(self) -> bool:
+        """Whether random numbers have been drawn since the micro-batch began, or may have been."""
+        assert self._micro_batch is not None
+        random = self._micro_batch.random
+        return self.drew() if random is None else bool(random.moved())
 
     def arrived(self) -> list[Tensor]:
-        """The parameters in whose gradient this micro-batch's is in already."""
+        """Parameters whose `.grad` already includes this micro-batch."""
         return [
             parameter
             for parameter, gradient, version in self._before
@@ -171,13 +253,14 @@ class Transaction:
         ]
 
 
-def _buffers(places: Sequence[_Place], still: Collection[tuple[int, str]] = ()) -> list[_Buffer]:
+def _buffers(places: Sequence[_Place], still: Collection[tuple[int, str]] = (), smallest: int = 0) -> list[_Buffer]:
+    """The buffers at these places, with copies of those that move or are not larger than `smallest` bytes."""
     buffers = []
     for owner, name in places:
         tensor = owner.get(name)
         if tensor is not None:
-            copy = None if (id(owner), name) in still else tensor.clone()
-            buffers.append(_Buffer(owner, name, tensor, tensor._version, copy))
+            copied = (id(owner), name) not in still or tensor.nbytes <= smallest
+            buffers.append(_Buffer(owner, name, tensor, tensor._version, tensor.clone() if copied else None))
     return buffers
 
 
@@ -201,7 +284,7 @@ def as_found(modules: Iterable[nn.Module], device: torch.device) -> Iterator[Non
 
 
 class PutAside:
-    """Sums of gradients kept out of reach of the backward passes to come, whose gradients they hold already.
+    """Sums of gradients that already include the micro-batch that is to run again, kept out of its reach.
 
     What arrives meanwhile is dropped as it arrives, so that it takes no memory.
     """

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradaccum.torch import TrainStep
 from tests.reference import FLOAT32, FLOAT64, relative_error
-from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, batches
+from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, batches, network
 
 OUT = "CUDA out of memory (simulated)"
 
@@ -73,6 +73,16 @@ class Second(Fragile):
     def forward(self, x: Tensor) -> Tensor:
         self.backward_limit = 2 if len(self.sizes) == 1 else 99
         return super().forward(x)
+
+
+class Picky(Fragile):
+    """Fails for a reason of its own in the second micro-batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = super().forward(x)
+        if len(self.sizes) == 2:
+            raise ZeroDivisionError("the user's own")
+        return outputs
 
 
 def plain_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -147,6 +157,102 @@ def test_random_numbers_and_buffers_are_as_if_the_failed_micro_batch_never_was(l
         loss = step(*batches(12, count=1)[0])
         outcomes.append((loss, torch.get_rng_state(), *model.state_dict().values()))
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+
+
+def test_dropout_masks_of_a_failed_backward_pass_are_not_mixed_with_others(caplog: pytest.LogCaptureFixture) -> None:
+    outcomes = []
+    for model, size in ((Second(dropout=0.5), 5), (Fragile(dropout=0.5), 2)):
+        torch.manual_seed(7)
+        step = TrainStep(
+            model,
+            OPTIMIZERS["sgd"](model.parameters()),
+            loss_fn=nn.CrossEntropyLoss(),
+            micro_batch_size=size,
+            batch_norm="micro",
+            verify=False,
+        )
+        loss = step(*batches(13, count=1)[0])
+        outcomes.append((loss, torch.get_rng_state(), *model.state_dict().values()))
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    assert "all over again with 2 rows" in caplog.text
+
+
+class StartsLate(nn.Module):
+    """A layer whose buffer stands still until it is told to move."""
+
+    def __init__(self, size: int, how: str) -> None:
+        super().__init__()
+        self.inner = network()
+        self.register_buffer("codes", torch.zeros(size, dtype=torch.float64))
+        self.how, self.moves = how, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.moves:
+            if self.how == "assigned":
+                self.codes = self.codes + 1
+            else:
+                (self.codes.data if self.how == "data" else self.codes).add_(x.detach().mean())
+        return self.inner(x)
+
+
+class Stops(torch.optim.SGD):
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise ZeroDivisionError("the user's own")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "assigned"])
+@pytest.mark.parametrize("size", [3, (1 << 20) // 8 + 1], ids=["small", "large"])
+def test_a_buffer_that_first_moves_in_a_failing_update_is_put_back(
+    size: int, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = StartsLate(size, how)
+    optimizer = Stops(model.parameters(), lr=0.1)
+    step = TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4, verify=False)
+    for batch in batches():
+        step(*batch)
+    before = copy.deepcopy(model.state_dict())
+    model.moves = optimizer.fails = True
+    with pytest.raises(ZeroDivisionError):
+        step(*batches()[0])
+    if size == 3 or how == "assigned":
+        assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    if size > 3 and how == "in place":
+        assert "too large to be copied" in caplog.text
+        assert "'codes'" in caplog.text
+
+
+def test_gradients_of_parameters_that_no_optimizer_has_add_up_from_update_to_update_and_not_from_failed_ones() -> None:
+    model, reference = Picky(), Fragile()
+    data = batches()
+
+    def token_mean(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, int]:
+        return nn.CrossEntropyLoss()(model(x), y), 10 * len(x)
+
+    step = TrainStep(
+        model,
+        torch.optim.SGD(model.first.parameters(), lr=0.1),
+        compute_loss=token_mean,
+        micro_batch_size=4,
+        batch_norm="micro",
+        verify=False,
+    )
+    optimizer = torch.optim.SGD(reference.first.parameters(), lr=0.1)
+    for batch in data:
+        model.sizes.clear()
+        with pytest.raises(ZeroDivisionError, match="the user's own"):
+            step(*batch)
+        step(*batch)
+        optimizer.zero_grad()
+        plain_loss(reference, *batch).backward()
+        optimizer.step()
+    assert (
+        relative_error([p.grad for p in model.last.parameters()], [p.grad for p in reference.last.parameters()])
+        <= FLOAT64
+    )
 
 
 def test_the_size_that_failed_is_remembered_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -243,16 +349,6 @@ def test_at_one_row_the_error_is_told_and_everything_is_as_it_was(limits: tuple[
     assert step.updates == 0
     model.forward_limit = model.backward_limit = 99
     assert step(*batch).isfinite()
-
-
-class Picky(Fragile):
-    """Fails for a reason of its own in the second micro-batch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs = super().forward(x)
-        if len(self.sizes) == 2:
-            raise ZeroDivisionError("the user's own")
-        return outputs
 
 
 def test_any_other_error_leaves_no_half_window() -> None:

@@ -64,13 +64,18 @@ class LossAccumulator:
         self.objective = objective
         self.total = objective.total(batch) if total is None else total
         self._summed = objective.reduction == "mean" and objective.weight is None and objective.by_targets(batch)
+        # Sums, of a torch.nn loss or of the user's own, are all multiplied by the same.
+        self._one = None if self.total is None else _ratio(1.0, self.total)
+        self._given_unit = unit
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the micro-batches that were added."""
         self._losses: dict[Any, tuple[Weight, list[Tensor]]] = {}
         self._read = 0.0
         self._dtype: torch.dtype | None = None
         self._divisor: Weight | None = None
-        self._unit = unit
-        # Sums, of a torch.nn loss or of the user's own, are all multiplied by the same.
-        self._one = None if self.total is None else _ratio(1.0, self.total)
+        self._unit = self._given_unit
 
     @property
     def divisor(self) -> Weight | None:

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from gradaccum.noise import NoiseScale
 from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.on_torch.batch import Batch, BatchDims
-from gradaccum.on_torch.fitting import Fitting
+from gradaccum.on_torch.fitting import Fitting, StartOver
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory, parse_bytes
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.transaction import Transaction
-from gradaccum.sizes import GivenSizes, Piece, Rows, Sizers, TokenBudget, Tokens
+from gradaccum.sizes import GivenSizes, Piece, Rows, Sizers, TokenBudget, Tokens, even_sizes
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms
 from gradaccum.torch.distributed import SingleRank, check_detected, detect_ranks
 from gradaccum.torch.equivalence import Proof
-from gradaccum.torch.loss import Objective
+from gradaccum.torch.loss import LossAccumulator, Objective
 from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch
 from gradaccum.torch.train_step.global_batch import GlobalBatch
 from gradaccum.torch.train_step.padding import Left, extents, packed_rows, verified_left
@@ -259,12 +259,34 @@ class TrainStep:
         Returns:
             The loss, and whether the batch weighs anything.
         """
-        rows = batch.rows
+        self._clear()
+        window = self.joint.open(self.objective, batch)
+        while True:
+            try:
+                plan = self._run(batch, window, sizes)
+                break
+            except StartOver:
+                if sizes is not None:
+                    sizes = [half for size in sizes for half in even_sizes(size, -(-size // 2))]
+                self._clear()
+                window.restart()
+                self._transaction.start_over()
+        loss, divisor, weighs = self.joint.close(window)
+        if weighs:
+            global_rows = round(self.ranks.sum_number(batch.rows)) if self.update.noise is not None else batch.rows
+            self.update.finish(divisor, global_rows, mean=window.is_mean, outside=self._transaction.outside)
+        if isinstance(plan, Rows) and batch.rows:
+            self.sizers.close(plan.sizer, batch.rows)
+        return loss, weighs
+
+    def _clear(self) -> None:
         self.update.clear()
         self.ranks.clear()
         self.ranks.expect(closes=False, steps=1)
-        window = self.joint.open(self.objective, batch)
-        plan = self._plan(batch, sizes)
+
+    def _run(self, batch: Batch, window: LossAccumulator, sizes: Sequence[int] | None) -> Rows | Tokens:
+        """Run all micro-batches of a batch. Returns the plan that they followed."""
+        rows, plan = batch.rows, self._plan(batch, sizes)
         take = functools.partial(self._take, batch)
         passes = Passes(window, take, self.update, self.batch_norm, self.ranks, self._transaction)
         # In the middle of a sharded model's pass the other ranks wait: it cannot be run again.
@@ -280,13 +302,7 @@ class TrainStep:
                     run(piece, plan, passes)
             for _ in range(missing):
                 passes.idle(batch.take(slice(0, min(rows, self.micro_batch_size or rows))))
-        loss, divisor, weighs = self.joint.close(window)
-        if weighs:
-            global_rows = round(self.ranks.sum_number(rows)) if self.update.noise is not None else rows
-            self.update.finish(divisor, global_rows, mean=window.is_mean)
-        if isinstance(plan, Rows) and rows:
-            self.sizers.close(plan.sizer, rows)
-        return loss, weighs
+        return plan
 
     def _rehearsed(self, batch: Batch, sizes: Sequence[int]) -> Tensor:
         """What `gradients` does, by this rank alone: nothing is clipped, measured or learned."""
@@ -312,22 +328,18 @@ class TrainStep:
     def _run_whole(self, piece: Piece, plan: Rows, passes: Passes) -> None:
         """All rows at once, through a model that takes them in micro-batches: smaller ones, where these don't fit."""
         assert self._whole is not None
-        while True:
-            size = plan.sizer.next_size(piece.size)
-            try:
-                with self._whole.in_micro_batches(size):
-                    self._fitting.once(piece, plan, passes)
-                return
-            except Exception as error:
-                if not is_out_of_memory(error) or size == 1:
-                    raise
-            self.gauge.release()
-            self.update.clear()
-            self._transaction.restore()
-            plan.sizer.failed(size)
-            logger.warning(
-                "Out of memory with micro-batches of %d rows: all over again with %d.", size, plan.sizer.size
-            )
+        size = plan.sizer.next_size(piece.size)
+        try:
+            with self._whole.in_micro_batches(size):
+                self._fitting.once(piece, plan, passes)
+            return
+        except Exception as error:
+            if not is_out_of_memory(error) or size == 1:
+                raise
+        self.gauge.release()
+        plan.sizer.failed(size)
+        logger.warning("Out of memory with micro-batches of %d rows: all over again with %d.", size, plan.sizer.size)
+        raise StartOver
 
     def _plan(self, batch: Batch, sizes: Sequence[int] | None) -> Rows | Tokens:
         if self.budget is not None and (sizes is None or len(sizes) > 1):

@@ -102,18 +102,22 @@ class Update:
             return 1.0
         return self.scaler.scale(torch.ones((), dtype=torch.float64, device=self.parameters()[0].device))
 
-    def finish(self, divisor: float | Tensor | None, rows: int, mean: bool = True) -> None:
+    def finish(
+        self, divisor: float | Tensor | None, rows: int, *, mean: bool = True, outside: Sequence[Tensor] = ()
+    ) -> None:
         """Make the sum the finished gradient: divide, unscale, clip, and give it the parameter's own dtype.
 
         Args:
             divisor: What the sum is to be divided by; None where it is complete.
             rows: Rows of the window.
             mean: Whether the result is a mean over the rows, not a sum.
+            outside: Gradients of parameters that no optimizer here has; they are divided, too.
         """
         if isinstance(divisor, Tensor):
-            scale_(self.sums.gradients(), torch.where(divisor > 0, 1.0 / divisor, 0.0))
+            scale_([*self.sums.gradients(), *outside], torch.where(divisor > 0, 1.0 / divisor, 0.0))
         elif divisor is not None:
             self.sums.finish(divisor)
+            scale_(outside, 1.0 / divisor)
         if self.noise is not None:
             self.noise.window(self.sums.gradients(), rows, self._scale() * (1.0 if mean else float(rows)))
         if self.clip_grad_norm is not None:
