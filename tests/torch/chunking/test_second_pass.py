@@ -1,0 +1,201 @@
+"""The second pass is the first one again, whatever has happened to the module in between."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from gradaccum.torch import chunked
+from tests.reference import FLOAT64, relative_error
+
+ROWS, SIZE = 11, 4
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    torch.set_default_dtype(torch.float64)  # which conftest sets back
+
+
+def gradients(module):
+    return [p.grad for p in module.parameters()]
+
+
+def encoder():
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def loss_of(outputs):
+    return outputs.logsumexp((0, 1)) + outputs.std()
+
+
+class Adapter(nn.Linear):
+    """A layer whose attributes say what it does, as adapters and schedules have it."""
+
+    def __init__(self):
+        super().__init__(5, 3)
+        self.adapters = nn.ParameterDict({name: nn.Parameter(torch.randn(3, 5)) for name in "ab"})
+        self.active, self.scale = "a", 1.0
+
+    def forward(self, x):
+        y = super().forward(x) + F.linear(x, self.adapters[self.active])
+        return y * self.scale + (0.0 if self.training else x.sum(1, keepdim=True))
+
+
+def switch_mode(module):
+    module.eval()
+
+
+def switch_adapter(module):
+    module.active, module.scale = "b", 3.0
+
+
+def switch_method(module):
+    module.forward = lambda x: x[:, :3]
+
+
+def switch_hook(module):
+    module.register_forward_hook(lambda m, args, output: output * 2)
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+@pytest.mark.parametrize("switch", [switch_mode, switch_adapter, switch_method, switch_hook])
+def test_what_changes_the_module_between_forward_and_backward_does_not_reach_the_second_pass(switch, keep):
+    whole, x = Adapter(), torch.randn(ROWS, 5)
+    module = copy.deepcopy(whole)
+    small = chunked(module, SIZE, keep=keep)
+    for m, inside in ((whole, whole), (small, module)):
+        loss = loss_of(m(x))
+        switch(inside)
+        later = dict(vars(inside))
+        loss.backward()
+        assert vars(inside) == later
+    for one, other in zip(gradients(small), gradients(whole), strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or relative_error([one], [other]) <= FLOAT64
+
+
+def test_a_hook_that_is_gone_by_backward_still_has_its_effect():
+    whole, x = encoder(), torch.randn(ROWS, 5)
+    module = copy.deepcopy(whole)
+    for m, inside in ((whole, whole), (chunked(module, SIZE), module)):
+        handle = inside[0].register_forward_hook(lambda m, args, output: output * 2)
+        loss = loss_of(m(x))
+        handle.remove()
+        loss.backward()
+    assert relative_error(gradients(module), gradients(whole)) <= FLOAT64
+
+
+def test_layers_that_are_replaced_or_unfrozen_between_forward_and_backward():
+    whole, x = encoder(), torch.randn(ROWS, 5)
+    whole[0].requires_grad_(False)
+    module = copy.deepcopy(whole)
+    old = []
+    for m, inside in ((whole, whole), (chunked(module, SIZE), module)):
+        loss = loss_of(m(x))
+        inside.requires_grad_(True)
+        old.append(inside[2])
+        inside[2] = nn.Linear(6, 3)
+        loss.backward()
+        assert all(p.grad is None for p in inside.parameters())
+    assert relative_error(gradients(old[1]), gradients(old[0])) <= FLOAT64
+
+
+def test_a_frozen_parameter_edited_in_between_is_an_error():
+    module = encoder()
+    module[0].requires_grad_(False)
+    loss = loss_of(chunked(module, SIZE)(torch.randn(ROWS, 5)))
+    with torch.no_grad():
+        module[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"frozen parameter of shape \(6, 5\).*edited in place between forward and"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+@pytest.mark.parametrize("through", ["the module", "its parent"])
+def test_functional_call_with_derived_parameters(through, keep):
+    """A step of an inner loop, differentiated through, as meta-learning and hypernetworks have it."""
+    module, x = nn.Sequential(encoder(), nn.BatchNorm1d(3).eval()), torch.randn(ROWS, 5)
+    small = copy.deepcopy(module)
+    small[0] = chunked(small[0], SIZE, keep=keep)
+    found = []
+    for m in (module, small):
+        called, own = (
+            (m[0], dict(m[0].named_parameters())) if through == "the module" else (m, dict(m.named_parameters()))
+        )
+        loss = loss_of(functional_call(called, own, (x,)))
+        steps = torch.autograd.grad(loss, list(own.values()), create_graph=True)
+        derived = {name: p - 0.1 * step for (name, p), step in zip(own.items(), steps, strict=True)}
+        loss_of(functional_call(called, derived, (x,))).backward()
+        found.append([p.grad for p in own.values()])
+    assert relative_error(found[1], found[0]) <= FLOAT64
+
+
+def test_functional_call_with_other_buffers_and_with_parameters_that_are_not_the_modules():
+    class Shifted(nn.Linear):
+        def __init__(self):
+            super().__init__(5, 3)
+            self.register_buffer("shift", torch.ones(3))
+
+        def forward(self, x):
+            return (super().forward(x) + self.shift).tanh()
+
+    module, x = Shifted(), torch.randn(ROWS, 5)
+    other = {"weight": torch.randn(3, 5, requires_grad=True), "bias": torch.randn(3), "shift": torch.randn(3)}
+    found = []
+    for m in (module, chunked(module, SIZE)):
+        other["weight"].grad = None
+        loss_of(functional_call(m, other, (x,))).backward()
+        found.append(other["weight"].grad)
+        assert all(p.grad is None for p in module.parameters())
+    assert relative_error(found[1:], found[:1]) <= FLOAT64
+
+
+class Draws(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self, generator, draw):
+        super().__init__()
+        self.linear, self.generator, self.draw = nn.Linear(5, 3), generator, draw
+
+    def forward(self, x):
+        return self.linear(x) * self.draw(self.generator, x.shape[0])
+
+
+GENERATORS = {
+    "torch": (lambda: torch.Generator().manual_seed(0), lambda g, n: torch.rand(n, 3, generator=g)),
+    "numpy": (lambda: np.random.default_rng(0), lambda g, n: torch.from_numpy(g.random((n, 3)))),
+    "numpy, the old one": (lambda: np.random.RandomState(0), lambda g, n: torch.from_numpy(g.rand(n, 3))),
+    "numpy, Mersenne twister": (
+        lambda: np.random.Generator(np.random.MT19937(0)),
+        lambda g, n: torch.from_numpy(g.random((n, 3))),
+    ),
+    "python": (lambda: random.Random(0), lambda g, n: torch.tensor([[g.random()] * 3 for _ in range(n)])),
+}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("make", GENERATORS)
+def test_a_generator_of_the_modules_own_draws_the_same_again(make, nested):
+    generator, draw = GENERATORS[make]
+    whole = Draws(generator(), draw)
+    module = Draws(generator(), draw)
+    module.load_state_dict(whole.state_dict())
+    small, x = chunked(chunked(module, 2) if nested else module, SIZE), torch.randn(ROWS, 5)
+    loss_of(torch.cat([whole(rows) for rows in x.split([2, 2, 2, 2, 2, 1] if nested else [4, 4, 3])])).backward()
+    loss_of(small(x)).backward()
+    assert relative_error(gradients(module), gradients(whole)) <= FLOAT64
+    assert torch.equal(draw(module.generator, 2), draw(whole.generator, 2))
+
+
+def test_gradients_that_nobody_asked_for_are_not_made():
+    module, theta = nn.Linear(5, 3), torch.ones(5, requires_grad=True)
+    small = chunked(module, SIZE, batch_dims=(0, None))
+    module.forward = lambda x, shift: F.linear(x + shift, module.weight, module.bias)
+    loss = loss_of(small(torch.randn(ROWS, 5), theta * 2))
+    torch.autograd.grad(loss, [module.weight])
+    assert theta.grad is None
