@@ -80,7 +80,7 @@ def assert_same_gradients(module, loss, *inputs, size=4, tolerance=FLOAT64, **op
 @pytest.mark.parametrize("keep", [0, 1, 3, 100])
 def test_contrastive_gradients_are_the_large_batchs_with_learnable_temperature(size, keep):
     x, t = torch.randn(ROWS, 5), torch.randn(ROWS, 5)
-    whole, small = TwoTowers(), TwoTowers(lambda tower: chunked(tower, size, keep=keep))
+    whole, small = TwoTowers(), TwoTowers(lambda tower: chunked(tower, size, keep=keep, verify=size == 4))
     expected, actual = whole(x, t), small(x, t)
     expected.backward()
     actual.backward()
@@ -92,7 +92,7 @@ def test_contrastive_gradients_are_the_large_batchs_with_learnable_temperature(s
 @given(rows=st.integers(1, 12), size=st.integers(1, 13), keep=st.integers(0, 5), seed=st.integers(0, 99))
 def test_any_rows_in_any_sizes(rows, size, keep, seed):
     x, t = torch.randn(2, rows, 5, generator=torch.Generator().manual_seed(seed))
-    whole, small = TwoTowers(), TwoTowers(lambda tower: chunked(tower, size, keep=keep))
+    whole, small = TwoTowers(), TwoTowers(lambda tower: chunked(tower, size, keep=keep, verify=False))
     for model in (whole, small):
         (model(x, t) + model.images(x).logsumexp((0, 1)) + model.texts(t).exp().sum()).backward()
     for one, other in zip(gradients(small), gradients(whole), strict=True):
@@ -256,7 +256,7 @@ def seeded(seed=3):
 def test_dropout_is_replayed_and_the_recomputation_draws_nothing(kind, drawing, keep):
     module, x = kind(), torch.randn(ROWS, 5)
     x[::4, 0] = torch.tensor([1.0 if index in drawing else -1.0 for index in range(6)])
-    small = chunked(copy.deepcopy(module), 4, keep=keep)
+    small = chunked(copy.deepcopy(module), 4, keep=keep, verify=kind is Noisy)  # the others ask their first row
     seeded()
     outputs = torch.cat([module(rows) for rows in torch.split(x, [4, 4, 4, 4, 4, 3])])
     outputs.std().backward()
@@ -335,7 +335,7 @@ def test_frozen_encoders():
 def test_micro_batches_that_are_kept_are_not_recomputed(keep, passes):
     calls, module = [], encoder()
     module.register_forward_hook(lambda *_: calls.append(1))
-    chunked(module, 4, keep=keep)(torch.randn(ROWS, 5)).std().backward()  # 6 micro-batches
+    chunked(module, 4, keep=keep, verify=False)(torch.randn(ROWS, 5)).std().backward()  # 6 micro-batches
     assert len(calls) == passes
 
 
@@ -362,7 +362,7 @@ def test_without_gradients_it_runs_each_micro_batch_once(mode):
     calls = []
     module = encoder()
     module.register_forward_hook(lambda *_: calls.append(1))
-    small, x = chunked(module, 4), torch.randn(ROWS, 5)
+    small, x = chunked(module, 4, verify=False), torch.randn(ROWS, 5)
     expected = module(x)
     calls.clear()
     if mode == "eval":
@@ -417,7 +417,7 @@ def test_backward_after_autocast_recomputes_under_autocast():
     module, x, seen = encoder(), torch.randn(ROWS, 5), []
     module[0].register_forward_hook(lambda m, a, out: seen.append(out.dtype))
     with torch.autocast("cpu", torch.bfloat16):
-        loss = chunked(module, 4)(x).float().std()
+        loss = chunked(module, 4, verify=False)(x).float().std()
     loss.backward()
     assert len(seen) == 12
     assert set(seen) == {torch.bfloat16}

@@ -1,8 +1,10 @@
 """What `chunked` can't do, it says: at once, and by name."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
 from gradaccum.torch import chunked
@@ -143,6 +145,8 @@ def test_looking_across_rows_outside_the_layers_is_found_too():
         chunked(Calls(lambda w, x: (x - x.mean(0)) * w), 8).verify(torch.randn(50, 3))
 
 
-def test_what_draws_random_numbers_cannot_be_verified():
-    with pytest.raises(ValueError, match="draws random numbers"):
-        chunked(Calls(lambda w, x: x * w * torch.rand_like(x)), 8).verify(torch.randn(50, 3))
+def test_random_numbers_that_follow_their_rows_are_verified_and_others_cannot_be():
+    chunked(Calls(lambda w, x: F.dropout(x * w * torch.rand_like(x), 0.3)), 8).verify(torch.randn(50, 3))
+    small = chunked(Calls(lambda w, x: x * w * torch.from_numpy(np.random.rand(*x.shape)).float()), 8)  # noqa: NPY002
+    with pytest.raises(ValueError, match="draws random numbers of NumPy's, which can't be given to their rows"):
+        small.verify(torch.randn(50, 3))

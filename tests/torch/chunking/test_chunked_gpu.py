@@ -35,7 +35,7 @@ def test_float16_autocast_is_the_same_in_both_passes():
     module, x, seen = nn.Linear(5, 3).cuda(), torch.randn(ROWS, 5, device="cuda"), []
     module.register_forward_hook(lambda m, args, out: seen.append(out.dtype))
     with torch.autocast("cuda", torch.float16):
-        loss = chunked(module, 4)(x).float().std()
+        loss = chunked(module, 4, verify=False)(x).float().std()
     loss.backward()
     assert len(seen) == 12
     assert set(seen) == {torch.float16}

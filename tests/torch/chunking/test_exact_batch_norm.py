@@ -106,7 +106,7 @@ def cross_entropy(outputs):
 def test_a_residual_network_is_the_large_batchs(size, offload):
     torch.manual_seed(1)
     x = torch.randn(ROWS, 3, 32, 32, requires_grad=True)
-    assert_exact(ResNet18(), cross_entropy, x, size=size, offload=offload)
+    assert_exact(ResNet18(), cross_entropy, x, size=size, offload=offload, verify=size == 8 and not offload)
 
 
 @pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.Adam(p, 1e-3)])
@@ -115,7 +115,7 @@ def test_updates_of_a_residual_network_are_the_large_batchs(make):
     torch.manual_seed(1)
     whole = ResNet18(width=2)
     small = copy.deepcopy(whole)
-    chunks = chunked(small, 6, batch_norm="exact")
+    chunks = chunked(small, 6, batch_norm="exact", verify=False)
     torch_updates(whole, make(whole.parameters()), batches, lambda model, x: cross_entropy(model(x)))
     torch_updates(small, make(small.parameters()), batches, lambda model, x: cross_entropy(chunks(x)))
     assert relative_error(small.parameters(), whole.parameters()) <= EXACT

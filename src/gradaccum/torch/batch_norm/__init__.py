@@ -1,6 +1,14 @@
 """What is done about BatchNorm."""
 
-from gradaccum.torch.batch_norm.layers import batch_norms, frozen, ranks_of, summed_over_ranks, warn_of_batch_norm
+from gradaccum.torch.batch_norm.layers import (
+    batch_norms,
+    check_plain,
+    frozen,
+    ranks_of,
+    summed_over_ranks,
+    warn_of_batch_norm,
+    warn_of_functional_batch_norm,
+)
 from gradaccum.torch.batch_norm.policy import BatchNormChoice, BatchNormPolicy, checked_batch_norm
 from gradaccum.torch.batch_norm.statistics import Pool, PooledStatistics, move_running_statistics
 
@@ -10,10 +18,12 @@ __all__ = [
     "Pool",
     "PooledStatistics",
     "batch_norms",
+    "check_plain",
     "checked_batch_norm",
     "frozen",
     "move_running_statistics",
     "ranks_of",
     "summed_over_ranks",
     "warn_of_batch_norm",
+    "warn_of_functional_batch_norm",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import gradaccum
 
-__all__ = ["batch_norms", "frozen", "ranks_of", "summed_over_ranks", "warn_of_batch_norm"]
+__all__ = [
+    "batch_norms",
+    "check_plain",
+    "frozen",
+    "ranks_of",
+    "summed_over_ranks",
+    "warn_of_batch_norm",
+    "warn_of_functional_batch_norm",
+]
 
 
 def batch_norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
@@ -34,6 +42,19 @@ def batch_norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
     ]
 
 
+def check_plain(module: nn.Module) -> None:
+    """Raise a ValueError if a BatchNorm layer does more than normalise: it has hooks or parametrizations."""
+    for path, layer in batch_norms(module):
+        hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
+        if hooks or "parametrizations" in layer._modules:
+            what = "hooks" if hooks else "parametrizations"
+            raise ValueError(
+                f'{path or "The module"!r} ({type(layer).__name__}) has {what}, which batch_norm="exact" would leave '
+                f"out, as it normalises in the layer's place. Received: {what} on a BatchNorm layer; put them on a "
+                "layer before or behind it."
+            )
+
+
 def described(layers: list[tuple[str, _BatchNorm]], most: int = 8) -> str:
     """Paths and kinds, for a message."""
     named = ", ".join(f"{path or 'the module'!r} ({type(layer).__name__})" for path, layer in layers[:most])
@@ -49,12 +70,27 @@ def warn_of_batch_norm(module: nn.Module, remedy: str) -> bool:
     """
     layers = batch_norms(module)
     if layers:
-        warnings.warn(
-            "BatchNorm normalises each micro-batch by itself, so the update is not the large batch's: "
-            f"{described(layers)}. {remedy}",
-            stacklevel=_level_of_the_user(),
-        )
+        _warn(described(layers), remedy)
     return bool(layers)
+
+
+def warn_of_functional_batch_norm(module: nn.Module, paths: Sequence[str], remedy: str) -> None:
+    """Name the modules that call `torch.nn.functional.batch_norm` in a warning.
+
+    Args:
+        module: What they are in.
+        paths: Where.
+        remedy: What the user can do about it, a sentence.
+    """
+    named = ", ".join(f"{path or 'the module'!r} ({type(module.get_submodule(path)).__name__})" for path in paths)
+    _warn(f"torch.nn.functional.batch_norm, called by {named}", remedy)
+
+
+def _warn(what: str, remedy: str) -> None:
+    warnings.warn(
+        f"BatchNorm normalises each micro-batch by itself, so the update is not the large batch's: {what}. {remedy}",
+        stacklevel=_level_of_the_user(),
+    )
 
 
 def _level_of_the_user() -> int:

@@ -7,9 +7,9 @@ second pass     backward recomputes micro-batch by micro-batch, given the gradie
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -17,16 +17,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradaccum.on_torch.batch import BatchDims, number_of_rows, take
+from gradaccum.errors import NotEquivalentError
+from gradaccum.on_torch.batch import BatchDims, number_of_rows
 from gradaccum.schedule import checked_count
 from gradaccum.sizes import even_sizes
-from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms, frozen, ranks_of
+from gradaccum.torch.batch_norm import (
+    BatchNormChoice,
+    BatchNormPolicy,
+    batch_norms,
+    check_plain,
+    ranks_of,
+    warn_of_functional_batch_norm,
+)
 from gradaccum.torch.chunking.exact_batch_norm import ExactCall
-from gradaccum.torch.chunking.row_independence import verify_row_independence
+from gradaccum.torch.chunking.proof import Findings, prove, proving
+from gradaccum.torch.chunking.recompute import parametrizations_computed
 from gradaccum.torch.chunking.trees import Inputs, tensors_of
 from gradaccum.torch.chunking.two_passes import Call
 
 __all__ = ["Chunked", "chunked"]
+
+logger = logging.getLogger("gradaccum")
 
 
 class Chunked(nn.Module):
@@ -51,9 +62,14 @@ class Chunked(nn.Module):
             pass, `"micro"` once per micro-batch, `"frozen"` never; `"exact"` normalises with the large batch's
             statistics.
         offload: With `batch_norm="exact"`: keep what crosses the BatchNorm layers in host memory.
+        verify: Prove at the first call that needs gradients, once in training and once in eval mode, that a few of its
+            rows have the same outputs and gradients in micro-batches as at once. BatchNorm that isn't exact is left
+            out; what can't be evaluated is said.
 
     Raises:
         TypeError, ValueError: An argument is none of what it must be.
+        NotEquivalentError: At the first call, from `verify`: the message names what looks across rows, or what leaves
+            the module besides its outputs.
 
     Example:
         >>> encoder = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -65,6 +81,8 @@ class Chunked(nn.Module):
     """
 
     module: nn.Module
+    _unproven: frozenset[bool] = frozenset()
+    """The modes, training or not, in which no call has proven itself."""
 
     def __init__(
         self,
@@ -76,6 +94,7 @@ class Chunked(nn.Module):
         out_dims: BatchDims | None = None,
         batch_norm: BatchNormChoice = "warn",
         offload: bool = False,
+        verify: bool = True,
     ) -> None:
         policy = BatchNormPolicy(
             batch_norm,
@@ -102,6 +121,7 @@ class Chunked(nn.Module):
         self.micro_batch_size = checked_count(micro_batch_size, "micro_batch_size")
         self.keep, self.offload = checked_count(keep, "keep", least=0), offload
         self.batch_dims = batch_dims
+        self._unproven = frozenset([True, False] if verify else [])
         self.out_dims = out_dims if out_dims is not None else batch_dims if isinstance(batch_dims, int) else 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -110,40 +130,98 @@ class Chunked(nn.Module):
         return self._forward(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if proving():  # inside of another one, which looks at a few rows
+            return self.module(*args, **kwargs)
         inputs = Inputs(args, kwargs)
         dims = self._dims_of(inputs)
         sizes = even_sizes(number_of_rows(inputs, dims), self.micro_batch_size)
         _check_not_sharded_inside(self.module)
         is_exact = self.policy.choice == "exact" and bool(batch_norms(self.module))
+        if is_exact:
+            check_plain(self.module)
         # A SyncBatchNorm's ranks exchange statistics in one way, also where one of them has a single micro-batch.
         spans_ranks = is_exact and any(ranks_of(layer) > 1 for _, layer in batch_norms(self.module))
         if len(sizes) <= 1 and not spans_ranks:
             with self.policy.recomputation():
                 return self.module(*args, **kwargs)
-        kind = functools.partial(ExactCall, offload=self.offload) if is_exact else Call
-        call = kind(self.module, self.policy, inputs, dims, self.out_dims, sizes)
+        call = self._call(is_exact, self.module, inputs, dims, sizes, self.policy)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in call.state.parameters):
             raise ValueError("`module` has lazy parameters without a shape yet: call it on a few rows first.")
         tensors = tensors_of(inputs)
         differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (*call.state.parameters, *tensors))
-        with self.policy.window():
+        if differentiated and self.training in self._unproven and not spans_ranks:
+            self._prove(inputs, dims, is_exact)
+            call.first_outputs = {}
+        with self.policy.window(), parametrizations_computed():
             return call.run(tensors, self.keep, differentiated=differentiated)
 
+    def _call(
+        self,
+        is_exact: bool,
+        module: nn.Module,
+        inputs: Inputs,
+        dims: BatchDims,
+        sizes: list[int],
+        policy: BatchNormPolicy,
+    ) -> Call:
+        kind = functools.partial(ExactCall, offload=self.offload) if is_exact else Call
+        return kind(module, policy, inputs, dims, self.out_dims, sizes)
+
+    def _prove(self, inputs: Inputs, dims: BatchDims, is_exact: bool) -> None:
+        """The first call in this mode: prove it, or say why it can't be proven."""
+        name = type(self.module).__name__
+        try:
+            found = self._findings(inputs, dims, is_exact, batch_norm=self.policy.choice == "exact")
+        except NotEquivalentError as error:
+            raise NotEquivalentError(
+                f"{error}\nFound on a few rows, before the call was made. verify=False leaves this proof out."
+            ) from None
+        except Exception as error:
+            logger.warning(
+                "Whether a chunked %s gives the outputs and gradients of all rows at once could not be proven: a few "
+                "of these rows can't be evaluated so (%s: %s).",
+                name,
+                type(error).__name__,
+                str(error).strip().partition("\n")[0],
+            )
+        else:
+            if found.functional and self.policy.choice in ("pooled", "frozen"):
+                raise NotEquivalentError(
+                    f"batch_norm={self.policy.choice!r} has no hold of torch.nn.functional.batch_norm, which is called "
+                    f"in {', '.join(map(repr, found.functional))} of a chunked {name}. Use nn.BatchNorm or GroupNorm."
+                )
+            if found.functional and self.policy.choice == "warn":
+                warn_of_functional_batch_norm(self.module, found.functional, "Use GroupNorm there.")
+            for remark in found.remarks:
+                logger.warning(remark)
+        self._unproven -= {self.training}
+
+    def _findings(self, inputs: Inputs, dims: BatchDims, is_exact: bool, *, batch_norm: bool) -> Findings:
+        choice = "exact" if is_exact else "micro"
+
+        def call_of(module: nn.Module, few: Inputs, sizes: list[int]) -> Call:
+            call = self._call(is_exact, module, few, self._dims_of(few), sizes, BatchNormPolicy(choice, module))
+            call.first_outputs = {}
+            return call
+
+        return prove(self.module, call_of, inputs, dims, exact=is_exact, batch_norm=batch_norm)
+
     def verify(self, *args: Any, **kwargs: Any) -> None:
-        """Check on these inputs' first rows that the module is per row, by comparing two chunkings of them.
+        """Prove with these inputs that micro-batches give the outputs and gradients of a few of their rows at once.
 
         Raises:
-            NotEquivalentError: It isn't; the message names the first layer whose outputs depend on other rows.
+            NotEquivalentError: They don't; the message names the first layer whose outputs depend on other rows, or
+                what leaves the module besides its outputs.
+            ValueError: It can't be told; the message says why.
 
         Example:
             >>> chunked(nn.Linear(4, 2), 32).verify(torch.randn(256, 4))
         """
         inputs = Inputs(args, kwargs)
         dims = self._dims_of(inputs)
-        rows = min(number_of_rows(inputs, dims), max(self.micro_batch_size, 2))
-        per_row = frozen(self.module) if self.policy.choice in ("exact", "frozen") else contextlib.nullcontext()
-        with per_row:
-            verify_row_independence(self.module, lambda part: take(inputs, part, dims), rows, self.out_dims)
+        is_exact = self.policy.choice == "exact" and bool(batch_norms(self.module))
+        for remark in self._findings(inputs, dims, is_exact, batch_norm=self.policy.choice != "frozen").remarks:
+            logger.warning(remark)
 
     def _dims_of(self, inputs: Inputs) -> BatchDims:
         """`batch_dims` as a prefix of `Inputs`."""

@@ -178,6 +178,7 @@ class ExactCall(Call):
                 if segment.boundary is None:
                     outputs.append(self.segmented.returned(values))
                     self._check_rows(outputs[-1], index)
+                    self.note_first(outputs[-1], index)
                 del values
             buffers.move()
             self.stored.update(made)
@@ -298,7 +299,9 @@ class Backward:
             roots: list[Tensor] = []
             given: list[Tensor] = []
             if segment.boundary is None:
-                roots, given = backward_roots(call.segmented.returned(values), grads)
+                outputs = call.segmented.returned(values)
+                call.compare_second(outputs, index)
+                roots, given = backward_roots(outputs, grads)
             for node in segment.stores:
                 if node in self.gradients:
                     for tensor, gradient in zip(tensors_of(values[node]), self.gradients[node][index], strict=True):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradaccum.torch.chunking.trees import tensors_of
 
-__all__ = ["GradientSums", "backward_roots"]
+__all__ = ["GradientSums", "backward_roots", "gradient_leaf"]
 
 
 class GradientSums:
@@ -32,7 +32,7 @@ class GradientSums:
     ) -> None:
         count = len(trained)
         self.inputs, self._needed, self._dims = tensors[count:], needed[count:], dims
-        self.parameters = {id(p): _leaf(saved) for p, saved in zip(trained, tensors)}
+        self.parameters = {id(p): gradient_leaf(saved) for p, saved in zip(trained, tensors)}
         """The leaves, by `id` of the parameter."""
         for leaf, is_needed in zip(self.parameters.values(), needed[:count], strict=True):
             leaf.requires_grad_(is_needed)
@@ -86,7 +86,7 @@ def backward_roots(outputs: Any, grads: Sequence[Tensor | None]) -> tuple[list[T
     return [leaf for leaf, _ in both], [grad for _, grad in both]
 
 
-def _leaf(parameter: Tensor) -> Tensor:
+def gradient_leaf(parameter: Tensor) -> Tensor:
     """A leaf that shares the parameter's values and has a `.grad` of its own.
 
     What is summed there reaches no hook of the parameter. Half-precision gradients are summed in float32.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradaccum.on_torch.random_state import RandomState, is_generator
 
-__all__ = ["Buffers", "Conditions", "ModuleState", "accelerators"]
+__all__ = ["Buffers", "Conditions", "ModuleState", "accelerators", "parametrizations_computed"]
 
 
 _NO_CONTEXT = contextlib.nullcontext()
@@ -108,26 +108,36 @@ class ModuleState:
                 )
             if parameter.requires_grad:  # unfrozen since
                 replacements[id(parameter)] = parameter.detach()
-        found: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        found = [(holder, dict(holder)) for holder, _ in (*self._held, *self._held_parameters)]
         try:
             for holder, then in self._held:
-                if len(holder) != len(then) or not all(map(is_, holder.values(), then.values())):
-                    _replace(holder, then, found)
-            if replacements:
-                for holder, then in self._held_parameters:
-                    new = {name: replacements.get(id(p), p) for name, p in then.items()}
-                    _replace(holder, new, found)
+                _set(holder, then)
+            for holder, then in self._held_parameters:
+                _set(holder, {name: replacements.get(id(p), p) for name, p in then.items()})
             yield
         finally:
-            for holder, now in reversed(found):
-                holder.clear()
-                holder.update(now)
+            for holder, now in found:
+                _set(holder, now)
 
 
-def _replace(holder: dict[Any, Any], new: dict[Any, Any], found: list[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:
-    found.append((holder, dict(holder)))
-    holder.clear()
-    holder.update(new)
+def _set(holder: dict[Any, Any], content: dict[Any, Any]) -> None:
+    if len(holder) != len(content) or not all(map(is_, holder.values(), content.values())):
+        holder.clear()
+        holder.update(content)
+
+
+@contextlib.contextmanager
+def parametrizations_computed() -> Iterator[None]:
+    """Inside of `parametrize.cached()`: weights are computed, as what a pass without a graph would cache has none."""
+    enabled = getattr(nn.utils.parametrize, "_cache_enabled", 0)
+    if not enabled:
+        yield
+        return
+    nn.utils.parametrize._cache_enabled = 0
+    try:
+        yield
+    finally:
+        nn.utils.parametrize._cache_enabled = enabled
 
 
 class Conditions:

@@ -16,13 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import BatchDims, concatenate, described, has_rows, leaves, take
 from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.random_state import RandomState, all_generators, kept
+from gradaccum.rounding import rounding
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.chunking.gradients import GradientSums, backward_roots
-from gradaccum.torch.chunking.recompute import Buffers, Conditions, ModuleState, accelerators
-from gradaccum.torch.chunking.trees import Inputs, with_tensors, without_tensors
+from gradaccum.torch.chunking.recompute import (
+    Buffers,
+    Conditions,
+    ModuleState,
+    accelerators,
+    parametrizations_computed,
+)
+from gradaccum.torch.chunking.trees import Inputs, tensors_of, with_tensors, without_tensors
+from gradaccum.torch.equivalence import relative_error
 
 __all__ = ["Call"]
 
@@ -65,6 +74,8 @@ class Call:
         """What each first pass started from, by what it ran."""
         self._next: Conditions | None = None
         """What the next first pass starts from, while that is to be remembered."""
+        self.first_outputs: dict[int, list[Tensor]] | None = None
+        """Of each micro-batch, for second passes to be compared with, where that is wanted: set to `{}`."""
         self.trained: list[Tensor] = []
         """The parameters that may get gradients."""
         self.output_skeleton: Any = None
@@ -142,7 +153,27 @@ class Call:
                     "run again on the same input. Its first operation may have inplace=True; or give it a clone."
                 )
         self._check_rows(outputs, index)
+        if self._next is not None:
+            self.note_first(outputs, index)
         return outputs
+
+    def note_first(self, outputs: Any, index: int) -> None:
+        """Keep a micro-batch's outputs, if second passes are to be compared with them."""
+        if self.first_outputs is not None:
+            self.first_outputs[index] = [tensor.detach() for tensor in tensors_of(outputs)]
+
+    def compare_second(self, outputs: Any, index: int) -> None:
+        """Raise a NotEquivalentError if a micro-batch's second pass gives other outputs than its first."""
+        expected = self.first_outputs.pop(index, None) if self.first_outputs is not None else None
+        for first, second in zip(expected or [], tensors_of(outputs)):
+            error = relative_error(second.detach(), first)
+            if error > rounding(str(first.dtype), first.device.type):
+                raise NotEquivalentError(
+                    f"{type(self.module).__name__} gives other outputs when backward runs it again on the same inputs "
+                    f"(relative error {error:.3g}), so its gradients would be those of something else. Does it draw "
+                    "from a generator that is not an attribute of a module, or depend on a global that moves? Make the "
+                    "generator an attribute, and the global an input or a buffer."
+                )
 
     def second_pass(self, inputs: Inputs, index: int) -> Any:
         """The outputs of one micro-batch again, inside `recomputation`."""
@@ -157,7 +188,7 @@ class Call:
             replacements: Tensors in place of parameters, by `id` of the parameter.
         """
         moved = {generator for conditions in self.conditions.values() for generator in conditions.random.states}
-        with self.state.restored(replacements), kept(moved):
+        with self.state.restored(replacements), parametrizations_computed(), kept(moved):
             yield
 
     def second_passes(
@@ -284,6 +315,7 @@ def _summed(
         for index in indices:
             values = sums.leaves_of(pieces[index])
             outputs = call.second_pass(call.inputs_of(values, index), index)
+            call.compare_second(outputs, index)
             roots, given = backward_roots(outputs, pieces_of_grads[index])
             if roots:
                 run_backward(roots, given)

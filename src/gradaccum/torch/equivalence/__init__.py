@@ -3,5 +3,6 @@
 from gradaccum.torch.equivalence.certificate import certify
 from gradaccum.torch.equivalence.outcome import left_as_found, relative_error
 from gradaccum.torch.equivalence.proof import Proof
+from gradaccum.torch.equivalence.row_randomness import Replay
 
-__all__ = ["Proof", "certify", "left_as_found", "relative_error"]
+__all__ = ["Proof", "Replay", "certify", "left_as_found", "relative_error"]

@@ -37,6 +37,7 @@ class WholeBatch:
             batch_dims=_of_the_model(batch_dims, takes_inputs),
             batch_norm="exact",
             offload=offload,
+            verify=False,
         )
 
     @property

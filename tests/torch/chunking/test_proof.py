@@ -1,0 +1,258 @@
+"""The first call proves itself: what isn't the large batch's is an error, or is said, by name."""
+
+import copy
+import logging
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gradaccum import NotEquivalentError
+from gradaccum.torch import chunked
+from tests.reference import FLOAT64, relative_error
+
+ROWS, SIZE = 11, 4
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    torch.set_default_dtype(torch.float64)  # which conftest sets back
+
+
+def encoder():
+    return nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.3), nn.Sequential(nn.Tanh(), nn.Linear(6, 3)))
+
+
+class Does(nn.Module):
+    """A function between two layers, with what a module may keep for itself."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.before, self.after, self.function = nn.Linear(5, 6), nn.Linear(6, 3), function
+        self.kept, self.calls, self.last = [], 0, None
+        self.register_buffer("moving", torch.zeros(6))
+
+    def forward(self, x):
+        return self.after(self.function(self, self.before(x).tanh()))
+
+
+def loss_of(outputs):
+    return outputs.logsumexp((0, 1)) + outputs.std()
+
+
+ACROSS_ROWS = {
+    "centred": lambda m, h: h - h.mean(0),
+    "softmax": lambda m, h: h.softmax(0),
+    "the first row": lambda m, h: h + h[0],
+    "the number of rows": lambda m, h: h * h.shape[0],
+    "cumsum": lambda m, h: h.cumsum(0),
+    "roll": lambda m, h: h + h.roll(1, 0),
+    "normalised": lambda m, h: F.normalize(h, dim=0),
+    "similarities": lambda m, h: h + (h @ h.T).softmax(1) @ h,
+    "the largest": lambda m, h: h / h.abs().amax(),
+    "no gradient of the others": lambda m, h: h - h.detach().mean(0),
+    "a gradient across rows": lambda m, h: h + (h.mean(0) - h.detach().mean(0)),
+}
+
+
+@pytest.mark.parametrize("name", ACROSS_ROWS)
+def test_what_looks_across_rows_is_an_error_at_the_first_call(name):
+    module = Does(ACROSS_ROWS[name])
+    with pytest.raises(NotEquivalentError, match=r"(?s)Does is not per-row.*verify=False leaves this proof out"):
+        chunked(module, SIZE)(torch.randn(ROWS, 5))
+
+
+def test_the_layer_that_looks_across_rows_is_named():
+    class Centres(nn.Module):
+        def forward(self, h):
+            return h - h.mean(0)
+
+    module = nn.Sequential(nn.Linear(5, 6), nn.Sequential(nn.Tanh(), Centres()), nn.Linear(6, 3))
+    with pytest.raises(NotEquivalentError, match=r"(?s)gradient of 2.weight.*'1.1' is the first layer.*a Centres"):
+        chunked(module, SIZE)(torch.randn(ROWS, 5))
+
+
+def auxiliary_loss(module, h):
+    module.last = h.square().mean()
+    return h
+
+
+def auxiliary_losses(module, h):
+    module.kept.append(h.square().mean())
+    return h
+
+
+def in_a_dict(module, h):
+    module.last = {"losses": [h.square().mean()]}
+    return h
+
+
+SIDEWAYS = {"attribute": auxiliary_loss, "list": auxiliary_losses, "in containers": in_a_dict}
+
+
+@pytest.mark.parametrize("verify", ["the first call", "verify()"])
+@pytest.mark.parametrize("name", SIDEWAYS)
+def test_a_loss_that_leaves_by_the_side_is_an_error(name, verify):
+    module = Does(SIDEWAYS[name])
+    small, x = chunked(module, SIZE), torch.randn(ROWS, 5)
+    with pytest.raises(NotEquivalentError, match=r"Does keeps a tensor.*with a graph.*Return it from forward"):
+        small(x) if verify == "the first call" else small.verify(x)
+    assert (module.kept, module.last) == ([], None)
+
+
+@pytest.mark.parametrize("verify", ["the first call", "verify()"])
+def test_activations_caught_by_a_hook_are_an_error_that_names_the_layer(verify):
+    module, caught = encoder(), {}
+    module[2].register_forward_hook(lambda layer, args, output: caught.update(features=output))
+    small, x = chunked(module, SIZE), torch.randn(ROWS, 5)
+    with pytest.raises(NotEquivalentError, match=r"keeps a tensor of shape \(8, 3\).*made in '2(\.1)?' .*in a hook"):
+        small(x) if verify == "the first call" else small.verify(x)
+
+
+def test_attributes_and_buffers_that_micro_batches_leave_otherwise_are_said_once(caplog):
+    def moves(module, h):
+        module.calls += 1
+        module.last = h.detach().mean()
+        module.moving.copy_(torch.maximum(module.moving, h.detach().abs().amax(0)))
+        return h
+
+    small, x = chunked(Does(moves), SIZE), torch.randn(ROWS, 5)
+    with caplog.at_level(logging.WARNING):
+        loss_of(small(x)).backward()
+        loss_of(small(x)).backward()
+    buffers, attributes = (record.getMessage() for record in caplog.records)
+    assert "These buffers of a chunked Does move to the mean" in buffers
+    assert "'moving'" in buffers
+    assert "These attributes of a chunked Does are what its micro-batches make of them" in attributes
+    assert "'calls', 'last'" in attributes
+    assert small.calls == 2 * 3  # one for each micro-batch, none for what is run again
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        lambda m, h: F.dropout(h, 0.4) * torch.rand_like(h) + torch.randn(6),
+        lambda m, h: h * m.before.weight.sum(),
+        lambda m, h: setattr(m, "last", torch.arange(6.0)) or h + m.last,
+        lambda m, h: m.moving.copy_(m.moving * 0.9 + 0.1 * h.detach().mean(0)) is None or h,
+        lambda m, h: h * torch.from_numpy(np.ones(6)) if np.random.rand() >= 0 else h,  # noqa: NPY002
+        lambda m, h: torch.utils.checkpoint.checkpoint(torch.tanh, h, use_reentrant=False),
+    ],
+    ids=["noise", "parameters", "cached table", "moving average", "NumPy", "checkpoint"],
+)
+def test_what_is_exact_is_silent_and_moves_nothing(harmless, caplog):
+    module, x = Does(harmless), torch.randn(ROWS, 5)
+    small = chunked(module, SIZE)
+    state, numbers = copy.deepcopy(module.state_dict()), torch.get_rng_state()
+    with caplog.at_level(logging.WARNING), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        small.verify(x)
+    assert not caplog.records
+    assert torch.equal(numbers, torch.get_rng_state())
+    assert relative_error(module.state_dict().values(), state.values()) == 0
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_a_generator_out_of_sight_is_an_error_by_the_first_backward():
+    hidden, numbers = torch.Generator().manual_seed(0), np.random.default_rng(0)
+    draws = [lambda m, h: h * torch.rand(6, generator=hidden), lambda m, h: h * torch.from_numpy(numbers.random(6))]
+    for draw in draws:
+        with pytest.raises(NotEquivalentError, match="other outputs when backward runs it again.*generator"):
+            loss_of(chunked(Does(draw), SIZE)(torch.randn(ROWS, 5))).backward()
+
+
+def test_parametrizations_that_are_cached_keep_their_gradients(caplog):
+    whole, x = nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)), torch.randn(ROWS, 5)
+    module = copy.deepcopy(whole)
+    small = chunked(module, SIZE)
+    for _ in range(2):
+        for m in (whole, small):
+            with nn.utils.parametrize.cached():
+                loss_of(m(x)).backward()
+    names = dict(whole.named_parameters())
+    pairs = zip(*[(module.get_parameter(name).grad, p.grad) for name, p in names.items()], strict=True)
+    assert relative_error(*pairs) <= FLOAT64
+    assert not caplog.records
+
+
+def test_it_is_proven_once_in_each_mode_and_only_for_gradients():
+    calls, module = [], encoder()
+    module.register_forward_pre_hook(lambda *_: calls.append(1))
+    small, x = chunked(module, SIZE), torch.randn(ROWS, 5)
+    counts = []
+    for training, grad in [(True, False), (True, True), (True, True), (False, True), (False, True)]:
+        calls.clear()
+        small.train(training)
+        with torch.set_grad_enabled(grad):
+            small(x)
+        counts.append(len(calls))
+    plain, proven = 3, 3 + 1 + 2 + 2
+    assert counts == [plain, proven, plain, proven, plain]
+
+
+def test_what_cannot_be_evaluated_on_a_few_rows_is_said_and_no_error(caplog):
+    module, x = Does(lambda m, h: h.view(-1, SIZE, 6).flatten(0, 1)), torch.randn(3 * SIZE, 5)
+    small = chunked(module, SIZE)
+    with caplog.at_level(logging.WARNING):
+        loss_of(small(x)).backward()
+    (record,) = caplog.records
+    assert "Whether a chunked Does gives the outputs and gradients of all rows at once could not be proven" in (
+        record.getMessage()
+    )
+
+
+@pytest.mark.parametrize("choice", ["warn", "micro", "pooled", "frozen", "exact"])
+def test_batch_norm_without_a_module_is_named(choice):
+    module = Does(lambda m, h: F.batch_norm(h, None, None, training=True))
+    small, x = chunked(module, SIZE, batch_norm=choice), torch.randn(ROWS, 5)
+    if choice == "micro":
+        small(x)
+    elif choice == "warn":
+        with pytest.warns(UserWarning, match=r"torch.nn.functional.batch_norm, called by 'the module' \(Does\)"):
+            small(x)
+    else:
+        with pytest.raises(NotEquivalentError, match=r"torch.nn.functional.batch_norm.* called"):
+            small(x)
+
+
+class Powered(nn.BatchNorm1d):
+    """A formula of its own on top of BatchNorm's."""
+
+    def forward(self, x):
+        return super().forward(x) * x.std(0)
+
+
+def weird(kind):
+    bn = Powered(6) if kind == "subclass" else nn.BatchNorm1d(6)
+    if kind == "hook":
+        bn.register_forward_hook(lambda layer, args, output: output * 2)
+    elif kind == "pre-hook":
+        bn.register_forward_pre_hook(lambda layer, args: (args[0] * 2 + 1,))
+    elif kind == "parametrized":
+        nn.utils.parametrize.register_parametrization(bn, "weight", nn.Softplus())
+    return nn.Sequential(nn.Linear(5, 6), bn, nn.Tanh(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("kind", ["hook", "pre-hook", "parametrized", "subclass"])
+def test_a_batch_norm_with_something_of_its_own_is_an_error_that_names_it(kind):
+    module = weird(kind)
+    named = "test_proof.py" if kind == "subclass" else r"'1' \(.*BatchNorm1d\) has (hooks|parametrizations)"
+    with pytest.raises(ValueError, match=named):
+        chunked(module, SIZE, batch_norm="exact")(torch.randn(ROWS, 5))
+
+
+@pytest.mark.parametrize("name", ACROSS_ROWS)
+def test_code_behind_an_exact_batch_norm_that_looks_across_rows_is_an_error(name):
+    class Behind(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.bn, self.last = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.last(ACROSS_ROWS[name](self, self.bn(self.linear(x))))
+
+    with pytest.raises((NotEquivalentError, ValueError)):
+        chunked(Behind(), SIZE, batch_norm="exact")(torch.randn(ROWS, 5))
