@@ -147,7 +147,7 @@ def test_json_and_html_go_to_files(file, tmp_path):
         ("no_gradient", ["The loss has no gradient"]),
         ("no_copy", ["The model can't be copied", "_thread.lock"]),
         ("misspelt", ["unexpected keyword argument 'reductoin'"]),
-        ("absent", ["has no function 'absent'", "It has different, good,"]),
+        ("absent", ["has no function 'absent'", "It has Net, different, good,"]),
         ("no name", ["path/to/file.py:make"]),
     ],
 )
