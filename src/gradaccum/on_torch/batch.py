@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -155,48 +156,40 @@ class Batch:
     def __init__(self, tree: Any, batch_dims: BatchDims = 0, rows: int | None = None) -> None:
         self.tree = tree
         self.batch_dims = batch_dims
-        self._rows = rows
-        self._flat: bool | None = None
-        self._described: list[tuple[str, Any, int | None]] | None = None
+        if rows is not None:
+            self.rows = rows
 
-    @property
+    @functools.cached_property
     def flat(self) -> bool:
         """Whether it is a tuple of tensors with their rows in front: the usual batch, which takes no walk."""
-        if self._flat is None:
-            flat = type(self.tree) is tuple and type(self.batch_dims) is int and self.batch_dims == 0
-            self._flat = flat and all([type(leaf) is torch.Tensor and leaf.dim() > 0 for leaf in self.tree])
-        return self._flat
+        flat = type(self.tree) is tuple and type(self.batch_dims) is int and self.batch_dims == 0
+        return flat and all([type(leaf) is torch.Tensor and leaf.dim() > 0 for leaf in self.tree])
 
-    @property
+    @functools.cached_property
     def described(self) -> list[tuple[str, Any, int | None]]:
         """Every leaf: path, leaf, and the dimension that holds its rows, None where every micro-batch shares it."""
-        if self._described is None:
-            if self.flat:
-                self._described = [(f"[{index}]", leaf, 0) for index, leaf in enumerate(self.tree)]
-            else:
-                self._described = described(self.tree, self.batch_dims)
-        return self._described
+        if self.flat:
+            return [(f"[{index}]", leaf, 0) for index, leaf in enumerate(self.tree)]
+        return described(self.tree, self.batch_dims)
 
-    @property
+    @functools.cached_property
     def leaves(self) -> list[tuple[str, Any, int]]:
         """The leaves that carry rows: path, tensor, dimension."""
         return [(path, leaf, dim) for path, leaf, dim in self.described if dim is not None]
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         """The rows of the batch.
 
         Raises:
             ValueError: No leaf carries rows, or they disagree; the message lists every path and shape.
         """
-        if self._rows is None:
-            self._rows = _agreed_rows(self.tree, self.leaves)
-        return self._rows
+        return _agreed_rows(self.tree, self.leaves)
 
     def take(self, rows: slice | torch.Tensor) -> Batch:
         """The batch that holds these rows: views for a slice from start to stop, copies for a tensor of indices."""
         if isinstance(rows, slice):
-            taken = min(rows.stop, self.rows) - rows.start
+            taken = (rows.stop if rows.stop < self.rows else self.rows) - rows.start
             if self.flat:
                 return Batch(tuple([leaf[rows] for leaf in self.tree]), self.batch_dims, taken)
         else:
@@ -222,7 +215,9 @@ class Batch:
     def like(self, tree: Any) -> Batch:
         """This batch with another tree, of the same rows."""
         new = copy.copy(self)
-        new.tree, new._flat, new._described = tree, None, None
+        new.tree = tree
+        for found in ("flat", "described", "leaves"):
+            vars(new).pop(found, None)
         return new
 
 

@@ -46,10 +46,10 @@ class Kinds:
         first = structure not in self._structures
         self._suspected |= {key for key, (flag, event) in self._pending.items() if event.query() and bool(flag)}
         uneven = set()
-        for key, vary in _variations(batch):
-            if key in self._uneven:
+        for key, leaf, vary in _variations(batch):
+            if key in self._uneven or (key.startswith("ignored") and leaf.is_cpu and leaf.min() >= 0):
                 continue
-            if first or key in self._suspected or not _is_on_cuda(batch, key):
+            if first or key in self._suspected or not leaf.is_cuda:
                 if bool(_differs(vary())):
                     uneven.add(key)
             elif key not in self._pending or self._pending[key][1].query():
@@ -82,7 +82,7 @@ def telling_rows(batch: Batch, most: int) -> Tensor:
     if len(order) <= most:
         return order
     picked = torch.cat([order[: most // 2], order[-(most - most // 2) :]])
-    for place, (_, vary) in enumerate(_variations(batch)):
+    for place, (_, _, vary) in enumerate(_variations(batch)):
         values = vary().cpu()
         others = (values != values[picked[0]]).nonzero().flatten()
         if len(others) and not (values[picked] != values[picked[0]]).any():
@@ -90,19 +90,19 @@ def telling_rows(batch: Batch, most: int) -> Tensor:
     return picked[scores[picked].argsort(stable=True)]
 
 
-def _variations(batch: Batch) -> Iterator[tuple[str, Any]]:
-    """What may differ among rows: a name, and a function that returns a number for each row."""
+def _variations(batch: Batch) -> Iterator[tuple[str, Tensor, Any]]:
+    """What may differ among rows: a name, the tensor, and a function that returns a number for each row."""
     for path, leaf, dim in batch.leaves:
         if not isinstance(leaf, Tensor) or leaf.is_nested or leaf.layout is not torch.strided or not leaf.numel():
             continue
         named = "mask" in path or "weight" in path
         whole = not leaf.is_floating_point() and not leaf.is_complex()
         if whole and leaf.dtype not in (torch.bool, torch.uint8):
-            yield f"ignored {path}", lambda leaf=leaf, dim=dim: _sums(leaf < 0, dim)
+            yield f"ignored {path}", leaf, lambda leaf=leaf, dim=dim: _sums(leaf < 0, dim)
         if (named and leaf.dim() <= 2) or (leaf.is_floating_point() and leaf.dim() == 1):
-            yield f"sum {path}", lambda leaf=leaf, dim=dim: _sums(leaf, dim)
+            yield f"sum {path}", leaf, lambda leaf=leaf, dim=dim: _sums(leaf, dim)
         if named and leaf.dim() == 2:
-            yield f"left {path}", lambda leaf=leaf, dim=dim: leaf.detach().movedim(dim, 0)[:, 0] == 0
+            yield f"left {path}", leaf, lambda leaf=leaf, dim=dim: leaf.detach().movedim(dim, 0)[:, 0] == 0
 
 
 def _sums(leaf: Tensor, dim: int) -> Tensor:
@@ -112,11 +112,6 @@ def _sums(leaf: Tensor, dim: int) -> Tensor:
 
 def _differs(values: Tensor) -> Tensor:
     return (values != values[0]).any()
-
-
-def _is_on_cuda(batch: Batch, key: str) -> bool:
-    path = key.partition(" ")[2]
-    return any(leaf.is_cuda for where, leaf, _ in batch.leaves if where == path and isinstance(leaf, Tensor))
 
 
 def _read_later(flag: Tensor) -> tuple[Tensor, torch.cuda.Event]:

@@ -116,14 +116,20 @@ class Objective:
 
     def by_targets(self, batch: Batch) -> bool:
         """Whether the loss divides by a number that its targets say, so that sums of it are what adds up."""
+        if not self._by_targets:
+            return False
         targets = self._targets(batch)
         # Floating-point targets are class probabilities, over which the mean is one over rows.
-        return self._by_targets and (targets is None or not targets.is_floating_point())
+        return targets is None or not targets.is_floating_point()
 
     def _targets(self, batch: Batch) -> Tensor | None:
         """The targets of the loss, where the batch says them before the forward pass."""
-        targets = _unpacked(batch.tree[1]) if len(batch.tree) == 2 else ()
-        return targets[0] if len(targets) == 1 and isinstance(targets[0], Tensor) else None
+        if len(batch.tree) != 2:
+            return None
+        targets = batch.tree[1]
+        if type(targets) is tuple and len(targets) == 1:
+            targets = targets[0]
+        return targets if isinstance(targets, Tensor) else None
 
     def whole(self, batch: Batch) -> Tensor:
         """The large batch's loss in one forward pass, as the user's own loop has it."""

@@ -42,22 +42,18 @@ class Passes:
         self._update, self._batch_norm = update, batch_norm
         self._ranks, self._transaction = ranks, transaction
 
-    @property
-    def _measured(self) -> bool:
-        noise = self._update.noise
-        return noise is not None and noise.waiting
-
     def forward(self, piece: Piece) -> WeightedLoss:
         """The forward pass of a piece."""
-        micro_batch = self.take(piece)
+        micro_batch, noise = self.take(piece), self._update.noise
+        measured = noise is not None and noise.waiting
         if self._batch_norm.idle:
-            return self.window.forward(micro_batch, self._measured)
+            return self.window.forward(micro_batch, measured)
         with self._batch_norm.micro_batch():
-            return self.window.forward(micro_batch, self._measured)
+            return self.window.forward(micro_batch, measured)
 
     def backward(self, piece: Piece, weighted: WeightedLoss) -> None:
         """The backward pass of a piece, which counts from here on."""
-        loss, scaler = weighted.loss, self._update.scaler
+        loss, scaler, noise = weighted.loss, self._update.scaler, self._update.noise
         if loss is not None:
             self.window.backward(weighted, loss if scaler is None else scaler.scale(loss))
         elif self._ranks.in_step and weighted.weightless is not None:
@@ -65,7 +61,7 @@ class Passes:
         elif self._ranks.in_step:
             self.idle(self.take(piece))
         self.window.add(weighted)
-        if loss is not None and self._measured:
+        if noise is not None and noise.waiting and loss is not None:
             self._update.measure(self.window.multiple(weighted, piece.size), piece.size)
         if not self._batch_norm.idle:
             self._batch_norm.commit()
