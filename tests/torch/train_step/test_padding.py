@@ -141,6 +141,33 @@ def test_models_of_transformers_take_packed_batches(kind: str, side: str, first:
         assert step.left == ("keep" if first and kind == "gpt2" else "number")
 
 
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
+def test_padding_on_the_left_is_judged_where_it_comes_first(kind: str) -> None:
+    data = [(text(side, seed),) for seed, side in enumerate(["right", "right", "left", "left"])]
+    for batch, *_ in data[:1]:  # full rows
+        batch["attention_mask"].fill_(1)
+    count = valid if kind == "bert" else shifted
+    step = assert_same_for_transformers(tiny(kind), data, compute_loss=output_loss, weight=count, max_tokens=24)
+    assert step.left == {"bert": "number", "gpt2": "keep", "llama": "keep"}[kind]
+
+
+def test_padding_that_stays_on_the_left_counts_in_the_budget() -> None:
+    class Numbered(Attention):
+        """Knows the column of each token, and takes no `position_ids`."""
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            outputs: Tensor = super().forward(input_ids, attention_mask)
+            return outputs * torch.arange(1.0, 1.0 + input_ids.shape[1], dtype=torch.float64)[:, None]
+
+    model = Numbered()
+    data = [(text("left", seed),) for seed in range(2)]
+    step = assert_same_updates(model, data, token_mean, compute_loss=token_mean, weight=valid, max_tokens=2 * COLUMNS)
+    assert step.left == "keep"
+    model.tokens.clear()
+    step(*data[0])
+    assert max(model.tokens) <= 2 * COLUMNS
+
+
 def test_batch_encodings_are_split_and_packed() -> None:
     transformers = pytest.importorskip("transformers")
     batch = transformers.BatchEncoding({k: v for k, v in text("right").items() if k != "name"})

@@ -1,7 +1,6 @@
-"""What a loss divides by, how micro-batches add up to the large batch's, and whether they do."""
+"""What a loss divides by, and how micro-batches add up to the large batch's."""
 
 from gradaccum.torch.loss.accumulator import LossAccumulator, WeightedLoss
-from gradaccum.torch.loss.additivity import same_gradient, undisturbed, verify_additivity
 from gradaccum.torch.loss.divisors import Weight
 from gradaccum.torch.loss.objective import Objective
 from gradaccum.torch.loss.window_loss import WindowLoss
@@ -12,7 +11,4 @@ __all__ = [
     "Weight",
     "WeightedLoss",
     "WindowLoss",
-    "same_gradient",
-    "undisturbed",
-    "verify_additivity",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import logging
@@ -9,14 +10,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch, has_rows, leaves, map_leaves
+from gradaccum.on_torch.transaction import as_found
+from gradaccum.rounding import rounding
 from gradaccum.sizes import Piece
-from gradaccum.torch.loss import Objective, same_gradient, undisturbed
+from gradaccum.torch.loss import Objective
 
-__all__ = ["Left", "extents", "packed_rows", "trimmed", "verified_left"]
+__all__ = ["Left", "extents", "judged_left", "packed_rows", "trimmed"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -119,33 +122,33 @@ def packed_rows(batch: Batch, piece: Piece, left: Left) -> Batch:
     return batch.like(columns).take(torch.tensor(piece.rows))
 
 
-def verified_left(objective: Objective, batch: Batch, piece: Piece) -> Left:
-    """How padding on the left can be cut off, found out on a few rows in evaluation mode.
+def judged_left(objective: Objective, batch: Batch, piece: Piece) -> Left:
+    """How padding on the left can be cut off, found out on a few rows of a piece in evaluation mode.
 
     A model that numbers its columns from 0 sees other positions once some on the left are gone: it is told them in
-    `position_ids`, if it takes them; else the left side stays.
+    `position_ids`, if it takes them; else the left side stays. It stays where that can't be found out, too.
 
     Raises:
-        NotEquivalentError: Cutting off the right side changes the loss: something counts there.
+        NotEquivalentError: Cutting off the right side changes the gradient: something counts there.
     """
     assert isinstance(piece.rows, list)
     assert piece.columns is not None
     start, stop = piece.columns
-    rows = torch.tensor(piece.rows[:ROWS])
-    few = batch.take(rows)
+    few = batch.take(torch.tensor(piece.rows[:ROWS]))
     ways: list[Left] = ["cut", "number", "keep"] if start > 0 else ["keep"]
-    with undisturbed(objective):
+    with _undisturbed(objective):
         try:
+            expected, again = (_gradient(objective, few) for _ in range(2))
+            if _differ(objective, expected, again):  # random numbers, or NaN
+                return "keep"
             for way in ways:
                 if way == "number" and not can_take_positions(few.tree, objective.model):
                     continue
-                same = same_gradient(objective, few, packed_rows(batch, piece._replace(rows=piece.rows[:ROWS]), way))
-                if same is None:
-                    return "cut"
-                if same:
+                cut = packed_rows(batch, piece._replace(rows=piece.rows[:ROWS]), way)
+                if not _differ(objective, expected, _gradient(objective, cut)):
                     if way == "keep" and start > 0:
-                        logger.info("max_tokens: padding on the left is not cut off, for it changes this loss.")
-                    return way if start > 0 else "cut"
+                        logger.info("max_tokens: padding on the left is not cut off, for it changes this gradient.")
+                    return way
         except Exception as error:
             logger.debug("The loss could not be evaluated on trimmed rows: %s", error)
             return "keep"
@@ -155,6 +158,40 @@ def verified_left(objective: Objective, batch: Batch, piece: Piece) -> Left:
         "leave them out by the attention mask. Or the model looks at them in spite of the mask. Leave out "
         "`max_tokens`, or fix that."
     )
+
+
+def _gradient(objective: Objective, batch: Batch) -> list[Tensor | None]:
+    loss = objective.whole(batch)
+    parameters = [p for p in objective.model.parameters() if p.requires_grad]
+    return list(torch.autograd.grad(loss, parameters, allow_unused=True))
+
+
+def _differ(objective: Objective, expected: list[Tensor | None], actual: list[Tensor | None]) -> bool:
+    """Whether two gradients differ by more than rounding, or are not finite."""
+    zero = torch.zeros(())
+    pairs = [(zero if a is None else a, zero if b is None else b) for a, b in zip(expected, actual, strict=True)]
+    largest = max(float(a.abs().max()) for a, _ in pairs)
+    narrowest = min((a.dtype for a, _ in pairs), key=lambda dtype: torch.finfo(dtype).bits)
+    tolerance = rounding(str(objective.autocast or narrowest), objective.device.type)
+    return not max(float((a - b).abs().max()) for a, b in pairs) <= tolerance * largest
+
+
+@contextlib.contextmanager
+def _undisturbed(objective: Objective) -> Iterator[None]:
+    """Evaluation mode, eager; everything as before afterwards."""
+    modules = [
+        m for root in (objective.model, objective.loss_fn) if isinstance(root, nn.Module) for m in root.modules()
+    ]
+    modes = [(module, module.training) for module in modules]
+    try:
+        for module in modules:
+            module.training = False
+        found = as_found(modules, objective.device)
+        with found, torch.compiler.set_stance("force_eager"), torch.enable_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def can_take_positions(batch: Any, model: Any) -> bool:

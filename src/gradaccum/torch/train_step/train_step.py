@@ -30,7 +30,7 @@ from gradaccum.torch.equivalence import Proof
 from gradaccum.torch.loss import LossAccumulator, Objective
 from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch
 from gradaccum.torch.train_step.global_batch import GlobalBatch
-from gradaccum.torch.train_step.padding import Left, extents, packed_rows, verified_left
+from gradaccum.torch.train_step.padding import Left, extents, judged_left, packed_rows
 from gradaccum.torch.train_step.passes import Passes
 from gradaccum.torch.train_step.update import Update
 
@@ -152,9 +152,9 @@ class TrainStep:
         if self._whole is not None and self.budget is not None:
             raise ValueError('batch_norm="exact" needs the whole batch as it is padded. Leave out `max_tokens`.')
         self.left: Left = "cut"
+        self._judged: set[bool] = set() if verify else {False, True}
         self.updates = 0
         """Updates made so far."""
-        self._verify = verify
         # By hand: a backward pass that runs out of memory halfway through a reduction could not be taken back.
         self.ranks = detect_ranks(
             model,
@@ -168,6 +168,12 @@ class TrainStep:
             raise ValueError(
                 "With a sharded model sizes and padding cannot be tried out: other ranks would wait in these passes. "
                 f"Received: micro_batch_size={micro_batch_size!r}, max_tokens={max_tokens!r}. Give a number of rows."
+            )
+        self._verify = verify and not self._spans_ranks()
+        if verify and not self._verify:
+            logger.warning(
+                "Whether micro-batches make the large batch's update is not proven here: in this model the ranks wait "
+                "for each other in every pass. Prove it on one process, with gradaccum.torch.check_equivalence."
             )
         self.joint = GlobalBatch(self.ranks, self.update.sums)
         self.update.sums.attach(self.ranks.pending)
@@ -224,10 +230,9 @@ class TrainStep:
         if not self._checked:
             check_detected(self.model, self.update.parameters(), self.ranks, steps=1)
             self._checked = True
-        # Sharded models cannot run passes that other ranks leave out.
-        if self._verify and not self.ranks.in_step and self._proof.due(batch):
+        if self._verify and self._proof.due(batch):
             if self.budget is not None:
-                self.left = verified_left(self.objective, batch, Tokens(self.budget, extents(batch.tree)).pieces[-1])
+                self._plan(batch, None)  # which judges the padding
             self._proof.run(batch)
         self._transaction.open()
         try:
@@ -342,15 +347,29 @@ class TrainStep:
         raise StartOver
 
     def _plan(self, batch: Batch, sizes: Sequence[int] | None) -> Rows | Tokens:
-        if self.budget is not None and (sizes is None or len(sizes) > 1):
-            return Tokens(self.budget, extents(batch.tree), sizes)
-        return Rows(self.sizers.of(batch.leaves), batch.rows) if sizes is None else GivenSizes(sizes)
+        if self.budget is None or (sizes is not None and len(sizes) == 1):
+            return Rows(self.sizers.of(batch.leaves), batch.rows) if sizes is None else GivenSizes(sizes)
+        found = extents(batch.tree)
+        plan = Tokens(self.budget, found, sizes)
+        # Batches that are padded on the left may come first after many that are not.
+        piece = next((piece for piece in plan.pieces if piece.columns and piece.columns[0] > 0), None)
+        if batch.rows and (padded := piece is not None) not in self._judged:
+            self.left = judged_left(self._proof.objective, batch, piece or plan.pieces[-1])
+            self._judged.add(padded)
+        if self.left == "keep" and piece is not None:
+            plan = Tokens(self.budget, [(0, stop) for _, stop in found], sizes)
+        return plan
 
     def _take(self, batch: Batch, piece: Piece) -> Batch:
         """The micro-batch of a piece."""
         if isinstance(piece.rows, slice):
             return batch.take(piece.rows)
         return packed_rows(batch, piece, self.left)
+
+    def _spans_ranks(self) -> bool:
+        """Whether a forward pass of one rank needs the others."""
+        layers = any(isinstance(module, nn.SyncBatchNorm) for module in self.model.modules())
+        return self.ranks.in_step or (self.ranks.several and self._whole is not None and layers)
 
     def _modules(self) -> list[nn.Module]:
         loss_fn = self.objective.loss_fn
