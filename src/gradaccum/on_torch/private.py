@@ -29,6 +29,7 @@ __all__ = [
     "finish_sharded_backward",
     "mark_ready",
     "missing",
+    "own_sharded_groups",
     "prepare_next_forward",
     "run_backward",
     "sharded_groups",
@@ -244,6 +245,7 @@ class ShardedGroup:
 
     def __init__(self, group: Any) -> None:
         self._group = group
+        self._watched: dict[Tensor, Any] = {}
 
     @property
     def mesh(self) -> Any:
@@ -258,6 +260,25 @@ class ShardedGroup:
             if hasattr(parameter, "_unsharded_param"):
                 found.append(parameter._unsharded_param.grad)
         return [tensor for tensor in found if tensor is not None]
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer knows: this rank's shards."""
+        return [parameter.sharded_param for parameter in self._trained()]
+
+    def _trained(self) -> list[Any]:
+        return [parameter for parameter in self._group.fsdp_params if parameter.sharded_param.requires_grad]
+
+    def watch(self, arrives: Callable[[nn.Parameter, Tensor], Tensor]) -> None:
+        """Pass each gradient through this function, with its parameter, before it joins the sum."""
+        for parameter in self._trained():
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None and whole.requires_grad and whole not in self._watched:
+                self._watched[whole] = whole.register_hook(functools.partial(arrives, parameter.sharded_param))
+
+    def ignore(self) -> None:
+        """Stop watching."""
+        while self._watched:
+            self._watched.popitem()[1].remove()
 
     def clear(self) -> None:
         """Drop what has been added up."""
@@ -280,10 +301,14 @@ class ShardedGroup:
 
 def sharded_groups(module: nn.Module) -> Iterator[ShardedGroup]:
     """The groups of a sharded module and of all modules in it."""
-    part: Any
     for part in module.modules():
-        if hasattr(part, "_get_fsdp_state"):
-            yield from map(ShardedGroup, part._get_fsdp_state()._fsdp_param_groups)
+        yield from own_sharded_groups(part)
+
+
+def own_sharded_groups(module: Any) -> Iterator[ShardedGroup]:
+    """The groups of a sharded module itself."""
+    if hasattr(module, "_get_fsdp_state"):
+        yield from map(ShardedGroup, module._get_fsdp_state()._fsdp_param_groups)
 
 
 def finish_sharded_backward(module: Any) -> None:

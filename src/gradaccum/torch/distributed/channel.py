@@ -18,7 +18,7 @@ from gradaccum.on_torch.private import timeout_of
 
 __all__ = ["WIDTH", "Channel"]
 
-WIDTH = 10
+WIDTH = 12
 """Numbers in a message. All messages have the same size, so that even mismatched ones meet, and are told apart."""
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.on_torch.batch import leaves
 from gradaccum.on_torch.private import communication_hooks, drop_static_graph, mark_ready, prepare_next_forward
+from gradaccum.torch.distributed.holders import release, take
 
 __all__ = ["Replicas"]
 
@@ -39,6 +39,7 @@ class Replicas:
 
     in_step = False
     """Whether all ranks must run the same passes."""
+    passes = 0
 
     def __init__(
         self,
@@ -78,12 +79,35 @@ class Replicas:
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(backward_starts)
 
-        self._hooks = [model.register_forward_hook(forward_done) for model in self.models]
+        self._sparse = {
+            part.weight
+            for model in self.models
+            for part in model.modules()
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+        }
+        self._used: set[Tensor] = set()
+        self._filled: set[Tensor] | None = None  # by `reduce`, if that has run in this window
+        self._hooks: list[Any] = [model.register_forward_hook(forward_done) for model in self.models]
+        this = weakref.ref(self)
+
+        def arrived(parameter: Tensor) -> None:
+            replicas = this()
+            if replicas is not None:
+                replicas._used.add(parameter)
+
+        if self.finds_unused:
+            self._hooks += [p.register_post_accumulate_grad_hook(arrived) for p in self._parameters()]
+        take(self.models, self)
 
     def hold(self, closes: bool, reduces: bool = False) -> None:
         """Whether the next forward pass is of a micro-batch whose backward pass closes the window, or reduces it."""
         for model in self.models:
             model.require_backward_grad_sync = closes or reduces
+
+    @property
+    def finds_unused(self) -> bool:
+        """Whether parameters may be left without a gradient."""
+        return any(model.find_unused_parameters for model in self.models)
 
     def starts(self) -> None:
         """The backward pass that reduces has started; more forward passes of this micro-batch belong to it no more."""
@@ -91,6 +115,11 @@ class Replicas:
 
     def reduce(self) -> None:
         """Bring the sums in `p.grad` to their mean over the ranks, outside of a backward pass. All ranks take part."""
+        # DDP cannot reduce a gradient that is missing and was there before a micro-batch was taken out of the sum.
+        missing = [p for p in self._parameters() if p.grad is None and p.requires_grad]
+        for parameter in missing:
+            parameter.grad = self._zeros(parameter)
+        self._filled = set(missing)
         for model, parameters in zip(self.models, self._reduced):
             if self.flat:
                 _reduce_flat(parameters, model.process_group, model.bucket_bytes_cap)
@@ -102,6 +131,7 @@ class Replicas:
 
     def clear(self) -> None:
         """Drop what an open window has added up beside `p.grad`: nothing."""
+        self._restart()
 
     def pending(self) -> list[Tensor]:
         """What an open window has added up beside `p.grad`."""
@@ -114,14 +144,50 @@ class Replicas:
 
     def settle(self) -> None:
         """After a window, do what DDP would do in the next forward pass, which not all ranks may have."""
+        self._restart()
         for model in self.models:
             prepare_next_forward(model)
 
+    def _restart(self) -> None:
+        self._used.clear()
+        self._filled = None
+
+    def continues(self) -> None:
+        """The window goes on after a reduction: what was filled with zeros may get a gradient yet."""
+        self._filled = set()
+
+    @property
+    def filled(self) -> bool:
+        """Whether zeros were reduced for a parameter that had no gradient on this rank in this window."""
+        return bool(self._filled)
+
+    def unused(self) -> list[int]:
+        """The parameters that had no gradient on this rank in this window, by number."""
+        parameters = self._parameters()
+        if self._filled is not None:
+            return [i for i, p in enumerate(parameters) if p in self._filled]
+        return [i for i, p in enumerate(parameters) if p not in self._used] if self.finds_unused else []
+
+    def drop(self, unused: Iterable[int]) -> None:
+        """These parameters had no gradient on any rank."""
+        parameters = self._parameters()
+        for index in unused:
+            parameters[index].grad = None
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameters in self._reduced for parameter in parameters]
+
+    def _zeros(self, parameter: nn.Parameter) -> Tensor:
+        if parameter in self._sparse:
+            return torch.zeros_like(parameter, layout=torch.sparse_coo)
+        return torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
+
     def remove(self) -> None:
-        """Leave the models as they were found."""
+        """Leave the models as they were found, unless another optimizer has taken them."""
         for hook in self._hooks:
             hook.remove()
-        self.hold(True)
+        if release(self.models, self):
+            self.hold(True)
 
 
 def _reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
@@ -182,7 +248,7 @@ def _reduce_by(model: DistributedDataParallel, parameters: list[nn.Parameter]) -
             mark_ready(model, index)
 
     module = model.module
-    with torch.enable_grad(), _sparse_gradients(module):
+    with torch.enable_grad():
         model.require_backward_grad_sync = True
         model.module = _InPlaceOf(module, lambda: _Reduction.apply(ready, leaf, *reachable))
         try:
@@ -191,16 +257,6 @@ def _reduce_by(model: DistributedDataParallel, parameters: list[nn.Parameter]) -
             model.module = module
             model.require_backward_grad_sync = False
         output.backward(inputs=[leaf])
-
-
-@contextlib.contextmanager
-def _sparse_gradients(module: nn.Module) -> Iterator[None]:
-    """DDP takes a missing gradient for zero, but not where it expects a sparse one."""
-    for part in module.modules():
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.grad is None:
-            weight = part.weight
-            weight.grad = torch.zeros_like(weight, layout=torch.sparse_coo)
-    yield
 
 
 @torch.no_grad()
@@ -224,7 +280,7 @@ def _reduce_flat(parameters: list[nn.Parameter], group: dist.ProcessGroup, bytes
 
     for parameter in parameters:
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
+            continue
         if bucket and bucket[-1].grad is not None and bucket[-1].grad.dtype != parameter.grad.dtype:
             flush()
         bucket.append(parameter)

@@ -54,10 +54,12 @@ def detect_ranks(
     if shards:
         _check_shards(parameters, nonfinite, wide)
 
-    def engine(on_forward: Callable[[], None], on_backward: Callable[[], None]) -> Replicas | Shards:
+    def engine(
+        on_forward: Callable[[], None], on_backward: Callable[[], None], on_pass: Callable[[str], None]
+    ) -> Replicas | Shards:
         if replicas:
             return Replicas(replicas, parameters, wide, on_forward, on_backward)
-        return Shards(shards, always, on_forward, on_backward)
+        return Shards(shards, always, on_forward, on_backward, on_pass)
 
     return Ranks(engine, parameters, steps=steps, by_hand=by_hand, always=always)
 
@@ -67,6 +69,13 @@ def _check_shards(parameters: Sequence[Tensor], nonfinite: str, wide: bool) -> N
         raise ValueError(
             "None of the optimizer's parameters is sharded, and `model` is: fully_shard has replaced them. Shard the "
             "model first, then build the inner optimizer and its wrapper from it, on every rank."
+        )
+    whole = [parameter for parameter in parameters if parameter.requires_grad and not is_sharded(parameter)]
+    if whole:
+        raise ValueError(
+            f"{len(whole)} of the optimizer's parameters (the first of shape {tuple(whole[0].shape)}) are not sharded, "
+            "so their gradients would differ from rank to rank. Shard the model that contains them, too, and don't "
+            "list them in `ignored_params`."
         )
     if nonfinite == "skip_micro_batch":
         raise ValueError(

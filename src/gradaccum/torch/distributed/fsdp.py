@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradaccum.on_torch.batch import leaves, map_leaves
-from gradaccum.on_torch.private import ShardedGroup, current_backward, finish_sharded_backward, sharded_groups
+from gradaccum.on_torch.private import current_backward, finish_sharded_backward, own_sharded_groups, sharded_groups
 from gradaccum.on_torch.transaction import as_found
+from gradaccum.torch.distributed.holders import release, take
 
 __all__ = ["Shards", "is_sharded", "sharded_modules"]
 
@@ -43,19 +45,6 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def _is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-class _Weighed(torch.autograd.Function):
-    """The tensor itself; its gradient goes through a function."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, times: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.times = times
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.times(gradients[0]), None
 
 
 class Call:
@@ -93,10 +82,13 @@ class Shards:
         always: Reduce on every micro-batch.
         on_forward: Called when a forward pass of a micro-batch that closes the window is done.
         on_backward: Called when a backward pass starts.
+        on_pass: Called with the name of a sharded part whose forward pass begins, and with `""` at the end of all, in
+            micro-batches that some ranks repeat.
     """
 
     in_step = True
     """Whether all ranks must run the same passes."""
+    finds_unused = False
 
     def __init__(
         self,
@@ -104,11 +96,13 @@ class Shards:
         always: bool,
         on_forward: Callable[[], None],
         on_backward: Callable[[], None],
+        on_pass: Callable[[str], None],
     ) -> None:
         self.modules: list[Any] = list(modules)
         self.always = always
         self.by_hand = False
-        mesh = next(self._groups()).mesh
+        self._groups = [group for module in self.modules for group in sharded_groups(module)]
+        mesh = self._groups[0].mesh
         self.members: list[int] = mesh.mesh.flatten().tolist()
         self.group: Any = mesh.get_group() if mesh.ndim == 1 else None
         self._mesh = mesh
@@ -117,50 +111,62 @@ class Shards:
         self._calls: list[Call] | None = None
         self._keeps = False
         self._backwards: set[int | None] = set()
+        self._used: set[Tensor] = set()
+        self._compares = False
+        self.passes = 0
+        """A number for the order in which sharded parts ran in this window."""
+        take(self.modules, self)
+        for module in self.modules:
+            _reduce_unused(module, True)
         this_forward, this_backward = weakref.WeakMethod(on_forward), weakref.WeakMethod(on_backward)
-        this = weakref.ref(self)
+        this_pass, this = weakref.WeakMethod(on_pass), weakref.ref(self)
 
-        def backward_starts(gradient: Tensor) -> Tensor | None:
+        def backward_starts(gradient: Tensor) -> None:
             shards, tell = this(), this_backward()
-            if shards is None or tell is None:
-                return None
-            tell()
-            shards._backwards.add(current_backward())
-            return None if shards._factor else torch.zeros_like(gradient)
+            if shards is not None and tell is not None:
+                tell()
+                shards._backwards.add(current_backward())
 
-        def times(gradient: Tensor) -> Tensor:
+        def arrives(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
             shards = this()
-            if shards is None or shards._factor == 1.0:
+            if shards is None:
                 return gradient
-            if shards._factor and len(shards.modules) > 1:
-                raise ValueError(
-                    "Several sharded models, and micro-batches of different weights: loss.backward() cannot say what "
-                    "it weighs. Use optimizer.backward(loss)."
-                )
-            return gradient * shards._factor
+            if shards._factor == 0.0:
+                return torch.zeros_like(gradient)
+            shards._used.add(parameter)
+            return gradient if shards._factor == 1.0 else gradient * shards._factor
 
         @torch.compiler.disable
-        def forward_done(module: Any, inputs: Any, keywords: Any, outputs: Any) -> Any:
-            shards, tell = this(), this_forward()
+        def forward_starts(name: str, number: int, module: Any, inputs: Any) -> None:
+            shards, tell = this(), this_pass()
             if shards is None or tell is None or not torch.is_grad_enabled():
-                return None
+                return
+            shards.passes = (shards.passes * 31 + number) % 2**48
+            if shards._compares:
+                tell(name)
+
+        @torch.compiler.disable
+        def forward_done(module: Any, inputs: Any, keywords: Any, outputs: Any) -> None:
+            shards, tell, tell_pass = this(), this_forward(), this_pass()
+            if shards is None or tell is None or not torch.is_grad_enabled():
+                return
             if shards._keeps and shards._calls is not None:
                 shards._calls.append(Call(module, inputs, keywords))
+            if shards._compares and tell_pass is not None:
+                tell_pass("")
+            for group in shards._groups:
+                group.watch(arrives)
             if shards._reduces:
                 tell()
             for _, leaf in leaves(outputs):
                 if _is_differentiable(leaf):
                     leaf.register_hook(backward_starts)
-            if shards._factor in (0.0, 1.0):
-                return None
-            # Not a hook: the model may have made one of its outputs from another, whose gradient it would meet twice.
-            return map_leaves(lambda leaf: _Weighed.apply(leaf, times) if _is_differentiable(leaf) else leaf, outputs)
 
         self._hooks = [module.register_forward_hook(forward_done, with_kwargs=True) for module in self.modules]
-
-    def _groups(self) -> Iterator[ShardedGroup]:
-        for module in self.modules:
-            yield from sharded_groups(module)
+        parts = [(name, part) for module in self.modules for name, part in module.named_modules() if _is_part(part)]
+        for number, (name, part) in enumerate(parts, start=1):
+            starts = functools.partial(forward_starts, name, number)
+            self._hooks.append(part.register_forward_pre_hook(starts, prepend=True))
 
     def hold(self, closes: bool, reduces: bool = False) -> None:
         """Whether the next backward pass closes the window, or reduces it."""
@@ -176,21 +182,31 @@ class Shards:
             module.set_reshard_after_backward(closes or self.always)
 
     def scale(self, factor: float) -> None:
-        """Multiply what arrives at the model's outputs in the backward pass.
+        """Multiply the gradients that arrive; 0 takes NaN and infinity away, too.
 
-        The parameters' own hooks never run: autograd works on gathered ones.
+        The optimizer's parameters have no hooks that would run: autograd works on gathered ones.
         """
         self._factor = factor
 
     def next_micro_batch(self) -> bool:
         """A micro-batch begins. Returns whether one like the last could be repeated: its passes have a known order."""
         backwards, self._backwards = self._backwards, set()
+        self._compares = False
         return len(backwards) <= 1 and None not in backwards
+
+    @property
+    def repeats(self) -> bool:
+        """Whether this rank's last micro-batch of the epoch is over."""
+        return self._calls is not None
 
     def keep(self) -> None:
         """Keep the inputs of the forward passes that come, the epoch's last here, for `repeat`."""
         if self._calls is None:
             self._calls, self._keeps = [], True
+
+    def compare(self) -> None:
+        """Some rank repeats passes in this micro-batch: compare the ranks' passes as they come."""
+        self._compares = True
 
     def forget(self) -> None:
         """An epoch begins."""
@@ -211,25 +227,56 @@ class Shards:
     def reduce(self) -> None:
         """Reduce what the window has added up, outside of a backward pass. All ranks take part."""
         self._set(True)
-        for group in self._groups():
+        for group in self._groups:
             group.add_zeros_to_reduce()
         with torch.no_grad():
             for module in self.modules:
+                _reduce_unused(module, not self.always)  # there, the backward passes have done so
                 finish_sharded_backward(module)
+                _reduce_unused(module, True)
         self._set(self._closes)
 
     def settle(self) -> None:
         """After a window."""
         self._factor = 1.0
+        self._used.clear()
+        self.passes = 0
+
+    def continues(self) -> None:
+        """The window goes on after a reduction."""
+
+    @property
+    def filled(self) -> bool:
+        """Whether zeros were reduced for a parameter that had no gradient on this rank in this window."""
+        return bool(self.unused())
+
+    def unused(self) -> list[int]:
+        """The parameters that had no gradient on this rank in this window, by number."""
+        return [i for i, p in enumerate(self._trained()) if p not in self._used]
+
+    def drop(self, unused: Iterable[int]) -> None:
+        """These parameters had no gradient on any rank."""
+        parameters = self._trained()
+        for index in unused:
+            parameters[index].grad = None
+
+    def restored(self) -> None:
+        """The gradients that are there count as used."""
+        self._used |= {p for p in self._trained() if p.grad is not None}
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for group in self._groups for parameter in group.trained()]
 
     def pending(self) -> list[Tensor]:
         """What an open window has added up that is not reduced yet."""
-        return [tensor for group in self._groups() for tensor in group.pending()]
+        return [tensor for group in self._groups for tensor in group.pending()]
 
     def clear(self) -> None:
         """Drop what an open window has added up."""
-        for group in self._groups():
+        for group in self._groups:
             group.clear()
+        self._used.clear()
+        self.passes = 0
 
     def sum(self, tensor: Tensor) -> Tensor:
         """A tensor's sum over the ranks."""
@@ -238,7 +285,22 @@ class Shards:
         return tensor
 
     def remove(self) -> None:
-        """Leave the model as it was found."""
+        """Leave the model as it was found, unless another optimizer has taken it."""
         for hook in self._hooks:
             hook.remove()
-        self._set(True)
+        for group in self._groups:
+            group.ignore()
+        if release(self.modules, self):
+            self._set(True)
+            for module in self.modules:
+                _reduce_unused(module, False)
+
+
+def _is_part(module: nn.Module) -> bool:
+    return next(own_sharded_groups(module), None) is not None
+
+
+def _reduce_unused(module: Any, switch: bool) -> None:
+    """Have FSDP2 reduce zeros for parameters without a gradient: other ranks may have one."""
+    if hasattr(module, "set_reduce_scatter_unused_params"):  # since torch 2.13
+        module.set_reduce_scatter_unused_params(switch)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,6 +45,15 @@ class _Kind(enum.IntEnum):
     """A micro-batch begins, or an open window is about to be reduced as far as it has come."""
     NUMBER = 7
     """Something to add up over the ranks."""
+    PASS = 8
+    """The forward pass of a sharded part begins, or all of them are done."""
+
+
+_DIFFERENT_PASSES = (
+    "A sharded model needs the same passes on every rank, and the ranks ran different parts of it: a head that the batch "
+    "chooses, perhaps, where a rank whose batches are used up repeated its last micro-batch. Nothing was updated. Give "
+    "all ranks batches of the same kind and number, or shard such parts together with the whole model."
+)
 
 
 class Ranks(SingleRank):
@@ -54,8 +64,8 @@ class Ranks(SingleRank):
     reduction; and after it, what its part weighs.
 
     Args:
-        engine: Makes what reduces the gradients. It takes two functions: to call when the forward pass of a closing
-            micro-batch is done, and when its backward pass starts.
+        engine: Makes what reduces the gradients. It takes three functions: to call when the forward pass of a closing
+            micro-batch is done, when its backward pass starts, and when a sharded part's forward pass begins.
         parameters: The optimizer's parameters.
         steps: The length of every window, or None if it varies.
         by_hand: No backward pass may reduce, since the sum is finished only afterwards.
@@ -67,7 +77,7 @@ class Ranks(SingleRank):
 
     def __init__(
         self,
-        engine: Callable[[Callable[[], None], Callable[[], None]], Replicas | Shards],
+        engine: Callable[[Callable[[], None], Callable[[], None], Callable[[str], None]], Replicas | Shards],
         parameters: Sequence[Tensor],
         *,
         steps: int | None = None,
@@ -77,12 +87,13 @@ class Ranks(SingleRank):
         self._always = always
         self._listener: Callable[[], Listener | None] = lambda: None
         self._parameters = list(parameters)
-        self._engine = engine(self._forward_done, self._backward_starts)
+        self._engine = engine(self._forward_done, self._backward_starts, self._pass_begins)
+        weakref.finalize(self, self._engine.remove).atexit = False
         self.in_step = self._engine.in_step
         self._channel = Channel(self._engine.members, self._engine.group)
         self.size, self.rank = self._channel.size, self._channel.rank
         self.by_hand = by_hand or self._engine.by_hand
-        self._closes = self._restored = False
+        self._closes = self._restored = self._uncounted = False
         self._last = self._all_last = False  # whether this rank's epoch is over, and every rank's
         self._steps = 0
         self._restart()
@@ -106,17 +117,19 @@ class Ranks(SingleRank):
     def expect(self, closes: bool, steps: int, last: bool = False, counts: bool = True) -> None:
         self._closes, self._steps, self._last = closes, steps, last
         self._restart()
-        waits = self.by_hand or self._restored or not (counts or self.in_step)
+        # DDP remembers which parameters a micro-batch used, although its gradient is taken out of the sum.
+        self._uncounted |= not counts and self._engine.finds_unused
+        waits = self.by_hand or self._restored or self._uncounted or not (counts or self.in_step)
         self._engine.hold(closes and not waits, self._always and not waits)
 
     def agree_on_last(self, last: bool, repeatable: bool = True) -> bool:
         if not isinstance(self._engine, Shards):
             return last
         known = self._engine.next_micro_batch()
-        messages = self._exchange(_Kind.MICRO_BATCH, repeatable and known, last)
+        messages = self._exchange(_Kind.MICRO_BATCH, repeatable and known, last, self._engine.repeats)
         self._check_kinds(messages, _Kind.MICRO_BATCH)
         lasts = [bool(numbers[2]) for numbers in messages]
-        if len({*lasts}) > 1:
+        if len({*lasts}) > 1 or any(numbers[3] for numbers in messages):
             if not all(numbers[1] for numbers in messages):
                 raise WindowError(
                     "A sharded model needs the same passes on every rank, and a rank whose batches are used up can "
@@ -126,6 +139,7 @@ class Ranks(SingleRank):
                 )
             if last:
                 self._engine.keep()
+            self._engine.compare()
         return all(lasts)
 
     def repeat(self) -> None:
@@ -139,7 +153,14 @@ class Ranks(SingleRank):
         if self._always and not self.by_hand and not self.reduced:
             self._announce(_Kind.MICRO_BATCH)
             self._engine.reduce()
+            self._engine.continues()
             self._reduction_done()
+
+    def _pass_begins(self, part: str) -> None:
+        messages = self._exchange(_Kind.PASS, zlib.crc32(part.encode()))
+        self._check_kinds(messages, _Kind.PASS)
+        if len({numbers[1] for numbers in messages}) > 1:
+            raise WindowError(f"{_DIFFERENT_PASSES} Rank {self._channel.rank} has come to {part or 'the end'!r}.")
 
     def _forward_done(self) -> None:
         listener = self._listener()
@@ -188,16 +209,22 @@ class Ranks(SingleRank):
         if self._versions is None:
             self._engine.reduce()
         self._restart()
-        messages = self._channel.exchange(_Kind.TOTAL, 0, self._last or self._all_last, *mine, late)
+        seen = late, self._engine.filled, self._engine.passes
+        messages = self._channel.exchange(_Kind.TOTAL, 0, self._last or self._all_last, *mine, *seen)
         self._check_kinds(messages, _Kind.TOTAL)
-        _, _, lasts, weights, given, largest, scales, next_scales, overflows, lates = zip(*messages)
+        _, _, lasts, weights, given, largest, scales, next_scales, overflows, lates, filled, passes = zip(*messages)
+        if len({*passes}) > 1:
+            self._engine.settle()
+            raise WindowError(_DIFFERENT_PASSES)
         if any(lates):
             # Another backward pass came after the one that reduced. Its gradients stand beside the mean over the ranks,
             # and the mean of that sum is right. From now on the reduction waits until step().
             self._engine.reduce()
             self.by_hand = True
+        if any(filled):
+            self._drop_unused()
         self._engine.settle()
-        self._restored = False
+        self._restored = self._uncounted = False
         self._all_last = all(lasts)
         used = {scale for scale in scales if scale}
         # Where scales differ nevertheless, the sum is lost, as after an overflow.
@@ -205,12 +232,19 @@ class Ranks(SingleRank):
         self.loss_scale = (min if overflow else max)([scale for scale in next_scales if scale], default=self.loss_scale)
         return Total(sum(weights), any(given), max(largest), min(used, default=0.0), self.loss_scale, overflow)
 
+    def _drop_unused(self) -> None:
+        """What no rank has used in this window has no gradient, as on one device: an optimizer passes it over."""
+        self._engine.drop(set.intersection(*map(set, self._channel.gather(self._engine.unused()))))
+
     def reduce_pending(self) -> None:
         # The mean over the ranks of a part of the sum; what comes is added to it, and the mean of that is right.
         self._engine.reduce()
+        self._drop_unused()
 
     def restored(self) -> None:
         self._restored = not self.in_step
+        if isinstance(self._engine, Shards):
+            self._engine.restored()
 
     # Numbers and objects of all ranks.
 

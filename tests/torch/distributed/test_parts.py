@@ -1,0 +1,54 @@
+"""Ranks and micro-batches that use different parts of a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.reference import FLOAT64
+from tests.torch.distributed import parts_cases as cases
+from tests.torch.distributed.processes import Processes, Raised
+
+ONES, SOME = [[1] * 6] * 2, [[4, 0, 3, 2, 4, 4], [2, 5, 0, 4, 4, 0]]
+CLOSED_BY_NOTHING = [[4, 0, 3, 2, 4, 0], [2, 0, 0, 4, 4, 5]]
+SHORT = [[1] * 6, [1] * 3]
+SAME, DIFFERENT = [[0, 1, 0, 1, 1, 0]] * 2, [[0, 1, 0, 1, 1, 0], [1, 1, 0, 0, 1, 0]]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("way", ["backward", "batches", "batches backward"])
+@pytest.mark.parametrize(("weights", "chosen"), [(SOME, SAME), (SOME, DIFFERENT), (CLOSED_BY_NOTHING, SAME)])
+def test_unused_parameters_weight_0_and_alternating_heads_under_ddp(
+    ranks: Processes, weights: list[list[int]], chosen: list[list[int]], way: str, optimizer: str
+) -> None:
+    assert max(ranks.run(cases.heads, weights, chosen, "ddp", way, optimizer)) <= FLOAT64
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("way", ["batches", "batches micro_batch"])
+@pytest.mark.parametrize(
+    ("weights", "chosen"), [(ONES, DIFFERENT), (SOME, DIFFERENT), (SHORT, SAME), (SHORT, DIFFERENT)]
+)
+def test_a_head_that_the_batch_chooses_under_fsdp2(
+    ranks: Processes, weights: list[list[int]], chosen: list[list[int]], way: str, optimizer: str
+) -> None:
+    assert max(ranks.run(cases.heads, weights, chosen, "fsdp2", way, optimizer)) <= FLOAT64
+
+
+@pytest.mark.parametrize("way", ["batches", "batches micro_batch"])
+def test_parts_sharded_by_themselves_are_the_same_on_every_rank_or_an_error(ranks: Processes, way: str) -> None:
+    assert max(ranks.run(cases.heads, ONES, SAME, "fsdp2 nested", way)) <= FLOAT64
+    for result in ranks.try_run(cases.heads, SHORT, SAME, "fsdp2 nested", way, limit=20):
+        assert isinstance(result, Raised)
+        assert result.kind == "WindowError"
+        assert "different parts" in result.message
+
+
+@pytest.mark.parametrize("way", ["batches", "backward"])
+@pytest.mark.parametrize("sizes", [[[4], [4] * 2], [[4] * 3, [4]]])
+def test_a_rank_whose_only_batch_is_the_first_that_a_grad_scaler_sees_is_told(
+    ranks: Processes, sizes: list[list[int]], way: str
+) -> None:
+    for result in ranks.try_run(cases.short_with_scaler, sizes, way, limit=20):
+        assert isinstance(result, Raised)
+        assert result.kind == "WindowError"
+        assert "no GradScaler" in result.message
