@@ -21,12 +21,15 @@ __all__ = [
     "NAMES",
     "PrivateName",
     "ShardedGroup",
+    "accumulates",
     "after_backward",
     "backward_engine",
     "communication_hooks",
     "current_backward",
     "drop_static_graph",
     "finish_sharded_backward",
+    "hides_parameters",
+    "joins",
     "mark_ready",
     "missing",
     "own_sharded_groups",
@@ -56,6 +59,7 @@ NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName("torch", "_C._current_graph_task_id", "counts backward passes", "no micro-batch is ever repeated"),
     PrivateName("torch", "autograd.Variable._execution_engine.queue_callback", "runs at the end of a backward pass"),
+    PrivateName("torch", "_C._will_engine_execute_node", "tells torch.autograd.grad from backward()", "taken for one"),
     PrivateName("torch", "_foreach_mul_", "one kernel for many gradients; documented as a beta"),
     PrivateName("torch", "_foreach_div_", "the same"),
     PrivateName("torch", "_foreach_norm", "the same"),
@@ -89,6 +93,7 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName("optimizer", "_optimizer_load_state_dict_post_hooks", "the same"),
     PrivateName("group", "_get_backend", "a process group's timeout", "torch's default of half an hour"),
     PrivateName("ddp", "_comm_hooks", "whether a communication hook is registered", "none is assumed"),
+    PrivateName("ddp", "_join_config", "model.join() is refused", "it hangs"),
     PrivateName("ddp", "_sync_buffers", "buffers are broadcast once per window", "torch.distributed.broadcast"),
     PrivateName("reducer", "_rebuild_buckets", "buckets are in the same order on all ranks", "DDP's next forward pass"),
     PrivateName("reducer", "_autograd_hook", "DDP reduces outside of a backward pass", "torch.distributed.all_reduce"),
@@ -178,6 +183,35 @@ def after_backward(callback: Callable[[], None]) -> None:
     queue(lambda: queue(callback))  # DDP queues its own when its last bucket is full
 
 
+def accumulates(parameters: Sequence[Tensor]) -> bool:
+    """In a backward pass: whether it adds to any of these gradients. `torch.autograd.grad` does not."""
+    executes = getattr(torch._C, "_will_engine_execute_node", None)
+    if executes is None:
+        return True
+    for parameter in parameters:
+        if parameter.requires_grad:
+            try:
+                if executes(torch.autograd.graph.get_gradient_edge(parameter).node):
+                    return True
+            except RuntimeError:  # torch.autograd.grad(loss, parameters) captures this gradient
+                return False
+    return False
+
+
+def hides_parameters(output: Tensor) -> bool:
+    """Whether reentrant checkpointing runs backward passes of its own inside of the one from this output."""
+    waiting, seen = [output.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
 def current_backward() -> int | None:
     """A number for the backward pass that is running; None if it cannot be told."""
     number = getattr(torch._C, "_current_graph_task_id", None)
@@ -227,9 +261,14 @@ def prepare_next_forward(model: DistributedDataParallel) -> None:
     model.require_forward_param_sync = False
 
 
+def joins(model: DistributedDataParallel) -> bool:
+    """Whether this is inside of `model.join()`."""
+    return bool(getattr(getattr(model, "_join_config", None), "enable", False))
+
+
 def drop_static_graph(model: DistributedDataParallel) -> None:
-    """Build DDP's reducer again, as one that finds unused parameters, which a static graph may have."""
-    model.static_graph, model.find_unused_parameters = False, True
+    """Build DDP's reducer again, without `static_graph`."""
+    model.static_graph = model.find_unused_parameters = False
     model._remove_autograd_hooks()
     parameters, sparse = model._build_params_for_reducer()
     model._ddp_init_helper(parameters, sparse, model._build_debug_param_to_name_mapping(parameters), False)

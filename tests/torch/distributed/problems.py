@@ -21,6 +21,7 @@ Rows = tuple[Tensor, Tensor]
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
 }
 

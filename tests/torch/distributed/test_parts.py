@@ -26,7 +26,14 @@ def test_unused_parameters_weight_0_and_alternating_heads_under_ddp(
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("way", ["batches", "batches micro_batch"])
 @pytest.mark.parametrize(
-    ("weights", "chosen"), [(ONES, DIFFERENT), (SOME, DIFFERENT), (SHORT, SAME), (SHORT, DIFFERENT)]
+    ("weights", "chosen"),
+    [
+        (ONES, DIFFERENT),
+        (SOME, DIFFERENT),
+        (SHORT, SAME),
+        (SHORT, DIFFERENT),
+        (CLOSED_BY_NOTHING, SAME),
+    ],
 )
 def test_a_head_that_the_batch_chooses_under_fsdp2(
     ranks: Processes, weights: list[list[int]], chosen: list[list[int]], way: str, optimizer: str
@@ -52,3 +59,53 @@ def test_a_rank_whose_only_batch_is_the_first_that_a_grad_scaler_sees_is_told(
         assert isinstance(result, Raised)
         assert result.kind == "WindowError"
         assert "no GradScaler" in result.message
+
+
+@pytest.mark.parametrize("penalty", [True, False])
+def test_autograd_grad_through_ddp_is_no_backward_pass(ranks: Processes, penalty: bool) -> None:
+    assert max(ranks.run(cases.through_grad, penalty)) <= FLOAT64
+
+
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize(("reentrant", "whole"), [(True, False), (True, True), (False, True)])
+def test_checkpointed_layers_under_ddp(ranks: Processes, reentrant: bool, whole: bool, static: bool) -> None:
+    assert max(ranks.run(cases.checkpointed, reentrant, whole, static)) <= FLOAT64
+
+
+def test_join_is_refused_on_every_rank(ranks: Processes) -> None:
+    for result in ranks.try_run(cases.joined, limit=20):
+        assert isinstance(result, Raised)
+        assert result.kind == "ValueError"
+        assert "Leave it out" in result.message
+
+
+@pytest.mark.parametrize("hook", [True, False])
+def test_local_sgd_is_refused(ranks: Processes, hook: bool) -> None:
+    for result in ranks.try_run(cases.local_sgd, hook, limit=20):
+        assert isinstance(result, Raised)
+        assert result.kind == "ValueError"
+        assert "post_localSGD_hook" in result.message if hook else "PostLocalSGDOptimizer(Optimizer(" in result.message
+
+
+@pytest.mark.parametrize("sizes", [[[4] * 4] * 2, [[4, 2, 3, 1], [3, 3, 1, 5]], [[4] * 4, [4] * 2]])
+def test_a_list_of_sharded_parts_in_a_plain_loop(ranks: Processes, sizes: list[list[int]]) -> None:
+    assert max(ranks.run(cases.parts_of_equal_rows, sizes)) <= FLOAT64
+
+
+def test_parameters_that_nobody_sharded_are_refused(ranks: Processes) -> None:
+    for result in ranks.try_run(cases.not_sharded, limit=20):
+        assert isinstance(result, Raised)
+        assert result.kind == "ValueError"
+        assert "are not sharded" in result.message
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_train_step_leaves_parameters_alone_that_no_rank_uses(ranks: Processes, engine: str) -> None:
+    assert max(ranks.run(cases.unused_in_train_step, engine)) <= FLOAT64
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_model_is_as_it_was_found_when_its_wrapper_is_gone(ranks: Processes, engine: str) -> None:
+    for hooks, same in ranks.run(cases.hooks_left, engine):
+        assert hooks == 0
+        assert same

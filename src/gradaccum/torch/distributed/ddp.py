@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +14,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.on_torch.batch import leaves
-from gradaccum.on_torch.private import communication_hooks, drop_static_graph, mark_ready, prepare_next_forward
+from gradaccum.on_torch.private import (
+    accumulates,
+    communication_hooks,
+    drop_static_graph,
+    hides_parameters,
+    joins,
+    mark_ready,
+    prepare_next_forward,
+)
 from gradaccum.torch.distributed.holders import release, take
 
 __all__ = ["Replicas"]
@@ -55,19 +64,31 @@ class Replicas:
         _check_covered(self.models, parameters)
         self.flat = wide or not hasattr(self.models[0].reducer, "_autograd_hook")
         # Reductions of several models would start in the order of backward: by hand, every rank keeps one order.
-        self.by_hand = self.flat or len(self.models) > 1
+        self.by_hand = self.flat or len(self.models) > 1 or any(model.static_graph for model in self.models)
         for model in self.models:
+            _check_hooks(model)
             _without_static_graph(model)
             model.require_forward_param_sync = False  # DDP's constructor has synchronised the buffers
         self._reduced = [_reduced_parameters(model) for model in self.models]
         if wide and any(map(communication_hooks, self.models)):
             logger.warning("accumulate_dtype: gradients are reduced in it directly, without DDP's communication hook")
+        parameters_of = dict(zip(self.models, self._reduced))
         this_forward, this_backward = weakref.WeakMethod(on_forward), weakref.WeakMethod(on_backward)
 
-        def backward_starts(gradient: Tensor) -> None:
+        hides: dict[nn.Module, bool] = {}
+
+        def backward_starts(model: DistributedDataParallel, gradient: Tensor) -> None:
             tell = this_backward()
-            if tell is not None:
+            if tell is not None and (hides[model] or accumulates(parameters_of[model])):
                 tell()
+
+        @torch.compiler.disable
+        def forward_starts(model: Any, inputs: Any) -> None:
+            if joins(model):
+                raise ValueError(
+                    "model.join() waits for reductions that are held back to the window's end. Leave it out: ranks may "
+                    "have different numbers of micro-batches."
+                )
 
         @torch.compiler.disable
         def forward_done(model: Any, inputs: Any, outputs: Any) -> None:
@@ -75,9 +96,11 @@ class Replicas:
             if tell is None or not model.require_backward_grad_sync or not torch.is_grad_enabled():
                 return
             tell()
-            for _, leaf in leaves(outputs):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(backward_starts)
+            found = [leaf for _, leaf in leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            if model not in hides:
+                hides[model] = any(map(hides_parameters, found))
+            for leaf in found:
+                leaf.register_hook(functools.partial(backward_starts, model))
 
         self._sparse = {
             part.weight
@@ -88,6 +111,7 @@ class Replicas:
         self._used: set[Tensor] = set()
         self._filled: set[Tensor] | None = None  # by `reduce`, if that has run in this window
         self._hooks: list[Any] = [model.register_forward_hook(forward_done) for model in self.models]
+        self._hooks += [model.register_forward_pre_hook(forward_starts) for model in self.models]
         this = weakref.ref(self)
 
         def arrived(parameter: Tensor) -> None:
@@ -126,7 +150,7 @@ class Replicas:
             else:
                 _reduce_by(model, parameters)
 
-    def scale(self, factor: float) -> None:
+    def scale(self, factor: float, idle: bool) -> None:
         """Nothing: the parameters' own hooks can multiply what arrives."""
 
     def clear(self) -> None:
@@ -290,15 +314,20 @@ def _reduce_flat(parameters: list[nn.Parameter], group: dist.ProcessGroup, bytes
     flush()
 
 
-def _without_static_graph(model: DistributedDataParallel) -> None:
-    """DDP with `static_graph=True` counts the backward passes that don't reduce, too, and then waits for as many.
+def _check_hooks(model: DistributedDataParallel) -> None:
+    if any(getattr(hook, "__name__", "") == "post_localSGD_hook" for hook, _ in communication_hooks(model)):
+        raise ValueError(
+            "post_localSGD_hook reduces within a part of the ranks, so the ranks' updates are not that of all rows. "
+            "Leave the communication hook out."
+        )
 
-    So its reducer is built again, as one that finds unused parameters, which a static graph may have.
-    """
+
+def _without_static_graph(model: DistributedDataParallel) -> None:
+    """DDP with `static_graph=True` counts the backward passes that don't reduce, too, and then waits for as many."""
     if not model.static_graph:
         return
     logger.warning(
-        "static_graph=True cannot hold back DDP's reduction to the window's end. This model goes on as if it had been "
-        "wrapped with find_unused_parameters=True."
+        "static_graph=True cannot hold back DDP's reduction to the window's end. This model's gradients are reduced by "
+        "step(), after the backward pass."
     )
     drop_static_graph(model)

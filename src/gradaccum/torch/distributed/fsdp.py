@@ -107,7 +107,7 @@ class Shards:
         self.group: Any = mesh.get_group() if mesh.ndim == 1 else None
         self._mesh = mesh
         self._reduces = self._closes = False
-        self._factor = 1.0
+        self._factor, self._idle = 1.0, False
         self._calls: list[Call] | None = None
         self._keeps = False
         self._backwards: set[int | None] = set()
@@ -131,9 +131,10 @@ class Shards:
             shards = this()
             if shards is None:
                 return gradient
+            if not shards._idle:
+                shards._used.add(parameter)
             if shards._factor == 0.0:
                 return torch.zeros_like(gradient)
-            shards._used.add(parameter)
             return gradient if shards._factor == 1.0 else gradient * shards._factor
 
         @torch.compiler.disable
@@ -181,12 +182,16 @@ class Shards:
             module.set_is_last_backward(closes)
             module.set_reshard_after_backward(closes or self.always)
 
-    def scale(self, factor: float) -> None:
+    def scale(self, factor: float, idle: bool) -> None:
         """Multiply the gradients that arrive; 0 takes NaN and infinity away, too.
 
         The optimizer's parameters have no hooks that would run: autograd works on gathered ones.
+
+        Args:
+            factor: What to multiply with.
+            idle: The pass runs for the other ranks' sake: what arrives is no gradient of this rank's.
         """
-        self._factor = factor
+        self._factor, self._idle = factor, idle
 
     def next_micro_batch(self) -> bool:
         """A micro-batch begins. Returns whether one like the last could be repeated: its passes have a known order."""
@@ -215,6 +220,7 @@ class Shards:
     def repeat(self) -> None:
         """Run the passes that were kept, with a gradient of zeros: buffers and random numbers stay as they are."""
         calls, self._keeps = self._calls or [], False
+        self.scale(0.0, idle=True)
         everything = [part for module in self.modules for part in module.modules()]
         with as_found(everything, next(self.modules[0].parameters()).device):
             with torch.enable_grad():
@@ -238,7 +244,7 @@ class Shards:
 
     def settle(self) -> None:
         """After a window."""
-        self._factor = 1.0
+        self._factor, self._idle = 1.0, False
         self._used.clear()
         self.passes = 0
 

@@ -50,9 +50,9 @@ class _Kind(enum.IntEnum):
 
 
 _DIFFERENT_PASSES = (
-    "A sharded model needs the same passes on every rank, and the ranks ran different parts of it: a head that the batch "
-    "chooses, perhaps, where a rank whose batches are used up repeated its last micro-batch. Nothing was updated. Give "
-    "all ranks batches of the same kind and number, or shard such parts together with the whole model."
+    "A sharded model needs the same passes on every rank, and the ranks ran different parts of it: a head that the "
+    "batch chooses, perhaps, where a rank whose batches are used up repeated its last micro-batch. Nothing was "
+    "updated. Give all ranks batches of the same kind and number, or shard such parts together with the whole model."
 )
 
 
@@ -146,8 +146,8 @@ class Ranks(SingleRank):
         if isinstance(self._engine, Shards):
             self._engine.repeat()
 
-    def scale(self, factor: float) -> None:
-        self._engine.scale(factor)
+    def scale(self, factor: float, idle: bool = False) -> None:
+        self._engine.scale(factor, idle)
 
     def continue_window(self) -> None:
         if self._always and not self.by_hand and not self.reduced:

@@ -87,8 +87,8 @@ class SingleRank:
     def repeat(self) -> None:
         """Run the passes of this rank's last micro-batch again, with a gradient of zeros, for the other ranks' sake."""
 
-    def scale(self, factor: float) -> None:
-        """Multiply what arrives at a sharded model's outputs in the backward pass."""
+    def scale(self, factor: float, idle: bool = False) -> None:
+        """Multiply the gradients of a sharded model as they arrive; `idle`: as if there had been no backward pass."""
 
     def continue_window(self) -> None:
         """A micro-batch was counted, and the window stays open."""

@@ -395,4 +395,10 @@ def _checked_inner(optimizer: Any) -> torch.optim.Optimizer:
             f"`optimizer` must be a torch.optim.Optimizer. Received: {type(optimizer).__name__}. "
             "For example: Optimizer(torch.optim.Adam(model.parameters()), steps=4)."
         )
+    if not hasattr(optimizer, "defaults"):  # wraps another one, as PostLocalSGDOptimizer does
+        kind = type(optimizer).__name__
+        raise ValueError(
+            f"{kind} lacks what torch.optim.Optimizer sets up: super().__init__ was not called. If it wraps an "
+            f"optimizer, wrap that one: {kind}(Optimizer(inner, steps), ...)."
+        )
     return optimizer

@@ -73,6 +73,6 @@ class Passes:
         self._transaction.restore()
 
     def _backward_of_nothing(self, loss: Tensor) -> None:
-        self._ranks.scale(0.0)
+        self._ranks.scale(0.0, idle=True)
         loss.backward()
         self._ranks.scale(1.0)
