@@ -19,7 +19,7 @@ from gradaccum.torch.distributed import check_detected, detect_ranks
 from gradaccum.torch.optimizer import checkpoint
 from gradaccum.torch.optimizer.accumulation import Accumulation, Nonfinite
 from gradaccum.torch.optimizer.batches import Batches
-from gradaccum.torch.optimizer.proxy import OptimizerProxy, needs_closure, parameters_of
+from gradaccum.torch.optimizer.proxy import OptimizerProxy, check_complete, needs_closure, parameters_of
 from gradaccum.torch.optimizer.windows import Windows
 from gradaccum.window import Reduction, checked_reduction
 
@@ -395,10 +395,5 @@ def _checked_inner(optimizer: Any) -> torch.optim.Optimizer:
             f"`optimizer` must be a torch.optim.Optimizer. Received: {type(optimizer).__name__}. "
             "For example: Optimizer(torch.optim.Adam(model.parameters()), steps=4)."
         )
-    if not hasattr(optimizer, "defaults"):  # wraps another one, as PostLocalSGDOptimizer does
-        kind = type(optimizer).__name__
-        raise ValueError(
-            f"{kind} lacks what torch.optim.Optimizer sets up: super().__init__ was not called. If it wraps an "
-            f"optimizer, wrap that one: {kind}(Optimizer(inner, steps), ...)."
-        )
+    check_complete(optimizer)
     return optimizer

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradaccum.torch.optimizer.loss_scale import LossScale
 
-__all__ = ["OptimizerProxy", "needs_closure", "parameters_of"]
+__all__ = ["OptimizerProxy", "check_complete", "needs_closure", "parameters_of"]
 
 
 class OptimizerProxy(torch.optim.Optimizer):
@@ -115,3 +115,13 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its `step` cannot be called without a closure, which it then evaluates as often as it likes."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def check_complete(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for an optimizer that wraps another one, as PostLocalSGDOptimizer does, without what all of them have."""
+    if not hasattr(optimizer, "defaults"):
+        kind = type(optimizer).__name__
+        raise ValueError(
+            f"{kind} lacks what torch.optim.Optimizer sets up: super().__init__ was not called. If it wraps an "
+            f"optimizer, wrap that one: {kind}(Optimizer(inner, steps), ...)."
+        )
