@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import gradaccum
 import runai.ga.torch
 from tests.reference import relative_error, torch_updates
 
@@ -75,6 +76,37 @@ def test_what_scripts_read():
         optimizer.step()
     assert seen == [0, 1, 2, 0]
     assert isinstance(optimizer, torch.optim.Optimizer)
+
+
+class ReadsTheWindow(torch.optim.SGD):
+    """A custom optimizer for the original, which finds the window in itself."""
+
+    def step(self, closure=None):
+        self.seen = self.runai.steps
+        return super().step(closure)
+
+
+def test_a_custom_inner_optimizer_finds_the_window_in_itself():
+    model = network()
+    optimizer = runai.ga.torch.optim.Optimizer(ReadsTheWindow(model.parameters(), lr=0.1), steps=2)
+    for wrapped in (optimizer, pickle.loads(pickle.dumps(optimizer))):
+        (parameter,) = wrapped.param_groups[0]["params"][:1]
+        for _ in range(2):
+            wrapped.backward(parameter.sum())
+            wrapped.step()
+        assert wrapped.optimizer.seen == 2
+        assert wrapped.optimizer.runai.step == 0
+
+
+def test_the_step_is_set_to_what_it_is_or_refused():
+    model = network()
+    optimizer = runai.ga.torch.optim.Optimizer(sgd(model), steps=2)
+    train(model, optimizer)
+    optimizer.runai.step = 0
+    optimizer.runai.steps = 3
+    assert optimizer.steps == 3
+    with pytest.raises(gradaccum.WindowError, match=r"in the open window, 0\. Received: step=1\. .*flush"):
+        optimizer.runai.step = 1
 
 
 def test_every_torch_optimizer_is_there_and_pickles():

@@ -11,8 +11,9 @@ from typing import Any
 
 import keras
 
+from gradaccum.keras.batch_norm import batch_norms_of
 from gradaccum.keras.callbacks import GradientAccumulation
-from gradaccum.keras.optimizer import Counts, Optimizer, StepsRule, minimum, where, wrapped_optimizer
+from gradaccum.keras.optimizer import Added, Counts, Optimizer, StepsRule, minimum, where, wrapped_optimizer
 from gradaccum.schedule import Schedule, checked_count, steps_for
 
 __all__ = ["BatchOptimizer"]
@@ -44,10 +45,14 @@ class SizesRule(StepsRule):
         """Rows of an epoch."""
         return self.train_size
 
-    def weigh(self, counts: Counts, rows: Any) -> Any:
-        """The rows; where they are not known, those of the next micro-batch as it was promised."""
-        if rows is None:
-            return minimum(counts.rows_left, self.maximum_batch_size)
+    def add(self, counts: Counts, rows: Any) -> Added:
+        """The window with one more micro-batch, of so many rows; None: not known, so as many as were promised."""
+        weight = minimum(counts.rows_left, self.maximum_batch_size) if rows is None else self._checked(rows)
+        counts = counts.added(weight, 1)._replace(rows_left=counts.rows_left - weight)
+        return Added(counts, weight, None, (counts.weight >= self.desired_batch_size) | (counts.rows_left <= 0))
+
+    def _checked(self, rows: Any) -> Any:
+        """The rows, if they can be those of a micro-batch as it was promised."""
         last = self.train_size % self.maximum_batch_size or self.maximum_batch_size
         if isinstance(rows, int):
             if rows not in (self.maximum_batch_size, last):
@@ -59,15 +64,30 @@ class SizesRule(StepsRule):
         with tf.control_dependencies([tf.debugging.Assert(promised, [f"{self.other_size} {last}. Received:", rows])]):
             return tf.identity(rows)
 
-    def added(self, counts: Counts, weight: Any) -> tuple[Counts, Any]:
-        """The counts with one more micro-batch of this weight, and whether it closes the window."""
-        counts = counts.added(weight)._replace(rows_left=counts.rows_left - weight)
-        return counts, (counts.weight >= self.desired_batch_size) | (counts.rows_left <= 0)
-
     def closed(self, counts: Counts, updated: Any) -> Counts:
-        """The counts of the window that follows, in the next epoch if no rows are left."""
-        rows_left = where(counts.rows_left <= 0, self.train_size, counts.rows_left)
-        return counts.closed(updated)._replace(rows_left=rows_left)
+        """The counts of the window that follows; in the next epoch, less the rows that were too many in this one."""
+        too_few = where(counts.rows_left <= 0, self.train_size, 0)
+        return counts.closed(updated)._replace(rows_left=counts.rows_left + too_few)
+
+    def check_batches(self, batches: int) -> None:
+        """Whether an epoch may have so many micro-batches."""
+        promised = -(-self.train_size // self.maximum_batch_size)
+        if batches != promised:
+            raise ValueError(
+                f"An epoch of train_size={self.train_size} rows has {promised} micro-batches of maximum_batch_size="
+                f"{self.maximum_batch_size}. Received: {batches} micro-batches. Pass the `train_size` that fit() "
+                "trains on to BatchOptimizer."
+            )
+
+    def check_epoch(self, counts: Counts, batches: int) -> None:
+        """Whether an epoch may end with these counts, after so many micro-batches."""
+        self.check_batches(batches)
+        if counts.rows_left != self.train_size:
+            raise ValueError(
+                f"`train_size` must be the rows of an epoch. Received: train_size={self.train_size}, where the "
+                f"{batches} micro-batches of the epoch add up to another number. Pass the `train_size` that fit() "
+                "trains on to BatchOptimizer."
+            )
 
     def settings(self) -> list[list[int]]:
         """The three sizes."""
@@ -167,6 +187,7 @@ class BatchOptimizer(Optimizer):
             raise TypeError(f"`model` must be a keras.Model. Received: model of type {type(model).__name__}.")
         self._wrap(optimizer, SizesRule(maximum_batch_size, desired_batch_size, train_size, model), name)
         if model is not None:
+            self.window.name_batch_norms([layer.name for layer in batch_norms_of(model)])
             _check_every_fit(model)
 
     @property

@@ -7,6 +7,8 @@ from typing import Any
 
 import keras
 
+from gradaccum.errors import WindowError
+from gradaccum.keras.batch_norm import batch_norms_of
 from gradaccum.keras.optimizer import Optimizer, RowWatch, wrapped_optimizer
 from gradaccum.schedule import Schedule, Steps
 
@@ -51,6 +53,10 @@ class GradientAccumulation(keras.callbacks.Callback):
         self._epoch = 0
         self._in_epoch = False
         self._told_of_short_epochs = False
+        self._drops_micro_batches = False
+        self._batches = 0  # of this epoch
+        self._in_window = 0  # micro-batches of this window, dropped ones too
+        self._steps = self._next_steps = 1  # of this window, and of the next one
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
@@ -77,8 +83,26 @@ class GradientAccumulation(keras.callbacks.Callback):
                 "A callable schedule is asked between micro-batches, which needs steps_per_execution=1. Received: "
                 f"steps_per_execution={per_execution}. Use {{epoch: steps}}, or compile with 1."
             )
-        optimizer.window.driven = True
-        self._rows = RowWatch(self._model, optimizer.window)
+        window = optimizer.window
+        # What compile() puts around it under mixed_float16 drops micro-batches that overflow, without a word to us.
+        self._drops_micro_batches = self._model.optimizer is not optimizer
+        if self._drops_micro_batches and per_execution > 1:
+            logger.warning(
+                "A LossScaleOptimizer is around the optimizer, and steps_per_execution=%d: after a micro-batch that "
+                "overflows, windows of this epoch begin later. Compile with steps_per_execution=1.",
+                per_execution,
+            )
+        window.name_batch_norms([layer.name for layer in batch_norms_of(self._model)])
+        self._in_window = optimizer.micro_batches
+        if self._in_window and not window.read().by_rows:
+            logger.warning(
+                "The open window holds %d micro-batches whose rows are not known. Each counts as many rows as the next "
+                "one. Call optimizer.flush() before fit() to close it first.",
+                self._in_window,
+            )
+        self._steps = self._next_steps = optimizer.steps
+        window.driven = True
+        self._rows = RowWatch(self._model, window)
         self._rows.start()
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -91,12 +115,15 @@ class GradientAccumulation(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         optimizer = self._wrapped
-        self._epoch, self._in_epoch = epoch, True
+        self._epoch, self._in_epoch, self._batches = epoch, True, 0
+        batches = (self.params or {}).get("steps")
+        if batches:
+            optimizer.window.rule.check_batches(batches)
         optimizer.window.begin_epoch()
         schedule = self._schedule or optimizer.schedule
         if schedule.largest is not None and not optimizer.window.rule.fixed:
             steps = schedule(epoch)
-            optimizer.window.plan(steps)
+            self._plan(steps)
             self._tell_of_short_epochs(steps)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -104,12 +131,17 @@ class GradientAccumulation(keras.callbacks.Callback):
         if schedule.largest is None:
             self._sync()
             if not self._wrapped.micro_batches:
-                self._wrapped.window.plan(schedule(self._epoch, int(self._wrapped.iterations)))
+                self._plan(schedule(self._epoch, int(self._wrapped.iterations)))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._in_window += batch + 1 - self._batches
+        self._batches = batch + 1
         batches = (self.params or {}).get("steps")
         if batches and batch >= batches - 1:
             self._end_epoch()
+        elif self._drops_micro_batches and self._in_window >= self._steps:
+            # Close it, if it is still open: the next one begins where it would have without the dropped ones.
+            self._close_window()
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._end_epoch()
@@ -120,8 +152,35 @@ class GradientAccumulation(keras.callbacks.Callback):
     def _end_epoch(self) -> None:
         if self._in_epoch:
             self._in_epoch = False
-            self._sync()
-            self._wrapped.flush()
+            self._close_window()
+            self._check_epoch()
+
+    def _plan(self, steps: int) -> None:
+        """Let the next window, or this one if it is still empty, have so many steps."""
+        self._next_steps = steps
+        if not self._in_window:
+            self._steps = steps
+        self._wrapped.window.plan(steps)
+
+    def _close_window(self) -> None:
+        self._in_window, self._steps = 0, self._next_steps
+        self._sync()
+        self._wrapped.flush()
+
+    def _check_epoch(self) -> None:
+        """Whether what was trained on is what was promised, and was told of."""
+        window = self._wrapped.window
+        if not (self._batches and window.built):
+            return
+        counts = window.read()
+        if not (counts.by_rows or self._drops_micro_batches):
+            raise WindowError(
+                "The micro-batches of this epoch were not weighed by their rows: the model's `train_step` was replaced "
+                "while it trained, or its inputs have no rows. Replace it before fit(), or train without the "
+                "GradientAccumulation callback."
+            )
+        if not (self._drops_micro_batches or self._model.stop_training):
+            window.rule.check_epoch(counts, self._batches)
 
     def _sync(self) -> None:
         # On JAX the values of the variables are in the training loop until somebody asks for the model.

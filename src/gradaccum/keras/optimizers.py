@@ -29,7 +29,8 @@ def _named(inner: type[Any]) -> type[Optimizer]:
                 raise TypeError(f"`steps` is missing: {inner.__name__}(steps=4), or {inner.__name__}(4).")
             steps, args = args[0], args[1:]
         Schedule(steps)  # a wrong one shall be told before the inner optimizer is made
-        Optimizer.__init__(self, inner(*args, **kwargs), steps)
+        optimizer = inner(*args, **kwargs)
+        Optimizer.__init__(self, optimizer, steps, name=optimizer.name)
 
     doc = (
         f"`keras.optimizers.{inner.__name__}`, wrapped in `Optimizer`: `{inner.__name__}(steps=4, ...)`, or steps "

@@ -1,6 +1,8 @@
 """BatchOptimizer: exact for every combination of sizes, without a callback; and what it notices."""
 
+import contextlib
 import logging
+import warnings
 
 import keras
 import numpy as np
@@ -10,6 +12,14 @@ from gradaccum.keras.callbacks import GradientAccumulation
 from gradaccum.keras.optimizers import BatchOptimizer
 from tests.keras.problems import BACKEND, Batches, adam, error, join, network, plain, regression, sgd, split
 from tests.reference import keras_updates, windows_of
+
+
+@contextlib.contextmanager
+def ignored(message):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=f".*{message}")
+        yield
+
 
 SIZES = {
     # maximum, desired, train_size
@@ -66,13 +76,20 @@ def test_train_size_alone_tells_a_custom_loop(fit_bound):
     assert error(model, plain(network(), sgd(), batches, 3, 2)) <= fit_bound
 
 
-def test_a_model_with_batch_normalization_trains():
+def test_a_model_with_batch_normalization_trains_and_is_named():
     keras.utils.set_random_seed(0)
-    layers = [keras.Input((5,)), keras.layers.Dense(7), keras.layers.BatchNormalization(), keras.layers.Dense(3)]
+    layers = [
+        keras.Input((5,)),
+        keras.layers.Dense(7),
+        keras.layers.BatchNormalization(name="b"),
+        keras.layers.Dense(3),
+    ]
     model = keras.Sequential(layers)
-    model.compile(optimizer=BatchOptimizer(adam(), 4, 8, 18, model), loss="mse")
+    with pytest.warns(UserWarning, match="BatchNormalization normalises each micro-batch by itself.*: 'b'"):
+        optimizer = BatchOptimizer(adam(), 4, 8, 18, model)
+    model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
     x, y = regression(18)
-    history = model.fit(x, y, batch_size=4, epochs=30, verbose=0)
+    history = model.fit(x, y, batch_size=4, epochs=5, verbose=0)
     assert history.history["loss"][-1] < history.history["loss"][0]
     assert np.isfinite(model.evaluate(x, y, verbose=0))
 
@@ -137,7 +154,7 @@ def test_data_with_another_batch_size_is_an_error():
     model = network()
     model.compile(optimizer=BatchOptimizer(sgd(), 4, 12, 18, model), loss="mse")
     with pytest.raises(ValueError, match=r"maximum_batch_size=4 .* last of train_size=18 rows, with 2\. Received: 6"):
-        model.fit(Batches(split(regression(18), [6] * 3)), verbose=0)
+        model.fit(Batches(split(regression(18), [6, 3, 3, 3, 3])), verbose=0)
 
 
 def test_rows_other_than_train_size_are_an_error():
@@ -147,6 +164,24 @@ def test_rows_other_than_train_size_are_an_error():
         model.fit(x, y, batch_size=4, validation_split=0.2, verbose=0)
     with pytest.raises(ValueError, match=r"Received: steps_per_epoch=3"):
         model.fit(x, y, batch_size=4, steps_per_epoch=3, verbose=0)
+
+
+@pytest.mark.parametrize("kind", ["a dataset", "a generator"])
+@pytest.mark.parametrize("train_size", [8, 16, 20, 22, 28])
+def test_another_number_of_rows_is_an_error_whatever_they_come_from(train_size, kind):
+    model = network()
+    model.compile(optimizer=BatchOptimizer(sgd(), 4, 8, train_size, model), loss="mse", jit_compile=False)
+    batches = split(regression(24), [4] * 6)
+    data = Batches(batches) if kind == "a dataset" else (batch for batch in batches)
+    with pytest.raises(ValueError, match=rf"train_size={train_size}"), ignored("ran out of data"):
+        model.fit(data, shuffle=False, verbose=0)
+
+
+def test_more_rows_than_promised_in_as_many_micro_batches_are_an_error():
+    model = network()
+    model.compile(optimizer=BatchOptimizer(sgd(), 4, 8, 18, model), loss="mse", jit_compile=False)
+    with pytest.raises(ValueError, match="train_size=18, where the 5 micro-batches of the epoch add up to another"):
+        model.fit(Batches(split(regression(20), [4] * 5)), shuffle=False, verbose=0)
 
 
 def test_another_model_is_an_error():

@@ -242,6 +242,11 @@ def test_every_built_in_optimizer_is_there_by_name(name):
         assert optimizer.steps == 4
 
 
+def test_a_named_optimizer_has_the_name_of_the_inner_one():
+    assert gradaccum.keras.optimizers.Adam(4).name == "adam"
+    assert gradaccum.keras.optimizers.Adam(4, name="mine").name == "mine"
+
+
 def test_a_named_optimizer_takes_the_inner_ones_arguments():
     optimizer = gradaccum.keras.optimizers.Adam(4, 0.5, beta_1=0.8)
     assert (float(optimizer.inner_optimizer.learning_rate), optimizer.beta_1) == (0.5, 0.8)

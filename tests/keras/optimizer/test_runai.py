@@ -3,8 +3,9 @@
 import keras
 import pytest
 
+import gradaccum
 import runai.ga.keras
-from tests.keras.problems import adam, error, network, plain, regression, split
+from tests.keras.problems import adam, error, network, plain, regression, split, variables_like
 
 
 def test_the_guides_lines(capsys, fit_bound):
@@ -54,6 +55,28 @@ def test_a_model_is_saved_in_the_middle_of_a_window(tmp_path, capsys):
     assert loaded.optimizer.flush()
     assert model.optimizer.flush()
     assert error(loaded, model) == 0.0
+
+
+class ReadsTheWindow(keras.optimizers.SGD):
+    """A custom optimizer for the original, which finds the window in itself."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.__dict__["seen"] = self.runai.steps
+        super().update_step(gradient, variable, learning_rate)
+
+    def _backend_update_step(self, grads, trainable_variables, learning_rate):
+        for gradient, variable in zip(grads, trainable_variables):
+            self.update_step(gradient, variable, learning_rate)
+
+
+def test_a_custom_inner_optimizer_finds_the_window_in_itself(capsys):
+    optimizer = runai.ga.keras.optimizers.Optimizer(ReadsTheWindow(0.1), steps=2)
+    optimizer.apply([keras.ops.ones((2,))], variables := variables_like([(2,)]))
+    optimizer.apply([keras.ops.ones((2,))], variables)
+    assert optimizer.optimizer.seen == 2
+    with pytest.raises(gradaccum.WindowError, match=r"in the open window, 0\. Received: step=1\."):
+        optimizer.runai.step = 1
+    assert optimizer.get_config()["optimizer"]["class_name"] == "ReadsTheWindow"
 
 
 def test_a_loss_scale_inside_is_refused():

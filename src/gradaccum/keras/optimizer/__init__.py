@@ -2,9 +2,10 @@
 
 from gradaccum.keras.optimizer.optimizer import LossScaledOptimizer, Optimizer, wrapped_optimizer
 from gradaccum.keras.optimizer.rows import RowWatch
-from gradaccum.keras.optimizer.window import Counts, StepsRule, Window, minimum, where
+from gradaccum.keras.optimizer.window import Added, Counts, StepsRule, Window, minimum, where
 
 __all__ = [
+    "Added",
     "Counts",
     "LossScaledOptimizer",
     "Optimizer",

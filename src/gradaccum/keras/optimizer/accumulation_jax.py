@@ -10,23 +10,22 @@ import keras
 import numpy as np
 from jax import numpy as jnp
 
-from gradaccum.keras.optimizer.window import Counts, Window, added
+from gradaccum.keras.optimizer.window import Counts, Window, added, rescaled
 
 __all__ = ["accumulate", "beside", "close", "host", "place_of", "put", "replica", "total"]
 
 
 def accumulate(window: Window, gradients: list[Any], rows: Any) -> None:
     """Add a micro-batch's gradients to the window, and close it if it is full."""
-    counts = Counts(*window.counts.value)
-    weight = window.rule.weigh(counts, rows)
-    variables = window.variables
+    counts, weight, rescale, closes = window.rule.add(Counts(*window.counts.value), rows)
     sums = [
-        total.value if gradient is None else added(total.value, gradient, variable, weight)
-        for total, gradient, variable in zip(window.sums, gradients, variables)
+        rescaled(total.value, variable, rescale)
+        if gradient is None
+        else added(total.value, gradient, variable, weight, rescale)
+        for total, gradient, variable in zip(window.sums, gradients, window.variables)
     ]
     present = jnp.asarray([gradient is not None for gradient in gradients], window.touched.dtype)
     touched = jnp.maximum(window.touched.value, present)
-    counts, closes = window.rule.added(counts, weight)
     if isinstance(closes, jax.core.Tracer):
         _traced(window, sums, counts, touched, closes, [g is None for g in gradients])
         return

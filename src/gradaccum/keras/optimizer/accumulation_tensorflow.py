@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from gradaccum.keras import private
-from gradaccum.keras.optimizer.window import Counts, Window, is_overwritten
+from gradaccum.keras.optimizer.window import Counts, Window, is_overwritten, rescaled
 
 __all__ = ["accumulate", "beside", "close", "host", "place_of", "put", "replica", "total"]
 
@@ -49,9 +49,8 @@ def close(window: Window) -> None:
 def _accumulate(window: Any, gradients: Any, rows: Any, strategy: Any) -> None:
     """`gradients` and `rows` are one replica's for `strategy=None`, else those of every replica."""
     replicas = strategy.num_replicas_in_sync if strategy else 1
-    counts = _read(window)
     all_rows = strategy.reduce("SUM", rows, axis=None) if strategy and rows is not None else rows
-    weight = window.rule.weigh(counts, all_rows)
+    counts, weight, rescale, closes = window.rule.add(_read(window), all_rows)
 
     def add(total: Any, gradient: Any, rows: Any, variable: Any) -> None:
         gradient = tf.cast(gradient, total.dtype)
@@ -59,14 +58,21 @@ def _accumulate(window: Any, gradients: Any, rows: Any, strategy: Any) -> None:
             total.assign(tf.maximum(total, gradient))
             return
         # Keras divides each replica's loss by their number; where rows are known it shall count by its rows.
-        own_weight = weight if rows is None else rows * replicas
-        if own_weight is not None:
-            gradient = _times(gradient, tf.cast(own_weight, total.dtype))
+        gradient = _times(gradient, tf.cast(weight if rows is None else rows * replicas, total.dtype))
         if isinstance(gradient, tf.IndexedSlices):
             total.scatter_add(gradient)
         else:
             total.assign_add(gradient)
 
+    def scale_sums() -> None:
+        for total, variable in zip(window.sums, window.variables):
+            if strategy:
+                strategy.extended.update(total.value, _scale, args=(variable, rescale), group=False)
+            else:
+                _scale(total.value, variable, rescale)
+
+    if rescale is not None:
+        tf.cond(tf.cast(rescale, "int64") == 1, lambda: None, scale_sums)
     for total, gradient, variable in zip(window.sums, gradients, window.variables):
         if gradient is None:
             continue
@@ -77,7 +83,6 @@ def _accumulate(window: Any, gradients: Any, rows: Any, strategy: Any) -> None:
     absent = [gradient is None for gradient in gradients]
     present = tf.constant([not none for none in absent], window.touched.value.dtype)
     window.touched.value.assign(tf.maximum(window.touched.value, present))
-    counts, closes = window.rule.added(counts, weight)
     tf.cond(
         closes,
         lambda: _close(window, counts, absent if tf.inside_function() else _untouched(window), strategy),
@@ -118,6 +123,10 @@ def _close(window: Any, counts: Counts, absent: list[bool], strategy: Any) -> No
     touched.assign(tf.zeros(touched.shape, touched.dtype))
     updated = tf.cast(inner.iterations != before, "int64") if window.may_skip else 1
     _write(window, window.rule.closed(counts, updated))
+
+
+def _scale(total: Any, variable: Any, rescale: Any) -> None:
+    total.assign(rescaled(total, variable, rescale))
 
 
 def _untouched(window: Window) -> list[bool]:

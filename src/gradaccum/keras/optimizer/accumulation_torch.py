@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import torch
 
-from gradaccum.keras.optimizer.window import Counts, Window, added, is_overwritten
+from gradaccum.keras.optimizer.window import Counts, Window, is_overwritten
 
 __all__ = ["accumulate", "beside", "close", "host", "place_of", "put", "replica", "total"]
 
@@ -16,22 +16,21 @@ __all__ = ["accumulate", "beside", "close", "host", "place_of", "put", "replica"
 @torch.no_grad()
 def accumulate(window: Window, gradients: list[Any], rows: Any) -> None:
     """Add a micro-batch's gradients to the window, and close it if it is full."""
-    counts = _read(window)
-    weight = window.rule.weigh(counts, rows)
+    counts, weight, rescale, closes = window.rule.add(_read(window), rows)
+    if rescale not in (None, 1):
+        torch._foreach_mul_([t.value for t, v in zip(window.sums, window.variables) if not is_overwritten(v)], rescale)
     plain: tuple[list[Any], list[Any]] = ([], [])
     for index, (total, gradient) in enumerate(zip(window.sums, gradients)):
         if gradient is None:
             continue
         window.touched.value[index] = 1
-        variable = window.variables[index]
-        if is_overwritten(variable):
-            total.assign(added(total.value, gradient, variable, None))
+        if is_overwritten(window.variables[index]):
+            total.assign(torch.maximum(total.value, gradient.to(total.value.dtype)))
         else:
             plain[0].append(total.value)
             plain[1].append(gradient)
     if plain[0]:
-        torch._foreach_add_(*plain, alpha=1 if weight is None else weight)
-    counts, closes = window.rule.added(counts, weight)
+        torch._foreach_add_(*plain, alpha=weight)
     _write(window, counts)
     if closes:
         close(window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import keras
@@ -14,6 +15,8 @@ from gradaccum.keras.optimizer.window import Counts, Window
 from gradaccum.schedule import Schedule
 
 __all__ = ["load", "save", "steps_config", "steps_from_config"]
+
+logger = logging.getLogger("gradaccum")
 
 COUNTS, TOUCHED, SETTINGS, SUM = "window_counts", "window_touched", "window_settings", "window_sum_"
 
@@ -39,7 +42,7 @@ def load(window: Window, store: Any) -> None:
     """
     keys = list(store.keys())
     ours = [key for key in keys if key.startswith("window_")]
-    counts = Counts(*np.asarray(store[COUNTS]).tolist()) if ours else None
+    counts = Counts.restored(np.asarray(store[COUNTS]).tolist(), window.rule.fixed) if ours else None
     if window.built and counts is not None and counts.micro_batches:
         _check(window, counts, store)
     window.inner.load_own_variables({key: store[key] for key in keys if key not in ours})
@@ -50,6 +53,12 @@ def load(window: Window, store: Any) -> None:
         window.touched.assign(np.asarray(store[TOUCHED]))
         for index, total in enumerate(window.sums):
             accumulation.put(total, np.asarray(store[f"{SUM}{index}"]))
+        if counts.by_rows and not window.rule.fixed:
+            logger.warning(
+                "The open window that was loaded weighs micro-batches by their rows. Go on with "
+                "callbacks=[gradaccum.keras.callbacks.GradientAccumulation()]: without it, each that follows in this "
+                "window weighs as much as their mean.",
+            )
     else:
         window.empty()
         if counts is not None and np.array_equal(store[SETTINGS], _settings(window)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -154,6 +155,7 @@ class Optimizer(OptimizerProxy):
         self.__dict__["_trainable_variables_indices"] = {id(variable): i for i, variable in enumerate(variables)}
         self.window.build(variables, self.add_variable, accumulation.host, accumulation.beside)
         self.built = True
+        self.window.name_batch_norms(_batch_norms_by_name(variables))
 
     @property
     def variables(self) -> list[Any]:
@@ -269,6 +271,16 @@ class LossScaledOptimizer(Optimizer, keras.optimizers.LossScaleOptimizer):
 
     It is one of those too, for `compile` would otherwise put a second one around it under `mixed_float16`.
     """
+
+
+def _batch_norms_by_name(variables: Sequence[Any]) -> list[str]:
+    """The names of the layers of these variables that go by a name of BatchNormalization: an optimizer sees no layers.
+
+    The GradientAccumulation callback, which sees them, finds the others.
+    """
+    parts = [getattr(variable, "path", "").split("/")[-2:] for variable in variables]
+    found = [layer for layer, name in (part for part in parts if len(part) == 2) if name in ("gamma", "beta")]
+    return [name for name in dict.fromkeys(found) if re.search(r"batch_?norm|(^|_)bn(_|\d|$)", name.lower())]
 
 
 def wrapped_optimizer(optimizer: Any) -> Optimizer | None:

@@ -6,6 +6,7 @@ of a window are written once, in arithmetic that numbers and traced tensors both
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -17,7 +18,17 @@ from keras import ops
 from gradaccum.keras import private
 from gradaccum.schedule import Schedule
 
-__all__ = ["Counts", "StepsRule", "Window", "added", "is_overwritten", "minimum", "where"]
+__all__ = [
+    "Added",
+    "Counts",
+    "StepsRule",
+    "Window",
+    "added",
+    "is_overwritten",
+    "minimum",
+    "rescaled",
+    "where",
+]
 
 
 class Counts(NamedTuple):
@@ -25,7 +36,7 @@ class Counts(NamedTuple):
 
     Example:
         >>> Counts.opened(steps=4, rows_left=0)
-        Counts(micro_batches=0, steps=4, next_steps=4, weight=0, updated=0, rows_left=0)
+        Counts(micro_batches=0, steps=4, next_steps=4, weight=0, updated=0, rows_left=0, by_rows=0)
     """
 
     micro_batches: Any
@@ -35,28 +46,54 @@ class Counts(NamedTuple):
     next_steps: Any
     """Steps of the window after it."""
     weight: Any
-    """Sum of the weights of its micro-batches: rows where they are known, else 1 each."""
+    """Sum of the weights of its micro-batches."""
     updated: Any
     """1 if the last micro-batch made an update, else 0."""
     rows_left: Any
     """Rows of this epoch that are still to come, for an optimizer that knows them; else 0."""
+    by_rows: Any
+    """1 if the weights are rows, 0 if they are 1 each. Of an empty window: what those of the last one were."""
 
     @classmethod
-    def opened(cls, steps: Any, rows_left: Any, updated: Any = 0) -> Counts:
+    def opened(cls, steps: Any, rows_left: Any, updated: Any = 0, by_rows: Any = 0) -> Counts:
         """An empty window of so many steps."""
-        return cls(0, steps, steps, 0, updated, rows_left)
+        return cls(0, steps, steps, 0, updated, rows_left, by_rows)
 
-    def added(self, weight: Any) -> Counts:
+    @classmethod
+    def restored(cls, numbers: Sequence[int], by_rows: bool) -> Counts:
+        """From a file: version 0.1 didn't write the last one, which is `by_rows` if the weights don't tell."""
+        counts = cls(*[*numbers, int(by_rows)][: len(cls._fields)])
+        return counts if counts.weight == counts.micro_batches else counts._replace(by_rows=1)
+
+    def added(self, weight: Any, by_rows: Any) -> Counts:
         """With one more micro-batch in it."""
-        return self._replace(micro_batches=self.micro_batches + 1, weight=self.weight + weight, updated=0)
+        return self._replace(
+            micro_batches=self.micro_batches + 1, weight=self.weight + weight, updated=0, by_rows=by_rows
+        )
 
     def closed(self, updated: Any = 1) -> Counts:
         """The empty window that follows."""
-        return Counts.opened(self.next_steps, self.rows_left, updated)
+        return Counts.opened(self.next_steps, self.rows_left, updated, self.by_rows)
+
+
+class Added(NamedTuple):
+    """What a rule says about one more micro-batch."""
+
+    counts: Counts
+    """Those of the window with it."""
+    weight: Any
+    """Its own."""
+    rescale: Any
+    """The factor for the sums so far, whose weights it changes; None: 1."""
+    closes: Any
+    """Whether it closes the window."""
 
 
 class StepsRule:
     """A window closes with the last of its steps; micro-batches weigh as many as their rows, or the same.
+
+    Micro-batches whose rows are not known are taken to be like the others of their window: with rows known later,
+    those before count as many as the first that is known; with rows known before, one counts as many as their mean.
 
     Args:
         schedule: How many steps a window has.
@@ -70,14 +107,17 @@ class StepsRule:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
 
-    def weigh(self, counts: Counts, rows: Any) -> Any:
-        """The weight of a micro-batch of so many rows; None for both: not known, and all the same."""
-        return rows
-
-    def added(self, counts: Counts, weight: Any) -> tuple[Counts, Any]:
-        """The counts with one more micro-batch of this weight, and whether it closes the window."""
-        counts = counts.added(1 if weight is None else weight)
-        return counts, counts.micro_batches >= counts.steps
+    def add(self, counts: Counts, rows: Any) -> Added:
+        """The window with one more micro-batch, of so many rows; None: not known."""
+        held = counts.micro_batches
+        if rows is None:
+            weight = where(held > 0, (counts.weight + held // 2) // where(held > 0, held, 1), 1)
+            counts = counts.added(weight, where(held > 0, counts.by_rows, 0))
+            rescale = None
+        else:
+            weight, rescale = rows, where((held > 0) & (counts.by_rows == 0), rows, 1)
+            counts = counts._replace(weight=counts.weight * rescale).added(weight, 1)
+        return Added(counts, weight, rescale, counts.micro_batches >= counts.steps)
 
     def closed(self, counts: Counts, updated: Any) -> Counts:
         """The counts of the window that follows."""
@@ -85,6 +125,12 @@ class StepsRule:
 
     def check_variables(self, variables: Sequence[Any]) -> None:
         """Whether these may be trained."""
+
+    def check_batches(self, batches: int) -> None:
+        """Whether an epoch may have so many micro-batches."""
+
+    def check_epoch(self, counts: Counts, batches: int) -> None:
+        """Whether an epoch may end with these counts, after so many micro-batches."""
 
     def settings(self) -> list[list[int]]:
         """What the length of a window follows from, as numbers for a file; nothing for a callable."""
@@ -118,6 +164,7 @@ class Window:
         """The compiled training function that tells of rows, once there is one."""
         self._first_steps: int | None = None
         self._rows: dict[Any, Any] = {}
+        self._named: set[str] = set()
 
     @property
     def built(self) -> bool:
@@ -163,7 +210,7 @@ class Window:
     def empty(self) -> None:
         """Forget the open window."""
         counts = self.read()
-        self.write(Counts.opened(counts.next_steps, counts.rows_left))
+        self.write(Counts.opened(counts.next_steps, counts.rows_left, by_rows=counts.by_rows))
         for variable in [*self.sums, self.touched]:
             variable.assign(ops.zeros(variable.shape, variable.dtype))
 
@@ -202,6 +249,18 @@ class Window:
         """Rows of the micro-batch in progress in this replica; None where they are not known."""
         return self._rows.get(replica)
 
+    def name_batch_norms(self, names: Sequence[str]) -> None:
+        """Warn of these BatchNormalization layers, once each."""
+        names = [name for name in names if name not in self._named]
+        if names and self.rule.schedule.largest != 1:
+            self._named.update(names)
+            warnings.warn(
+                "BatchNormalization normalises each micro-batch by itself, so updates differ from the large batch's: "
+                f"{', '.join(map(repr, names))}. Use GroupNormalization or LayerNormalization, or freeze it with "
+                "`layer.trainable = False`.",
+                stacklevel=2,
+            )
+
     # Inside a training step.
 
     @property
@@ -237,12 +296,19 @@ def is_overwritten(variable: Any) -> bool:
     return getattr(variable, "overwrite_with_gradient", False)
 
 
-def added(total: Any, gradient: Any, variable: Any, weight: Any) -> Any:
-    """A sum with one more gradient of this variable in it, `weight` times (None: once)."""
+def added(total: Any, gradient: Any, variable: Any, weight: Any, rescale: Any) -> Any:
+    """A sum, `rescale` times (None: once), with one more gradient of this variable in it, `weight` times."""
     gradient = ops.cast(gradient, total.dtype)
     if is_overwritten(variable):
         return ops.maximum(total, gradient)
-    return total + (gradient if weight is None else gradient * ops.cast(weight, total.dtype))
+    return rescaled(total, variable, rescale) + gradient * ops.cast(weight, total.dtype)
+
+
+def rescaled(total: Any, variable: Any, rescale: Any) -> Any:
+    """A sum of gradients of this variable, `rescale` times; None: once."""
+    if rescale is None or is_overwritten(variable):
+        return total
+    return total * ops.cast(rescale, total.dtype)
 
 
 def where(condition: Any, then: Any, otherwise: Any) -> Any:

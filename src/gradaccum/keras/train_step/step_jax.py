@@ -168,7 +168,8 @@ class JaxStep(MicroBatchedStep):
         model = self.model
         if model.train_function is not None and not force:
             return
-        model.train_step = copy.copy(self)  # a new one: `jax.jit` would find what was compiled for the old loss
+        if isinstance(model.train_step, JaxStep):  # not what the GradientAccumulation callback put around it
+            model.train_step = copy.copy(self)  # a new one: `jax.jit` would find what was compiled for the old loss
         type(model).make_train_function(model, force=force)
         step: Callable[[_State, Any], Any] = model.train_function
 

@@ -35,6 +35,10 @@ class Optimizer(gradaccum.keras.optimizers.Optimizer):
             )
         super().__init__(optimizer, steps, **kwargs)
 
+    def _wrap(self, optimizer: Any, *arguments: Any) -> None:
+        super()._wrap(optimizer, *arguments)
+        vars(optimizer)["runai"] = self.runai  # for a custom optimizer that reads it in its step
+
     def _log_wrapping(self) -> None:
         super()._log_wrapping()
         print(f"Wrapping '{type(self.inner_optimizer).__name__}' Keras optimizer with GA of {self.schedule} steps")

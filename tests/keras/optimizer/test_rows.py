@@ -1,0 +1,159 @@
+"""What micro-batches weigh: rows that are known, that are not, and that become known inside a window."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+
+import gradaccum
+import gradaccum.keras
+from gradaccum.keras.callbacks import GradientAccumulation
+from gradaccum.keras.optimizers import Optimizer
+from tests.keras.problems import (
+    SHAPES,
+    Batches,
+    adam,
+    error,
+    join,
+    micro_gradients,
+    network,
+    plain,
+    regression,
+    sgd,
+    split,
+    train_by_hand,
+    variables_like,
+)
+from tests.reference import keras_updates, relative_error
+
+LossScale = keras.optimizers.LossScaleOptimizer
+
+
+def compiled(optimizer, seed=0):
+    model = network(seed)
+    model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
+    return model
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+def test_a_window_that_train_on_batch_opened_is_closed_by_fit_with_the_callback(make, caplog, fit_bound):
+    batches = split(regression(28), [4] * 7)
+    model = compiled(Optimizer(make(), 4))
+    for batch in batches[:3]:
+        model.train_on_batch(*batch)
+    with caplog.at_level(logging.WARNING, "gradaccum"):
+        model.fit(Batches(batches[3:]), shuffle=False, verbose=0, callbacks=[GradientAccumulation()])
+    assert error(model, plain(network(), make(), batches, 4, 1)) <= fit_bound
+    assert [record.getMessage() for record in caplog.records] == [
+        "The open window holds 3 micro-batches whose rows are not known. Each counts as many rows as the next one. "
+        "Call optimizer.flush() before fit() to close it first."
+    ]
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+def test_a_window_that_fit_with_the_callback_opened_is_closed_without_it(make, tmp_path, caplog, fit_bound):
+    batches = split(regression(24), [4] * 6)
+
+    class Saves(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                self.model.save(tmp_path / "model.keras")
+
+    model = compiled(Optimizer(make(), 3))
+    callbacks = [GradientAccumulation(), Saves()]
+    model.fit(Batches(batches[:3]), shuffle=False, verbose=0, callbacks=callbacks)
+    with caplog.at_level(logging.WARNING, "gradaccum"):
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert "weighs micro-batches by their rows. Go on with callbacks=" in caplog.records[0].getMessage()
+    for batch in batches[2:]:
+        loaded.train_on_batch(*batch)
+    assert error(loaded, plain(network(), make(), batches, 3, 1)) <= fit_bound
+
+
+def test_rows_that_become_known_and_unknown_inside_one_window(bound):
+    gradients = micro_gradients(5)
+    variables, expected = variables_like(SHAPES), variables_like(SHAPES)
+    optimizer = Optimizer(sgd(), 5)
+    for gradient, rows in zip(gradients, [None, None, 4, 2, None]):
+        if rows is None:
+            train_by_hand(optimizer, variables, [gradient], by="eager")
+        else:
+            with optimizer.window.with_rows(0, rows):
+                train_by_hand(optimizer, variables, [gradient], by="eager")
+    weights = [4, 4, 4, 2, 4]  # 4 as the first that is known; 4 is the mean of 4, 4, 4 and 2, rounded
+    mean = [np.average([g[i] for g in gradients], axis=0, weights=weights) for i in range(len(SHAPES))]
+    train_by_hand(sgd(), expected, [mean], by="eager")
+    assert optimizer.updated
+    assert relative_error(variables, expected) <= bound
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+def test_large_batches_in_micro_batches_are_weighed_by_their_rows_too(make, fit_bound):
+    batches = split(regression(32), [6, 6, 4, 6, 6, 4])
+    model = gradaccum.keras.micro_batched(network(), 2)
+    model.compile(optimizer=Optimizer(make(), 3), loss="mse")
+    for _ in range(2):
+        model.fit(Batches(batches[:3]), shuffle=False, verbose=0, callbacks=[GradientAccumulation()])
+    assert int(model.optimizer.iterations) == 2
+    assert error(model, plain(network(), make(), batches[:3], 3, 2)) <= fit_bound
+
+
+def test_a_train_step_that_is_replaced_after_the_callback_began_is_an_error():
+    model = compiled(Optimizer(sgd(), 2))
+
+    class Replaces(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            del self.model.train_step
+            self.model.make_train_function(force=True)
+
+    with pytest.raises(gradaccum.WindowError, match="were not weighed by their rows: the model's `train_step`"):
+        model.fit(*regression(8), batch_size=4, verbose=0, callbacks=[GradientAccumulation(), Replaces()])
+
+
+@pytest.mark.parametrize("bad", [[1], [0, 3], [0, 1, 4]])
+def test_a_loss_scale_outside_drops_micro_batches_and_keeps_windows_where_they_were(bad, fit_bound):
+    batches = split(regression(28), [4] * 7)
+    poisoned = [(np.full_like(x, np.inf), y) if index in bad else (x, y) for index, (x, y) in enumerate(batches)]
+    model = compiled(LossScale(Optimizer(sgd(), 2), initial_scale=8.0))
+    model.fit(Batches(poisoned), shuffle=False, verbose=0, callbacks=[GradientAccumulation()])
+    windows = [[0, 1], [2, 3], [4, 5], [6]]
+    good = [[batches[index] for index in window if index not in bad] for window in windows]
+    expected = compiled(sgd())
+    keras_updates(expected, [join(window) for window in good if window])
+    assert int(model.optimizer.iterations) == sum(map(bool, good))
+    assert error(model, expected) <= fit_bound
+
+
+@pytest.mark.parametrize("name", [None, "conv1_bn", "plain"])
+def test_batch_normalization_is_named(name):
+    keras.utils.set_random_seed(0)
+    layers = [keras.Input((5,)), keras.layers.BatchNormalization(name=name), keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
+    model.compile(optimizer=Optimizer(sgd(), 2), loss="mse", jit_compile=False)
+    callbacks = [GradientAccumulation()] if name == "plain" else []
+    with pytest.warns(UserWarning, match="BatchNormalization normalises each micro-batch by itself") as seen:
+        model.fit(*regression(8), batch_size=4, verbose=0, callbacks=callbacks)
+    named = [str(one.message) for one in seen if "BatchNormalization" in str(one.message)]
+    assert [repr(layers[1].name) in message for message in named] == [True]
+    model.fit(*regression(8), batch_size=4, verbose=0, callbacks=[GradientAccumulation()])
+
+
+def test_layer_normalization_is_not_named():
+    model = keras.Sequential([keras.Input((5,)), keras.layers.LayerNormalization(), keras.layers.Dense(3)])
+    model.compile(optimizer=Optimizer(sgd(), 2), loss="mse", jit_compile=False)
+    model.fit(*regression(8), batch_size=4, verbose=0, callbacks=[GradientAccumulation()])
+
+
+def test_what_overwrites_its_variable_is_the_largest_of_the_window(bound):
+    amax = keras.Variable([0.0, 0.0], name="amax")
+    amax.overwrite_with_gradient = True
+    weight = keras.Variable([0.0], name="weight")
+    optimizer = Optimizer(keras.optimizers.SGD(1.0), 3)
+    optimizer.build([amax, weight])
+    for rows, largest in ((None, [1.0, 5.0]), (2, [3.0, 2.0]), (2, [2.0, 4.0])):
+        gradients = [[np.array(largest), np.array([6.0])]]
+        with optimizer.window.with_rows(0, rows):
+            train_by_hand(optimizer, [amax, weight], gradients, by="eager")
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(amax.value), [3.0, 5.0])
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(weight.value), [-6.0], rtol=1e-6)
