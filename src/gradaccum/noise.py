@@ -31,7 +31,7 @@ __all__ = ["NoiseScale", "Norms", "effective_size", "estimate"]
 
 
 class Norms(NamedTuple):
-    """What one window tells: the squared norms of two mean gradients, and how many rows each is a mean over.
+    """The measurements of one window: the squared norms of two mean gradients, and the rows each is a mean over.
 
     Args:
         small: `|g_n|^2` of one micro-batch.
@@ -71,9 +71,9 @@ class NoiseScale:
     """The noise scale, measured over some updates.
 
     Args:
-        value: `tr(S) / |G|^2` in rows; inf where the true gradient drowns in the noise, NaN before two updates.
-        interval: Where it lies with the given confidence, in rows; the upper end is inf where the gradient is not told
-            from 0. It takes the updates for independent draws: where the scale drifts meanwhile, it is too narrow.
+        value: `tr(S) / |G|^2` in rows; inf where no gradient is visible in the noise, NaN before two updates.
+        interval: Confidence interval in rows; the upper end is inf where the gradient may be 0. It takes updates for
+            independent draws: where the scale drifts meanwhile, it is too narrow.
         batch_size: Rows of a window, on average.
         updates: Windows that were measured.
         squared_gradient: `|G|^2`, the estimate.
@@ -98,7 +98,7 @@ class NoiseScale:
     confidence: float = 0.95
 
     def advice(self) -> str:
-        """What it means for the batch size, in a few sentences.
+        """What it says about the batch size, in a few sentences.
 
         An update from B rows makes `1 / (1 + noise scale / B)` of the progress of one from all rows there are. Far
         below the noise scale, twice the rows nearly halve the updates; far above it, they are wasted.
@@ -166,13 +166,13 @@ def effective_size(parts: Iterable[tuple[float, float]]) -> float:
 
 
 def estimate(windows: Sequence[Norms], *, confidence: float = 0.95, unit: str = "rows") -> NoiseScale:
-    """The noise scale from what some windows tell.
+    """The noise scale from the measurements of some windows.
 
     Its interval is Fieller's, for the ratio of two means with correlated errors: all B for which the mean of
-    `tr(S) - B |G|^2` over the windows is within its error of 0. It is unbounded where `|G|^2` is not told from 0.
+    `tr(S) - B |G|^2` over the windows is within its error of 0. It is unbounded where `|G|^2` may be 0.
 
     Args:
-        windows: One record per window; those that tell nothing (one micro-batch, a NaN) are left out.
+        windows: One record per window; unusable ones (one micro-batch, a NaN) are left out.
         confidence: Of the interval, between 0 and 1.
         unit: What the sizes in `windows` count.
 
@@ -205,7 +205,7 @@ def estimate(windows: Sequence[Norms], *, confidence: float = 0.95, unit: str = 
     root = math.sqrt(max(b * b - a * c, 0.0))
     if a > 0 and gradient > 0:
         interval = (max((b - root) / a, 0.0), max((b + root) / a, 0.0))
-    elif a < 0 and c > 0 and trace > 0:  # the noise is told from 0, the gradient is not: bounded from below only
+    elif a < 0 and c > 0 and trace > 0:  # the noise is not 0, the gradient may be: bounded from below only
         interval = (max((b - root) / a, (b + root) / a), math.inf)
     else:
         interval = (0.0, math.inf)

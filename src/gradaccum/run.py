@@ -1,6 +1,6 @@
 """The record of a training run: JSON lines, one per update, and the report they become.
 
-A file may end anywhere, as those of interrupted runs do: what can be read of it is used, and the rest is counted.
+A file may end anywhere, as those of interrupted runs do: readable lines are used, the others counted.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _NOT_DRAWN = ("update", "noise")
 
 @dataclass(frozen=True)
 class Run:
-    """What was recorded.
+    """A recorded run.
 
     Args:
-        name: What the report calls it.
+        name: Its name in the report.
         starts: One entry for each time the run was started or resumed: versions, device, time.
         updates: One mapping of numbers per update, in the order of the file.
         damaged: Lines that could not be read.
@@ -113,14 +113,14 @@ class Run:
             remarks.append(f"The run was started {len(self.starts)} times.")
         if self.damaged:
             remarks.append(f"{self.damaged} line{'s' if self.damaged != 1 else ''} of the file could not be read.")
-        told = self.starts[-1] if self.starts else {}
-        if told:
-            remarks.append("Recorded with " + ", ".join(f"{name} {value}" for name, value in told.items()) + ".")
+        start = self.starts[-1] if self.starts else {}
+        if start:
+            remarks.append("Recorded with " + ", ".join(f"{name} {value}" for name, value in start.items()) + ".")
         return [Text(remark) for remark in remarks]
 
 
 def read(path: str | os.PathLike[str]) -> Run:
-    """What a file of JSON lines tells, however it ends.
+    """Read a file of JSON lines, however it ends.
 
     Raises:
         OSError: The file can't be read.
@@ -130,7 +130,7 @@ def read(path: str | os.PathLike[str]) -> Run:
 
 
 def parse(name: str, lines: Iterable[str]) -> Run:
-    """What these lines tell.
+    """Read these lines.
 
     Example:
         >>> run = parse("a run", ['{"start": {"torch": "2.13"}}', '{"update": 1, "loss": 2.5}', '{"update": 2, "lo'])

@@ -8,6 +8,7 @@ import click
 
 from gradaccum.cli.group import DIFFERENT, BadInput, is_keras, require_framework, user_errors
 from gradaccum.cli.user_code import subject
+from gradaccum.sizes import MARGIN
 
 __all__ = ["size"]
 
@@ -16,7 +17,11 @@ __all__ = ["size"]
 @click.argument("target", metavar="FILE.py:MAKE")
 @click.option("--memory", help="What the device has, such as 16GiB. Default: what is free on this one.")
 @click.option(
-    "--margin", type=click.FloatRange(0, 1, max_open=True), default=0.1, show_default=True, help="Part to leave free."
+    "--margin",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=MARGIN,
+    show_default=True,
+    help="Part to leave free.",
 )
 @click.pass_context
 def size(context: click.Context, target: str, memory: str | None, margin: float) -> None:

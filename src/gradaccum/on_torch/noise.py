@@ -1,4 +1,4 @@
-"""Measures the gradient noise scale while training, from norms of the sums that are there anyway."""
+"""Measures the gradient noise scale while training, from norms of gradients that accumulation has anyway."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ __all__ = ["NoiseMeter"]
 class NoiseMeter:
     """Two squared norms per window: of its first micro-batch's gradient, and of the finished mean.
 
-    Autograd adds into `p.grad`, so that a micro-batch's own gradient is there by itself only once: after the first one.
-    Its norm and the window's give unbiased estimates of `|G|^2` and `tr(S)` (see `gradaccum.noise`). Norms of each
-    micro-batch would sharpen `tr(S)`, at the cost of a pass over all gradients for each; but for windows up to the
-    noise scale, where the answer matters, the error is that of `|G|^2`, which only the number of windows lowers. So
-    two passes per window it is, and every window counts. The host never waits for them: until somebody asks,
-    they stay on the device.
+    Autograd adds into `p.grad`, so only the first micro-batch's gradient is ever there by itself. Its norm and the
+    window's give unbiased estimates of `|G|^2` and `tr(S)` (see `gradaccum.noise`). The norm of every micro-batch would
+    sharpen `tr(S)` at the cost of a pass over all gradients each; but for windows up to the noise scale, where the
+    answer matters, the error is that of `|G|^2`, which only more windows lower. The norms stay on the device until
+    `estimate` is called, so the host never waits.
 
-    It takes the first micro-batch for a random sample of the window's rows: where rows are sorted, by length say, what
-    the order adds to the spread counts as noise.
+    The first micro-batch must be a random sample of the window's rows: where rows are sorted, by length say, the
+    spread that the order adds counts as noise.
 
     Args:
-        keep: Windows to look back on, as the noise scale drifts.
+        keep: How many windows to look back on: the noise scale drifts.
     """
 
     def __init__(self, keep: int = 500) -> None:
@@ -38,32 +37,32 @@ class NoiseMeter:
         self.restart()
 
     def restart(self) -> None:
-        """A new window begins; what was measured of an unfinished one is dropped."""
+        """Begin a window; measurements of an unfinished one are dropped."""
         self._first: _Measured | None = None
 
     @property
     def waiting(self) -> bool:
-        """Whether the next micro-batch is to be shown."""
+        """Whether `micro_batch` is to be called for the next micro-batch."""
         return self._first is None
 
     def micro_batch(self, gradients: Sequence[Tensor], size: float, multiple: float | Tensor) -> None:
-        """The first micro-batch of a window that weighs anything is in.
+        """Measure the window's first micro-batch of nonzero weight.
 
         Args:
             gradients: The sum so far.
             size: Rows of the micro-batch.
-            multiple: What the sum is a multiple of the mean gradient by.
+            multiple: Ratio of the sum to the micro-batch's mean gradient.
         """
         if self._first is None and gradients and not (isinstance(multiple, float) and multiple == 0.0):
             self._first = _Measured(norms(gradients), multiple, float(size))
 
     def window(self, gradients: Sequence[Tensor], size: float, multiple: float | Tensor = 1.0) -> None:
-        """The gradient is finished, and not clipped yet.
+        """Measure the finished gradient, before clipping.
 
         Args:
             gradients: The mean over the window.
             size: Rows of the window.
-            multiple: What `gradients` are a multiple of that mean by.
+            multiple: Ratio of `gradients` to that mean.
         """
         if self._first is not None and gradients and size > self._first.size:
             sharded = any(hasattr(gradient, "to_local") for gradient in gradients)
@@ -72,7 +71,7 @@ class NoiseMeter:
         self.restart()
 
     def estimate(self) -> NoiseScale:
-        """The noise scale over the windows that are kept. Waits for the device."""
+        """The noise scale over the kept windows. Waits for the device."""
         smalls = _squares([small for small, _ in self._records])
         larges = _squares([large for _, large in self._records])
         windows = [
@@ -83,7 +82,7 @@ class NoiseMeter:
 
 
 class _Measured(NamedTuple):
-    """The norms of some gradients. The arithmetic waits until somebody asks."""
+    """Norms of gradients, on the device: the arithmetic is done in `estimate`."""
 
     norms: Tensor
     multiple: float | Tensor

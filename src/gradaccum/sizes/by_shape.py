@@ -1,4 +1,4 @@
-"""One micro-batch size for each shape of batch: what fitted or failed at one shape tells little about another."""
+"""One micro-batch size for each shape of batch: a size that fits one shape need not fit another."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ logger = logging.getLogger("gradaccum")
 class Sizers:
     """The micro-batch sizes of a training step.
 
-    Shapes are told apart by the kinds of their tensors and by the elements of a row, to a power of two: text padded to
-    a different length in every batch shall not start a search in every batch. Rows longer than those the size was
-    found with get proportionally fewer.
+    Shapes are distinguished by the kinds of their tensors, and by the elements of a row rounded to a power of two:
+    text that every batch pads to another length must not start a search in every batch. Rows longer than those a size
+    was found with get proportionally smaller micro-batches.
 
     Args:
         micro_batch_size: Rows, or `"auto"`.
-        limit: Tells the bytes that may be in use, or None.
+        limit: Returns the bytes that may be in use, or None.
         minimum: The fewest rows that `"auto"` tries.
     """
 
@@ -42,11 +42,11 @@ class Sizers:
         self._known: dict[str, tuple[Sizer, float]] = {}
         self._last: Sizer | None = None
         self._seen: list[Any] = []
-        self._told: dict[int, int] = {}
+        self._logged: dict[int, int] = {}
 
     @property
     def size(self) -> int | None:
-        """The current size in rows; None where nothing has been tried yet."""
+        """The current size in rows; None before the first batch."""
         if self._last is not None:
             return self._last.size
         return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
@@ -71,11 +71,11 @@ class Sizers:
         return sizer
 
     def close(self, sizer: Sizer, rows: int) -> None:
-        """A window of so many rows is complete: log where the search has settled."""
-        before = self._told.get(id(sizer))
+        """End a window of `rows` rows; log the size that a search has settled on."""
+        before = self._logged.get(id(sizer))
         sizer.close()
         if isinstance(sizer, SizeSearch) and sizer.settled and before != sizer.size:
-            self._told[id(sizer)] = sizer.size
+            self._logged[id(sizer)] = sizer.size
             logger.info("micro_batch_size='auto': %d of %d rows. %s", sizer.size, rows, sizer.summary)
 
     def _new(self, elements: float) -> Sizer:
@@ -89,14 +89,14 @@ class Sizers:
         return SizeSearch(start, self._limit(), self.minimum)
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been found, as plain numbers."""
+        """The sizes found so far, as plain numbers."""
         return {
             key: {"size": sizer.size, "elements": elements, "settled": sizer.settled}
             for key, (sizer, elements) in self._known.items()
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the sizes of `state_dict`; a size that somebody chose since is taken instead, where smaller."""
+        """Continue with the sizes of `state_dict`; a smaller size that the user has chosen since is kept."""
         for key, found in state.items():
             sizer: Sizer
             if isinstance(self.micro_batch_size, int):

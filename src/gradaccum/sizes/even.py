@@ -36,7 +36,7 @@ def even_sizes(rows: int, micro_batch_size: int) -> list[int]:
 
 
 def even_size(rows: int, micro_batch_size: int) -> int:
-    """The first of `even_sizes`: taking it again and again of what is left gives all of them.
+    """The first of `even_sizes`; applied to the rows that are left, again and again, it gives all of them.
 
     Example:
         >>> even_size(100, 48), even_size(66, 48), even_size(33, 48)
@@ -46,7 +46,7 @@ def even_size(rows: int, micro_batch_size: int) -> int:
 
 
 class FixedSize:
-    """A micro-batch size that somebody chose, lowered where it turns out not to fit. The interface of `SizeSearch`.
+    """A micro-batch size that the user chose, halved when it runs out of memory. The interface of `SizeSearch`.
 
     Example:
         >>> fixed = FixedSize(48)
@@ -69,14 +69,14 @@ class FixedSize:
         return even_size(rows, self.size)
 
     def record(self, size: int, seconds: float, base: float | None = None, peak: float | None = None) -> None:
-        """Nothing to learn."""
+        """Ignored: the size is given."""
 
     def failed(self, size: int) -> None:
-        """A micro-batch of `size` rows ran out of memory."""
+        """Record that a micro-batch of `size` rows ran out of memory."""
         self.size = self.ceiling = max(min(size // 2, self.size), 1)
 
     def close(self) -> None:
-        """The window is complete."""
+        """End the window."""
 
 
 def packed(
@@ -85,7 +85,7 @@ def packed(
     """Rows of different lengths, sorted and packed into micro-batches of at most `max_tokens` padded tokens.
 
     Args:
-        extents: Of each row the column where its tokens begin, and the one after the last.
+        extents: For each row, the column of its first token and the column after its last.
         max_tokens: Rows times columns that a micro-batch may have. A row longer than that goes alone.
         max_rows: Rows that a micro-batch may have, or None.
 

@@ -11,7 +11,7 @@ NO_LIMIT = 1 << 60
 
 
 def process_memory(status: Path = Path("/proc/self/status")) -> dict[str, int]:
-    """`VmRSS` and `VmHWM` of this process in bytes: what it holds and the most it ever held; 0 where that's unknown."""
+    """`VmRSS` and `VmHWM` of this process in bytes: now and at its peak; 0 where unknown."""
     found = {"VmRSS": 0, "VmHWM": 0}
     try:
         lines = status.read_text().splitlines()
@@ -25,7 +25,7 @@ def process_memory(status: Path = Path("/proc/self/status")) -> dict[str, int]:
 
 
 def free_host_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that this process can still take: what the machine has, or its container's limit leaves; the smaller."""
+    """Bytes that this process can still allocate: the smaller of what the machine and its container's limit leave."""
     free = [_available(root), *(limit - used for limit, used in container_limits(root))]
     known = [max(number, 0) for number in free if number is not None]
     return min(known, default=None)
@@ -46,7 +46,7 @@ def container_limits(root: Path = Path("/")) -> list[tuple[int, int]]:
              for controller in controllers.split(",")}  # fmt: skip
     found = []
     for top, controller, limit_name, usage_name, cache_name in kinds:
-        # A container sees its own group at the top or at the path that the host gave it; a parent's limit holds too.
+        # A container sees its own group at the top, or at the host's path for it; its parents' limits hold too.
         relative = Path(paths.get(controller, "/").lstrip("/"))
         for folder in {top, *(top / part for part in (relative, *relative.parents))}:
             limit, used = _number(folder / limit_name), _number(folder / usage_name)
@@ -63,7 +63,7 @@ def _number(path: Path) -> int | None:
 
 
 def _cache(path: Path, name: str) -> int:
-    """Cached files count as used, but are given back on demand."""
+    """Bytes of cached files: they count as used, but are freed on demand."""
     try:
         pairs = dict(line.split() for line in path.read_text().splitlines())
         return int(pairs.get(name, 0))

@@ -14,15 +14,19 @@ from gradaccum.sizes.even import even_size
 
 __all__ = ["MARGIN", "MemoryLine", "SizeSearch"]
 
-MARGIN = 0.9
-"""How much of the limit a predicted peak may take: allocators round up, and fragments stay unused."""
+MARGIN = 0.1
+"""Part of a memory limit that predicted peaks leave free: allocators round up and leave fragments, kernels have
+workspaces, a CUDA context takes some."""
 WORTH_REPEATING = 2.0
-"""Sizes at most so much slower per row than the best are measured again: first runs are slower than later ones."""
+"""Sizes that take at most this many times the best's seconds per row are measured again: first runs are slow."""
 REPEATED = 4
-"""How many sizes are, at most."""
-CLEARLY = 0.95
+"""At most this many sizes are measured again."""
 SAMPLES = 3
+"""Measurements of each of them."""
+CLEARLY = 0.95
+"""A size that the first window had no rows for is tried only if larger sizes have been this much faster so far."""
 WINDOWS = 2
+"""The search ends with this window."""
 
 
 class MemoryLine:
@@ -47,7 +51,7 @@ class MemoryLine:
         self.peaks: dict[int, float] = {}
 
     def add(self, size: int, peak: float) -> None:
-        """A micro-batch of `size` rows had this peak, in bytes."""
+        """Record the peak of a micro-batch of `size` rows, in bytes."""
         self.peaks[size] = max(peak, self.peaks.get(size, 0.0))
 
     @property
@@ -89,15 +93,15 @@ class SizeSearch:
         minimum: The fewest rows that make sense: BatchNorm refuses to train on one.
 
     Example:
-        >>> climb = SizeSearch()
+        >>> search = SizeSearch()
         >>> for window in range(2):
         ...     rows = 64
         ...     while rows:
-        ...         size = climb.next_size(rows)
-        ...         climb.record(size, seconds=1.0 + 0.1 * size + 0.02 * size**2)
+        ...         size = search.next_size(rows)
+        ...         search.record(size, seconds=1.0 + 0.1 * size + 0.02 * size**2)
         ...         rows -= size
-        ...     climb.close()
-        >>> climb.settled, climb.size
+        ...     search.close()
+        >>> search.settled, search.size
         (True, 8)
     """
 
@@ -121,7 +125,7 @@ class SizeSearch:
 
     @property
     def summary(self) -> str:
-        """What was measured, in a line."""
+        """The measurements, in a line."""
         costs = ", ".join(f"{size}: {1e3 * self._cost(size):.3g}" for size in sorted(self._seconds))
         return f"Milliseconds per row by size: {costs}." if costs else ""
 
@@ -147,7 +151,7 @@ class SizeSearch:
         return even_size(rows, self.size)
 
     def record(self, size: int, seconds: float, base: float | None = None, peak: float | None = None) -> None:
-        """A micro-batch of `size` rows took so long, and so many bytes at its peak over `base` before it."""
+        """Record a micro-batch of `size` rows: its seconds, and the bytes in use before it and at its peak."""
         if size == self._candidate:
             self._seconds[size] = seconds
         elif size in self._again:
@@ -161,7 +165,7 @@ class SizeSearch:
             self._settle()
 
     def failed(self, size: int) -> None:
-        """A micro-batch of `size` rows ran out of memory."""
+        """Record that a micro-batch of `size` rows ran out of memory."""
         self.ceiling = min(self.ceiling or size, max(size - 1, 1))
         self._seconds = {known: seconds for known, seconds in self._seconds.items() if known <= self.ceiling}
         self._repeated = {known: seconds for known, seconds in self._repeated.items() if known <= self.ceiling}
@@ -177,7 +181,7 @@ class SizeSearch:
             self._candidate = self.size = max(size // 2, 1)
 
     def close(self) -> None:
-        """The window is complete."""
+        """End the window."""
         self._windows += 1
         if self.settled or not self._seconds:
             return
@@ -194,8 +198,10 @@ class SizeSearch:
         following = 2 * size
         if self.ceiling is not None:
             following = min(following, self.ceiling)
-        if self.limit is not None and self.line is not None and self.line.predict(following) > MARGIN * self.limit:
-            following = min(following, self.line.largest(MARGIN * self.limit) or 1)
+        if self.limit is not None and self.line is not None:
+            usable = (1 - MARGIN) * self.limit
+            if self.line.predict(following) > usable:
+                following = min(following, self.line.largest(usable) or 1)
         if following <= size or self._windows > 0:
             self._candidate = None
             self._measure_again()
@@ -203,7 +209,7 @@ class SizeSearch:
             self._candidate = following
 
     def _promising(self) -> bool:
-        # A size that the first window had no rows for takes most of the second: only where larger is clearly faster.
+        # It takes most of the second window.
         *smaller, largest = sorted(self._seconds)
         return all(self._cost(largest) < CLEARLY * self._cost(size) for size in smaller)
 
@@ -218,10 +224,10 @@ class SizeSearch:
         self.size, self.settled, self._candidate = self._best(), True, None
 
     def _cost(self, size: int) -> float:
-        """Seconds per row: the mean of what was measured again.
+        """Seconds per row: the mean of the repeated measurements.
 
-        Of a size that was measured once, the median of its neighbours' and its own: time per row is smooth in the
-        size, so what sticks out of it is somebody else's work, or a lucky moment.
+        Of a size that was measured once, the median of its own and its neighbours': time per row is smooth in the
+        size, so an outlier is another program's work, or luck.
         """
         if size in self._repeated:
             return sum(self._repeated[size]) / len(self._repeated[size]) / size

@@ -58,7 +58,7 @@ def fastest_size(model: Any, data: Any, rows: int | None) -> int:
     while True:
         try:
             trial = _trial(model, data, size)
-            if trial.bytes is None or limit is None or trial.bytes <= MARGIN * limit:
+            if trial.bytes is None or limit is None or trial.bytes <= (1 - MARGIN) * limit:
                 trial.run()
                 seconds[size] = min(_seconds(trial.run) for _ in range(3)) / size
         except Exception as error:
@@ -71,7 +71,7 @@ def fastest_size(model: Any, data: Any, rows: int | None) -> int:
         best = min(seconds, key=seconds.__getitem__)
         slower = [other for other in seconds if other > best and seconds[other] > _WORSE * seconds[best]]
         following = min(2 * size, most)
-        fits = limit is None or line.predict(following) <= MARGIN * limit
+        fits = limit is None or line.predict(following) <= (1 - MARGIN) * limit
         if following == size or len(slower) >= 2 or not fits:
             break
         size = following

@@ -13,16 +13,13 @@ from torch import nn
 
 from gradaccum.on_torch.batch import BatchDims
 from gradaccum.on_torch.memory import Gauge, parse_bytes
-from gradaccum.sizes import MemoryLine
+from gradaccum.sizes import MARGIN, MemoryLine
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure.fake_memory import batch_bytes, bytes_of, micro_batch_peak, optimizer_bytes
 
-__all__ = ["MARGIN", "DoesNotFit", "SizeEstimate", "estimate_size", "suggest_micro_batch_size"]
+__all__ = ["DoesNotFit", "SizeEstimate", "estimate_size", "suggest_micro_batch_size"]
 
 logger = logging.getLogger("gradaccum")
-
-MARGIN = 0.1
-"""The part of the limit that is left free: allocators round up, kernels have workspaces, a CUDA context takes some."""
 
 
 class DoesNotFit(ValueError):
