@@ -69,6 +69,9 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch", "nn.modules.batchnorm._BatchNorm", "what all BatchNorm layers have in common"),
     PrivateName("torch", "_dynamo", "whether a module is compiled"),
     PrivateName("torch", "nn.utils.parametrize._cache_enabled", "weights cached without a graph have no gradient"),
+    PrivateName(
+        "torch", "_C._functorch.maybe_current_level", "a transform of torch.func around two passes is an error"
+    ),
     PrivateName("torch", "utils.weak.TensorWeakRef", "finds tensors that a chunked module lets out by the side"),
     PrivateName("torch", "utils._pytree.tree_iter", "tensors nested in any container"),
     PrivateName("tensor", "_version", "notices edits in place; documented with autograd's checks"),

@@ -572,6 +572,10 @@ def test_attributes_conversion_copying_and_pickling():
     assert isinstance(small.get_submodule("0"), nn.Linear)
     with pytest.raises(AttributeError, match="nothing"):
         small.nothing  # noqa: B018
+    small.width, small.micro_batch_size = 5, 3
+    assert (small.module.width, small.micro_batch_size, hasattr(small.module, "micro_batch_size")) == (5, 3, False)
+    del small.width
+    assert small.width == 3
     small.float()
     assert small.module[0].weight.dtype == torch.float32
     other = copy.deepcopy(small).double()

@@ -108,6 +108,21 @@ def test_inputs_whose_rows_differ_are_listed():
         small(torch.randn(6, 3), table=torch.randn(5))
 
 
+@pytest.mark.parametrize(
+    "make", [lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged), torch.Tensor.to_sparse]
+)
+def test_tensors_without_rows_to_slice_are_named(make):
+    with pytest.raises(ValueError, match=r"args\[0\] is (a nested tensor|of layout torch.sparse_coo), which can't be"):
+        chunked(nn.Linear(3, 2), 2)(make(torch.randn(6, 3)))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_transforms_of_torch_func_around_it_are_refused(transform):
+    small = chunked(nn.Linear(3, 2), 2)
+    with pytest.raises(NotImplementedError, match="chunked Linear is called inside of a transform of torch.func"):
+        transform(lambda x: small(x).sum())(torch.randn(4, 6, 3))
+
+
 def test_batch_dims_must_name_arguments():
     small = chunked(nn.Linear(3, 2), 2, batch_dims={"table": None})
     with pytest.raises(ValueError, match=r"`batch_dims` names \['table'\], which Linear.forward"):

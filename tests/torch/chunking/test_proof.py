@@ -112,6 +112,37 @@ def test_activations_caught_by_a_hook_are_an_error_that_names_the_layer(verify):
         small(x) if verify == "the first call" else small.verify(x)
 
 
+def test_activations_collected_in_a_list_that_is_passed_are_an_error():
+    module = Does(lambda m, h: h)
+    module.forward = lambda x, found: (found.append(module.before(x)), module.after(module.before(x)))[1]
+    with pytest.raises(NotEquivalentError, match=r"made in 'before' \(Linear\), in a hook, a container"):
+        chunked(module, SIZE)(torch.randn(ROWS, 5), [])
+
+
+def test_a_tensor_that_gets_gradients_and_is_no_parameter_is_said_and_gets_them(caplog):
+    outside, x = nn.Parameter(torch.randn(6, 6)), torch.randn(ROWS, 5)
+    module = Does(lambda m, h: h @ outside)
+    outside.grad = torch.ones(6, 6)
+    found = []
+    for m in (module, chunked(module, SIZE)):
+        loss_of(m(x)).backward()
+        found.append(outside.grad - 1)
+        outside.grad = torch.ones(6, 6)
+    assert relative_error(found[1:], found[:1]) <= 10 * FLOAT64
+    (record,) = caplog.records
+    assert "passes gradients to tensors that are neither its parameters nor its inputs, of shape (6, 6)" in (
+        record.getMessage()
+    )
+
+
+@pytest.mark.parametrize(
+    "asks", [lambda m, h: h * (2 if torch.is_grad_enabled() else 1), lambda m, h: h * (2 if h.requires_grad else 1)]
+)
+def test_what_asks_whether_gradients_are_enabled_is_an_error(asks):
+    with pytest.raises(NotEquivalentError, match="other outputs when backward runs it again.*gradients are enabled"):
+        chunked(Does(asks), SIZE)(torch.randn(ROWS, 5))
+
+
 def test_attributes_and_buffers_that_micro_batches_leave_otherwise_are_said_once(caplog):
     def moves(module, h):
         module.calls += 1

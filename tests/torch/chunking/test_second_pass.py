@@ -192,6 +192,20 @@ def test_a_generator_of_the_modules_own_draws_the_same_again(make, nested):
     assert torch.equal(draw(module.generator, 2), draw(whole.generator, 2))
 
 
+def test_a_generator_that_is_an_input_draws_the_same_again():
+    class Noisy(nn.Linear):
+        def forward(self, x, generator):
+            return super().forward(x) * torch.rand(len(x), 3, generator=generator)
+
+    whole, x = Noisy(5, 3), torch.randn(ROWS, 5)
+    module = copy.deepcopy(whole)
+    one, other = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    loss_of(torch.cat([whole(rows, one) for rows in x.split([4, 4, 3])])).backward()
+    loss_of(chunked(module, SIZE)(x, other)).backward()
+    assert relative_error(gradients(module), gradients(whole)) <= FLOAT64
+    assert torch.equal(one.get_state(), other.get_state())
+
+
 def test_gradients_that_nobody_asked_for_are_not_made():
     module, theta = nn.Linear(5, 3), torch.ones(5, requires_grad=True)
     small = chunked(module, SIZE, batch_dims=(0, None))

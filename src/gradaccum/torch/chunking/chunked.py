@@ -149,6 +149,12 @@ class Chunked(nn.Module):
             raise ValueError("`module` has lazy parameters without a shape yet: call it on a few rows first.")
         tensors = tensors_of(inputs)
         differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (*call.state.parameters, *tensors))
+        if differentiated and torch._C._functorch.maybe_current_level() is not None:
+            raise NotImplementedError(
+                f"A chunked {type(self.module).__name__} is called inside of a transform of torch.func (grad, vmap, "
+                "jvp ...), and its two passes are torch.autograd's. Use backward() or torch.autograd.grad, or "
+                "transform the module inside."
+            )
         if differentiated and self.training in self._unproven and not spans_ranks:
             self._prove(inputs, dims, is_exact)
             call.first_outputs = {}
@@ -275,6 +281,16 @@ class Chunked(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.module._load_from_state_dict(*args, **kwargs)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name in _OWN or name.startswith("_") or isinstance(getattr(type(self), name, None), property)
+        if own or "module" not in self.__dict__:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
     def __getattr__(self, name: str) -> Any:
         if name == "module":  # not there yet, as while unpickling
             raise AttributeError(name)
@@ -283,6 +299,9 @@ class Chunked(nn.Module):
     def extra_repr(self) -> str:
         return f"{type(self.module).__name__}, micro_batch_size={self.micro_batch_size}"
 
+
+_OWN = {*vars(nn.Module()), "module", "policy", "micro_batch_size", "keep", "offload", "batch_dims", "out_dims"}
+"""Attributes of a `Chunked` itself; all others are those of its module."""
 
 Chunked.__module__ = "gradaccum.torch.chunked"  # where pickles look for it, wherever it lives
 chunked = Chunked

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.weak import TensorWeakRef
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import BatchDims, leaves, map_leaves, number_of_rows, take
@@ -23,7 +24,7 @@ from gradaccum.torch.chunking.gradients import gradient_leaf
 from gradaccum.torch.chunking.recompute import Buffers, ModuleState, accelerators, parametrizations_computed
 from gradaccum.torch.chunking.trees import Inputs, tensors_of
 from gradaccum.torch.chunking.two_passes import Call
-from gradaccum.torch.chunking.watch import Watch, attributes_of, containers_kept
+from gradaccum.torch.chunking.watch import Watch, attributes_of, containers_kept, gradients_kept, leaves_besides
 from gradaccum.torch.equivalence import Replay, relative_error
 
 __all__ = ["Findings", "prove", "proving"]
@@ -93,7 +94,8 @@ def prove(
         containers_kept(module),
         torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext(),
         parametrizations_computed(),
-        torch.autograd.graph.saved_tensors_hooks(_itself, _itself),  # in place of those around, a checkpoint's say
+        # In place of those around, a checkpoint's say. Detached, because a saved output would keep itself alive.
+        torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself),
         torch.enable_grad(),
     ):
         comparison = _Comparison(module, call_of, few, len(picked), exact, batch_norm, neutral=exact)
@@ -131,6 +133,9 @@ class _Result(NamedTuple):
     """Those that have been assigned."""
     with_graph: set[str]
     """Attributes with a tensor that passes gradients."""
+    outside: list[TensorWeakRef]
+    """Leaves of the graph that are neither parameters nor inputs."""
+    inputs: Inputs
 
 
 class _Comparison:
@@ -156,7 +161,7 @@ class _Comparison:
     ) -> None:
         self.module, self.call_of, self.few, self.rows = module, call_of, few, rows
         self.exact, self.batch_norm, self.neutral = exact, batch_norm, neutral
-        self.sizes = [rows - rows // 3, rows // 3] if rows > 2 else [1, 1]
+        self.sizes = [rows // 2 + 1, rows - rows // 2 - 1] if rows > 2 else [1, 1]  # 5 and 3: in step with no period
         self.noise = Replay(rows, neutral=neutral)
         self.state = ModuleState(module)
         self.names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -166,6 +171,8 @@ class _Comparison:
         """Whose random numbers don't follow their rows."""
         self.functional: list[str] = []
         self.remarks: list[str] = []
+        self.outside: list[Tensor] = []
+        """Tensors that get gradients, are neither parameters nor inputs, and outlive the call."""
         self._cotangents: list[Tensor] = []
         self._layers: tuple[dict[str, Any], ...] = ()
 
@@ -173,9 +180,10 @@ class _Comparison:
         """What differs by more than rounding, a line each."""
         watches = [Watch(self.module, neutral=not (self.exact or self.batch_norm)) for _ in range(2)]
         whole = self._result(self._whole, watches[0])
-        if watches[0].alive():
+        if watches[0].alive() or whole.outside:
             gc.collect()
         alive = watches[0].alive()
+        self.outside = [leaf for reference in whole.outside for leaf in [reference()] if leaf is not None]
         parts = self._result(self._in_micro_batches, watches[1])
         self.escaped = self._escaped(alive, whole, parts)
         self.functional = watches[0].functional
@@ -222,6 +230,13 @@ class _Comparison:
         return rounding(str(self.noise.precision), tensor.device.type)
 
     def _remark(self, whole: _Result, parts: _Result) -> None:
+        if self.outside:
+            self.remarks.append(
+                f"A chunked {type(self.module).__name__} passes gradients to tensors that are neither its parameters "
+                f"nor its inputs, of shape {', '.join(str(tuple(t.shape)) for t in self.outside)}: they get them in "
+                "`.grad` micro-batch by micro-batch, so hooks run for each, and torch.autograd.grad doesn't see them. "
+                "Register them as parameters, or pass them as inputs."
+            )
         moved = [name for name, value in whole.buffers.items() if self._line("", parts.buffers[name], value)]
         if moved:
             self.remarks.append(
@@ -253,7 +268,9 @@ class _Comparison:
                 try:
                     outputs = outputs_of(few)
                     found = [(path, leaf) for path, leaf in leaves(outputs) if _is_floating(leaf)]
-                    self._backward([tensor for _, tensor in found])
+                    outside = leaves_besides([tensor for _, tensor in found], [*wanted.values()])
+                    with gradients_kept([*outside, *self.outside]):
+                        self._backward([tensor for _, tensor in found])
                 finally:
                     self.noise.rewind()
             left = {name: value for name, value in attributes_of(self.module).items() if value is not before.get(name)}
@@ -269,6 +286,8 @@ class _Comparison:
             buffers,
             {name: map_leaves(_copied, value) for name, value in left.items()},
             {name for name, value in left.items() if any(leaf.grad_fn is not None for leaf in tensors_of(value))},
+            [TensorWeakRef(leaf) for leaf in outside],
+            few,
         )
 
     def _backward(self, outputs: list[Tensor]) -> None:

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import BatchDims, concatenate, described, has_rows, leaves, take
 from gradaccum.on_torch.private import run_backward
-from gradaccum.on_torch.random_state import RandomState, all_generators, kept
+from gradaccum.on_torch.random_state import RandomState, all_generators, is_generator, kept
 from gradaccum.rounding import rounding
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.chunking.gradients import GradientSums, backward_roots
@@ -60,9 +60,17 @@ class Call:
         self.module, self.policy, self.state = module, policy, ModuleState(module)
         self.batch_dims, self.out_dims = batch_dims, out_dims
         of_tensors = [entry for entry in described(inputs, batch_dims) if isinstance(entry[1], Tensor)]
+        for path, tensor, dim in of_tensors:
+            if dim is not None and (tensor.is_nested or tensor.layout is not torch.strided):
+                kind = "a nested tensor" if tensor.is_nested else f"of layout {tensor.layout}"
+                raise ValueError(
+                    f"{path.removeprefix('.')} is {kind}, which can't be sliced into rows. Pass a dense, padded "
+                    "tensor; or None for it in `batch_dims`, where all micro-batches share it."
+                )
         self.paths = [path for path, _, _ in of_tensors]
         self.dims = [dim for _, _, dim in of_tensors]
         self.skeleton = without_tensors(inputs)
+        self.given_generators = [leaf for _, leaf in leaves(inputs) if is_generator(leaf)]
         self.sizes = sizes
         ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
         self.slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
@@ -116,7 +124,7 @@ class Call:
 
     def generators(self) -> list[Any]:
         """All that the module may draw random numbers from."""
-        return [*all_generators(self.devices), *self.state.generators]
+        return [*all_generators(self.devices), *self.state.generators, *self.given_generators]
 
     def _watch_all(self, indices: Sequence[int], tensors: Sequence[Tensor], before: RandomState) -> None:
         """A later micro-batch has drawn from a generator that the first one left alone: run them again to see which."""
@@ -170,9 +178,9 @@ class Call:
             if error > rounding(str(first.dtype), first.device.type):
                 raise NotEquivalentError(
                     f"{type(self.module).__name__} gives other outputs when backward runs it again on the same inputs "
-                    f"(relative error {error:.3g}), so its gradients would be those of something else. Does it draw "
-                    "from a generator that is not an attribute of a module, or depend on a global that moves? Make the "
-                    "generator an attribute, and the global an input or a buffer."
+                    f"(relative error {error:.3g}), so its gradients would be those of something else. Does it ask "
+                    "whether gradients are enabled, which they are in the second run alone? Does it draw from a "
+                    "generator that is neither an attribute of a module nor an input, or depend on a global that moves?"
                 )
 
     def second_pass(self, inputs: Inputs, index: int) -> Any:

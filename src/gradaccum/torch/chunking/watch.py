@@ -14,7 +14,7 @@ from torch.utils.weak import TensorWeakRef
 
 from gradaccum.on_torch.batch import leaves
 
-__all__ = ["Watch", "attributes_of", "containers_kept"]
+__all__ = ["Watch", "attributes_of", "containers_kept", "gradients_kept", "leaves_besides"]
 
 
 class Watch(TorchFunctionMode):
@@ -144,3 +144,33 @@ def containers_kept(module: nn.Module) -> Iterator[None]:
         for container, content in held:
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(content)
+
+
+def leaves_besides(outputs: list[Tensor], known: list[Tensor]) -> list[Tensor]:
+    """The leaves of these tensors' graphs that are not known."""
+    found = {id(tensor): tensor for tensor in known}
+    waiting, seen = [tensor.grad_fn for tensor in outputs], set()
+    outside = []
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in found:
+            outside.append(leaf)
+        waiting += [following for following, _ in node.next_functions]
+    return outside
+
+
+@contextlib.contextmanager
+def gradients_kept(tensors: list[Tensor]) -> Iterator[None]:
+    """The gradients of these tensors are afterwards what they are now."""
+    gradients = [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = gradient
