@@ -1,0 +1,118 @@
+"""Micro-batches that weigh nothing: they change nothing, whatever else goes on in their window."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import gradaccum.torch
+from tests.reference import FLOAT64, relative_error, torch_updates
+from tests.torch.problems import adam, join, mse, network, regression, sgd, split
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+class Scaler(torch.amp.GradScaler):
+    """A GradScaler whose scale follows a script."""
+
+    def __init__(self, scales):
+        super().__init__("cpu", init_scale=scales[0])
+        self.script = itertools.cycle(scales)
+        next(self.script)
+
+    def update(self, new_scale=None):
+        super().update(new_scale=next(self.script))
+
+
+@pytest.mark.parametrize("how", ["loss.backward()", "optimizer.backward()", "no backward"])
+@pytest.mark.parametrize("scales", [[2.0, 4.0, 8.0, 2.0], [8.0, 8.0, 2.0]])
+def test_a_scale_that_changes_while_the_sum_is_detached_is_applied_to_it(how, scales):
+    data, sizes = regression(16), [3, 2, 1, 4, 2, 4]
+    for weightless in itertools.product([False, True], repeat=4):
+        model, alone = network(), network()
+        optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=6)
+        scaler = Scaler(scales)
+        parts = [
+            (*part, torch.tensor(index < 4 and weightless[index])) for index, part in enumerate(split(data, sizes))
+        ]
+        for x, y, skipped in optimizer.batches(parts, weight=lambda part: 0 if part[2] else len(part[0])):
+            optimizer.zero_grad()
+            loss = scaler.scale(mse(model, x, y))
+            if how == "optimizer.backward()":
+                optimizer.backward(loss)
+            elif not (skipped and how == "no backward"):
+                loss.backward()
+            scaler.step(optimizer)
+            scaler.update()
+        torch_updates(alone, sgd(alone.parameters()), [join([p[:2] for p in parts if not p[2]])], mse)
+        assert relative_error(model.parameters(), alone.parameters()) <= FLOAT64, weightless
+
+
+@pytest.mark.parametrize("how", ["loss.backward()", "optimizer.backward()"])
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip_window", "skip_micro_batch"])
+@pytest.mark.parametrize("weights", [[0, 3, 2], [3, 0, 2], [3, 2, 0], [0, 0, 4]])
+def test_a_weightless_micro_batch_does_not_count_wherever_it_stands(how, nonfinite, weights):
+    model, alone = network(), network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3, nonfinite=nonfinite)
+    parts = [regression(weight or 5, seed=index) for index, weight in enumerate(weights)]
+    numbers = iter(weights)
+    for x, y in optimizer.batches(parts, weight=lambda part: next(numbers)):
+        optimizer.zero_grad()
+        if how == "optimizer.backward()":
+            optimizer.backward(mse(model, x, y))
+        else:
+            mse(model, x, y).backward()
+        optimizer.step()
+    assert optimizer.updates == 1
+    counted = [part for part, weight in zip(parts, weights, strict=True) if weight]
+    torch_updates(alone, sgd(alone.parameters()), [join(counted)], mse)
+    assert relative_error(model.parameters(), alone.parameters()) <= FLOAT64
+
+
+def test_an_overflow_in_a_weightless_micro_batch_costs_no_update():
+    model = network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    parts = [regression(2), regression(3)]
+    parts[1][0][0] = float("nan")
+    for x, y in optimizer.batches(parts, weight=lambda part: 0 if part[0].isnan().any() else len(part[0])):
+        optimizer.zero_grad()
+        scaler.scale(mse(model, x, y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.updates == 1
+    assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip_micro_batch"])
+@pytest.mark.parametrize("how", ["backward(weight=0)", "batches", "batches and backward"])
+@pytest.mark.parametrize("make", [sgd, adam])
+def test_a_head_that_only_a_weightless_micro_batch_uses_has_the_gradient_zero(make, how, nonfinite):
+    """As in one step over all rows, where weight decay and momentum reach it; and NaN there harms nobody."""
+    torch.manual_seed(0)
+    heads = nn.ModuleDict({"a": nn.Linear(5, 3), "b": nn.Linear(5, 3), "unused": nn.Linear(5, 3)})
+    alone = nn.ModuleDict({name: nn.Linear(5, 3) for name in heads})
+    alone.load_state_dict(heads.state_dict())
+    optimizer = gradaccum.torch.optim.Optimizer(make(heads.parameters()), steps=2, nonfinite=nonfinite)
+    inner = make(alone.parameters())
+    for update in range(2):
+        (x, y), (other, target) = regression(3, seed=update), regression(2, seed=update + 10)
+        parts = [("a", x, y, 3), ("b", other * float("nan"), target, 0)]
+        batches = optimizer.batches(parts, weight=lambda part: part[3]) if how != "backward(weight=0)" else parts
+        for name, inputs, targets, weight in batches:
+            optimizer.zero_grad()
+            loss = mse(heads[name], inputs, targets)
+            if how == "backward(weight=0)":
+                optimizer.backward(loss, weight=weight)
+            elif how == "batches":
+                loss.backward()
+            else:
+                optimizer.backward(loss)
+            optimizer.step()
+        inner.zero_grad()
+        (mse(alone["a"], x, y) + 0 * mse(alone["b"], other, target)).backward()
+        inner.step()
+        assert heads["unused"].weight.grad is None
+    assert optimizer.updates == 2
+    assert relative_error(heads.parameters(), alone.parameters()) <= FLOAT64
