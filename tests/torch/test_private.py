@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,7 @@ def samples() -> Iterator[dict[str, object]]:
         state = sharded._get_fsdp_state()
         yield {
             "torch": torch,
+            "torch.optim.optimizer": sys.modules["torch.optim.optimizer"],
             "tensor": torch.ones(1),
             "operator": torch.ops.aten.add.Tensor,
             "module": model,

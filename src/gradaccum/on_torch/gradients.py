@@ -54,7 +54,7 @@ class GradientSum:
             ValueError: This version of torch cannot.
         """
         narrow = self._narrow()
-        if narrow and not hasattr(Tensor, "grad_dtype"):
+        if narrow and not _SUMS_WIDE:
             raise ValueError(
                 f"Gradients cannot be summed in {self.dtype}: torch {torch.__version__} has no `grad_dtype`, which "
                 "autograd needs to add them up in another dtype than the parameter's. Use torch 2.10 or later."
@@ -303,6 +303,7 @@ class ScreenedGradientSum(GradientSum):
                 parameter.grad = torch.zeros_like(parameter.grad)
 
 
+_SUMS_WIDE = hasattr(Tensor, "grad_dtype")
 _claims: Any = WeakIdKeyDictionary()
 """Which sum has widened a parameter's `grad_dtype`: the last one to do so."""
 

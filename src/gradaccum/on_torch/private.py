@@ -7,7 +7,9 @@ code relies on, such as `Tensor._version`, are used where they are needed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -28,6 +30,7 @@ __all__ = [
     "current_backward",
     "drop_static_graph",
     "finish_sharded_backward",
+    "global_step_hooks",
     "hides_parameters",
     "joins",
     "mark_ready",
@@ -90,6 +93,8 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName("optimizer", "_step_supports_amp_scaling", "GradScaler hands its scale over"),
     PrivateName("optimizer", "_optimizer_step_pre_hooks", "hooks run once per update"),
     PrivateName("optimizer", "_optimizer_step_post_hooks", "the same"),
+    PrivateName("torch.optim.optimizer", "_global_optimizer_pre_hooks", "they run once, and see the wrapper"),
+    PrivateName("torch.optim.optimizer", "_global_optimizer_post_hooks", "the same"),
     PrivateName("optimizer", "_optimizer_state_dict_pre_hooks", "hooks of state_dict() see the wrapper"),
     PrivateName("optimizer", "_optimizer_state_dict_post_hooks", "the same"),
     PrivateName("optimizer", "_optimizer_load_state_dict_pre_hooks", "the same"),
@@ -138,6 +143,26 @@ def _has(owner: Any, path: str) -> bool:
             return False
         owner = getattr(owner, name)
     return True
+
+
+# Optimizers.
+
+
+@contextlib.contextmanager
+def global_step_hooks() -> Iterator[tuple[list[Any], list[Any]]]:
+    """The hooks of every optimizer's step, before and after it; meanwhile no optimizer calls them by itself."""
+    module = sys.modules["torch.optim.optimizer"]  # torch.optim hides it
+    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    tables = {name: getattr(module, name, {}) for name in names}
+    used = {name: table for name, table in tables.items() if table}
+    for name, table in used.items():
+        setattr(module, name, type(table)())
+    try:
+        before, after = ([*table.values()] for table in tables.values())
+        yield before, after
+    finally:
+        for name, table in used.items():
+            setattr(module, name, table)
 
 
 # The autograd engine.

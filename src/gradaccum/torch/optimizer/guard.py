@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.gradients import all_require_grad
@@ -176,7 +177,7 @@ class _Watched:
 
 
 def _leaves(parameters: Callable[[], list[Tensor]]) -> list[Tensor]:
-    return [p for p in parameters() if p.is_leaf and (p.is_floating_point() or p.is_complex())]
+    return [p for p in parameters() if p.is_leaf and not is_lazy(p) and (p.is_floating_point() or p.is_complex())]
 
 
 def _counts_versions(gradient: Tensor) -> bool:

@@ -19,7 +19,17 @@ from gradaccum.torch.distributed import check_detected, detect_ranks
 from gradaccum.torch.optimizer import checkpoint
 from gradaccum.torch.optimizer.accumulation import Accumulation, Nonfinite
 from gradaccum.torch.optimizer.batches import Batches
-from gradaccum.torch.optimizer.proxy import OptimizerProxy, check_complete, needs_closure, parameters_of
+from gradaccum.torch.optimizer.proxy import (
+    OptimizerProxy,
+    check_steps_of,
+    checked_inner,
+    evaluated,
+    has_options,
+    may_evaluate_again,
+    needs_closure,
+    overflows_easily,
+    parameters_of,
+)
 from gradaccum.torch.optimizer.windows import Windows
 from gradaccum.window import Reduction, checked_reduction
 
@@ -48,6 +58,7 @@ class Optimizer(OptimizerProxy):
             total weight where weights are given, by nothing where not.
         clip_grad_norm: Largest 2-norm of the finished gradient. `grad_norm` is its norm before clipping.
         accumulate_dtype: What gradients of narrower parameters are summed in, such as `torch.float32` for bfloat16.
+            Those of float16 always are, as their sum may overflow.
         nonfinite: `"propagate"` NaN and infinity as a plain loop does; `"skip_window"`: no update from a gradient that
             is not finite; `"skip_micro_batch"`: leave such a micro-batch out and keep the other rows exact, for one
             more copy of the gradients.
@@ -100,13 +111,15 @@ class Optimizer(OptimizerProxy):
                 "TrainStep(batch_norm=\"exact\") gives the large batch's; GroupNorm and frozen BatchNorm don't differ.",
             )
         self._sync = checked_choice("sync", sync, get_args(Sync))
-        self._start(_checked_inner(optimizer), schedule)
+        self._start(checked_inner(optimizer), schedule)
         logger.info("Wrapping '%s' PyTorch optimizer with GA of %s steps", type(optimizer).__name__, schedule)
 
     def _start(self, inner: torch.optim.Optimizer, schedule: Schedule) -> None:
-        arguments = self._accumulation_arguments
-        check_steps = functools.partial(_check_steps, inner, arguments)
+        arguments = {**self._accumulation_arguments}
+        check_steps = functools.partial(check_steps_of, inner, self._accumulation_arguments)
         check_steps(schedule)
+        if arguments["accumulate_dtype"] is None and overflows_easily(inner):
+            arguments["accumulate_dtype"] = torch.float32
         self._hold(inner)
         # Nothing holds this object: without cycles it goes as soon as an error ends its loop, and other ranks know.
         parameters, step = functools.partial(parameters_of, inner), weakref.WeakMethod(self._step_inner)
@@ -246,13 +259,16 @@ class Optimizer(OptimizerProxy):
         Raises:
             WindowError: The sum of an open window was edited or cleared from outside, or a backward pass failed.
         """
-        windows = self._windows
+        windows, self._answer = self._windows, ()
         result = None
         if closure is not None:
-            if needs_closure(self.inner):
+            again = may_evaluate_again(self.inner)
+            plain = windows.steps == 1 and not (has_options(self._accumulation_arguments) or windows.ranks.several)
+            if needs_closure(self.inner) or (again and plain):
                 return windows.evaluate(functools.partial(self._step_inner, closure))
             with torch.enable_grad():
                 result = closure()
+            self._answer = (evaluated(self.inner, result),) if again else ()
         if checkpoint.is_initialisation(windows):
             return checkpoint.initialise(windows)
         if not self._checked:
@@ -263,6 +279,10 @@ class Optimizer(OptimizerProxy):
 
     # torch would call the hooks around every call of `step`; here they belong to the update.
     step.hooked = True  # type: ignore[attr-defined]
+
+    @property
+    def _sums_gradients(self) -> bool:
+        return self._windows.schedule.constant != 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Empty the gradients between windows; inside an open window, do nothing.
@@ -373,27 +393,3 @@ def _let_go(accumulation: Accumulation) -> None:
     if accumulation.window.is_open:
         accumulation.ranks.leave()
     accumulation.remove()
-
-
-def _check_steps(inner: torch.optim.Optimizer, arguments: dict[str, Any], schedule: Schedule) -> None:
-    """Raise if the inner optimizer re-evaluates closures, and windows are longer than one micro-batch."""
-    if not needs_closure(inner):
-        return
-    more = {**arguments, "reduction": None, "nonfinite": None if arguments["nonfinite"] == "propagate" else True}
-    if schedule.largest not in (1, None) or any(value is not None for value in more.values()):
-        raise ValueError(
-            f"{type(inner).__name__} re-evaluates its closure, which would have to run the whole window again. "
-            f"Received: steps={schedule}. Use gradaccum.torch.TrainStep, which does that, or steps=1 without options."
-        )
-
-
-def _checked_inner(optimizer: Any) -> torch.optim.Optimizer:
-    if isinstance(optimizer, Optimizer):
-        raise ValueError(f"This optimizer is wrapped already. Received: {optimizer!r}. Pass its `.inner`, or use it.")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"`optimizer` must be a torch.optim.Optimizer. Received: {type(optimizer).__name__}. "
-            "For example: Optimizer(torch.optim.Adam(model.parameters()), steps=4)."
-        )
-    check_complete(optimizer)
-    return optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaccum.errors import WindowError
+from gradaccum.on_torch.private import global_step_hooks
+from gradaccum.schedule import Schedule
 from gradaccum.torch.optimizer.loss_scale import LossScale
 
-__all__ = ["OptimizerProxy", "check_complete", "needs_closure", "parameters_of"]
+__all__ = [
+    "OptimizerProxy",
+    "check_steps_of",
+    "checked_inner",
+    "evaluated",
+    "has_options",
+    "may_evaluate_again",
+    "needs_closure",
+    "overflows_easily",
+    "parameters_of",
+]
 
 
 class OptimizerProxy(torch.optim.Optimizer):
@@ -26,6 +40,8 @@ class OptimizerProxy(torch.optim.Optimizer):
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
         self._scaled: list[Any] = []
+        self._answer: tuple[Callable[[], Any], ...] = ()
+        """What the inner optimizer gets for a closure that has been evaluated."""
 
     # The inner optimizer's own tables, so that schedulers, scalers and checkpoints find them where they look.
 
@@ -60,17 +76,26 @@ class OptimizerProxy(torch.optim.Optimizer):
         # What an inner optimizer has beyond torch's interface (train() and eval() of schedule-free ones, say).
         if name.startswith("_") or "inner" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.inner, name)
+        found = getattr(self.inner, name)
+        if self._sums_gradients and inspect.ismethod(found) and _works_on_gradients(found):
+            return functools.partial(_refuse, f"{type(self.inner).__name__}.{name}()")
+        return found
+
+    @property
+    def _sums_gradients(self) -> bool:
+        """Whether `p.grad` may be the sum of several micro-batches' gradients."""
+        return True
 
     def _step_inner(self, *closure: Callable[[], Any]) -> Any:
-        """The inner optimizer's step, between the hooks that were registered here."""
-        args: Any = (self, *closure)
+        """The inner optimizer's step, between the hooks of all optimizers and those that were registered here."""
+        args: Any = (self, *(closure or self._answer))
         kwargs = dict[str, Any]()
-        for pre_hook in self._optimizer_step_pre_hooks.values():
-            args, kwargs = pre_hook(self, args, kwargs) or (args, kwargs)
-        result = self.inner.step(*args[1:], **kwargs)
-        for post_hook in self._optimizer_step_post_hooks.values():
-            post_hook(self, args, kwargs)
+        with global_step_hooks() as (before, after):
+            for pre_hook in (*before, *self._optimizer_step_pre_hooks.values()):
+                args, kwargs = pre_hook(self, args, kwargs) or (args, kwargs)
+            result = self.inner.step(*args[1:], **kwargs)
+            for post_hook in (*self._optimizer_step_post_hooks.values(), *after):
+                post_hook(self, args, kwargs)
         return result
 
     # GradScaler: it looks for infinity in the gradients, sets `grad_scale` and `found_inf`, steps, and deletes both.
@@ -117,7 +142,7 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def check_complete(optimizer: torch.optim.Optimizer) -> None:
+def _check_complete(optimizer: torch.optim.Optimizer) -> None:
     """Raise for an optimizer that wraps another one, as PostLocalSGDOptimizer does, without what all of them have."""
     if not hasattr(optimizer, "defaults"):
         kind = type(optimizer).__name__
@@ -125,3 +150,95 @@ def check_complete(optimizer: torch.optim.Optimizer) -> None:
             f"{kind} lacks what torch.optim.Optimizer sets up: super().__init__ was not called. If it wraps an "
             f"optimizer, wrap that one: {kind}(Optimizer(inner, steps), ...)."
         )
+
+
+def may_evaluate_again(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its `step` takes a closure, and is none of torch's own, which evaluate it once, before anything else."""
+    return not type(optimizer).__module__.startswith("torch.optim") and (
+        "closure" in inspect.signature(optimizer.step).parameters
+    )
+
+
+def evaluated(optimizer: torch.optim.Optimizer, result: Any) -> Callable[[], Any]:
+    """A closure that was evaluated before the step, for optimizers that ask for it once, before anything else."""
+    versions = [parameter._version for parameter in parameters_of(optimizer)]
+    asked = False
+
+    def closure() -> Any:
+        nonlocal asked
+        if asked or versions != [parameter._version for parameter in parameters_of(optimizer)]:
+            raise ValueError(
+                f"{type(optimizer).__name__}.step evaluates its closure again, which would have to run the whole "
+                "window again. Its parameters may be half-way through a step. Use gradaccum.torch.TrainStep, which "
+                "does that, or steps=1 without options."
+            )
+        asked = True
+        return result
+
+    return closure
+
+
+def overflows_easily(inner: torch.optim.Optimizer) -> bool:
+    """Whether a sum of gradients may overflow where their mean does not."""
+    return any(p.dtype is torch.float16 and not hasattr(p, "to_local") for p in parameters_of(inner))
+
+
+def check_steps_of(inner: torch.optim.Optimizer, arguments: dict[str, Any], schedule: Schedule) -> None:
+    """Raise if the inner optimizer re-evaluates closures, and windows are longer than one micro-batch."""
+    if needs_closure(inner) and (schedule.largest not in (1, None) or has_options({**arguments, "reduction": "mean"})):
+        raise ValueError(
+            f"{type(inner).__name__} re-evaluates its closure, which would have to run the whole window again. "
+            f"Received: steps={schedule}. Use gradaccum.torch.TrainStep, which does that, or steps=1 without options."
+        )
+
+
+def has_options(arguments: dict[str, Any]) -> bool:
+    """Whether something is done to the gradients between a backward pass and the update."""
+    neutral = {"nonfinite": "propagate", "reduction": "mean"}
+    return any(value != neutral.get(name) for name, value in arguments.items())
+
+
+def checked_inner(optimizer: Any) -> torch.optim.Optimizer:
+    if isinstance(optimizer, OptimizerProxy):
+        raise ValueError(f"This optimizer is wrapped already. Received: {optimizer!r}. Pass its `.inner`, or use it.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"`optimizer` must be a torch.optim.Optimizer. Received: {type(optimizer).__name__}. "
+            "For example: Optimizer(torch.optim.Adam(model.parameters()), steps=4)."
+        )
+    _check_complete(optimizer)
+    if type(optimizer).__name__ == "AcceleratedOptimizer" and getattr(optimizer, "scaler", None) is not None:
+        raise ValueError(
+            "Accelerate has wrapped this optimizer with a GradScaler, which would unscale the window's sum on every "
+            f"micro-batch. Received: {type(optimizer).__name__}. Wrap first, then prepare: "
+            "accelerator.prepare(Optimizer(torch.optim.Adam(model.parameters()), steps=4))."
+        )
+    return optimizer
+
+
+def _works_on_gradients(method: Any, seen: frozenset[str] = frozenset()) -> bool:
+    """Whether a method's code, or that of methods it names, reads `grad` or steps."""
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    if code is None:
+        return False
+    names, waiting = {method.__name__}, [code]
+    while waiting:
+        code = waiting.pop()
+        names.update(code.co_names)
+        waiting += [constant for constant in code.co_consts if inspect.iscode(constant)]
+    if "grad" in names or any("step" in name.split("_") for name in names):
+        return True
+    owner = type(method.__self__)
+    further = [getattr(owner, name, None) for name in names - seen if name not in vars(torch.optim.Optimizer)]
+    return any(
+        inspect.isfunction(function) and _works_on_gradients(function.__get__(method.__self__), seen | names)
+        for function in further
+    )
+
+
+def _refuse(method: str, *args: Any, **kwargs: Any) -> Any:
+    raise WindowError(
+        f"{method} works on gradients, and inside a window p.grad holds an undivided sum. Only step() is called once "
+        "per window. Use gradaccum.torch.TrainStep, which evaluates closures on the whole batch; or steps=1; or call "
+        "it on `optimizer.inner` where you know the gradients are those it wants."
+    )
