@@ -24,6 +24,8 @@ __all__ = [
     "untouched_error",
 ]
 
+_UNKNOWN = -1
+
 Tampering = Literal["cleared", "edited"]
 
 
@@ -143,7 +145,8 @@ class _Watched:
                 tampering = watched.tampering_before(gradient)
             watched.gradient = gradient
             if gradient is not None:  # else another hook has taken it
-                watched.version = gradient._version
+                # Compiled autograd adds later, in its own way.
+                watched.version = _UNKNOWN if torch.compiler.is_compiling() else gradient._version
             guard.arrived(tampering)
 
         with all_require_grad([parameter]):
@@ -162,13 +165,13 @@ class _Watched:
         gradient = self.parameter.grad
         if gradient is not self.gradient:
             return "cleared"
-        if gradient is None or gradient._version == self.version or not _counts_versions(gradient):
+        if gradient is None or self.version in (gradient._version, _UNKNOWN) or not _counts_versions(gradient):
             return None
         return "edited"
 
     def tampering_before(self, gradient: Tensor) -> Tampering | None:
         """What was done to the gradient before this one arrived."""
-        if gradient is self.gradient and gradient._version == self.version + 1:
+        if gradient is self.gradient and self.version in (gradient._version - 1, _UNKNOWN):
             return None
         # With create_graph=True, and for sparse gradients, autograd adds out of place.
         if torch.is_grad_enabled() or gradient.is_sparse or not _counts_versions(gradient):
@@ -186,7 +189,7 @@ def _counts_versions(gradient: Tensor) -> bool:
     Views, such as those of DDP's buckets, share theirs with others, as do parts of a larger tensor, after torch.cat of
     parameters; a DTensor's shard has its own.
     """
-    if gradient._is_view() or hasattr(gradient, "to_local"):
+    if gradient._is_view() or hasattr(gradient, "to_local") or torch.compiler.is_compiling():
         return False
     return gradient.is_sparse or gradient.untyped_storage().nbytes() <= gradient.nbytes
 

@@ -1,0 +1,223 @@
+"""Checkpoints at awkward moments, frameworks that clear gradients after they restore, and masks that change."""
+
+import copy
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import gradaccum.torch
+from gradaccum import WindowError
+from tests.reference import FLOAT64, relative_error, torch_updates
+from tests.torch.problems import adam, mse, network, regression, sgd, split
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+DATA, SIZES = regression(10), [3, 2, 1, 4]
+
+
+def start(steps=4, make=sgd, **options):
+    model = network()
+    return model, gradaccum.torch.optim.Optimizer(make(model.parameters()), steps=steps, **options)
+
+
+def large_batch(make=sgd):
+    model = network()
+    torch_updates(model, make(model.parameters()), [tuple(t.double() for t in DATA)], mse)
+    return list(model.parameters())
+
+
+def train(model, optimizer, parts, scaler=None):
+    for x, y in parts:
+        optimizer.zero_grad()
+        loss = mse(model, x, y)
+        optimizer.backward(loss if scaler is None else scaler.scale(loss), weight=len(x))
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def parts():
+    return split(tuple(t.double() for t in DATA), SIZES)
+
+
+# A signal handler saves whenever it is called.
+
+
+@pytest.mark.parametrize("save", [lambda o: o.state_dict(), copy.deepcopy], ids=["state_dict", "deepcopy"])
+@pytest.mark.parametrize("how", ["loss.backward()", "optimizer.backward()"])
+def test_a_checkpoint_between_backward_and_step_is_refused_in_an_open_window(save, how):
+    model, optimizer = start()
+    train(model, optimizer, parts()[:1])
+    x, y = parts()[1]
+    if how == "loss.backward()":
+        model, optimizer = start()
+        mse(model, x, y).backward()
+        optimizer.step()
+        mse(model, x, y).backward()
+    else:
+        optimizer.backward(mse(model, x, y), weight=len(x))
+    with pytest.raises(WindowError, match=r"state_dict\(\) was called between the backward pass.*Call it after step"):
+        save(optimizer)
+
+
+@pytest.mark.parametrize("when", ["before backward", "after backward", "after optimizer.backward()"])
+def test_a_checkpoint_inside_a_weightless_batch_holds_the_window(when):
+    model, optimizer = start(steps=5)
+    given = [*parts()[:2], regression(2, seed=7), *parts()[2:]]
+    numbers = iter([3, 2, 0, 1, 4])
+    saved = None
+    for index, (x, y) in enumerate(optimizer.batches(given, weight=lambda part: next(numbers))):
+        optimizer.zero_grad()
+        if index == 2 and when == "before backward":
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        if when == "after optimizer.backward()":
+            optimizer.backward(mse(model, x, y))
+        else:
+            mse(model, x, y).backward()
+        if index == 2 and when != "before backward":
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        if index == 2:
+            break
+        optimizer.step()
+    model, optimizer = start(steps=5)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert optimizer.micro_batches == 2
+    train(model, optimizer, given[3:])
+    optimizer.flush()
+    assert relative_error(model.parameters(), large_batch()) <= FLOAT64
+
+
+# Lightning calls zero_grad() on the model when it has restored, and on the optimizer.
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip_micro_batch"])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    "clear",
+    [
+        lambda model, optimizer: model.zero_grad(),
+        lambda model, optimizer: optimizer.zero_grad(),
+        lambda model, optimizer: [p.grad.zero_() for p in model.parameters() if p.grad is not None],
+    ],
+    ids=["model.zero_grad()", "optimizer.zero_grad()", "by hand"],
+)
+def test_a_restored_window_survives_what_frameworks_clear_before_they_go_on(clear, scaled, nonfinite):
+    def scaler():
+        return torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
+
+    model, optimizer = start(make=adam, nonfinite=nonfinite)
+    train(model, optimizer, parts()[:2], scaler())
+    state, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
+    model, optimizer = start(make=adam, nonfinite=nonfinite)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    clear(model, optimizer)
+    assert optimizer.micro_batches == 2
+    again = optimizer.state_dict()["gradaccum"]["gradients"]
+    assert all(torch.equal(again[i], state["gradaccum"]["gradients"][i]) for i in again)
+    train(model, optimizer, parts()[2:], scaler())
+    assert optimizer.updates == 1
+    assert relative_error(model.parameters(), large_batch(adam)) <= FLOAT64
+
+
+def test_a_restored_window_can_be_flushed_at_once():
+    model, optimizer = start()
+    train(model, optimizer, parts())
+    model, optimizer = start(steps=5)
+    train(model, optimizer, parts())
+    state, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
+    model, optimizer = start(steps=5)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    assert optimizer.flush()
+    assert relative_error(model.parameters(), large_batch()) <= FLOAT64
+
+
+# Which parameters are trained changes.
+
+
+def test_halves_that_are_trained_in_turn_are_rescaled_with_the_loss():
+    model, alone = network(), network()
+    optimizer, inner = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3), sgd(alone.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scales = iter([4.0, 2.0, 8.0, 16.0, 2.0, 4.0, 2.0, 4.0, 8.0])
+    for window in range(3):
+        for one in (model, alone):
+            for index, layer in enumerate([one[0], one[2]]):
+                layer.requires_grad_(index == window % 2)
+        for x, y in split(regression(6, seed=window), [2, 2, 2]):
+            optimizer.zero_grad()
+            scaler.scale(mse(model, x, y)).backward()
+            scaler.step(optimizer)
+            scaler.update(new_scale=next(scales))
+        inner.zero_grad()
+        mse(alone, *regression(6, seed=window)).backward()
+        inner.step()
+    assert optimizer.updates == 3
+    assert relative_error(model.parameters(), alone.parameters()) <= FLOAT64
+
+
+# Other people's trainers.
+
+
+def test_the_transformers_trainer_is_named_where_it_clears_or_clips():
+    model, optimizer = start()
+    trainer = types.ModuleType("transformers.trainer")
+    exec(
+        "def train(micro_batch, model, clip):\n    for _ in range(2):\n        micro_batch()\n"
+        "        clip(model.parameters(), 1e-3)\n",
+        trainer.__dict__,
+    )
+
+    def micro_batch():
+        mse(model, *parts()[0]).backward()
+        optimizer.step()
+
+    with pytest.raises(WindowError, match=r"transformers' Trainer.*gradient_accumulation_steps.*TrainStep"):
+        trainer.train(micro_batch, model, nn.utils.clip_grad_norm_)
+    assert "transformers.trainer" not in sys.modules or sys.modules["transformers.trainer"] is not trainer
+
+
+# Whole loops that are compiled.
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("whole_loop", "compiled_autograd"),
+    [
+        (True, False),
+        pytest.param(False, True, marks=pytest.mark.slow),
+        pytest.param(True, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_loop_is_exact(whole_loop, compiled_autograd):
+    torch._dynamo.reset()
+    model, optimizer = start(steps=2)
+
+    def forward_and_backward(x, y):
+        mse(model, x, y).backward()
+
+    def whole(x, y):
+        optimizer.zero_grad()
+        mse(model, x, y).backward()
+        optimizer.step()
+
+    compiled = torch.compile(whole if whole_loop else forward_and_backward, backend="aot_eager")
+    with torch._dynamo.config.patch(compiled_autograd=compiled_autograd):
+        for x, y in split(tuple(t.double() for t in DATA), [2, 2, 2, 2, 2])[:4]:
+            compiled(x, y)
+            if not whole_loop:
+                optimizer.step()
+                optimizer.zero_grad()
+    alone = network()
+    data = tuple(t.double() for t in DATA)
+    torch_updates(alone, sgd(alone.parameters()), [tuple(t[:4] for t in data), tuple(t[4:8] for t in data)], mse)
+    assert optimizer.updates == 2
+    assert relative_error(model.parameters(), alone.parameters()) <= FLOAT64
+    torch._dynamo.reset()
