@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 __all__ = [
     "Batch",
@@ -36,7 +37,7 @@ that is a prefix of the batch's structure."""
 
 def children(node: Any) -> list[tuple[str, Any, Any]] | None:
     """`(path suffix, key, child)` of a container, in order; None for a leaf."""
-    if isinstance(node, torch.Tensor):  # by far the most frequent leaf, and quick to tell
+    if isinstance(node, (torch.Tensor, PackedSequence)):  # the most frequent leaf; and one that looks like a tuple
         return None
     if isinstance(node, Mapping):
         return [(f"[{key!r}]", key, node[key]) for key in node]
@@ -111,6 +112,11 @@ def with_dims(tree: Any, batch_dims: BatchDims = 0, path: str = "") -> Iterator[
     inside = children(tree)
     if batch_dims is None or (isinstance(batch_dims, int) and not isinstance(batch_dims, bool)):
         for where, leaf in leaves(tree, path):
+            if isinstance(leaf, PackedSequence) and batch_dims is not None:
+                raise ValueError(
+                    f"A PackedSequence cannot be cut into rows. Received: batch{where}. Give the padded sequences and "
+                    "their lengths, and pack them in the model."
+                )
             if batch_dims is None or not has_rows(leaf):
                 yield where, leaf, None
             elif not -len(leaf.shape) <= batch_dims < len(leaf.shape):

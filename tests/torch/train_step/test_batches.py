@@ -106,6 +106,14 @@ def test_batches_are_left_as_they_were() -> None:
     assert all(torch.equal(batch[name], before[name]) for name in batch)
 
 
+def test_a_packed_sequence_is_refused_by_name() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.randn(3, 5), torch.randn(2, 5)])
+    step = TrainStep(nn.Linear(5, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), compute_loss=len)
+    for batch in ((packed,), (packed, torch.zeros(2)), ({"x": packed, "y": torch.zeros(2)},)):
+        with pytest.raises(ValueError, match="PackedSequence cannot be cut into rows.*pack them in the model"):
+            step(*batch)
+
+
 def test_an_empty_batch_is_refused() -> None:
     model = network()
     step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=loss)
