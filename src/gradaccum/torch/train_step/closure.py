@@ -68,5 +68,9 @@ class Closure:
     def _norms(self) -> list[float | None]:
         """Norms of parameters and gradients: whatever moves them changes these."""
         parameters = self._parameters()
-        tensors = [tensor for p in parameters for tensor in (p, p.grad)]
-        return [None if tensor is None else float(torch.linalg.vector_norm(tensor.to_dense())) for tensor in tensors]
+        return [None if tensor is None else _norm(tensor) for p in parameters for tensor in (p, p.grad)]
+
+
+def _norm(tensor: Tensor) -> float:
+    norm: Tensor = torch.linalg.vector_norm(tensor.to_dense() if tensor.is_sparse else tensor)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # of a sharded one: all ranks' shards

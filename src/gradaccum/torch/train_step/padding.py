@@ -6,7 +6,7 @@ import contextlib
 import copy
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,10 +16,10 @@ from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch, has_rows, leaves, map_leaves
 from gradaccum.on_torch.transaction import as_found
 from gradaccum.rounding import rounding
-from gradaccum.sizes import Piece
+from gradaccum.sizes import Piece, TokenBudget, Tokens
 from gradaccum.torch.loss import Objective
 
-__all__ = ["Left", "extents", "judged_left", "packed_rows", "trimmed"]
+__all__ = ["Left", "Packing", "extents", "judged_left", "packed_rows", "trimmed"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -31,6 +31,44 @@ ROWS = 4
 
 IGNORED = -100
 """What `torch.nn.CrossEntropyLoss` and `transformers` ignore in labels."""
+
+
+class Packing:
+    """Packs padded rows into micro-batches of at most so many tokens.
+
+    Args:
+        objective: The loss, on which cutting off padding is tried out.
+        max_tokens: Padded tokens of a micro-batch.
+        max_rows: Rows of a micro-batch, or None.
+        judge: Try out whether padding can be cut off; else it is.
+    """
+
+    def __init__(self, objective: Objective, max_tokens: int, max_rows: int | None, *, judge: bool) -> None:
+        self.objective = objective
+        self.budget = TokenBudget(max_tokens, max_rows)
+        self.left: Left = "cut"
+        self._judged: set[bool] = set() if judge else {False, True}
+
+    def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Tokens:
+        """The micro-batches of a batch.
+
+        Args:
+            batch: The large batch.
+            sizes: Rows of its micro-batches, in order; None: as many as fit.
+
+        Raises:
+            NotEquivalentError: Padding counts in the loss.
+        """
+        found = extents(batch.tree)
+        plan = Tokens(self.budget, found, sizes)
+        # Batches that are padded on the left may come first after many that are not.
+        piece = next((piece for piece in plan.pieces if piece.columns and piece.columns[0] > 0), None)
+        if batch.rows and (padded := piece is not None) not in self._judged:
+            self.left = judged_left(self.objective, batch, piece or plan.pieces[-1])
+            self._judged.add(padded)
+        if self.left == "keep" and piece is not None:
+            plan = Tokens(self.budget, [(0, stop) for _, stop in found], sizes)
+        return plan
 
 
 def masks(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -23,14 +23,14 @@ from gradaccum.on_torch.fitting import Fitting, StartOver
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory, parse_bytes
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.transaction import Transaction
-from gradaccum.sizes import GivenSizes, Piece, Rows, Sizers, TokenBudget, Tokens, even_sizes
+from gradaccum.sizes import GivenSizes, Piece, Rows, Sizers, Tokens, even_sizes
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms
 from gradaccum.torch.distributed import SingleRank, check_detected, detect_ranks
 from gradaccum.torch.equivalence import Proof
 from gradaccum.torch.loss import LossAccumulator, Objective
 from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch
 from gradaccum.torch.train_step.global_batch import GlobalBatch
-from gradaccum.torch.train_step.padding import Left, extents, judged_left, packed_rows
+from gradaccum.torch.train_step.padding import Packing, packed_rows
 from gradaccum.torch.train_step.passes import Passes
 from gradaccum.torch.train_step.update import Update
 
@@ -148,11 +148,10 @@ class TrainStep:
         if self._whole is not None and micro_batch_size == "auto":
             micro_batch_size = EXACT_MICRO_BATCH_SIZE
         self.sizers = Sizers(micro_batch_size, self.gauge.limit, minimum=2 if batch_norms(model) else 1)
-        self.budget = None if max_tokens is None else TokenBudget(max_tokens, self.sizers.size)
-        if self._whole is not None and self.budget is not None:
+        plain, most = _with_model(self.objective, _inside(model)), self.sizers.size
+        self.packing = None if max_tokens is None else Packing(plain, max_tokens, most, judge=verify)
+        if self._whole is not None and self.packing is not None:
             raise ValueError('batch_norm="exact" needs the whole batch as it is padded. Leave out `max_tokens`.')
-        self.left: Left = "cut"
-        self._judged: set[bool] = set() if verify else {False, True}
         self.updates = 0
         """Updates made so far."""
         # By hand: a backward pass that runs out of memory halfway through a reduction could not be taken back.
@@ -181,7 +180,7 @@ class TrainStep:
         self._transaction = Transaction(self._modules(), self.update.parameters, self.objective.device)
         self._fitting = Fitting(self._transaction, self.gauge)
         self._proof = Proof(
-            _with_model(self.objective, _inside(model)),
+            plain,
             self._rehearsed,
             parameters=self.update.parameters,
             batch_norm=self.batch_norm.choice,
@@ -228,11 +227,9 @@ class TrainStep:
         if batch.rows == 0 and not self.ranks.several:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
         if not self._checked:
-            check_detected(self.model, self.update.parameters(), self.ranks, steps=1)
-            self._checked = True
+            self._check_ranks()
         if self._verify and self._proof.due(batch):
-            if self.budget is not None:
-                self._plan(batch, None)  # which judges the padding
+            self._plan(batch)  # max_tokens judges the padding
             self._proof.run(batch)
         self._transaction.open()
         try:
@@ -243,6 +240,19 @@ class TrainStep:
             raise
         self._transaction.close()
         return loss
+
+    def _check_ranks(self) -> None:
+        self._checked = True
+        parameters = self.update.parameters()
+        check_detected(self.model, parameters, self.ranks, steps=1)
+        own = set(map(id, parameters))
+        outside = [p for p in self.model.parameters() if p.requires_grad and id(p) not in own]
+        if outside and self.ranks.several:
+            logger.warning(
+                "%d parameters that require a gradient are in none of TrainStep's optimizers: their gradients are not "
+                "reduced over the ranks.",
+                len(outside),
+            )
 
     def _make_update(self, batch: Batch) -> Tensor:
         loss, weighs = self.gradients(batch)
@@ -346,25 +356,17 @@ class TrainStep:
         logger.warning("Out of memory with micro-batches of %d rows: all over again with %d.", size, plan.sizer.size)
         raise StartOver
 
-    def _plan(self, batch: Batch, sizes: Sequence[int] | None) -> Rows | Tokens:
-        if self.budget is None or (sizes is not None and len(sizes) == 1):
-            return Rows(self.sizers.of(batch.leaves), batch.rows) if sizes is None else GivenSizes(sizes)
-        found = extents(batch.tree)
-        plan = Tokens(self.budget, found, sizes)
-        # Batches that are padded on the left may come first after many that are not.
-        piece = next((piece for piece in plan.pieces if piece.columns and piece.columns[0] > 0), None)
-        if batch.rows and (padded := piece is not None) not in self._judged:
-            self.left = judged_left(self._proof.objective, batch, piece or plan.pieces[-1])
-            self._judged.add(padded)
-        if self.left == "keep" and piece is not None:
-            plan = Tokens(self.budget, [(0, stop) for _, stop in found], sizes)
-        return plan
+    def _plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Rows | Tokens:
+        if self.packing is not None and (sizes is None or len(sizes) > 1):
+            return self.packing.plan(batch, sizes)
+        return Rows(self.sizers.of(batch.leaves), batch.rows) if sizes is None else GivenSizes(sizes)
 
     def _take(self, batch: Batch, piece: Piece) -> Batch:
         """The micro-batch of a piece."""
         if isinstance(piece.rows, slice):
             return batch.take(piece.rows)
-        return packed_rows(batch, piece, self.left)
+        assert self.packing is not None
+        return packed_rows(batch, piece, self.packing.left)
 
     def _spans_ranks(self) -> bool:
         """Whether a forward pass of one rank needs the others."""
