@@ -44,6 +44,19 @@ def test_only_modules_can_be_chunked():
         chunked(torch.relu, 4)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torch_script_is_refused_by_name():
+    with pytest.raises(ValueError, match="'1' is a TorchScript module"):
+        chunked(nn.Sequential(nn.Tanh(), torch.jit.script(nn.Linear(3, 2))), 4)
+
+
+def test_offload_needs_exact_batch_norm():
+    with pytest.raises(
+        ValueError, match=r"`offload` keeps what crosses BatchNorm layers.*Received: offload=True, batch_no"
+    ):
+        chunked(nn.Linear(3, 2), 4, offload=True)
+
+
 def test_an_unknown_word_for_batch_norm_is_refused():
     with pytest.raises(ValueError, match="`batch_norm` must be one of 'warn', 'micro'"):
         chunked(nn.Linear(3, 2), 4, batch_norm="none")

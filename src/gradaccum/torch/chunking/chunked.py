@@ -318,6 +318,12 @@ def _checked(module: Any) -> nn.Module:
             "`module` is a DistributedDataParallel, which expects one forward pass per backward pass. Chunk what "
             "it wraps: DistributedDataParallel(chunked(encoder, ...))."
         )
+    for path, layer in module.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{path or 'The module'!r} is a TorchScript module, whose parameters can't be put in place of each "
+                "other. Chunk the module that it was made of."
+            )
     return module
 
 
