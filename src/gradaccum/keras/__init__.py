@@ -5,7 +5,7 @@ from gradaccum.extras import require
 require("keras")
 
 from gradaccum.keras import callbacks, optimizers
-from gradaccum.keras.equivalence import check_equivalence
+from gradaccum.keras.check import check_equivalence
 from gradaccum.keras.micro_batched import micro_batched
 
 __all__ = ["callbacks", "check_equivalence", "micro_batched", "optimizers"]

@@ -15,6 +15,8 @@ from typing import Any, Literal
 import keras
 from keras import ops
 
+from gradaccum.keras.private import layers_in
+
 __all__ = ["BatchNorm", "Pool", "batch_norms_of", "during_micro_batch", "warn"]
 
 BatchNorm = Literal["warn", "micro", "pooled", "frozen"]
@@ -23,9 +25,7 @@ BatchNorm = Literal["warn", "micro", "pooled", "frozen"]
 def batch_norms_of(model: Any) -> list[Any]:
     """The BatchNormalization layers that normalise by the statistics of what they see in training."""
     return [
-        layer
-        for layer in model._flatten_layers(include_self=False)
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+        layer for layer in layers_in(model) if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
     ]
 
 

@@ -14,13 +14,15 @@ from typing import Any, Literal, get_args
 import keras
 
 from gradaccum.keras.batch_norm import BatchNorm
-from gradaccum.keras.train_step import MicroBatchedStep
+from gradaccum.keras.train_step import step_class
 from gradaccum.schedule import checked_count
 
 __all__ = ["micro_batched"]
 
 
-def micro_batched(model: Any, micro_batch_size: int | Literal["auto"], *, batch_norm: BatchNorm = "warn") -> Any:
+def micro_batched(
+    model: Any, micro_batch_size: int | Literal["auto"], *, batch_norm: BatchNorm = "warn", verify: bool = True
+) -> Any:
     """Let `fit` and `train_on_batch` run each batch in micro-batches, with the update of the whole batch.
 
     The update after micro-batches i of `rows_i` rows is the one plain `fit` makes from the whole batch:
@@ -40,6 +42,11 @@ def micro_batched(model: Any, micro_batch_size: int | Literal["auto"], *, batch_
             micro-batch is normalised by itself, and the moving statistics move with every one. `"pooled"`: the moving
             statistics move once per update, by mean and variance of the whole batch. `"frozen"`: normalises by the
             moving statistics, which stay as they are.
+        verify: Prove the first update of `fit`: on a few rows of its first batch, loss, gradients and moved variables
+            are computed at once and in micro-batches, by the same code that then trains. Two passes over at most 16
+            rows, once per kind of batch, and again where a variable that the loss reads has changed meanwhile. Dropout
+            and other random numbers are held, BatchNormalization is left to its own warning. What can't be compared is
+            said in a warning.
 
     Returns:
         `model`.
@@ -47,6 +54,8 @@ def micro_batched(model: Any, micro_batch_size: int | Literal["auto"], *, batch_
     Raises:
         TypeError: `model` is no `keras.Model`, or `micro_batch_size` no int.
         ValueError: `micro_batch_size` is below 1, `batch_norm` is none of these, or the model has its own `train_step`.
+        NotEquivalentError: From `fit` and `train_on_batch`: micro-batches give another update than the whole batch. The
+            message names the layer, loss or variable that makes the difference. Nothing has been trained.
 
     Example:
         >>> import keras, numpy as np
@@ -68,22 +77,5 @@ def micro_batched(model: Any, micro_batch_size: int | Literal["auto"], *, batch_
             f"{type(model).__name__} overrides `train_step`, which micro_batched replaces. Override `compute_loss` "
             "instead, whose result is taken to be a mean over rows, or pass a loss to `compile`."
         )
-    _step_class()(model, micro_batch_size, batch_norm).install()
+    step_class()(model, micro_batch_size, batch_norm, verify).install()
     return model
-
-
-def _step_class() -> type[MicroBatchedStep]:
-    backend = keras.backend.backend()
-    if backend == "tensorflow":
-        from gradaccum.keras.train_step import TensorFlowStep
-
-        return TensorFlowStep
-    if backend == "jax":
-        from gradaccum.keras.train_step import JaxStep
-
-        return JaxStep
-    if backend == "torch":
-        from gradaccum.keras.train_step import TorchStep
-
-        return TorchStep
-    raise ValueError(f"micro_batched trains on TensorFlow, JAX and PyTorch. Received: Keras' {backend} backend.")

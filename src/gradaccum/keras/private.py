@@ -34,7 +34,11 @@ __all__ = [
     "missing",
     "own_trainable_variables",
     "put_value",
+    "random_functions",
+    "recorded_reads",
+    "reduce_weighted_values",
     "replaced_losses",
+    "scale_loss_for_distribution",
     "set_added_losses",
     "set_keras_mask",
     "squeeze_or_expand_to_same_rank",
@@ -83,7 +87,10 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName("keras.src.backend", "get_keras_mask", "the mask that travels with a tensor", "its attribute"),
     PrivateName("keras.src.backend", "set_keras_mask", "the same", "its attribute"),
     PrivateName("keras.src.losses.loss", "squeeze_or_expand_to_same_rank", "how a loss multiplies mask and weights"),
+    PrivateName("keras.src.losses.loss", "reduce_weighted_values", "a loss's weighted sum, before it is divided"),
+    PrivateName("keras.src.losses.loss", "scale_loss_for_distribution", "divides a loss by the number of replicas"),
     PrivateName("keras.src.losses.loss", "unscale_loss_for_distribution", "what fit() logs on several replicas"),
+    PrivateName("keras.src.backend", "random", "holds random numbers while an update is proved"),
     PrivateName("torch: keras.src.backend.torch.core", "get_device", "where PyTorch's tensors are made"),
     PrivateName("tensorflow: optimizer", "_distribution_strategy", "the strategy that an optimizer was made under"),
 )
@@ -131,6 +138,12 @@ set_keras_mask = _function(
 """`set_keras_mask(tensor, mask)`: lets a mask travel with a tensor."""
 squeeze_or_expand_to_same_rank = _function("keras.src.losses.loss", "squeeze_or_expand_to_same_rank")
 """`squeeze_or_expand_to_same_rank(mask, sample_weight)`: both, so that a loss can multiply them."""
+reduce_weighted_values = _function("keras.src.losses.loss", "reduce_weighted_values")
+"""`reduce_weighted_values(values, sample_weight, mask, reduction, dtype)`: what a loss makes of its values."""
+scale_loss_for_distribution = _function(
+    "keras.src.losses.loss", "scale_loss_for_distribution", otherwise=lambda loss: loss
+)
+"""`scale_loss_for_distribution(loss)`: the loss divided by the number of replicas, whose gradients are added."""
 unscale_loss_for_distribution = _function(
     "keras.src.losses.loss", "unscale_loss_for_distribution", otherwise=lambda loss: loss
 )
@@ -142,6 +155,11 @@ def torch_device() -> str:
     return _function("keras.src.backend.torch.core", "get_device")()
 
 
+def random_functions() -> Any:
+    """The module in which Keras' layers and `keras.random` look for the backend's random functions."""
+    return _function("keras.src.backend", "random")
+
+
 # Models and layers.
 
 
@@ -151,8 +169,8 @@ def layers_in(model: Any) -> list[Any]:
 
 
 def sublayers(layer: Any) -> list[Any]:
-    """The layers directly inside a layer."""
-    return layer._layers
+    """The layers directly inside a layer; none in an operation."""
+    return getattr(layer, "_layers", [])
 
 
 def own_trainable_variables(layer: Any) -> list[Any]:
@@ -213,8 +231,8 @@ def set_added_losses(model: Any, losses: Sequence[Any]) -> None:
 
 
 def loss_entries(losses: Any) -> list[Any]:
-    """The losses of all outputs in a row: named tuples with `.loss` and `.name`."""
-    return losses._flat_losses
+    """The losses of all outputs in a row: named tuples with `.loss` and `.name`; none before they are first called."""
+    return losses._flat_losses or []
 
 
 @contextlib.contextmanager
@@ -223,6 +241,9 @@ def replaced_losses(
 ) -> Iterator[None]:
     """While this is open, `entry(index, loss)` and `tracker(index, tracker)` stand in for each compiled loss."""
     entries, trackers = losses._flat_losses, losses._metrics
+    if entries is None:  # never called: a model's own compute_loss() does without them
+        yield
+        return
     losses._flat_losses = [one._replace(loss=entry(index, one.loss)) for index, one in enumerate(entries)]
     losses._metrics = [tracker(index, one) for index, one in enumerate(trackers)]
     try:
@@ -237,6 +258,27 @@ def metric_function(metric: Any) -> Any:
 
 
 # Variables.
+
+
+@contextlib.contextmanager
+def recorded_reads() -> Iterator[dict[int, Any]]:
+    """While this is open, each variable whose value is read is kept, by its id."""
+    reads: dict[int, Any] = {}
+    kind = keras.Variable
+    own, inherited = kind.value, "value" not in vars(kind)
+
+    def value(variable: Any) -> Any:
+        reads[id(variable)] = variable
+        return own.fget(variable)
+
+    kind.value = property(value)
+    try:
+        yield reads
+    finally:
+        if inherited:
+            del kind.value
+        else:
+            kind.value = own
 
 
 def has_value(variable: Any) -> bool:

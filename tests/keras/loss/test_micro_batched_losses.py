@@ -72,7 +72,11 @@ def test_every_built_in_loss_is_tested_here():
     assert built_in == {*ADDITIVE, *BY_AXIS, *ACROSS_ROWS, "CTC"}
 
 
-@pytest.mark.parametrize("name", ADDITIVE)
+FEW = ("MeanSquaredError", "CosineSimilarity", "SparseCategoricalCrossentropy")
+"""One of each kind of arguments; the others are slow."""
+
+
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in ADDITIVE])
 def test_losses_of_single_rows_match_plain_fit(float64, name):
     of_rows(name, "sum_over_batch_size", float64)
 
@@ -99,26 +103,40 @@ def segmenter():
 PICTURES, SEGMENTS = random.normal(size=(ROWS, 4, 5)), random.integers(0, 2, (ROWS, 4, 3))
 
 
-@pytest.mark.parametrize("name", BY_AXIS)
-@pytest.mark.parametrize("axis", [1, 2, -1, (1, 2), (-2, -1)])
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
+def slow_but(cases, *kept):
+    return [pytest.param(*case, marks=[] if case in kept else pytest.mark.slow) for case in cases]
+
+
+WITHIN = [
+    (name, axis, reduction)
+    for name in BY_AXIS
+    for axis in [1, 2, -1, (1, 2), (-2, -1)]
+    for reduction in ("sum_over_batch_size", "mean_with_sample_weight")
+]
+OVER = [(name, axis) for name in BY_AXIS for axis in [None, 0, -3, (0, 1), (0, 2), (0, 1, 2)]]
+
+
+@pytest.mark.parametrize(
+    ("name", "axis", "reduction"),
+    slow_but(WITHIN, ("Dice", (1, 2), "mean_with_sample_weight"), ("Tversky", -1, "sum_over_batch_size")),
+)
 def test_sums_within_a_row_match_plain_fit(float64, name, axis, reduction):
     compiled = lambda: {"loss": getattr(losses, name)(axis=axis, reduction=reduction)}  # noqa: E731
     weights = WEIGHTS if axis in [(1, 2), (-2, -1)] else None
     assert_same(segmenter, compiled, PICTURES, SEGMENTS, float64, sample_weight=weights, epochs=1)
 
 
-@pytest.mark.parametrize("name", BY_AXIS)
-@pytest.mark.parametrize("axis", [None, 0, -3, (0, 1), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize(("name", "axis"), slow_but(OVER, ("Dice", None), ("Tversky", (0, 2))))
 def test_sums_over_rows_are_refused(name, axis):
     refused(segmenter(), getattr(losses, name)(axis=axis), PICTURES, SEGMENTS, "with an `axis` that leaves out")
 
 
 @pytest.mark.parametrize("name", ACROSS_ROWS)
-@pytest.mark.parametrize("shape", [(ROWS,), (ROWS, 1)])
-@pytest.mark.parametrize("settings", [{}, {"remove_diagonal": False}, {"gamma": 1.0, "margin": 0.1}], ids=str)
-def test_losses_that_compare_rows_are_refused(name, shape, settings):
-    y = TARGETS[ACROSS_ROWS[name]].reshape(shape)
+@pytest.mark.parametrize(
+    "settings", [{}, *(pytest.param(s, marks=pytest.mark.slow) for s in ({"remove_diagonal": False}, {"gamma": 1.0}))]
+)
+def test_losses_that_compare_rows_are_refused(name, settings):
+    y = TARGETS[ACROSS_ROWS[name]]
     model = keras.Sequential([layers.Input((5,)), layers.Dense(3), layers.UnitNormalization()])
     refused(model, getattr(losses, name)(**settings), X, y, "Let it return one value per row")
 

@@ -11,8 +11,8 @@ from gradaccum.keras.micro_batched import micro_batched
 from tests.reference import relative_error
 
 BACKEND = keras.backend.backend()
-ROWS, BATCH, MICRO = 22, 9, 4
-"""Batches of 9, 9 and 4 rows; micro-batches of 3, 3 and 3, and of 4."""
+ROWS, BATCH, MICRO = 22, 11, 4
+"""Two batches of one shape, compiled once; micro-batches of 4, 4 and 3 rows."""
 
 random = np.random.default_rng(0)
 X = random.normal(size=(ROWS, 5))
@@ -28,12 +28,15 @@ def sgd():
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
-def run(make, compiled, x, y=None, micro_batch_size=None, batch_norm="warn", **fit):
-    """Train a model made by `make`; in micro-batches where a size is given. Returns it and its history."""
+def run(make, compiled, x, y=None, micro_batch_size=None, batch_norm="warn", verify=False, **fit):
+    """Train a model made by `make`; in micro-batches where a size is given. Returns it and its history.
+
+    The proof of the first update has tests of its own (test_proof.py): here it would be compiled each time.
+    """
     keras.utils.set_random_seed(1)
     model = make()
     if micro_batch_size is not None:
-        model = micro_batched(model, micro_batch_size, batch_norm=batch_norm)
+        model = micro_batched(model, micro_batch_size, batch_norm=batch_norm, verify=verify)
     keras.utils.set_random_seed(2)
     model.compile(**{"optimizer": sgd(), **compiled()})
     fit = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0, **fit}
@@ -75,7 +78,8 @@ def crossentropy(**kwargs):
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_ragged_batches_match_plain_fit(float64, optimizer):
     make = {"sgd": sgd, "adam": lambda: keras.optimizers.Adam(0.01)}[optimizer]
-    assert_same(classifier, lambda: {"optimizer": make(), **crossentropy()}, X, CLASSES, float64)
+    # Batches of 9, 9 and 4 rows; micro-batches of 3, 3 and 3, and of 4.
+    assert_same(classifier, lambda: {"optimizer": make(), **crossentropy()}, X, CLASSES, float64, batch_size=9)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 8, 100])
@@ -100,7 +104,7 @@ def test_every_reduction_matches_plain_fit_with_any_weights(float64, reduction, 
 
 
 def test_zero_weights_match_plain_fit(float64):
-    weights = np.where(np.arange(ROWS) % 9 < 4, 0.0, WEIGHTS)  # a whole micro-batch of them
+    weights = np.where(np.arange(ROWS) % BATCH < 4, 0.0, WEIGHTS)  # a whole micro-batch of them
     compiled = lambda: crossentropy(reduction="mean_with_sample_weight")  # noqa: E731
     assert_same(classifier, compiled, X, CLASSES, float64, sample_weight=weights)
 
@@ -132,6 +136,19 @@ def test_masks_that_only_the_forward_pass_knows_match_plain_fit(float64, reducti
 def test_masks_beside_other_terms_of_the_loss_match_plain_fit(float64):
     make = lambda: tagger(kernel_regularizer="l2", activity_regularizer="l2")  # noqa: E731
     assert_same(make, crossentropy, TOKENS, TAGS, float64)
+
+
+def test_weights_beside_a_term_that_only_the_forward_pass_adds_match_plain_fit(float64):
+    make = lambda: classifier(activity_regularizer="l2")  # noqa: E731
+    compiled = lambda: crossentropy(reduction="mean_with_sample_weight")  # noqa: E731
+    assert_same(make, compiled, X, CLASSES, float64, in_logs=IN_FLOAT32, sample_weight=WEIGHTS)
+
+
+def test_weights_of_both_signs_that_cancel_in_a_micro_batch_match_plain_fit(float64):
+    weights = WEIGHTS.copy()
+    weights[:4] = weights[11:15] = [1, -1, 2, -2]
+    compiled = lambda: crossentropy(reduction="mean_with_sample_weight")  # noqa: E731
+    assert_same(classifier, compiled, X, CLASSES, float64, sample_weight=weights)
 
 
 def test_masks_that_end_inside_the_model_match_plain_fit(float64):

@@ -178,7 +178,7 @@ def test_random_masks_are_counted_as_the_updates_micro_batches_draw_them(size, l
     inputs = layers.Input((6, 2))
     scaled = layers.Dense(2, use_bias=False, kernel_initializer="ones", kernel_regularizer="l2", name="dense")
     model = keras.Model(inputs, masking(Probe(backward=limit)(scaled(inputs))))
-    micro_batched(model, size).compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+    micro_batched(model, size, verify=False).compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
     masking.drawn.clear()
     weight = np.ones((2, 2))
     for _ in range(3):
@@ -218,7 +218,7 @@ def test_half_precision_sums_survive_running_out_of_memory_in_the_last_micro_bat
 
 @pytest.mark.parametrize("limits", [(0, 99), (99, 0)], ids=str)
 def test_one_row_that_does_not_fit_is_an_error_and_nothing_is_touched(limits):
-    model = micro_batched(network(Probe()), 8)
+    model = micro_batched(network(Probe()), 8, verify=False)
     model.compile(optimizer=sgd(), **mse())
     model.fit(X, Y, batch_size=ROWS, verbose=0)
     states = [[ops.convert_to_numpy(v).copy() for v in (*model.variables, *model.optimizer.variables)]]
@@ -247,7 +247,9 @@ def test_one_search_for_each_shape_of_batch(monkeypatch):
     clock = Clock(monkeypatch)
     probe = Probe(before=clock)
     model = micro_batched(
-        keras.Sequential([layers.Input((None, 1)), probe, layers.GlobalAveragePooling1D(), layers.Dense(3)]), "auto"
+        keras.Sequential([layers.Input((None, 1)), probe, layers.GlobalAveragePooling1D(), layers.Dense(3)]),
+        "auto",
+        verify=False,
     )
     model.compile(optimizer=sgd(), loss=losses.MeanSquaredError())
     seen = []
@@ -261,7 +263,7 @@ def test_one_search_for_each_shape_of_batch(monkeypatch):
 def test_a_batch_norm_never_gets_a_single_row():
     probe = Probe()
     model = keras.Sequential([layers.Input((5,)), probe, layers.BatchNormalization(), layers.Dense(3)])
-    model = micro_batched(model, "auto", batch_norm="micro")
+    model = micro_batched(model, "auto", batch_norm="micro", verify=False)
     model.compile(optimizer=sgd(), loss="mse")
     for rows in (13, 16, 2):
         model.train_on_batch(X[:rows], Y[:rows])

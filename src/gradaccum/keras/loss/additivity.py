@@ -1,86 +1,102 @@
-"""Is a loss the same when its batch is split? Asked once, with made-up numbers, before anything is trained."""
+"""Which compiled losses look across rows: their value and gradient for a batch against those of its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from keras import ops, tree
 
-from gradaccum.errors import NotEquivalentError
 from gradaccum.keras.loss.divisors import Measured, weighed
+from gradaccum.keras.loss.gradients import value_and_gradients
+from gradaccum.keras.private import compiled_losses, keras_mask, loss_entries, set_keras_mask
 
-__all__ = ["check_additive", "looks_across_rows", "not_additive"]
-
-_ROWS, _FIRST = 5, 3
-_TOLERANCE = 1e-4
-"""Relative: far above the rounding of float32, far below what a loss that looks across rows differs by."""
+__all__ = ["coupled_losses"]
 
 
-def check_additive(model: Any, measured: Measured) -> None:
-    """Refuse losses whose parts from the micro-batches don't add up to that of the whole batch.
+def coupled_losses(
+    model: Any, measured: Measured, parts: Sequence[np.ndarray], tolerance: float
+) -> Iterator[tuple[str, str]]:
+    """Of each loss that looks across rows, the output it belongs to, and what to say.
 
-    Raises:
-        NotEquivalentError: There is such a loss; the message names it and says what to do.
+    Args:
+        model: A compiled model.
+        measured: What was seen of its losses when the whole batch's was computed.
+        parts: The rows of each micro-batch.
+        tolerance: The largest relative error that is rounding.
     """
-    for _, message in not_additive(model, measured):
-        raise NotEquivalentError(message)
-
-
-def not_additive(model: Any, measured: Measured) -> Iterator[tuple[str, str]]:
-    """Of each loss that looks across rows, the output it belongs to, and what to say."""
     for index, (loss, *arguments) in measured.calls.items():
-        if looks_across_rows(loss, *arguments):
-            output = model._compile_loss._flat_losses[index].name
+        if _couples_rows(loss, arguments, parts, tolerance):
+            output = loss_entries(compiled_losses(model))[index].name
             advice = "Let it return one value per row"
             axis = getattr(loss, "_fn_kwargs", {}).get("axis", advice)
             if axis is not advice:
                 advice += f", with an `axis` that leaves out the batch's dimension (axis={axis} now)"
             yield (
                 output,
-                f"The loss {loss.name!r} of {output!r} looks across the rows of its batch: its values for "
-                f"micro-batches don't add up to that of the whole batch. {advice}. A function that returns a scalar "
+                f"The loss {loss.name!r} of {output!r} looks across the rows of its batch: its values or gradients for "
+                f"micro-batches don't add up to those of the whole batch. {advice}. A function that returns a scalar "
                 'must return the mean over rows; a sum over rows is a `keras.losses.Loss` with reduction="sum".',
             )
 
 
-def looks_across_rows(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> bool:
-    """Whether the loss of 5 random rows differs from what 3 and 2 of them add up to.
+def _couples_rows(loss: Any, arguments: Sequence[Any], parts: Sequence[np.ndarray], tolerance: float) -> bool:
+    y_true, y_pred, sample_weight = arguments
+    rows = sum(map(len, parts))
+    predictions = tree.flatten(y_pred)
+    masks = [keras_mask(output) for output in predictions]
+    count: Any = None
 
-    Args:
-        loss: A `keras.losses.Loss`.
-        y_true, y_pred, sample_weight: Anything with the shapes and dtypes that the loss is called with; the numbers are
-            made up: labels from {0, 1}, predictions between 0 and 1. A loss that can't be evaluated with these
-            is taken to be what it says.
-    """
-    random = np.random.default_rng(0)
+    def result(of: np.ndarray, share: float) -> tuple[float, list[np.ndarray]]:
+        def value(values: list[Any]) -> Any:
+            nonlocal count
+            outputs = [
+                output if mask is None else _masked(output, ops.take(mask, of, axis=0))
+                for output, mask in zip(values, masks)
+            ]
+            taken = _rows(y_true, of), tree.pack_sequence_as(y_pred, outputs), _rows(sample_weight, of), share
+            if count is None:  # of the whole batch, which comes first
+                count = weighed(loss, *taken)[1]
+            return ops.sum(weighed(loss, *taken, count)[0]) * share
+
+        number, gradients = value_and_gradients(value, [ops.take(output, of, axis=0) for output in predictions])
+        return float(ops.convert_to_numpy(number)), [np.zeros(1) if g is None else _array(g) for g in gradients]
+
+    whole, gradient = result(np.arange(rows), 1.0)
     try:
-        whole = [
-            tree.map_structure(lambda leaf: random.integers(0, 2, _shape(leaf)).astype("float32"), y_true),
-            tree.map_structure(lambda leaf: random.uniform(0.05, 0.95, _shape(leaf)), y_pred),
-            tree.map_structure(
-                lambda leaf: None if leaf is None else random.uniform(0.5, 2, _shape(leaf)), sample_weight
-            ),
-        ]
-        parts = [tree.map_structure(lambda a, rows=rows: None if a is None else a[rows], whole) for rows in _PARTS]
-        value, count = _number(weighed(loss, *whole))
-        added = 0.0
-        for part, share in zip(parts, (_FIRST / _ROWS, 1 - _FIRST / _ROWS)):
-            added += share * _number(weighed(loss, part[0], part[1], part[2], share, count))[0]
-    except Exception:  # the made-up numbers are not for this loss
-        return False
-    return bool(np.isfinite(value) and abs(value - added) > _TOLERANCE * max(abs(value), abs(added)))
+        results = [result(part, len(part) / rows) for part in parts]
+    except Exception:  # it can't be computed for a part
+        return True
+    added = sum(part for part, _ in results)
+    pairs: list[tuple[Any, Any]] = [(whole, added)]
+    back = np.argsort(np.concatenate(list(parts)))
+    for index, expected in enumerate(gradient):
+        pieces = [gradients[index] for _, gradients in results]
+        pairs.append((expected, np.concatenate(pieces)[back] if len(expected) == rows else sum(pieces)))
+    return any(_differ(np.asarray(a), np.asarray(b), tolerance) for a, b in pairs)
 
 
-_PARTS = (slice(0, _FIRST), slice(_FIRST, None))
+def _differ(a: np.ndarray, b: np.ndarray, tolerance: float) -> bool:
+    finite = np.isfinite(a)
+    if not np.array_equal(finite, np.isfinite(b)):
+        return True
+    scale = max(np.abs(a[finite]).max(initial=0.0), np.abs(b[finite]).max(initial=0.0))
+    return bool(np.abs(a - b)[finite].max(initial=0.0) > tolerance * scale)
 
 
-def _shape(leaf: Any) -> tuple[int, ...]:
-    return (_ROWS, *(4 if size is None else int(size) for size in leaf.shape[1:]))
+def _masked(output: Any, mask: Any) -> Any:
+    output = output * 1.0
+    set_keras_mask(output, mask)
+    return output
 
 
-def _number(result: tuple[Any, Any]) -> tuple[float, float | None]:
-    value, count = result
-    value = float(ops.convert_to_numpy(ops.sum(value)))
-    return value, None if count is None else float(ops.convert_to_numpy(count))
+def _rows(data: Any, of: np.ndarray) -> Any:
+    def taken(leaf: Any) -> Any:
+        return ops.take(leaf, of, axis=0) if len(getattr(leaf, "shape", ())) else leaf
+
+    return tree.map_structure(taken, data)
+
+
+def _array(tensor: Any) -> np.ndarray:
+    return ops.convert_to_numpy(ops.cast(tensor, "float64" if tensor.dtype == "float64" else "float32"))

@@ -10,12 +10,12 @@ over rows and `D_j` what `keras.losses.Loss` divides it by:
 | `"mean_with_sample_weight"` | the sum of the weights, of those that the mask lets through |
 | `"sum"`, `None` | nothing |
 
-A micro-batch i of `rows_i` rows returns `N_ij / D_ij`. Its part of the large batch's loss is `N_ij / D_j`, so each loss
-is multiplied with
+A micro-batch i of `rows_i` rows would return `N_ij / D_ij`. Its part of the large batch's loss is `N_ij / D_j`, so each
+loss is made to return
 
-    c_ij  =  (D_ij / D_j) / share_i          share_i = rows_i / rows
+    N_ij / (D_j share_i)          share_i = rows_i / rows
 
-and what `compute_loss` returns, with `share_i`. The factor `c_ij` is exactly 1 where the loss divides by rows, and
+and what `compute_loss` returns is multiplied with `share_i`. Where the loss divides by rows, that is its own value; and
 everything else that `compute_loss` adds (weight and activity regularisers, `add_loss`, the user's own terms) is a mean
 over rows, or the same for all of them, and comes out right with `share_i` alone.
 """
@@ -27,11 +27,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import keras
 from keras import ops
-from keras.src import backend
-from keras.src.losses.loss import squeeze_or_expand_to_same_rank
 
-__all__ = ["Measured", "denominators_of", "tell_trackers", "weighed", "weighed_losses"]
+from gradaccum.keras.private import (
+    compiled_losses,
+    keras_mask,
+    reduce_weighted_values,
+    replaced_losses,
+    scale_loss_for_distribution,
+    set_added_losses,
+    squeeze_or_expand_to_same_rank,
+    takes_training,
+)
+
+__all__ = ["Measured", "divisors_of", "update_trackers", "weighed", "weighed_losses"]
 
 
 @dataclass
@@ -39,15 +49,17 @@ class Measured:
     """What `weighed_losses` saw while the loss of one micro-batch was computed.
 
     Attributes:
-        counts: Of each loss that divides by neither rows nor nothing, by its index: `D_ij`, a scalar tensor.
+        divisors: Of each loss that divides by neither rows nor nothing, by its index: `D_ij`, a scalar tensor.
         calls: Of each loss, by its index: the loss object and the arguments it was called with.
         values: Of each loss that has a tracker (with several losses, `fit` logs each): what the tracker would have
             been told, which is the micro-batch's part of the large batch's value, over `share`.
+        added: Whether the forward pass left terms beside the compiled losses: regularisers, `add_loss`.
     """
 
-    counts: dict[int, Any] = field(default_factory=dict)
+    divisors: dict[int, Any] = field(default_factory=dict)
     calls: dict[int, tuple[Any, Any, Any, Any]] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
+    added: bool = False
 
 
 @contextlib.contextmanager
@@ -63,29 +75,26 @@ def weighed_losses(model: Any, share: Any = 1.0, totals: dict[int, Any] | None =
         A `Measured` that fills as the losses are computed.
     """
     measured = Measured()
-    compiled = model._compile_loss
+    compiled = compiled_losses(model)
     if compiled is None:
         yield measured
         return
-    flat, trackers = compiled._flat_losses, compiled._metrics
-    compiled._flat_losses = [
-        entry._replace(loss=_Weighed(index, entry.loss, measured, share, totals)) for index, entry in enumerate(flat)
-    ]
-    compiled._metrics = [_Untold(index, tracker, measured) for index, tracker in enumerate(trackers)]
-    try:
+    with replaced_losses(
+        compiled,
+        lambda index, loss: _WeighedLoss(index, loss, measured, share, totals),
+        lambda index, tracker: _SilentTracker(index, tracker, measured),
+    ):
         yield measured
-    finally:
-        compiled._flat_losses, compiled._metrics = flat, trackers
 
 
-def tell_trackers(model: Any, values: list[Any], rows: int | None) -> None:
+def update_trackers(model: Any, values: list[Any], rows: int | None) -> None:
     """Tell the trackers of the single losses their values over the whole batch, as plain `fit` does once per update."""
-    if model._compile_loss is not None:
-        for tracker, value in zip(model._compile_loss.metrics, values):
+    if compiled_losses(model) is not None:
+        for tracker, value in zip(compiled_losses(model).metrics, values):
             tracker.update_state(value, sample_weight=rows)
 
 
-class _Untold:
+class _SilentTracker:
     """Stands in for the tracker of one loss, and keeps what it is told to itself."""
 
     def __init__(self, index: int, tracker: Any, measured: Measured) -> None:
@@ -98,7 +107,7 @@ class _Untold:
         self.measured.values[self.index] = value
 
 
-class _Weighed:
+class _WeighedLoss:
     """Stands in for one loss of `compile`."""
 
     def __init__(self, index: int, loss: Any, measured: Measured, share: Any, totals: dict[int, Any] | None) -> None:
@@ -109,22 +118,22 @@ class _Weighed:
         total = None if self.totals is None else self.totals.get(self.index)
         value, count = weighed(self.loss, y_true, y_pred, sample_weight, self.share, total)
         if count is not None:
-            self.measured.counts[self.index] = count
+            self.measured.divisors[self.index] = count
         return value
 
 
 def weighed(
     loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None, share: Any = 1.0, total: Any = None
 ) -> tuple[Any, Any]:
-    """`c_ij` times the loss of a micro-batch, and `D_ij`, or None where it isn't counted.
+    """A micro-batch's part of the large batch's loss, over `share`; and `D_ij`, or None where it isn't counted.
 
     Args:
         loss: A `keras.losses.Loss`.
         y_true, y_pred, sample_weight: What it is called with.
         share: `rows_i / rows`.
-        total: `D_j`; None: as if this were the whole batch.
+        total: `D_j`; None: `D_ij / share`, which makes of this micro-batch a whole one; where `D_ij` is 0, `1 / share`.
     """
-    in_mask = backend.get_keras_mask(y_pred)
+    in_mask = keras_mask(y_pred)
     values: list[Any] = []
     with _recorded(loss, values):
         value = loss(y_true, y_pred, sample_weight)
@@ -137,11 +146,21 @@ def weighed(
     if count is None:
         return value, None
     count = ops.cast(ops.stop_gradient(count), value.dtype)
-    if total is None:
+    reduced_by_keras = type(loss).__call__ is keras.losses.Loss.__call__
+    exactly = reduction == "mean_with_sample_weight" and sample_weight is not None and reduced_by_keras
+    if total is None and not exactly:
         return value, count
-    divisor = ops.cast(total, value.dtype) * ops.cast(share, value.dtype)
-    # A total of 0 has counts of 0. `ops.divide_no_nan` would fall back to float32 on PyTorch.
-    return value * (count / ops.where(divisor != 0, divisor, ops.ones_like(divisor))), count
+    total = (
+        ops.where(count != 0, count, ops.ones_like(count)) / share if total is None else ops.cast(total, value.dtype)
+    )
+    # `ops.divide_no_nan` would fall back to float32 on PyTorch.
+    divisor = ops.where(total != 0, total, ops.ones_like(total)) * ops.cast(share, value.dtype)
+    if not exactly:
+        return value * (count / divisor), count
+    # The sum itself: weights of both signs may cancel in a micro-batch, and its mean is 0 then.
+    summed = reduce_weighted_values(values[-1], sample_weight, _joint(in_mask, values[-1]), "sum", loss.dtype)
+    part = scale_loss_for_distribution(summed / divisor)
+    return ops.where(total != 0, part, ops.zeros_like(part)), count
 
 
 @contextlib.contextmanager
@@ -167,12 +186,8 @@ def _count(reduction: str, values: Any, in_mask: Any, sample_weight: Any) -> Any
 
     Mirrors `keras.losses.Loss.__call__` and `reduce_weighted_values`.
     """
-    out_mask = backend.get_keras_mask(values)
-    if in_mask is not None and out_mask is not None:
-        mask = ops.logical_and(in_mask, out_mask)
-    else:
-        mask = in_mask if in_mask is not None else out_mask
-    dtype = backend.standardize_dtype(values.dtype)
+    mask = _joint(in_mask, values)
+    dtype = keras.backend.standardize_dtype(values.dtype)
     if reduction == "mean_with_sample_weight":
         if sample_weight is None:
             return None if mask is None else ops.sum(ops.cast(mask, dtype))
@@ -184,7 +199,15 @@ def _count(reduction: str, values: Any, in_mask: Any, sample_weight: Any) -> Any
     return None if mask is None else ops.sum(ops.cast(mask, dtype))
 
 
-def denominators_of(
+def _joint(in_mask: Any, values: Any) -> Any:
+    """The mask of a loss: that of the predictions, and that of what `call` returned."""
+    out_mask = keras_mask(values)
+    if in_mask is not None and out_mask is not None:
+        return ops.logical_and(in_mask, out_mask)
+    return in_mask if in_mask is not None else out_mask
+
+
+def divisors_of(
     model: Any,
     state: Sequence[Any],
     x: Any,
@@ -205,15 +228,16 @@ def denominators_of(
         The non-trainable variables afterwards (random masks need them), what was measured, `y_pred`, and the loss.
     """
     trainable, non_trainable, metrics = state
-    kwargs = {"training": True} if model._call_has_training_arg else {}
+    kwargs = {"training": True} if takes_training(model) else {}
     y_pred, non_trainable, losses = model.stateless_call(trainable, non_trainable, x, return_losses=True, **kwargs)
     # As JAXTrainer does it: `add_loss` terms would be lost with the stateless scope.
-    model._losses_override = list(losses)
+    set_added_losses(model, losses)
     try:
         with weighed_losses(model, share, totals) as measured:
             loss, _ = model.stateless_compute_loss(
                 trainable, non_trainable, metrics, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
             )
     finally:
-        model._losses_override = []
+        set_added_losses(model, [])
+    measured.added = bool(losses)
     return non_trainable, measured, y_pred, loss

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import numpy as np
 from keras import ops, tree
-from keras.src import backend
 
-from gradaccum.keras.loss import denominators_of
+from gradaccum.keras.loss import divisors_of, value_and_gradients
 from gradaccum.keras.train_step.data import has_rows, unpack
-from gradaccum.keras.train_step.gradients import value_and_gradients
 from gradaccum.sizes import MARGIN, MemoryLine, free_host_memory, process_memory
 
 __all__ = ["fastest_size"]
@@ -87,11 +86,11 @@ def _trial(model: Any, data: Any, size: int) -> _Trial:
 
     def gradients(state: Any, batch: Any) -> Any:
         def loss_of(values: Any) -> Any:
-            return ops.sum(denominators_of(model, (values, *state[1:]), *unpack(batch))[3])
+            return ops.sum(divisors_of(model, (values, *state[1:]), *unpack(batch))[3])
 
         return value_and_gradients(loss_of, state[0])
 
-    if backend.backend() == "jax":
+    if keras.backend.backend() == "jax":
         import jax
 
         compiled = jax.jit(gradients).lower(state, batch).compile()
@@ -102,7 +101,7 @@ def _trial(model: Any, data: Any, size: int) -> _Trial:
         lambda leaf: None if leaf is None else ops.convert_to_tensor(leaf), (state, batch)
     )
     run = gradients
-    if backend.backend() == "tensorflow" and not model.run_eagerly:
+    if keras.backend.backend() == "tensorflow" and not model.run_eagerly:
         import tensorflow as tf
 
         run = tf.function(gradients, jit_compile=model.jit_compile)
@@ -111,9 +110,9 @@ def _trial(model: Any, data: Any, size: int) -> _Trial:
 
 def _zeros(leaf: Any, size: int) -> Any:
     if not has_rows(leaf):
-        return None if leaf is None else np.zeros((), backend.standardize_dtype(leaf.dtype))
+        return None if leaf is None else np.zeros((), keras.backend.standardize_dtype(leaf.dtype))
     shape = [_UNKNOWN_DIMENSION if number is None else number for number in leaf.shape[1:]]
-    return np.zeros((size, *shape), backend.standardize_dtype(leaf.dtype))
+    return np.zeros((size, *shape), keras.backend.standardize_dtype(leaf.dtype))
 
 
 def _seconds(run: Callable[[], Any]) -> float:
@@ -124,13 +123,13 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 def _free_memory() -> float | None:
     """Bytes that the device has left."""
-    if backend.backend() == "jax":
+    if keras.backend.backend() == "jax":
         import jax
 
         stats = jax.local_devices()[0].memory_stats() or {}
         if "bytes_limit" in stats:
             return stats["bytes_limit"] - stats["bytes_in_use"]
-    if backend.backend() == "tensorflow":
+    if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
         if tf.config.list_logical_devices("GPU"):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 from keras import tree
-from keras.src.trainers.data_adapters import data_adapter_utils
 
 __all__ = ["has_rows", "rows_of", "unpack"]
 
@@ -38,4 +38,4 @@ def has_rows(leaf: Any) -> bool:
 
 def unpack(data: Any) -> tuple[Any, Any, Any]:
     """`x, y, sample_weight` of what `fit` hands to a training step."""
-    return data_adapter_utils.unpack_x_y_sample_weight(data)
+    return keras.utils.unpack_x_y_sample_weight(data)

@@ -8,12 +8,14 @@ from typing import Any, Literal
 
 import keras
 from keras import tree
-from keras.src import backend
 
 from gradaccum.keras import batch_norm as batch_norms
-from gradaccum.keras.loss import Measured, check_additive
+from gradaccum.keras.equivalence import Outcome
+from gradaccum.keras.loss import Measured
+from gradaccum.keras.private import build_symbolically, compiled_metrics, is_of_keras, keras_mask, metric_function
 from gradaccum.keras.train_step.auto_size import fastest_size
 from gradaccum.keras.train_step.data import has_rows
+from gradaccum.keras.train_step.proof import Proof
 
 __all__ = ["MicroBatchedStep", "Plan", "Spec"]
 
@@ -30,8 +32,8 @@ class Spec:
     def of(cls, tensor: Any) -> Spec:
         """That of a tensor; of a scalar, `row` is None."""
         shape = tuple(tensor.shape)
-        masked = backend.get_keras_mask(tensor) is not None
-        return cls(backend.standardize_dtype(tensor.dtype), shape[1:] if shape else None, masked)
+        masked = keras_mask(tensor) is not None
+        return cls(keras.backend.standardize_dtype(tensor.dtype), shape[1:] if shape else None, masked)
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,17 @@ class MicroBatchedStep:
     It is found under `model.train_step` and nowhere else, so nothing of it is saved, cloned or serialised.
     """
 
-    def __init__(self, model: Any, micro_batch_size: int | Literal["auto"], batch_norm: batch_norms.BatchNorm) -> None:
+    def __init__(
+        self,
+        model: Any,
+        micro_batch_size: int | Literal["auto"],
+        batch_norm: batch_norms.BatchNorm,
+        verify: bool = True,
+    ) -> None:
         self.model = model
         self.micro_batch_size = micro_batch_size
         self.batch_norm = batch_norm
+        self.proof = Proof(self) if verify else None
         self.plans: dict[Any, Plan] = {}
         self._named: set[str] = set()
         self._sizes: dict[str, int] = {}
@@ -76,9 +85,53 @@ class MicroBatchedStep:
         self._warn(stacklevel=4)
         self.model.train_step = self
         self.model.train_function = None
+        self.model.make_train_function = self._make_train_function
+
+    def _make_train_function(self, force: bool = False) -> Any:
+        """Keras' own; `fit` and `train_on_batch` begin with it."""
+        if self.proof is not None:
+            self.proof.begin()
+        return type(self.model).make_train_function(self.model, force=force)
 
     def __call__(self, *args: Any) -> Any:
         raise NotImplementedError
+
+    def outcome(self, data: Any, state: Any = None) -> Outcome:
+        """What the update of this batch is made of, computed as an update computes it. Leaves everything as found.
+
+        Args:
+            data: A batch of known rows.
+            state: Values of the trainable, non-trainable, optimizer's and metrics' variables; None: their own.
+        """
+        raise NotImplementedError
+
+    def trial(self, micro_batch_size: int, batch_norm: batch_norms.BatchNorm) -> MicroBatchedStep:
+        """The same step with other choices, not installed."""
+        return type(self)(self.model, micro_batch_size, batch_norm, verify=False)
+
+    def state(self) -> tuple[list[Any], ...]:
+        """The values of the trainable, non-trainable, optimizer's and metrics' variables."""
+        return tuple([variable.value for variable in variables] for variables in self.variables())
+
+    def variables(self) -> tuple[list[Any], ...]:
+        """The trainable, non-trainable, optimizer's and metrics' variables."""
+        model = self.model
+        optimizer = [] if model.optimizer is None else list(model.optimizer.variables)
+        return (
+            list(model.trainable_variables),
+            list(model.non_trainable_variables),
+            optimizer,
+            list(model.metrics_variables),
+        )
+
+    @property
+    def overwriting(self) -> frozenset[int]:
+        """Trainable variables, by index, whose gradient is their next value, as the scales of float8 are.
+
+        Of several micro-batches' the largest is taken: they hold maxima.
+        """
+        weights = self.model.trainable_variables
+        return frozenset(i for i, v in enumerate(weights) if getattr(v, "overwrite_with_gradient", False))
 
     def eagerly(self) -> contextlib.AbstractContextManager[Any]:
         """While this is open, operations run at once, even in a function that is being traced."""
@@ -102,7 +155,7 @@ class MicroBatchedStep:
     def build(self, data: Any) -> None:
         """Build the model, its losses, metrics and optimizer, where that is still to do."""
         model = self.model
-        model._symbolic_build(data_batch=data)
+        build_symbolically(model, data)
         self._warn(stacklevel=3)
 
     def _warn(self, stacklevel: int) -> None:
@@ -110,33 +163,27 @@ class MicroBatchedStep:
             batch_norms.warn(self.model, self._named, stacklevel)
 
     def plan(self, measured: Measured, y_pred: Any, loss: Any, data: Any) -> Plan:
-        """What has to be counted and kept. Refuses a loss that looks across rows.
-
-        Raises:
-            NotEquivalentError: There is such a loss.
-        """
-        with self.eagerly():
-            check_additive(self.model, measured)
+        """What has to be counted and kept."""
         model, outputs = self.model, tree.flatten(y_pred)
         metrics: Literal["whole", "streamed", "none"]
         if _overrides(model, "compute_metrics"):
             metrics = "whole"
-        elif model._compile_metrics is None:
+        elif compiled_metrics(model) is None:
             metrics = "none"
         else:
             # Keras' functions reduce an output of one dimension to a scalar.
-            additive = all(map(_adds_over_rows, model._compile_metrics.metrics)) and all(
+            additive = all(map(_adds_over_rows, compiled_metrics(model).metrics)) and all(
                 len(output.shape) > 1 for output in outputs
             )
             kept, held = _numbers_per_row(outputs), _numbers_per_row(data)
             metrics = "streamed" if additive and (kept is None or held is None or kept > held) else "whole"
         return Plan(
-            counted=tuple(sorted(measured.counts)),
+            counted=tuple(sorted(measured.divisors)),
             loss=Spec.of(loss),
             outputs=tree.map_structure(Spec.of, y_pred),
             metrics=metrics,
             tracked=len(measured.values),
-            terms=len(measured.calls) != 1 or _overrides(model, "compute_loss"),
+            terms=len(measured.calls) != 1 or measured.added or _overrides(model, "compute_loss"),
         )
 
 
@@ -146,8 +193,8 @@ def _overrides(model: Any, method: str) -> bool:
 
 def _adds_over_rows(metric: Any) -> bool:
     """Whether this metric's state is a sum over rows, however they are split. True of Keras' own."""
-    function = getattr(metric, "_fn", None)
-    return all(part is None or part.__module__.startswith("keras.src.") for part in (type(metric), function))
+    function = metric_function(metric)
+    return is_of_keras(type(metric)) and (function is None or is_of_keras(function))
 
 
 def _numbers_per_row(leaves: Any) -> int | None:

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import keras
 from keras import tree
-from keras.src import backend
 
 from gradaccum.keras.batch_norm import Pool, during_micro_batch
-from gradaccum.keras.loss import denominators_of, tell_trackers, weighed_losses
+from gradaccum.keras.equivalence import Draws, Outcome, as_array, held
+from gradaccum.keras.loss import divisors_of, update_trackers, weighed_losses
+from gradaccum.keras.private import compiled_metrics, has_value, loss_tracker, put_value
 from gradaccum.keras.train_step.data import has_rows, rows_of, unpack
 from gradaccum.keras.train_step.step import MicroBatchedStep, Plan
 from gradaccum.sizes import even_sizes
@@ -31,15 +33,73 @@ _State = tuple[Any, Any, Any, Any]
 """Values of the trainable, non-trainable, optimizer's and metrics' variables."""
 
 
+_QUICKLY_COMPILED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""What runs but twice takes longest to compile."""
+
+
+class _Window(NamedTuple):
+    """What the micro-batches of a batch have added up to."""
+
+    sums: list[Any]
+    values: list[Any]
+    """The loss, and each loss that is logged by itself."""
+    non_trainable: list[Any]
+    metrics: list[Any]
+    outputs: list[Any]
+    """Of each segment, where metrics see the whole batch's."""
+
+
 class JaxStep(MicroBatchedStep):
     """`model.train_step` on JAX: a pure function."""
 
-    def install(self) -> None:
-        """Make this the model's training step."""
-        super().install()
-        self.model.make_train_function = self._make_train_function
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._gradients_of: Callable[..., Any] | None = None
 
     def __call__(self, state: _State, data: Any) -> tuple[Any, _State]:
+        model = self.model
+        window = self._window(state, data)
+        trainable, optimizer_variables = model.optimizer.stateless_apply(state[2], window.sums, state[0])
+        rows = rows_of(data)
+        x, y, sample_weight = unpack(data)
+        with keras.StatelessScope(state_mapping=list(zip(model.metrics_variables, window.metrics))) as scope:
+            loss_tracker(model).update_state(window.values[0], sample_weight=rows)
+            update_trackers(model, window.values[1:], rows)
+            if window.outputs:
+                y_pred = jax.tree.map(_joined, *window.outputs)
+                logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+            else:
+                logs = model.get_metrics_result()
+        metrics = [scope.get_current_value(variable) for variable in model.metrics_variables]
+        return logs, (trainable, window.non_trainable, optimizer_variables, metrics)
+
+    def outcome(self, data: Any, state: Any = None) -> Outcome:
+        """What the update of this batch is made of, computed as an update computes it. Leaves everything as found."""
+        state = self.state() if state is None else state
+        if self._gradients_of is None:
+
+            def gradients_of(state: _State, data: Any) -> tuple[Any, Any, Any]:
+                window = self._window(state, data)
+                return window.values[0], window.sums, window.non_trainable
+
+            eager = self.model.run_eagerly or not self.model.jit_compile
+            self._gradients_of = gradients_of if eager else jax.jit(gradients_of, compiler_options=_QUICKLY_COMPILED)
+            self._draws = Draws()
+        with held() as draws:
+            loss, gradients, after = self._gradients_of(state, data)
+        self._draws.held |= draws.held  # seen while it is traced, and not again
+        self._draws.raw |= draws.raw
+        return Outcome(
+            self.model,
+            as_array(loss),
+            list(map(as_array, gradients)),
+            list(map(as_array, state[1])),
+            list(map(as_array, after)),
+            self._draws,
+        )
+
+    def _window(self, state: _State, data: Any) -> _Window:
+        """Run all micro-batches."""
         model = self.model
         trainable, non_trainable, optimizer_variables, metrics = state
         rows = rows_of(data)
@@ -57,6 +117,7 @@ class JaxStep(MicroBatchedStep):
         moving = [] if pool is None else _positions(model.non_trainable_variables, pool.variables)
         before = [non_trainable[index] for index in moving]
         gradient = jax.value_and_grad(self._loss, has_aux=True)
+        overwriting = self.overwriting
 
         def micro(size: int, carry: Any, micro_batch: Any) -> tuple[Any, Any]:
             sums, values, non_trainable, metrics, pooled = carry
@@ -69,14 +130,17 @@ class JaxStep(MicroBatchedStep):
                 pooled = pool.add(pooled, [new_non_trainable[index] for index in moving], valid, size)
             if plan.metrics == "streamed":
                 new_metrics = self._stream(new_metrics, y, y_pred, sample_weight)
-            sums = [total + gradient for total, gradient in zip(sums, gradients)]
+            sums = [
+                jnp.maximum(total, gradient) if index in overwriting else total + gradient
+                for index, (total, gradient) in enumerate(zip(sums, gradients))
+            ]
             values = [value + part for value, part in zip(values, parts)]
             after = _like((sums, values, new_non_trainable, new_metrics, pooled), carry)
             return after, y_pred if plan.metrics == "whole" else None
 
         carry = (
             [jnp.zeros(value.shape, jnp.promote_types(value.dtype, jnp.float32)) for value in trainable],
-            [jnp.zeros((), backend.floatx())] * (1 + plan.tracked),
+            [jnp.zeros((), keras.backend.floatx())] * (1 + plan.tracked),
             non_trainable,
             metrics,
             [] if pool is None else pool.zeros(),
@@ -89,18 +153,7 @@ class JaxStep(MicroBatchedStep):
         if pool is not None:
             for index, value in zip(moving, pool.moved(pooled, before)):
                 non_trainable[index] = value
-        trainable, optimizer_variables = model.optimizer.stateless_apply(optimizer_variables, sums, trainable)
-        x, y, sample_weight = unpack(data)
-        with backend.StatelessScope(state_mapping=list(zip(model.metrics_variables, metrics))) as scope:
-            model._loss_tracker.update_state(values[0], sample_weight=rows)
-            tell_trackers(model, values[1:], rows)
-            if plan.metrics == "whole":
-                y_pred = jax.tree.map(_joined, *outputs)
-                logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-            else:
-                logs = model.get_metrics_result()
-        metrics = [scope.get_current_value(variable) for variable in model.metrics_variables]
-        return logs, (trainable, non_trainable, optimizer_variables, metrics)
+        return _Window(sums, values, non_trainable, metrics, outputs if plan.metrics == "whole" else [])
 
     def _loss(
         self,
@@ -129,7 +182,7 @@ class JaxStep(MicroBatchedStep):
         seen: list[tuple[Any, Any, Any]] = []
 
         def probe(state: Any, micro_batch: Any) -> None:
-            seen.append(denominators_of(self.model, state, *unpack(micro_batch))[1:])
+            seen.append(divisors_of(self.model, state, *unpack(micro_batch))[1:])
 
         jax.eval_shape(probe, state, micro_batch)
         measured, y_pred, loss = seen[0]
@@ -143,10 +196,8 @@ class JaxStep(MicroBatchedStep):
         trainable, non_trainable, metrics = state
 
         def count(non_trainable: Any, micro_batch: Any) -> tuple[Any, Any]:
-            after, measured, _, _ = denominators_of(
-                self.model, (trainable, non_trainable, metrics), *unpack(micro_batch)
-            )
-            return _like(after, non_trainable), [measured.counts[index] for index in plan.counted]
+            after, measured, _, _ = divisors_of(self.model, (trainable, non_trainable, metrics), *unpack(micro_batch))
+            return _like(after, non_trainable), [measured.divisors[index] for index in plan.counted]
 
         totals = [0.0] * len(plan.counted)
         for _, micro_batches in segments:
@@ -156,8 +207,8 @@ class JaxStep(MicroBatchedStep):
 
     def _stream(self, metrics: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
         variables = self.model.metrics_variables
-        with backend.StatelessScope(state_mapping=list(zip(variables, metrics))) as scope:
-            self.model._compile_metrics.update_state(y, y_pred, sample_weight)
+        with keras.StatelessScope(state_mapping=list(zip(variables, metrics))) as scope:
+            compiled_metrics(self.model).update_state(y, y_pred, sample_weight)
         return [scope.get_current_value(variable) for variable in variables]
 
     def _make_train_function(self, force: bool = False) -> None:
@@ -166,16 +217,25 @@ class JaxStep(MicroBatchedStep):
         `fit` takes the values out of the variables before the first step and puts them back after it.
         """
         model = self.model
+        if self.proof is not None:
+            self.proof.begin()
         if model.train_function is not None and not force:
             return
         if isinstance(model.train_step, JaxStep):  # not what the GradientAccumulation callback put around it
             model.train_step = copy.copy(self)  # a new one: `jax.jit` would find what was compiled for the old loss
         type(model).make_train_function(model, force=force)
         step: Callable[[_State, Any], Any] = model.train_function
+        proof = self.proof
 
         def guarded(state: _State, iterator: Any) -> Any:
             try:
-                return step(state, iterator)
+                if proof is None or not proof.begun:
+                    return step(state, iterator)
+                data = next(iterator)
+                proof.run(data, state)
+                result = step(state, itertools.chain([data], iterator))
+                proof.say()
+                return result
             except Exception:
                 parts = (
                     model.trainable_variables,
@@ -185,8 +245,8 @@ class JaxStep(MicroBatchedStep):
                 )
                 for variables, values in zip(parts, state):
                     for variable, value in zip(variables, values):
-                        if variable._value is None and not value.is_deleted():
-                            variable._value = value
+                        if not has_value(variable) and not value.is_deleted():
+                            put_value(variable, value)
                 _finalize_only_after_updates(model.optimizer)
                 raise
 

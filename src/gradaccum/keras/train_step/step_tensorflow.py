@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 from keras import tree
-from keras.src import backend
-from keras.src.losses.loss import unscale_loss_for_distribution
 
 from gradaccum.keras.batch_norm import Pool, during_micro_batch
-from gradaccum.keras.loss import denominators_of, tell_trackers, weighed_losses
+from gradaccum.keras.equivalence import Outcome, as_array, held
+from gradaccum.keras.loss import divisors_of, update_trackers, weighed_losses
+from gradaccum.keras.private import (
+    compiled_metrics,
+    compute_loss,
+    embedding_table,
+    keras_mask,
+    layers_in,
+    loss_tracker,
+    set_keras_mask,
+    takes_training,
+    unscale_loss_for_distribution,
+)
 from gradaccum.keras.train_step.data import has_rows, rows_of, unpack
 from gradaccum.keras.train_step.step import MicroBatchedStep, Plan, Spec
 
 __all__ = ["TensorFlowStep"]
+
+
+class _Window(NamedTuple):
+    """What the micro-batches of a batch have added up to."""
+
+    gradients: list[Any]
+    loss: Any
+    tracked: list[Any]
+    y_pred: Any
+    rows: Any
+    whole_metrics: bool
+    """Whether metrics see the whole batch's outputs."""
 
 
 class TensorFlowStep(MicroBatchedStep):
@@ -26,33 +49,80 @@ class TensorFlowStep(MicroBatchedStep):
 
     def __call__(self, data: Any) -> Any:
         model = self.model
+        window = self._window(data)
+        loss_tracker(model).update_state(unscale_loss_for_distribution(window.loss), sample_weight=window.rows)
+        update_trackers(model, window.tracked, rows_of(data))  # no weight where the rows are not known: as Keras does
+        if model.trainable_weights:
+            model.optimizer.apply_gradients(zip(window.gradients, model.trainable_weights))
+        else:
+            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+        if not window.whole_metrics:
+            return model.get_metrics_result()
+        x, y, sample_weight = unpack(data)
+        return model.compute_metrics(x, y, window.y_pred, sample_weight=sample_weight)
+
+    def outcome(self, data: Any, state: Any = None) -> Outcome:
+        """What the update of this batch is made of, computed as an update computes it. Leaves everything as found."""
+        self.build(data)
+        variables = [variable for part in self.variables() for variable in part]
+        found = [tf.identity(variable.value) for variable in variables]
+        try:
+            if state is not None:
+                _assign(variables, [value for part in state for value in part])
+            before = list(map(as_array, self.model.non_trainable_variables))
+            with held() as draws:
+                window = self._window(data)
+            after = list(map(as_array, self.model.non_trainable_variables))
+        finally:
+            _assign(variables, found)
+        gradients = [
+            None if gradient is None else as_array(tf.convert_to_tensor(gradient)) for gradient in window.gradients
+        ]
+        return Outcome(self.model, as_array(tf.reduce_sum(window.loss)), gradients, before, after, draws)
+
+    def _window(self, data: Any) -> _Window:
+        """Run all micro-batches."""
         rows = rows_of(data)
         self.build(data)
-        cut = _Cut(data, rows, self.size_for(data, rows), static=model.jit_compile)
+        cut = _Cut(data, rows, self.size_for(data, rows), static=self.model.jit_compile)
         plan = self._plan(cut)
         totals = self._counted(cut, plan) if plan.counted else None
         pool = Pool(self.batch_norms) if self.batch_norm == "pooled" else None
         before = [] if pool is None else [tf.identity(variable.value) for variable in pool.variables]
-        sparse = _embeddings(model.trainable_weights, model)
+        sparse = _embeddings(self.model.trainable_weights, self.model)
         while True:
             try:
                 gradients, loss, tracked, pooled, y_pred = self._accumulated(cut, plan, totals, pool, sparse)
                 break
             except _SparseGradientsError as found:  # shows while the loop is traced: trace it once more
                 sparse = found.indices
-        model._loss_tracker.update_state(unscale_loss_for_distribution(loss), sample_weight=cut.rows)
-        tell_trackers(model, tracked, rows)  # no weight where the rows are not known: as Keras does it
         if pool is not None:
             for variable, value in zip(pool.variables, pool.moved(pooled, before)):
                 variable.assign(value)
-        if model.trainable_weights:
-            model.optimizer.apply_gradients(zip(gradients, model.trainable_weights))
-        else:
-            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
-        if plan.metrics != "whole":
-            return model.get_metrics_result()
-        x, y, sample_weight = unpack(data)
-        return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        return _Window(gradients, loss, tracked, y_pred, cut.rows, plan.metrics == "whole")
+
+    def _make_train_function(self, force: bool = False) -> None:
+        """Keras' own, behind the proof of the first update, which looks at the first batch."""
+        model = self.model
+        made = model.train_function
+        super()._make_train_function(force)
+        proof = self.proof
+        if model.train_function is made or proof is None:
+            return
+        step: Callable[[Any], Any] = model.train_function
+
+        def guarded(iterator: Any) -> Any:
+            if not proof.begun:
+                return step(iterator)
+            if isinstance(iterator, tf.data.Iterator) and not proof.due(iterator.element_spec):
+                return step(iterator)
+            batches = [next(iterator)]  # the end of the data is fit's to see
+            proof.run(tree.map_structure(_of_one_replica, batches[0]))
+            result = step(_put_back(batches, iterator, model.steps_per_execution))
+            proof.say()
+            return result
+
+        model.train_function = guarded
 
     def eagerly(self) -> contextlib.AbstractContextManager[Any]:
         """While this is open, operations run at once, even in a function that is being traced."""
@@ -61,7 +131,7 @@ class TensorFlowStep(MicroBatchedStep):
     def _plan(self, cut: _Cut) -> Plan:
         with tf.__internal__.FuncGraph("gradaccum_plan").as_default():
             micro_batch = cut.take(0, cut.size)
-            _, measured, y_pred, loss = denominators_of(self.model, self._state(), *unpack(micro_batch))
+            _, measured, y_pred, loss = divisors_of(self.model, self._state(), *unpack(micro_batch))
         return self.plan(measured, y_pred, loss, micro_batch)
 
     def _counted(self, cut: _Cut, plan: Plan) -> dict[int, Any]:
@@ -71,10 +141,10 @@ class TensorFlowStep(MicroBatchedStep):
         def micro(start: Any, size: Any, carry: Any) -> tuple[Any, list[Any]]:
             non_trainable, totals = carry
             state = (trainable, non_trainable, metrics)
-            non_trainable, measured, _, _ = denominators_of(self.model, state, *unpack(cut.take(start, size)))
-            return (non_trainable, [total + measured.counts[j] for total, j in zip(totals, plan.counted)]), []
+            non_trainable, measured, _, _ = divisors_of(self.model, state, *unpack(cut.take(start, size)))
+            return (non_trainable, [total + measured.divisors[j] for total, j in zip(totals, plan.counted)]), []
 
-        zeros = [tf.zeros((), backend.floatx()) for _ in plan.counted]
+        zeros = [tf.zeros((), keras.backend.floatx()) for _ in plan.counted]
         (_, totals), _ = cut.loop(micro, (non_trainable, zeros), [])
         return dict(zip(plan.counted, totals))
 
@@ -94,6 +164,7 @@ class TensorFlowStep(MicroBatchedStep):
         model, layers = self.model, self.batch_norms
         weights = model.trainable_weights
         missing: set[int] = set()
+        overwriting = self.overwriting
         kept = [
             spec
             for i in sorted(sparse)
@@ -108,12 +179,12 @@ class TensorFlowStep(MicroBatchedStep):
         def micro(start: Any, size: Any, carry: Any) -> tuple[Any, list[Any]]:
             dense, loss_sum, tracked, pooled = carry
             x, y, sample_weight = unpack(cut.take(start, size))
-            share = tf.cast(size, backend.floatx()) / tf.cast(cut.rows, backend.floatx())
+            share = tf.cast(size, keras.backend.floatx()) / tf.cast(cut.rows, keras.backend.floatx())
             with tf.GradientTape() as tape:
                 with during_micro_batch(layers, self.batch_norm) as seen:
-                    y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+                    y_pred = model(x, training=True) if takes_training(model) else model(x)
                 with weighed_losses(model, share, totals) as measured:
-                    loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+                    loss = compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
                 part = loss * tf.cast(share, loss.dtype)
                 scaled = part if model.optimizer is None else model.optimizer.scale_loss(part)
             gradients = tape.gradient(scaled, weights)
@@ -121,8 +192,9 @@ class TensorFlowStep(MicroBatchedStep):
             if found != sparse:
                 raise _SparseGradientsError(found)
             missing.update(i for i, gradient in enumerate(gradients) if gradient is None)
+            joined = [tf.maximum if i in overwriting else tf.add for i in range(len(weights))]
             dense = [
-                total if gradient is None or i in sparse else total + tf.cast(gradient, total.dtype)
+                total if gradient is None or i in sparse else joined[i](total, tf.cast(gradient, total.dtype))
                 for i, (total, gradient) in enumerate(zip(dense, gradients))
             ]
             tracked = [total + measured.values[j] * tf.cast(share, total.dtype) for j, total in enumerate(tracked)]
@@ -130,10 +202,10 @@ class TensorFlowStep(MicroBatchedStep):
                 statistics = [tf.convert_to_tensor(variable.value) for variable in pool.variables]
                 pooled = pool.add(pooled, statistics, seen.valid, size)
             if plan.metrics == "streamed":
-                model._compile_metrics.update_state(y, y_pred, sample_weight)
+                compiled_metrics(model).update_state(y, y_pred, sample_weight)
             rows = [tensor for i in sorted(sparse) for tensor in (gradients[i].values, gradients[i].indices)]
             for output in tree.flatten(y_pred) if keeps_outputs else []:
-                mask = backend.get_keras_mask(output)
+                mask = keras_mask(output)
                 rows += [output] if mask is None else [output, mask]
             if plan.loss.row is None:
                 loss_sum += tf.cast(part, loss_sum.dtype)
@@ -142,7 +214,7 @@ class TensorFlowStep(MicroBatchedStep):
             return (dense, loss_sum, tracked, pooled), rows
 
         zeros = [tf.zeros(() if i in sparse else weight.shape, _wide(weight.dtype)) for i, weight in enumerate(weights)]
-        tracked = [tf.zeros((), backend.floatx())] * plan.tracked
+        tracked = [tf.zeros((), keras.backend.floatx())] * plan.tracked
         carry = (zeros, tf.zeros((), plan.loss.dtype), tracked, [] if pool is None else pool.zeros())
         (gradients, loss, tracked, pooled), rows = cut.loop(micro, carry, kept)
         gradients = [None if i in missing else gradient for i, gradient in enumerate(gradients)]
@@ -155,6 +227,32 @@ class TensorFlowStep(MicroBatchedStep):
                 lambda spec: _with_mask(next(queue), next(queue) if spec.masked else None), plan.outputs
             )
         return gradients, loss if plan.loss.row is None else next(queue), tracked, pooled, y_pred
+
+
+def _assign(variables: list[Any], values: list[Any]) -> None:
+    for variable, value in zip(variables, values):
+        variable.assign(value)
+
+
+def _of_one_replica(leaf: Any) -> Any:
+    """A batch's tensor; of one that is spread over replicas, the first one's rows."""
+    if isinstance(leaf, tf.experimental.Optional):
+        return None
+    return tf.distribute.get_strategy().experimental_local_results(leaf)[0]
+
+
+def _put_back(batches: list[Any], iterator: Any, steps: int) -> Any:
+    """An iterator over the batches that were taken out, and those that follow in this call of the training function.
+
+    One of the same kind, where there can be: a training function is traced anew for another.
+    """
+    if not isinstance(iterator, tf.data.Iterator):
+        return itertools.chain(batches, iterator)
+    batches += itertools.islice(iterator, steps - 1)
+    try:
+        return iter(tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=iterator.element_spec))
+    except (TypeError, ValueError):
+        return iter(batches)
 
 
 class _SparseGradientsError(Exception):
@@ -268,7 +366,7 @@ def _slice(leaf: Any, start: Any, size: Any) -> Any:
 
 def _embeddings(weights: list[Any], model: Any) -> frozenset[int]:
     """The weights whose gradients are most likely sparse."""
-    tables = {id(layer._embeddings) for layer in model._flatten_layers() if isinstance(layer, keras.layers.Embedding)}
+    tables = {id(embedding_table(layer)) for layer in layers_in(model) if isinstance(layer, keras.layers.Embedding)}
     return frozenset(i for i, weight in enumerate(weights) if id(weight) in tables)
 
 
@@ -278,5 +376,5 @@ def _wide(dtype: str) -> str:
 
 def _with_mask(tensor: Any, mask: Any) -> Any:
     if mask is not None:
-        backend.set_keras_mask(tensor, mask)
+        set_keras_mask(tensor, mask)
     return tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -9,13 +10,25 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from keras import tree
-from keras.src import backend
-from keras.src.backend.torch.core import get_device
 
 from gradaccum.keras.batch_norm import Pool, during_micro_batch
-from gradaccum.keras.loss import denominators_of, tell_trackers, weighed_losses
+from gradaccum.keras.equivalence import Outcome, as_array, held
+from gradaccum.keras.loss import divisors_of, update_trackers, weighed_losses
+from gradaccum.keras.private import (
+    compiled_losses,
+    compiled_metrics,
+    compute_loss,
+    keras_mask,
+    layers_in,
+    loss_tracker,
+    own_trainable_variables,
+    set_keras_mask,
+    takes_training,
+    torch_device,
+)
 from gradaccum.keras.train_step.data import has_rows, rows_of, unpack
 from gradaccum.keras.train_step.step import MicroBatchedStep, Plan
+from gradaccum.keras.train_step.sums_torch import GradientSums
 from gradaccum.on_torch.fitting import Fitting, nothing_fits
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.private import run_backward
@@ -30,19 +43,16 @@ _T = TypeVar("_T")
 class TorchStep(MicroBatchedStep):
     """`model.train_step` on PyTorch."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        device = torch.device(get_device())
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        device = torch.device(torch_device())
         self.gauge = Gauge(device)
         self.transaction = Transaction([self.model], self._trained, device, self._places)
         self.sizers: Sizers | None = None
+        self._as_cut = False
+        """Whether a micro-batch that does not fit is an error, and not run in smaller ones."""
 
-    def install(self) -> None:
-        """Make this the model's training step."""
-        super().install()
-        self.model.make_train_function = self._make_train_function
-
-    def _make_train_function(self, force: bool = False) -> None:
+    def _make_train_function(self, force: bool = False) -> Any:
         """Keras' own, which would hand the whole step to torch.compile where it is asked to.
 
         Raises:
@@ -54,9 +64,60 @@ class TorchStep(MicroBatchedStep):
                 "jit_compile=True. Pass jit_compile=False to compile(), or train on the JAX or TensorFlow backend, "
                 "where the loop is compiled."
             )
-        type(self.model).make_train_function(self.model, force=force)
+        return super()._make_train_function(force)
 
     def __call__(self, data: Any) -> Any:
+        if self.proof is None or not self.proof.begun:
+            return self._update(data)
+        self.build(data)
+        self.proof.run(data)
+        logs = self._update(data)
+        self.proof.say()
+        return logs
+
+    def _update(self, data: Any) -> Any:
+        model = self.model
+        window, loss, gradients = self._summed(data)
+        loss_tracker(model).update_state(loss, sample_weight=rows_of(data))
+        update_trackers(model, window.tracked, rows_of(data))
+        with torch.no_grad():
+            if model.trainable_weights:
+                model.optimizer.apply(gradients, model.trainable_weights[:])
+            else:
+                warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+        self.transaction.close()
+        if not window.whole_metrics:
+            return model.get_metrics_result()
+        x, y, sample_weight = unpack(data)
+        return model.compute_metrics(x, y, _concatenated(window.outputs), sample_weight=sample_weight)
+
+    def outcome(self, data: Any, state: Any = None) -> Outcome:
+        """What the update of this batch is made of, computed as an update computes it. Leaves everything as found."""
+        model, variables = self.model, [variable for part in self.variables() for variable in part]
+        found = None if state is None else [variable.value.detach().clone() for variable in variables]
+        self._as_cut = True
+        held_gradients = [variable.value.grad for variable in model.trainable_variables]
+        try:
+            if state is not None:
+                _assign(variables, [value for part in state for value in part])
+            before = list(map(as_array, model.non_trainable_variables))
+            with held() as draws:
+                _, loss, gradients = self._summed(data)
+            draws.raw |= self.transaction.drew()
+            arrays = [None if gradient is None else as_array(gradient) for gradient in gradients]
+            return Outcome(
+                model, as_array(loss), arrays, before, list(map(as_array, model.non_trainable_variables)), draws
+            )
+        finally:
+            if self.sizers is not None:
+                self.transaction.abandon()
+            if found is not None:
+                _assign(variables, found)
+            for variable, gradient in zip(model.trainable_variables, held_gradients):
+                variable.value.grad = gradient
+
+    def _summed(self, data: Any) -> tuple[_Window, Any, list[torch.Tensor | None]]:
+        """Run all micro-batches: what they have added up to, the loss, and the gradients."""
         model = self.model
         rows = rows_of(data)
         assert rows is not None
@@ -77,27 +138,17 @@ class TorchStep(MicroBatchedStep):
             raise
         self.sizers.close(pieces.sizer, rows)
         loss, scale = sum(window.losses[1:], window.losses[0]), None
-        if _at_the_end(plan, model):
+        if window.at_the_end:
             assert window.totals is not None
             ((index, assumed),) = window.totals.items()
             total = window.counts[index]
-            scale = assumed / torch.where(total != 0, total, 1)
+            scale = torch.where(total != 0, assumed / torch.where(total != 0, total, 1), 0)
             loss = loss * scale
-        model._loss_tracker.update_state(loss, sample_weight=rows)
-        tell_trackers(model, window.tracked, rows)
-        with torch.no_grad():
-            if pool is not None:
+        if pool is not None:
+            with torch.no_grad():
                 for variable, value in zip(pool.variables, pool.moved(window.pooled, before)):
                     variable.assign(value)
-            if model.trainable_weights:
-                model.optimizer.apply(window.sums.scaled(scale), model.trainable_weights[:])
-            else:
-                warnings.warn("The model does not have any trainable weights.", stacklevel=2)
-        self.transaction.close()
-        if plan.metrics != "whole":
-            return model.get_metrics_result()
-        x, y, sample_weight = unpack(data)
-        return model.compute_metrics(x, y, _concatenated(window.outputs), sample_weight=sample_weight)
+        return window, loss, window.sums.scaled(scale)
 
     def eagerly(self) -> Any:
         """While this is open, random numbers are drawn that nobody misses afterwards."""
@@ -106,11 +157,16 @@ class TorchStep(MicroBatchedStep):
     def _exact_window(self, data: Any, rows: int, pieces: Rows, plan: Plan, pool: Pool | None) -> _Window:
         """Run all micro-batches, and once more where random masks were counted for others than those that ran."""
         totals, counted, drew = None, None, False
-        if plan.counted and not _at_the_end(plan, self.model):
+        if plan.counted and not _at_the_end(plan):
             totals, counted, drew = self._counted(data, pieces)
         todo = iter(pieces)
         while True:
             window = self._window(data, rows, todo, pieces, plan, totals, pool)
+            if window.added and _at_the_end(plan):  # a layer adds losses that it did not add when this was planned
+                self.transaction.abandon()
+                plan = dataclasses.replace(plan, terms=True)
+                self.plans = {key: plan if known.counted else known for key, known in self.plans.items()}
+                return self._exact_window(data, rows, pieces, plan, pool)
             if counted is None or not drew or window.ran == counted:
                 return window
             self.transaction.abandon()
@@ -128,7 +184,15 @@ class TorchStep(MicroBatchedStep):
     ) -> _Window:
         model, layers = self.model, self.batch_norms
         model.zero_grad()
-        window = _Window(_Gradients(model.trainable_weights), totals, tracked=[0.0] * plan.tracked)
+        sums = GradientSums(model.trainable_weights, self.overwriting)
+        window = _Window(
+            rows,
+            sums,
+            totals,
+            tracked=[0.0] * plan.tracked,
+            whole_metrics=plan.metrics == "whole",
+            at_the_end=_at_the_end(plan),
+        )
         window.pooled = [] if pool is None else pool.zeros()
 
         def forward(piece: Piece) -> tuple[Any, ...]:
@@ -136,11 +200,12 @@ class TorchStep(MicroBatchedStep):
             x, y, sample_weight = unpack(_take(data, piece))
             # On PyTorch, Keras' losses multiply sample weights with masks in place: they get copies.
             with during_micro_batch(layers, self.batch_norm) as seen:
-                y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+                y_pred = model(x, training=True) if takes_training(model) else model(x)
             with weighed_losses(model, share, window.totals) as measured:
-                loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=_copied(sample_weight), training=True)
-            counts = {index: count.detach() for index, count in measured.counts.items()}
-            if window.totals is None and _at_the_end(plan, model):
+                loss = compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=_copied(sample_weight), training=True)
+            counts = {index: count.detach() for index, count in measured.divisors.items()}
+            window.added = window.added or (window.at_the_end and bool(model.losses))
+            if window.totals is None and window.at_the_end:
                 window.totals = {i: torch.where(count != 0, count, 1) / share for i, count in counts.items()}
             return share, y, sample_weight, seen, y_pred, measured, loss, counts
 
@@ -161,28 +226,30 @@ class TorchStep(MicroBatchedStep):
                     window.pooled = pool.add(window.pooled, statistics, seen.valid, piece.size)
             y_pred = tree.map_structure(_detached, y_pred)
             if plan.metrics == "streamed":
-                model._compile_metrics.update_state(y, y_pred, sample_weight)
+                compiled_metrics(model).update_state(y, y_pred, sample_weight)
             elif plan.metrics == "whole":
                 window.outputs.append(y_pred)
 
-        fitting = Fitting(self.transaction, self.gauge)
+        fitting, passes = Fitting(self.transaction, self.gauge), _Passes(forward, backward)
         for piece in todo:
-            fitting.run(piece, pieces, _Passes(forward, backward))
+            run = fitting.once if self._as_cut else fitting.run
+            run(piece, pieces, passes)
             window.sums.take()  # what had arrived before memory ran out
         return window
 
     def _plan(self, data: Any, rows: int) -> Plan:
-        key = self.model._compile_loss, str(tree.map_structure(lambda a: a if a is None else len(a.shape), data))
+        key = compiled_losses(self.model), str(tree.map_structure(lambda a: a if a is None else len(a.shape), data))
         if key not in self.plans:
             self.transaction.forget()  # compiled anew: other variables may move
             self.transaction.open()
 
             def plan(size: int) -> Plan:
                 few = _take(data, Piece(slice(0, size)))
-                _, measured, y_pred, loss = denominators_of(self.model, self._state(), *_unpacked(few))
+                _, measured, y_pred, loss = divisors_of(self.model, self._state(), *_unpacked(few))
                 return self.plan(measured, y_pred, loss, few)
 
-            self.plans[key] = self._forward(min(rows, 2), plan)
+            size = 2 if self.sizers is None or self.sizers.size is None else max(2, self.sizers.size)
+            self.plans[key] = self._forward(min(rows, size), plan)
         return self.plans[key]
 
     def _counted(self, data: Any, pieces: Rows) -> tuple[dict[int, Any], list[Piece], bool]:
@@ -217,8 +284,8 @@ class TorchStep(MicroBatchedStep):
         before = state[1]
         totals: dict[int, Any] = {}
         for piece in cut:
-            state[1], measured, _, _ = denominators_of(self.model, state, *_unpacked(_take(data, piece)))
-            for index, count in measured.counts.items():
+            state[1], measured, _, _ = divisors_of(self.model, state, *_unpacked(_take(data, piece)))
+            for index, count in measured.divisors.items():
                 totals[index] = totals.get(index, 0) + count
         return totals, any(not torch.equal(one, other) for one, other in zip(before, state[1]))
 
@@ -232,7 +299,9 @@ class TorchStep(MicroBatchedStep):
 
     def _places(self) -> list[tuple[dict[str, Any], str]]:
         """Where Keras keeps what a forward pass or a metric moves: not in buffers of the modules."""
-        weights = {id(v) for layer in self.model._flatten_layers() for v in layer._trainable_variables}  # frozen ones
+        weights = {
+            id(v) for layer in [self.model, *layers_in(self.model)] for v in own_trainable_variables(layer)
+        }  # frozen ones
         variables = [*self.model.non_trainable_variables, *self.model.metrics_variables]
         return [(vars(variable), "_value") for variable in variables if id(variable) not in weights]
 
@@ -246,10 +315,17 @@ class _Passes(NamedTuple):
 class _Window:
     """What the micro-batches of a batch have added up to."""
 
-    sums: _Gradients
+    rows: int
+    sums: GradientSums
     totals: dict[int, Any] | None
     """What the losses are divided by, as far as it is known or assumed."""
     tracked: list[Any]
+    whole_metrics: bool
+    """Whether metrics see the whole batch's outputs."""
+    at_the_end: bool
+    """Whether gradients are divided at the end."""
+    added: bool = False
+    """Whether there were terms of `add_loss` although they are."""
     counts: dict[int, Any] = field(default_factory=dict)
     """What they have turned out to divide by."""
     losses: list[Any] = field(default_factory=list)
@@ -258,40 +334,18 @@ class _Window:
     ran: list[Piece] = field(default_factory=list)
 
 
-def _at_the_end(plan: Plan, model: Any) -> bool:
+def _at_the_end(plan: Plan) -> bool:
     """Whether gradients can be divided at the end: one loss, and nothing beside it.
 
     They are summed in multiples of the first micro-batch's count. Otherwise the counts must be known first.
     """
-    return bool(plan.counted) and not plan.terms and not model.losses
+    return bool(plan.counted) and not plan.terms
 
 
-class _Gradients:
-    """The sums of gradients: in `.grad` where that has at least 32 bits, else beside it in float32."""
-
-    def __init__(self, variables: list[Any]) -> None:
-        self.parameters = [variable.value for variable in variables]
-        self.half = [index for index, p in enumerate(self.parameters) if p.dtype in (torch.float16, torch.bfloat16)]
-        self.sums: dict[int, torch.Tensor] = {}
-
-    def take(self) -> None:
-        """Move half-precision gradients of the micro-batch that was just run into their sums."""
-        for index in self.half:
-            gradient, self.parameters[index].grad = self.parameters[index].grad, None
-            if gradient is not None:
-                if index in self.sums:
-                    self.sums[index] += gradient
-                else:
-                    self.sums[index] = gradient.float()
-
-    def scaled(self, scale: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """The sums, in the order of the variables; None for those that no loss depends on."""
-        gradients = [self.sums.get(index, parameter.grad) for index, parameter in enumerate(self.parameters)]
-        if scale is not None:
-            for gradient in gradients:
-                if gradient is not None:
-                    gradient *= scale
-        return gradients
+def _assign(variables: list[Any], values: list[Any]) -> None:
+    with torch.no_grad():
+        for variable, value in zip(variables, values):
+            variable.assign(value)
 
 
 def _take(data: Any, piece: Piece) -> Any:
@@ -308,17 +362,17 @@ def _unpacked(micro_batch: Any) -> tuple[Any, Any, Any]:
 
 
 def _detached(output: Any) -> Any:
-    detached, mask = output.detach(), backend.get_keras_mask(output)
+    detached, mask = output.detach(), keras_mask(output)
     if mask is not None:
-        backend.set_keras_mask(detached, mask)
+        set_keras_mask(detached, mask)
     return detached
 
 
 def _concatenated(outputs: list[Any]) -> Any:
     def joined(*parts: Any) -> Any:
-        whole, masks = torch.cat(parts), [backend.get_keras_mask(part) for part in parts]
+        whole, masks = torch.cat(parts), [keras_mask(part) for part in parts]
         if masks[0] is not None:
-            backend.set_keras_mask(whole, torch.cat(masks))
+            set_keras_mask(whole, torch.cat(masks))
         return whole
 
     return tree.map_structure(joined, *outputs)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keras.src import backend
+import keras
 
 __all__ = ["value_and_gradients"]
 
 
 def value_and_gradients(function: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, list[Any]]:
     """`function(values)`, a scalar tensor, and its gradients; None for those it doesn't depend on (zeros on JAX)."""
-    if backend.backend() == "jax":
+    if keras.backend.backend() == "jax":
         import jax
 
         return jax.value_and_grad(function)(values)
-    if backend.backend() == "torch":
+    if keras.backend.backend() == "torch":
         import torch
 
         values = [value.detach().clone().requires_grad_() for value in values]

@@ -1,0 +1,196 @@
+"""Prove it: the gradient of the large batch against that of micro-batches, and the culprit's name where they differ."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from gradaccum.equivalence import Difference, Equivalence
+from gradaccum.keras.batch_norm import BatchNorm
+from gradaccum.keras.equivalence import Outcome, find_causes, precision_of
+from gradaccum.keras.private import build_symbolically, torch_device
+from gradaccum.keras.train_step import MicroBatchedStep, has_rows, ragged_size, rows_of, step_class
+from gradaccum.rounding import rounding
+from gradaccum.schedule import checked_count
+from gradaccum.sizes import even_sizes
+
+__all__ = ["check_equivalence"]
+
+
+def check_equivalence(
+    model: Any,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    micro_batch_size: int | None = None,
+    batch_norm: BatchNorm | None = None,
+    tolerance: float | None = None,
+) -> Equivalence:
+    """Whether micro-batches give the large batch's gradient, and if not, what keeps them from it.
+
+    What `micro_batched` makes of the batch at once is compared with what it makes of several partitions of its rows,
+    ragged ones among them: loss, gradients, and the variables that forward passes move. The error of a tensor is
+    `max|a - b| / max|b|`. Random numbers are held: whatever is drawn (dropout, sampling) is the same for each row.
+    Nothing of the model changes. It is evidence for this model and batch, not a proof; a model in float64
+    (`keras.config.set_dtype_policy("float64")`) gives the sharpest.
+
+    Args:
+        model: A compiled model.
+        x, y, sample_weight: One large batch, as for `model.train_on_batch`; 2 rows or more, better 8.
+        micro_batch_size: Rows of the micro-batches in one of the partitions; None: that of `micro_batched`, where the
+            model went through it, else ragged ones only.
+        batch_norm: As for `micro_batched`. `"frozen"` checks the model with its BatchNormalization frozen.
+        tolerance: The largest relative error that counts as rounding; None: by the dtype the model computes in.
+
+    Returns:
+        A record with `.ok`, `.max_error`, `.causes`, that prints, `.save()`s and can `.raise_if_different()`.
+
+    Raises:
+        TypeError: `model` is no `keras.Model`.
+        ValueError: The model is not compiled, its arrays disagree about the rows, there is but one row, or the large
+            batch's own loss is not finite.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> model = keras.Sequential([keras.layers.BatchNormalization(name="bn"), keras.layers.Dense(1)])
+        >>> model.compile(loss="mse")
+        >>> x, y = np.random.default_rng(0).normal(size=(16, 3)), np.ones((16, 1))
+        >>> result = check_equivalence(model, x, y, micro_batch_size=4)
+        >>> result.ok, result.causes[0].where
+        (False, 'bn')
+        >>> check_equivalence(model, x, y, batch_norm="frozen").ok
+        True
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"`model` must be a keras.Model. Received: model={model!r} of type {type(model).__name__}.")
+    if not model.compiled:
+        raise ValueError("`model` must be compiled: its losses are what is checked. Call model.compile(...) first.")
+    step = vars(model).get("train_step")
+    if isinstance(step, MicroBatchedStep):
+        if micro_batch_size is None and step.micro_batch_size != "auto":
+            micro_batch_size = step.micro_batch_size
+        batch_norm = batch_norm or step.batch_norm
+    if micro_batch_size is not None:
+        checked_count(micro_batch_size, "micro_batch_size")
+    data = tree.map_structure(_converted, (x, y, sample_weight))
+    rows = rows_of(data)
+    if rows is None or rows < 2:
+        raise ValueError(f"The batch must have at least 2 rows, to be split. Received: {rows}.")
+    with _random_state_kept():
+        return _Check(model, data, rows, "frozen" if batch_norm == "frozen" else "micro").run(
+            micro_batch_size, tolerance
+        )
+
+
+class _Check:
+    def __init__(self, model: Any, data: Any, rows: int, batch_norm: BatchNorm) -> None:
+        self.model, self.data, self.rows, self.batch_norm = model, data, rows, batch_norm
+        build_symbolically(model, data)
+        self.steps: dict[int, MicroBatchedStep] = {}
+
+    def run(self, micro_batch_size: int | None, tolerance: float | None) -> Equivalence:
+        precision = precision_of(self.model)
+        if tolerance is None:
+            tolerance = rounding(precision, _device())
+        whole = self._outcome(np.arange(self.rows), self.rows)
+        if not np.isfinite(whole.loss).all():
+            raise ValueError(f"The large batch's own loss is {whole.loss}: there is nothing to compare.")
+        worst: dict[tuple[str, str], Difference] = {}
+        partitions, failing, most = _partitions(self.rows, micro_batch_size), None, tolerance
+        for order, size in partitions:
+            # A moved variable may heed the order of rows, such as the last row's value.
+            expected = whole if np.all(np.diff(order) > 0) else self._outcome(order, self.rows)
+            differences = [*self._outcome(order, size).differences(expected)]
+            differences += (
+                [d for d in expected.differences(whole) if d.part != "buffer"] if expected is not whole else []
+            )
+            for difference in differences:
+                key = difference.part, difference.name
+                if key not in worst or not difference.error <= worst[key].error:
+                    worst[key] = difference
+                if not difference.error <= most:
+                    failing, most = (order, size), difference.error
+        causes = [] if failing is None else self._causes(*failing, list(worst.values()), tolerance)
+        return Equivalence(
+            tuple(worst.values()),
+            tolerance,
+            tuple(causes),
+            rows=self.rows,
+            partitions=tuple(tuple(even_sizes(self.rows, size)) for _, size in partitions),
+            notes=tuple(self._notes(whole)),
+            precision=precision,
+            device=_device(),
+        )
+
+    def _outcome(self, order: np.ndarray, size: int) -> Outcome:
+        if size not in self.steps:
+            self.steps[size] = step_class()(self.model, size, self.batch_norm, verify=False)
+        return self.steps[size].outcome(self._take(order))
+
+    def _take(self, rows: np.ndarray) -> Any:
+        return tree.map_structure(lambda leaf: ops.take(leaf, rows, axis=0) if has_rows(leaf) else leaf, self.data)
+
+    def _causes(self, order: np.ndarray, size: int, differences: list[Difference], tolerance: float) -> Any:
+        parts = np.split(order, np.cumsum(even_sizes(self.rows, size))[:-1])
+        trainable, non_trainable, _, metrics = step_class()(self.model, size, self.batch_norm, verify=False).state()
+        return find_causes(
+            self.model, (trainable, non_trainable, metrics), self.data, parts, differences, tolerance, self.batch_norm
+        )
+
+    def _notes(self, whole: Outcome) -> Iterator[str]:
+        if whole.draws.held:
+            yield "Random numbers were held: whatever is drawn, as by dropout, was the same for each row."
+        if whole.draws.raw:
+            yield (
+                "Random numbers are drawn that don't come from keras.random: they can't be held, and differ from one "
+                "partition to the other."
+            )
+        if self.rows < 4:
+            yield f"{self.rows} rows allow few partitions: a batch of 8 or more says more."
+        yield (
+            "This is evidence from one batch, not a proof: what happens only with other data, other sizes or at "
+            "another time in training can't be excluded."
+        )
+
+
+def _partitions(rows: int, size: int | None) -> list[tuple[np.ndarray, int]]:
+    """Orders of the rows with a micro-batch size: the given one in order, a ragged one in order and shuffled."""
+    in_order, shuffled = np.arange(rows), np.random.default_rng(0).permutation(rows)
+    ragged = ragged_size(rows) or 1
+    plans = [] if size is None or size >= rows else [(in_order, size)]
+    return [*plans, (in_order, ragged), (shuffled, ragged)]
+
+
+def _converted(leaf: Any) -> Any:
+    return None if leaf is None else ops.convert_to_tensor(leaf)
+
+
+def _device() -> str:
+    backend = keras.backend.backend()
+    if backend == "torch":
+        return str(torch_device()).partition(":")[0]
+    if backend == "jax":
+        import jax
+
+        return jax.default_backend()
+    import tensorflow as tf
+
+    return "gpu" if tf.config.list_logical_devices("GPU") else "cpu"
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """PyTorch's generator is as it was afterwards; elsewhere random numbers come from variables, which stay."""
+    if keras.backend.backend() != "torch":
+        yield
+        return
+    import torch
+
+    with torch.random.fork_rng():
+        yield

@@ -1,0 +1,325 @@
+"""The proof of the first update: what mixes rows is refused by name before anything is trained, and nothing else is."""
+
+from __future__ import annotations
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, losses, ops
+
+from gradaccum.errors import NotEquivalentError
+from gradaccum.keras.micro_batched import micro_batched
+from gradaccum.keras.train_step.proof import few_rows, ragged_size
+from tests.keras.problems import BACKEND
+from tests.reference import relative_error
+
+ROWS = 24
+random = np.random.default_rng(7)
+X = random.normal(size=(ROWS, 5)).astype("float32")
+Y = random.uniform(0.2, 2.5, size=(ROWS, 3)).astype("float32")
+CLASSES = random.integers(0, 3, ROWS)
+
+
+def missing(mark):
+    y = Y.copy()
+    y[[3, 11]] = mark
+    return y
+
+
+def squares(t, p):
+    return ops.mean(ops.square(p - t), axis=-1)
+
+
+def of_the_known(mark):
+    def masked(t, p):
+        known = ops.cast(ops.logical_not(ops.isnan(t)) if np.isnan(mark) else ops.not_equal(t, mark), p.dtype)
+        t = ops.where(ops.isnan(t), ops.zeros_like(t), t)
+        return ops.sum(known * ops.square(p - t)) / ops.sum(known)
+
+    return masked
+
+
+class OverWeights(losses.Loss):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        y_true = ops.cast(y_true, y_pred.dtype)
+        return ops.sum(ops.square(y_pred - y_true)) / ops.sum(ops.abs(y_true))
+
+
+class Halves(losses.Loss):
+    """The rows' second half holds another view of the first."""
+
+    def call(self, t, p):
+        first, second = ops.split(p, 2, axis=0)
+        close = ops.log_softmax(ops.matmul(first, ops.transpose(second)), axis=-1)
+        return -ops.mean(ops.sum(close * ops.eye(ops.shape(first)[0], dtype=p.dtype), axis=-1))
+
+
+def hardest(t, p):
+    return ops.mean(ops.top_k(squares(t, p), 3)[0])
+
+
+def relative(t, p):
+    return squares(t, p) / ops.stop_gradient(ops.mean(squares(t, p)))
+
+
+def balanced(t, p):
+    t = ops.one_hot(ops.cast(ops.reshape(t, (-1,)), "int32"), 3, dtype=p.dtype)
+    counts = ops.sum(t, axis=0) + 1.0
+    return -ops.sum(t * ops.log_softmax(p, axis=-1) / counts)
+
+
+def normalised_labels(t, p):
+    t = ops.one_hot(ops.cast(ops.reshape(t, (-1,)), "int32"), 3, dtype=p.dtype)
+    return squares(t / (ops.sum(t, axis=0, keepdims=True) + 1.0), p)
+
+
+ACROSS_ROWS = {
+    "a mean over labels that aren't -1": (of_the_known(-1.0), missing(-1.0)),
+    "a mean over labels that aren't NaN": (of_the_known(np.nan), missing(np.nan)),
+    "a mean over labels that aren't -100": (of_the_known(-100.0), missing(-100.0)),
+    "an overridden __call__": (OverWeights(), Y),
+    "divided by a count": (lambda t, p: ops.sum(squares(t, p)) / (1 + ops.sum(ops.cast(t > 1.5, p.dtype))), Y),
+    "divided by the largest label": (lambda t, p: squares(t, p) / ops.max(t), Y),
+    "halves": (Halves(), Y),
+    "the hardest rows": (hardest, Y),
+    "divided by its own mean": (relative, Y),
+    "one-hot labels, normalised": (normalised_labels, CLASSES),
+    "balanced classes": (balanced, CLASSES),
+    "a small variance": (lambda t, p: squares(t, p) + 3e-4 * ops.var(p, axis=0)[0], Y),
+    "dice": (losses.Dice(), np.eye(3, dtype="float32")[CLASSES]),
+}
+REPRESENTATIVES = {"a mean over labels that aren't -1", "divided by its own mean", "halves"}
+
+
+def some_slow(table, representatives):
+    return [pytest.param(name, marks=[] if name in representatives else pytest.mark.slow) for name in table]
+
+
+def linear():
+    return keras.Sequential([layers.Input((5,)), layers.Dense(3, name="dense")])
+
+
+def refused(model, x, y, match, **compiled):
+    """Training this is refused by name, with everything as it was."""
+    model = micro_batched(model, 8)
+    model.compile(**{"optimizer": keras.optimizers.Adam(0.1), **compiled})
+    model.build((None, *x.shape[1:]))
+    before = model.get_weights()
+    with pytest.raises(NotEquivalentError, match=rf"(?s){match}.*verify=False"):
+        model.fit(x, y, batch_size=ROWS, verbose=0)
+    assert relative_error(model.get_weights(), before) == 0
+    assert int(model.optimizer.iterations) == 0
+
+
+@pytest.mark.parametrize("name", some_slow(ACROSS_ROWS, REPRESENTATIVES))
+def test_a_loss_that_looks_across_rows_is_refused_by_name(name):
+    loss, y = ACROSS_ROWS[name]
+    said = getattr(loss, "name", getattr(loss, "__name__", "")).strip("<>")
+    refused(linear(), X, y, f"The loss '[^']*{said}[^']*' of '[^']*' looks across the rows", loss=loss)
+
+
+class Mixed(layers.Layer):
+    def __init__(self, function, **kwargs):
+        super().__init__(**kwargs)
+        self.function = function
+
+    def call(self, inputs):
+        return self.function(inputs)
+
+
+def with_layer(layer):
+    return keras.Sequential([layers.Input((5,)), layers.Dense(4), layer, layers.Dense(3)])
+
+
+def with_operation():
+    inputs = layers.Input((5,))
+    hidden = layers.Dense(4)(inputs)
+    return keras.Model(inputs, layers.Dense(3)(hidden - ops.mean(hidden, axis=0, keepdims=True)))
+
+
+class Inside(keras.Model):
+    """Mixes rows in its own call."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = layers.Dense(4), layers.Dense(3)
+
+    def call(self, inputs):
+        hidden = self.first(inputs)
+        return self.second(hidden - ops.mean(hidden, axis=0, keepdims=True))
+
+
+class Summed(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.sum(ops.square(y_pred - y))
+
+
+class AddsSum(layers.Layer):
+    def call(self, inputs):
+        self.add_loss(ops.sum(ops.square(inputs)))
+        return inputs
+
+
+class Counting(layers.Layer):
+    """Has a variable that moves with every pass."""
+
+    def build(self, shape):
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count")
+
+    def call(self, inputs):
+        self.count.assign_add(1.0)
+        return inputs
+
+
+def own_loss():
+    inputs = layers.Input((5,))
+    return Summed(inputs, layers.Dense(3)(inputs))
+
+
+MIXING = {
+    "softmax over rows": (lambda: with_layer(layers.Softmax(axis=0, name="mix")), "'mix' is a Softmax"),
+    "normalised over rows": (lambda: with_layer(layers.UnitNormalization(axis=0, name="mix")), "'mix' is a UnitNorm"),
+    "the batch's mean": (lambda: with_layer(Mixed(lambda h: h - ops.mean(h, axis=0), name="mix")), "'mix' is a Mixed"),
+    "cumulated": (lambda: with_layer(Mixed(lambda h: ops.cumsum(h, axis=0), name="mix")), "'mix' is a Mixed"),
+    "sorted": (lambda: with_layer(Mixed(lambda h: ops.sort(h, axis=0), name="mix")), "'mix' is a Mixed"),
+    "flipped": (lambda: with_layer(Mixed(lambda h: ops.flip(h, axis=0), name="mix")), "'mix' is a Mixed"),
+    "an operation of a functional model": (with_operation, "'[a-z_0-9.]*mean[a-z_0-9]*' is a Mean"),
+    "the model's own call": (Inside, "`call` of Inside itself mixes rows"),
+    "compute_loss": (own_loss, "`compute_loss` of Summed is no mean over rows"),
+    "add_loss": (lambda: with_layer(AddsSum()), r"model.losses\[0\] is no mean over rows"),
+    "a variable that moves": (lambda: with_layer(Counting(name="counting")), "'counting.count' moves with every"),
+}
+
+
+@pytest.mark.parametrize("name", some_slow(MIXING, {"softmax over rows", "add_loss"}))
+def test_what_mixes_rows_is_refused_by_name(name):
+    make, said = MIXING[name]
+    refused(make(), X, Y, said, loss="mse")
+
+
+class Sampling(layers.Layer):
+    """A VAE's: draws whether it trains or not."""
+
+    def __init__(self, seed, **kwargs):
+        super().__init__(**kwargs)
+        self.seeds = {"noise": seed}
+
+    def call(self, inputs):
+        return inputs + 0.1 * keras.random.normal(ops.shape(inputs), seed=self.seeds["noise"])
+
+
+def harmless():
+    """Attention, recurrence and normalisation, with all kinds of randomness."""
+    inputs = layers.Input((6,), dtype="int32")
+    hidden = layers.Embedding(7, 4, mask_zero=True)(inputs)
+    hidden = layers.MultiHeadAttention(2, 2, dropout=0.3)(hidden, hidden)
+    hidden = layers.LayerNormalization()(layers.SpatialDropout1D(0.2)(hidden))
+    hidden = layers.Bidirectional(layers.GRU(3, dropout=0.4))(hidden)
+    hidden = Sampling(keras.random.SeedGenerator(3))(layers.GaussianNoise(0.1)(layers.Dropout(0.5)(hidden)))
+    return keras.Model(inputs, layers.Dense(3, activity_regularizer="l2")(hidden))
+
+
+def test_randomness_masks_and_regularisers_are_no_difference_and_nothing_is_touched():
+    tokens = random.integers(1, 7, (ROWS, 6))
+    tokens[np.arange(ROWS) % 5 < 2, 3:] = 0
+    weights = []
+    for verify in (True, False):
+        keras.utils.set_random_seed(0)
+        model = micro_batched(harmless(), 8, verify=verify)
+        loss = losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
+        model.compile(optimizer=keras.optimizers.Adam(0.1), loss=loss, weighted_metrics=["accuracy"])
+        logs = model.train_on_batch(tokens, CLASSES, sample_weight=Y[:, 0], return_dict=True)
+        weights.append([*model.get_weights(), *[ops.convert_to_numpy(v) for v in model.optimizer.variables]])
+        weights[-1] += [np.asarray(logs[name]) for name in sorted(logs)]
+    assert all(np.array_equal(a, b) for a, b in zip(*weights))
+
+
+def test_batch_normalization_has_its_own_warning_and_is_not_refused():
+    for choice in ("warn", "pooled"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if choice == "warn" else "error", UserWarning)
+            model = micro_batched(with_layer(layers.BatchNormalization()), 8, batch_norm=choice)
+            model.compile(optimizer="sgd", loss="mse")
+            model.train_on_batch(X, Y)
+
+
+def test_rows_are_mixed_at_the_next_fit_once_a_variable_that_the_loss_reads_has_changed():
+    class Coupled(losses.Loss):
+        def __init__(self):
+            super().__init__(name="coupled")
+            self.strength = keras.Variable(0.0, trainable=False)
+
+        def call(self, t, p):
+            return squares(t, p) + self.strength * ops.var(p)
+
+    if BACKEND == "jax":
+        pytest.skip("On JAX, such a variable is a constant of the compiled step")
+    loss = Coupled()
+    model = micro_batched(linear(), 8)
+    model.compile(optimizer="sgd", loss=loss)
+    model.fit(X, Y, batch_size=ROWS, verbose=0)
+    model.fit(X, Y, batch_size=ROWS, verbose=0)
+    loss.strength.assign(1.0)
+    with pytest.raises(NotEquivalentError, match="'coupled'"):
+        model.fit(X, Y, batch_size=ROWS, verbose=0)
+
+
+def test_the_first_update_is_proved_once(monkeypatch):
+    from gradaccum.keras.train_step.proof import Proof
+
+    judged = []
+    own = Proof._judge
+    monkeypatch.setattr(Proof, "_judge", lambda self, *args: (judged.append(args[1:3]), own(self, *args)))
+    model = micro_batched(linear(), 8)
+    model.compile(optimizer="sgd", loss="mse")
+    for _ in range(2):
+        model.fit(X, Y, batch_size=12, epochs=2, verbose=0)
+        model.train_on_batch(X, Y)
+    assert judged == [(11, 5)]
+    model.compile(optimizer="sgd", loss="mae")
+    model.fit(X, Y, batch_size=12, verbose=0)
+    assert len(judged) == 2
+
+
+def test_a_loss_in_half_precision_is_not_refused():
+    model = micro_batched(linear(), 8)
+    model.compile(optimizer="sgd", loss=losses.MeanSquaredError(dtype="float16"))
+    model.train_on_batch(X, Y)
+
+
+def test_what_cannot_be_compared_is_said_once():
+    def of_all(t, p):
+        if p.shape[0] is not None and p.shape[0] < 4:
+            raise ValueError("At least four rows.")
+        return squares(t, p)
+
+    model = micro_batched(linear(), 1)
+    model.compile(optimizer="sgd", loss=of_all, run_eagerly=BACKEND == "tensorflow")
+    with pytest.raises(ValueError, match="four rows"):  # which the step itself runs into: no warning before it
+        model.train_on_batch(X, Y)
+
+    model = micro_batched(linear(), 12)
+    model.compile(optimizer="sgd", loss=lambda t, p: squares(t, p) * np.nan)
+    with pytest.warns(UserWarning, match="could not be done here.*loss of 11 rows at once is nan") as told:
+        model.fit(X, Y, batch_size=12, verbose=0)
+    assert len([one for one in told if "could not be done" in str(one.message)]) == 1
+    model.fit(X, Y, batch_size=12, verbose=0)
+
+
+def test_verify_false_leaves_it_out():
+    model = micro_batched(with_layer(layers.Softmax(axis=0)), 8, verify=False)
+    model.compile(optimizer="sgd", loss="mse")
+    model.train_on_batch(X, Y)
+
+
+def test_the_rows_that_are_looked_at_are_the_extremes():
+    y = Y.copy()
+    y[17] = -1
+    x = np.zeros((ROWS, 2), "float32")
+    x[5, 1] = np.nan
+    chosen = few_rows((x, y, None), 6).tolist()
+    assert {5, 17} <= set(chosen)
+    assert len(set(chosen)) == 6
+    assert [ragged_size(rows) for rows in (2, 3, 5, 8, 16)] == [None, 2, 2, 3, 7]
