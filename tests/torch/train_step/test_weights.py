@@ -381,6 +381,17 @@ def test_token_means_weighed_by_rows_are_refused() -> None:
         step(*token_data()[0])
 
 
+def test_a_small_first_batch_does_not_speak_for_larger_ones() -> None:
+    def rows_of_large_ones(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(x), y) / (1 if len(x) <= 2 else len(x))
+
+    model = network()
+    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=rows_of_large_ones, micro_batch_size=4)
+    step(*batches(2)[0])
+    with pytest.raises(NotEquivalentError):
+        step(*batches(13)[0])
+
+
 def test_weights_that_do_not_add_up_are_refused() -> None:
     model = linear(2)
     step = TrainStep(

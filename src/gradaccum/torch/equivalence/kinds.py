@@ -13,11 +13,16 @@ from gradaccum.on_torch.batch import Batch
 __all__ = ["Kinds", "telling_rows"]
 
 
+ENOUGH = 8
+"""Rows from which on more of them say nothing new."""
+
+
 class Kinds:
     """Remembers which kinds of batches have been seen.
 
     A batch is of a new kind where its structure is new, or the model's mode; or where something differs among its rows
-    for the first time: targets below 0, which losses ignore, the length or the side of padding, a weight.
+    for the first time: targets below 0, which losses ignore, the length or the side of padding, a weight. Batches of
+    few rows say little, so that larger ones are new after them.
 
     On accelerators what differs among rows is read one update later, so that no update waits for it.
 
@@ -29,11 +34,11 @@ class Kinds:
     """
 
     def __init__(self) -> None:
-        self._structures: set[Any] = set()
+        self._structures: dict[Any, int] = {}
         self._uneven: set[str] = set()
         self._suspected: set[str] = set()
         self._pending: dict[str, tuple[Tensor, torch.cuda.Event]] = {}
-        self._latest: tuple[Any, set[str]] = None, set()
+        self._latest: tuple[Any, int, set[str]] = None, 0, set()
 
     def new(self, batch: Batch, training: bool) -> bool:
         """Whether this batch is of a new kind.
@@ -43,7 +48,8 @@ class Kinds:
             training: The model's mode.
         """
         structure = training, tuple([(path, leaf.dtype, len(leaf.shape)) for path, leaf, _ in batch.leaves])
-        first = structure not in self._structures
+        rows = min(batch.rows, ENOUGH)
+        first = self._structures.get(structure, 0) < rows
         self._suspected |= {key for key, (flag, event) in self._pending.items() if event.query() and bool(flag)}
         uneven = set()
         for key, leaf, vary in _variations(batch):
@@ -54,13 +60,13 @@ class Kinds:
                     uneven.add(key)
             elif key not in self._pending or self._pending[key][1].query():
                 self._pending[key] = _read_later(_differs(vary()))
-        self._latest = structure, uneven
+        self._latest = structure, rows, uneven
         return first or bool(uneven)
 
     def add(self) -> None:
         """The latest batch's kind is known from now on."""
-        structure, uneven = self._latest
-        self._structures.add(structure)
+        structure, rows, uneven = self._latest
+        self._structures[structure] = rows
         self._uneven |= uneven
 
 
