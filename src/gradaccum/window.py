@@ -24,7 +24,7 @@ Reduction = Literal["mean", "sum"]
 """What the user's losses are: means over their micro-batch, or sums over it."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class MicroBatch:
     """What is known of the micro-batch in progress."""
 
@@ -177,10 +177,10 @@ class Window:
     def add(self) -> bool:
         """The micro-batch in progress is in. Returns whether the window closes with it."""
         one = self.micro_batch
-        if one.weight is None:
-            self.weigh()
         weight = one.weight
-        assert weight is not None
+        if weight is None:
+            self.weigh()
+            weight = one.default
         self.weights.append(weight)
         self.weight += weight
         if weight > self.largest:

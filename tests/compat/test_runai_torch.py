@@ -123,3 +123,17 @@ def test_every_torch_optimizer_is_there_and_pickles():
 def test_wrong_steps_are_refused(steps):
     with pytest.raises(ValueError, match="Received: steps="):
         runai.ga.torch.optim.Optimizer(sgd(network()), steps=steps)
+
+
+def test_a_custom_inner_optimizer_reads_runai_while_it_steps():
+    seen = []
+
+    class Custom(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append((self.runai.steps, self.runai.step))
+            return super().step(closure)
+
+    model = network()
+    train(model, runai.ga.torch.optim.Optimizer(Custom(model.parameters(), lr=0.1, momentum=0.9), steps=2))
+    assert seen == [(2, 2)] * 2
+    assert relative_error(model.parameters(), expected().parameters()) <= 1e-12

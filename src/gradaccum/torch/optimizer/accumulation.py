@@ -173,8 +173,9 @@ class Accumulation:
             WindowError: The sum was edited or cleared from outside, or a backward pass failed.
         """
         window, guard, one = self.window, self.guard, self.window.micro_batch
-        self.check_failed()
-        self.check_sum()
+        if self._failure is not None or guard.tampering() is not None:
+            self.check_failed()
+            self.check_sum()
         in_reach = self.sums.detached is None
         if not in_reach:
             self.sums.reattach()
@@ -191,7 +192,8 @@ class Accumulation:
             self.sums.join_restored()
             guard.accept()
         closes = window.add()
-        self._scale_arrivals(1.0)
+        if self.ranks.in_step or self.arrivals.factor != 1.0:
+            self._scale_arrivals(1.0)
         if self.screened is not None:
             self.screened.add()
             guard.accept()  # its gradient has moved into the sum

@@ -31,8 +31,7 @@ def state_dict(windows: Windows) -> dict[str, Any]:
 
 def is_initialisation(windows: Windows) -> bool:
     """Whether a `step()` is what torch.distributed.checkpoint means by one: it wants to see state, not to train."""
-    inner = windows.inner
-    return not windows.accumulation.guard.arrivals and not inner.state and sharded.is_initialisation(inner)
+    return not windows.inner.state and sharded.is_initialisation(windows.inner)
 
 
 def initialise(windows: Windows) -> None:

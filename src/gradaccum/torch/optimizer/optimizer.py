@@ -269,7 +269,7 @@ class Optimizer(OptimizerProxy):
             with torch.enable_grad():
                 result = closure()
             self._answer = (evaluated(self.inner, result),) if again else ()
-        if checkpoint.is_initialisation(windows):
+        if not windows.accumulation.guard.arrivals and checkpoint.is_initialisation(windows):
             return checkpoint.initialise(windows)
         if not self._checked:
             check_detected(self._model, windows.parameters(), windows.ranks, windows.schedule.constant)

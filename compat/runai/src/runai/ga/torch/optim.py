@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ class _RunAI:
     def __setstate__(self: Any, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]  # torch's
         vars(self.inner)["runai"] = self.runai
+
+    def _hold(self: Any, inner: torch.optim.Optimizer) -> None:
+        super()._hold(inner)  # type: ignore[misc]  # of the optimizer beside it
+        inner.runai = Window(weakref.proxy(self))  # type: ignore[attr-defined]  # for a custom one's step to read
 
     @property
     def optimizer(self: Any) -> torch.optim.Optimizer:
