@@ -20,10 +20,15 @@ SUITES := test-keras-tensorflow test-keras-jax test-torch test-ranks test-keras-
 SELECT := not slow and not gpu and not fuzz
 PYTEST = $(BIN)/python -m pytest -q -m "$(SELECT)"
 RANKS := tests/torch/distributed tests/torch/chunking/test_chunked_distributed.py
-QUICK := $(wildcard tests/test_[!d]*.py) tests/sizes tests/compat/test_runai_torch.py tests/torch/optimizer/test_contract.py \
-	tests/torch/train_step/test_train_step.py
+# The core of every area: equality with the large batch, on small problems.
+QUICK_TORCH := $(wildcard tests/test_[!d]*.py) tests/sizes tests/compat/test_runai_torch.py tests/cli/test_check_command.py \
+	tests/torch/optimizer/test_contract.py tests/torch/train_step/test_train_step.py \
+	tests/torch/chunking/test_chunked.py::test_any_rows_in_any_sizes \
+	tests/torch/equivalence/test_equivalence.py::test_the_culprit_is_named_for
+QUICK_KERAS := tests/keras/optimizer/test_windows.py::test_an_epoch_of_windows_matches_the_large_batches \
+	tests/keras/train_step/test_micro_batched.py::test_ragged_batches_match_plain_fit
 
-.PHONY: demo test test-quick test-slow test-gpu test-fuzz quick install install-dev clean lint $(SUITES)
+.PHONY: demo test test-quick test-slow test-gpu test-fuzz quick-torch quick-keras install install-dev clean lint $(SUITES)
 
 demo: install
 	$(BIN)/gradaccum demo
@@ -32,7 +37,7 @@ test: install-dev
 	$(IN_PARALLEL) $(SUITES) lint
 
 test-quick: install-dev
-	$(IN_PARALLEL) lint quick
+	$(IN_PARALLEL) quick-torch quick-keras lint
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -68,8 +73,11 @@ test-centre:
 $(KERAS_SUITES): test-keras-%:
 	KERAS_BACKEND=$* $(PYTEST) tests/keras src/gradaccum/keras || test $$? = 5
 
-quick:
-	KERAS_BACKEND=torch $(PYTEST) -x $(QUICK)
+quick-torch:
+	$(PYTEST) -x $(QUICK_TORCH)
+
+quick-keras:
+	KERAS_BACKEND=torch $(PYTEST) -x $(QUICK_KERAS)
 
 test-slow: install-dev
 	$(IN_PARALLEL) SELECT="slow and not gpu and not fuzz" $(SUITES)
