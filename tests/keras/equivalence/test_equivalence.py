@@ -56,6 +56,25 @@ def test_dropout_is_no_difference():
     assert any("dropout" in note for note in result.notes)
 
 
+class Sampling(layers.Layer):
+    """Draws whether it trains or not, with a seed that is not an attribute of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.seeds = {"noise": keras.random.SeedGenerator(3)}
+
+    def call(self, inputs):
+        return inputs + keras.random.normal(ops.shape(inputs), seed=self.seeds["noise"])
+
+
+def test_a_layer_without_a_path_is_named_and_sampling_beside_it_is_not():
+    mixing = layers.Softmax(axis=0, name="mixing")
+    model = compiled(keras.Sequential([layers.Dense(8), Sampling(), mixing, layers.Dense(3, "softmax")]))
+    assert [(cause.kind, cause.where) for cause in check_equivalence(model, X, CLASSES).causes] == [
+        ("mixes_rows", "mixing")
+    ]
+
+
 def test_the_micro_batch_size_is_that_of_micro_batched():
     result = check_equivalence(micro_batched(compiled(classifier()), 5), X, CLASSES)
     assert (5, 5, 4, 4, 4) in result.partitions
