@@ -87,7 +87,7 @@ class Processes:
                 raise AssertionError(f"rank {rank} hung for {limit:g} s in {case.__name__}")
             try:
                 results.append(pipe.recv())
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 results.append(Raised("the process is gone", "", ""))
         return results
 
@@ -98,11 +98,11 @@ class Processes:
     def kill(self) -> None:
         for process in self._processes:
             process.kill()
+        for process in self._processes:
+            process.join()
 
     def close(self) -> None:
         self.kill()
-        for process in self._processes:
-            process.join()
 
 
 class Raised:

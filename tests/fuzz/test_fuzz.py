@@ -1,0 +1,95 @@
+"""Random training runs: right, or refused by an error of the library's own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fuzz import runs
+from tests.fuzz.scenario import Scenario, random_scenario, sensible, shrunk
+from tests.torch.distributed.processes import Processes, Raised
+
+ENGINES = ("ddp", "ddp unused", "fsdp2", "nested fsdp2")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Processes]:
+    started = Processes(2, timeout=15.0)
+    yield started
+    started.close()
+
+
+def failure(scenario: Scenario, ranks: Processes | None = None) -> str:
+    """What is wrong with a run; empty where it is right, or refused."""
+    outcomes = [runs.outcome(scenario)] if not scenario.engine else on_ranks(scenario, ranks)
+    wrong = [what for what in outcomes if what and not what.startswith("refused")]
+    if len({bool(what) for what in outcomes}) > 1 and not wrong:
+        wrong = [f"refused on one rank only: {outcomes}"]
+    return wrong[0] if wrong else ""
+
+
+def on_ranks(scenario: Scenario, ranks: Processes | None) -> list[str]:
+    assert ranks is not None
+    try:
+        results = ranks.try_run(runs.on_rank, scenario, limit=45)
+    except AssertionError as error:  # it hung
+        results = [str(error)]
+    results = [result.trace if isinstance(result, Raised) else result for result in results]
+    if any(results):
+        ranks.kill()
+        ranks.regroup(15.0)
+    return results
+
+
+def check(seed: int, scenario: Scenario, ranks: Processes | None = None) -> None:
+    what = failure(scenario, ranks)
+    if what:
+        small = shrunk(scenario, lambda candidate: bool(failure(candidate, ranks)))
+        pytest.fail(f"seed {seed}: {small}\n{failure(small, ranks) or what}", pytrace=False)
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "TrainStep", "chunked"])
+def test_some_random_runs_are_right_or_refused(kind: str) -> None:
+    for seed in range(8):
+        scenario = random_scenario(seed, kind)
+        if sensible(scenario):
+            check(seed, scenario)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_random_run_of_two_ranks_is_right_or_refused(engine: str, ranks: Processes) -> None:
+    for seed in range(2):
+        scenario = random_scenario(seed, "wrapper" if seed else "TrainStep", engine)
+        if sensible(scenario):
+            check(seed, scenario, ranks)
+
+
+@pytest.mark.fuzz
+def test_random_runs_are_right_or_refused(ranks: Processes) -> None:
+    """For FUZZ_SECONDS (600), from FUZZ_SEED (0) on; every eighth run on two ranks."""
+    first, seconds = (
+        int(os.environ.get("FUZZ_SEED", "0")),
+        float(os.environ.get("FUZZ_SECONDS", "600")),
+    )
+    end, found, counts = time.monotonic() + seconds, [], Counter[str]()
+    for seed in itertools.count(first):
+        if time.monotonic() > end:
+            break
+        engine = ENGINES[seed // 8 % len(ENGINES)] if seed % 8 == 0 else ""
+        kind = ("wrapper", "TrainStep")[seed // 32 % 2] if engine else None
+        scenario = random_scenario(seed, kind, engine)
+        if not sensible(scenario):
+            continue
+        counts[scenario.engine or scenario.kind] += 1
+        try:
+            check(seed, scenario, ranks)
+        except pytest.fail.Exception as failed:
+            found.append(str(failed))
+            print(failed, flush=True)
+    print(f"{dict(counts)} from seed {first}", flush=True)
+    assert not found, f"{len(found)} runs are wrong:\n" + "\n".join(found)
