@@ -224,6 +224,16 @@ def test_it_is_proven_once_in_each_mode_and_only_for_gradients():
     assert counts == [plain, proven, plain, proven, plain]
 
 
+def test_it_looks_at_fewer_rows_where_memory_runs_out(caplog):
+    def runs_out(module, h):
+        if len(h) > SIZE and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("for the test")
+        return h - h.mean(0)
+
+    with pytest.raises(NotEquivalentError, match="4 rows at once differ from the same in micro-batches of 3 and 1"):
+        chunked(Does(runs_out), SIZE)(torch.randn(ROWS, 5))
+
+
 def test_what_cannot_be_evaluated_on_a_few_rows_is_said_and_no_error(caplog):
     module, x = Does(lambda m, h: h.view(-1, SIZE, 6).flatten(0, 1)), torch.randn(3 * SIZE, 5)
     small = chunked(module, SIZE)

@@ -17,14 +17,23 @@ from torch.utils.weak import TensorWeakRef
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import BatchDims, leaves, map_leaves, number_of_rows, take
+from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.random_state import RandomState, all_generators, kept
 from gradaccum.rounding import rounding
 from gradaccum.torch.chunking.gradients import gradient_leaf
 from gradaccum.torch.chunking.recompute import Buffers, ModuleState, accelerators, parametrizations_computed
-from gradaccum.torch.chunking.trees import Inputs, tensors_of
+from gradaccum.torch.chunking.trees import Inputs, as_leaf, copied, is_floating, tensors_of
 from gradaccum.torch.chunking.two_passes import Call
-from gradaccum.torch.chunking.watch import Watch, attributes_of, containers_kept, gradients_kept, leaves_besides
+from gradaccum.torch.chunking.watch import (
+    Watch,
+    attributes_of,
+    containers_kept,
+    generators_of,
+    gradients_kept,
+    leaves_besides,
+    same_values,
+)
 from gradaccum.torch.equivalence import Replay, relative_error
 
 __all__ = ["Findings", "prove", "proving"]
@@ -63,7 +72,14 @@ class Findings(NamedTuple):
 
 
 def prove(
-    module: nn.Module, call_of: CallOf, inputs: Inputs, batch_dims: BatchDims, *, exact: bool, batch_norm: bool
+    module: nn.Module,
+    call_of: CallOf,
+    inputs: Inputs,
+    batch_dims: BatchDims,
+    *,
+    exact: bool,
+    batch_norm: bool,
+    most: int = ROWS,
 ) -> Findings:
     """Prove that micro-batches give the outputs and gradients of a few of these rows at once. Moves nothing.
 
@@ -76,6 +92,7 @@ def prove(
         batch_dims: Where their rows are.
         exact: Whether BatchNorm is the large batch's.
         batch_norm: Whether BatchNorm that isn't counts; else it is left out of the comparison.
+        most: Rows to look at; half as many wherever memory runs out.
 
     Raises:
         NotEquivalentError: Outputs or gradients differ, or a tensor that passes gradients leaves by the side.
@@ -84,27 +101,15 @@ def prove(
     rows = number_of_rows(inputs, batch_dims)
     if rows < 2:
         raise ValueError(f"Two rows at least are needed to compare two chunkings. Received: {rows}.")
-    picked = torch.linspace(0, rows - 1, min(rows, ROWS)).round().long()
-    with torch.no_grad():
-        few = map_leaves(_as_leaf, take(inputs, picked, batch_dims), inputs)
-    generators = all_generators(accelerators([*tensors_of(few), *module.parameters()]))
-    with (
-        kept([*generators, *ModuleState(module).generators]),
-        _noted(module),
-        containers_kept(module),
-        torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext(),
-        parametrizations_computed(),
-        # In place of those around, a checkpoint's say. Detached, because a saved output would keep itself alive.
-        torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself),
-        torch.enable_grad(),
-    ):
-        comparison = _Comparison(module, call_of, few, len(picked), exact, batch_norm, neutral=exact)
-        wrong = comparison.differences()
-        if comparison.noise.unreplayed and not exact:  # once more, with the mean in place of what belongs to no row
-            comparison = _Comparison(module, call_of, few, len(picked), exact, batch_norm, neutral=True)
-            wrong = comparison.differences()
-        if wrong and comparison.noise.precision is not torch.float64:
-            wrong = comparison.differences_in_float64(wrong)
+    count = min(rows, most)
+    try:
+        comparison, wrong = _compared(module, call_of, inputs, batch_dims, count, exact, batch_norm)
+    except Exception as error:
+        if not is_out_of_memory(error) or count <= 2:
+            raise
+        comparison = None
+    if comparison is None:  # out of reach of the error's frames, which hold what took the memory
+        return prove(module, call_of, inputs, batch_dims, exact=exact, batch_norm=batch_norm, most=max(2, count // 2))
     name = type(module).__name__
     if wrong and comparison.drawn:
         raise ValueError(
@@ -114,7 +119,7 @@ def prove(
     if wrong:
         listing, sizes = "\n".join(wrong), " and ".join(map(str, comparison.sizes))
         raise NotEquivalentError(
-            f"{name} is not per-row: {len(picked)} rows at once differ from the same in micro-batches of {sizes}.\n"
+            f"{name} is not per-row: {count} rows at once differ from the same in micro-batches of {sizes}.\n"
             f"{listing}\n{comparison.culprit()}"
         )
     if comparison.escaped:
@@ -123,6 +128,34 @@ def prove(
             "Return it from forward, with a row for every row, and reduce over them outside."
         )
     return Findings(comparison.remarks, comparison.functional)
+
+
+def _compared(
+    module: nn.Module, call_of: CallOf, inputs: Inputs, batch_dims: BatchDims, count: int, exact: bool, batch_norm: bool
+) -> tuple[_Comparison, list[str]]:
+    """The comparison of so many rows, made, and what differs."""
+    picked = torch.linspace(0, number_of_rows(inputs, batch_dims) - 1, count).round().long()
+    with torch.no_grad():
+        few = map_leaves(as_leaf, take(inputs, picked, batch_dims), inputs)
+    generators = all_generators(accelerators([*tensors_of(few), *module.parameters()]))
+    with (
+        kept([*generators, *generators_of(module, few)]),
+        _noted(module),
+        containers_kept(module),
+        torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext(),
+        parametrizations_computed(),
+        # In place of those around, a checkpoint's say. Detached, because a saved output would keep itself alive.
+        torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself),
+        torch.enable_grad(),
+    ):
+        for neutral in (exact, True):  # once more, with the mean in place of noise that belongs to no row
+            comparison = _Comparison(module, call_of, few, count, exact, batch_norm, neutral=neutral)
+            wrong = comparison.differences()
+            if neutral or not comparison.noise.unreplayed:
+                break
+        if wrong and comparison.noise.precision is not torch.float64:
+            wrong = comparison.differences_in_float64(wrong)
+    return comparison, wrong
 
 
 class _Result(NamedTuple):
@@ -205,7 +238,7 @@ class _Comparison:
     def differences_in_float64(self, found: list[str]) -> list[str]:
         """What of this differs in float64, too; all of it, where the module can't be copied or computed in that."""
         try:
-            few = map_leaves(lambda leaf: _as_leaf(leaf.double()) if _is_floating(leaf) else leaf, self.few)
+            few = map_leaves(lambda leaf: as_leaf(leaf.double()) if is_floating(leaf) else leaf, self.few)
             module = copy.deepcopy(self.module).double()
             again = _Comparison(module, self.call_of, few, self.rows, self.exact, self.batch_norm, neutral=self.neutral)
             return again.differences()
@@ -243,11 +276,8 @@ class _Comparison:
                 f"These buffers of a chunked {type(self.module).__name__} move to the mean of where its micro-batches "
                 f"take them, which is not where all rows at once take them: {_listed(moved)}."
             )
-        left = [
-            name
-            for name, value in whole.attributes.items()
-            if name not in whole.with_graph and not _same(parts.attributes.get(name), value)
-        ]
+        kept = {name: value for name, value in whole.attributes.items() if name not in whole.with_graph}
+        left = [name for name, value in kept.items() if not same_values(parts.attributes.get(name), value)]
         if left:
             self.remarks.append(
                 f"These attributes of a chunked {type(self.module).__name__} are what its micro-batches make of them "
@@ -257,17 +287,17 @@ class _Comparison:
     def _result(self, outputs_of: Callable[[Inputs], Any], watch: Watch) -> _Result:
         """Outputs, gradients, and what is left behind. Afterwards the module is as it was."""
         leaf_of = {id(p): gradient_leaf(p) for p in self.state.parameters if p.requires_grad}
-        few = map_leaves(_as_leaf, self.few)
+        few = map_leaves(as_leaf, self.few)
         wanted = {self.names[key]: leaf for key, leaf in leaf_of.items()}
         wanted.update(
-            {f"the input {path}": leaf for path, leaf in leaves(few) if _is_floating(leaf) and leaf.requires_grad}
+            {f"the input {path}": leaf for path, leaf in leaves(few) if is_floating(leaf) and leaf.requires_grad}
         )
         with self.state.restored(leaf_of), Buffers(self.state.buffers).lent():
             before = attributes_of(self.module)
             with watch, self.noise:
                 try:
                     outputs = outputs_of(few)
-                    found = [(path, leaf) for path, leaf in leaves(outputs) if _is_floating(leaf)]
+                    found = [(path, leaf) for path, leaf in leaves(outputs) if is_floating(leaf)]
                     outside = leaves_besides([tensor for _, tensor in found], [*wanted.values()])
                     with gradients_kept([*outside, *self.outside]):
                         self._backward([tensor for _, tensor in found])
@@ -284,7 +314,7 @@ class _Comparison:
             [(path, tensor.detach().clone()) for path, tensor in found],
             {name: None if leaf.grad is None else leaf.grad.to_dense() for name, leaf in wanted.items()},
             buffers,
-            {name: map_leaves(_copied, value) for name, value in left.items()},
+            {name: map_leaves(copied, value) for name, value in left.items()},
             {name for name, value in left.items() if any(leaf.grad_fn is not None for leaf in tensors_of(value))},
             [TensorWeakRef(leaf) for leaf in outside],
             few,
@@ -301,15 +331,16 @@ class _Comparison:
 
     def _whole(self, few: Inputs) -> Any:
         self.noise.start(None)
-        before = RandomState([*all_generators(), *self.state.generators])
+        before = RandomState([*all_generators(), *generators_of(self.module, few)])
         outputs = self.module(*few.args, **few.kwargs)
         names = {"python": "Python's", "numpy": "NumPy's", "cpu": ""}
-        self.drawn = [names.get(g, "its own") if isinstance(g, str) else _owner(g) for g in before.moved()]
-        self.drawn = [name for name in self.drawn if name]
+        found = [names.get(g, "its own") if isinstance(g, str) else _owner(g) for g in before.moved()]
+        self.drawn = [name for name in found if name]
         return outputs
 
     def _in_micro_batches(self, few: Inputs) -> Any:
-        order, own = itertools.cycle(torch.arange(self.rows).split(self.sizes)), RandomState(self.state.generators)
+        order = itertools.cycle(torch.arange(self.rows).split(self.sizes))
+        own = RandomState(generators_of(self.module, few))
 
         def start(*_: Any) -> None:
             own.put_back()
@@ -327,7 +358,7 @@ class _Comparison:
     def _escaped(self, alive: list[tuple[Tensor, str]], whole: _Result, parts: _Result) -> str:
         """The tensor with a graph that is left besides the outputs, if there is one."""
         for name in whole.with_graph:  # where it is the same, it is made of parameters alone, as a normed weight
-            if not _same(parts.attributes.get(name), whole.attributes[name]):
+            if not same_values(parts.attributes.get(name), whole.attributes[name]):
                 return f"a tensor with a graph as its attribute {name!r}"
         for tensor, path in reversed(alive):
             made = f"made in {path!r} ({type(self.module.get_submodule(path)).__name__})" if path else "made in forward"
@@ -352,25 +383,7 @@ class _Comparison:
         return "It happens outside its layers. Do what looks across rows after the chunked module, on the whole batch."
 
 
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _same(one: Any, other: Any) -> bool:
-    try:
-        pairs = list(zip(leaves(one), leaves(other), strict=True))
-    except ValueError:
-        return False
-    return all(
-        relative_error(a.double(), b.double()) <= rounding(str(b.dtype), b.device.type)
-        if isinstance(a, Tensor) and isinstance(b, Tensor)
-        else type(a) is type(b) and not isinstance(a, Tensor) and a == b
-        for (_, a), (_, b) in pairs
-    )
-
-
-def _owner(generator: Any) -> str:
-    # Those of PyTorch follow the rows.
+def _owner(generator: Any) -> str:  # none for those of PyTorch, which follow the rows
     return "" if isinstance(generator, (torch.Generator, torch.device)) else "its own"
 
 
@@ -380,13 +393,3 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _is_floating(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-
-
-def _as_leaf(leaf: Any, like: Any = None) -> Any:
-    """A tensor as a leaf that needs a gradient as another one does, or as it does itself."""
-    like = leaf if like is None else like
-    return leaf.detach().requires_grad_(like.requires_grad) if isinstance(leaf, Tensor) else leaf

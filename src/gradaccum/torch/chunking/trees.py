@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradaccum.on_torch.batch import leaves, map_leaves
 
-__all__ = ["Inputs", "tensors_of", "with_tensors", "without_tensors"]
+__all__ = ["Inputs", "as_leaf", "copied", "is_floating", "tensors_of", "with_tensors", "without_tensors"]
 
 
 class Inputs(NamedTuple):
@@ -42,3 +42,19 @@ def with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
         return Inputs(tuple(tensors), {})  # the most frequent call, without the walk
     remaining = iter(tensors)
     return map_leaves(lambda leaf: next(remaining) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def is_floating(leaf: Any) -> bool:
+    """Whether this leaf may pass gradients."""
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def copied(leaf: Any) -> Any:
+    """A tensor as it is now; anything else itself."""
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def as_leaf(leaf: Any, like: Any = None) -> Any:
+    """A tensor as a leaf that needs a gradient as another one does, or as it does itself."""
+    like = leaf if like is None else like
+    return leaf.detach().requires_grad_(like.requires_grad) if isinstance(leaf, Tensor) else leaf

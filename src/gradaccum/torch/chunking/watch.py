@@ -13,8 +13,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from gradaccum.on_torch.batch import leaves
+from gradaccum.on_torch.random_state import is_generator
+from gradaccum.rounding import rounding
+from gradaccum.torch.chunking.recompute import ModuleState
+from gradaccum.torch.chunking.trees import Inputs
+from gradaccum.torch.equivalence import relative_error
 
-__all__ = ["Watch", "attributes_of", "containers_kept", "gradients_kept", "leaves_besides"]
+__all__ = [
+    "Watch",
+    "attributes_of",
+    "containers_kept",
+    "generators_of",
+    "gradients_kept",
+    "leaves_besides",
+    "same_values",
+]
 
 
 class Watch(TorchFunctionMode):
@@ -174,3 +187,22 @@ def gradients_kept(tensors: list[Tensor]) -> Iterator[None]:
     finally:
         for tensor, gradient in zip(tensors, gradients, strict=True):
             tensor.grad = gradient
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Whether two trees of tensors and numbers are the same but for rounding."""
+    try:
+        pairs = list(zip(leaves(one), leaves(other), strict=True))
+    except ValueError:
+        return False
+    return all(
+        relative_error(a.double(), b.double()) <= rounding(str(b.dtype), b.device.type)
+        if isinstance(a, Tensor) and isinstance(b, Tensor)
+        else type(a) is type(b) and not isinstance(a, Tensor) and a == b
+        for (_, a), (_, b) in pairs
+    )
+
+
+def generators_of(module: nn.Module, inputs: Inputs) -> list[Any]:
+    """Generators of the user's own that the module may draw from."""
+    return [*ModuleState(module).generators, *(leaf for _, leaf in leaves(inputs) if is_generator(leaf))]

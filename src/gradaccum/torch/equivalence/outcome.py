@@ -64,7 +64,9 @@ def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> floa
         return math.inf
     if not expected.numel():
         return 0.0
-    actual, expected = actual.detach().cpu(), expected.detach().cpu()
+    actual, expected = actual.detach(), expected.detach()
+    if actual.device != expected.device:
+        actual, expected = actual.cpu(), expected.cpu()
     if not (expected.is_floating_point() or expected.is_complex()):
         actual, expected = actual.double(), expected.double()
     finite = expected.isfinite()
