@@ -110,7 +110,7 @@ class LossAccumulator:
             return torch.where(self.total.to(loss.device) > 0, loss, float("nan"))
         return self.sum
 
-    def told(self) -> tuple[float, float] | None:
+    def unit_and_weight(self) -> tuple[float, float] | None:
         """For several ranks: the factor that makes their sums add up, and what this rank's sum weighs then.
 
         None where the total was known beforehand, so that the sums of all ranks add up as they are.

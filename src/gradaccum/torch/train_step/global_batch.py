@@ -36,26 +36,26 @@ class GlobalBatch:
         unit = 1.0 if self.ranks.in_step else None
         return LossAccumulator(objective, batch, None if mine is None else self.ranks.sum_number(float(mine)), unit)
 
-    def close(self, tally: LossAccumulator) -> tuple[Tensor, Weight | None, bool]:
+    def close(self, window: LossAccumulator) -> tuple[Tensor, Weight | None, bool]:
         """The loss over all ranks' rows; what the summed gradients are to be divided by; whether anything weighs.
 
         Raises:
             WindowError: Another rank has dropped out.
         """
         if not self.ranks.several:
-            return tally.loss, tally.divisor, not tally.empty
-        told = tally.told()
-        factor, weight = (1.0, 0.0) if told is None else told
-        if told is not None and not self.ranks.in_step:
+            return window.loss, window.divisor, not window.empty
+        known = window.unit_and_weight()
+        factor, weight = (1.0, 0.0) if known is None else known
+        if known is not None and not self.ranks.in_step:
             self._sums.scale_(factor / self._unit)
-        total = self.ranks.total(Total(weight, given=told is not None, largest=weight))
-        loss = self.ranks.sum(tally.sum.double() * factor)
+        total = self.ranks.total(Total(weight, given=known is not None, largest=weight))
+        loss = self.ranks.sum(window.sum.double() * factor)
         unit, self._unit = self._unit, 1.0 if self.ranks.in_step else total.largest or self._unit
         if total.given:
             weighs, divisor = total.weight > 0, total.weight / unit / self.ranks.size
             loss = loss / total.weight if weighs else loss
         else:
-            weighs, divisor = not tally.empty, 1 / self.ranks.size
+            weighs, divisor = not window.empty, 1 / self.ranks.size
         if not weighs:
             loss = torch.full_like(loss, float("nan"))
-        return loss.to(tally.sum.dtype), divisor, weighs
+        return loss.to(window.sum.dtype), divisor, weighs

@@ -174,7 +174,7 @@ class TrainStep:
                 "Whether micro-batches make the large batch's update is not proven here: in this model the ranks wait "
                 "for each other in every pass. Prove it on one process, with gradaccum.torch.check_equivalence."
             )
-        self.joint = GlobalBatch(self.ranks, self.update.sums)
+        self.global_batch = GlobalBatch(self.ranks, self.update.sums)
         self.update.sums.attach(self.ranks.pending)
         self._checked = False
         self._transaction = Transaction(self._modules(), self.update.parameters, self.objective.device)
@@ -275,7 +275,7 @@ class TrainStep:
             The loss, and whether the batch weighs anything.
         """
         self._clear()
-        window = self.joint.open(self.objective, batch)
+        window = self.global_batch.open(self.objective, batch)
         while True:
             try:
                 plan = self._run(batch, window, sizes)
@@ -286,7 +286,7 @@ class TrainStep:
                 self._clear()
                 window.restart()
                 self._transaction.start_over()
-        loss, divisor, weighs = self.joint.close(window)
+        loss, divisor, weighs = self.global_batch.close(window)
         if weighs:
             global_rows = round(self.ranks.sum_number(batch.rows)) if self.update.noise is not None else batch.rows
             self.update.finish(divisor, global_rows, mean=window.is_mean, outside=self._transaction.outside)
@@ -322,9 +322,9 @@ class TrainStep:
     def _rehearsed(self, batch: Batch, sizes: Sequence[int]) -> Tensor:
         """What `gradients` does, by this rank alone: nothing is clipped, measured or learned."""
         update = self.update
-        held = self.ranks, self.joint, self.objective, update.noise, update.clip_grad_norm
+        held = self.ranks, self.global_batch, self.objective, update.noise, update.clip_grad_norm
         self.ranks = SingleRank()
-        self.joint = GlobalBatch(self.ranks, update.sums)
+        self.global_batch = GlobalBatch(self.ranks, update.sums)
         inside: nn.Module = _inside(self.model) if self._whole is None else self._whole.chunks
         self.objective = _with_model(self.objective, inside)
         update.noise = update.clip_grad_norm = None
@@ -333,7 +333,7 @@ class TrainStep:
             return self.gradients(batch, sizes)[0]
         finally:
             self._transaction.forget()
-            self.ranks, self.joint, self.objective, update.noise, update.clip_grad_norm = held
+            self.ranks, self.global_batch, self.objective, update.noise, update.clip_grad_norm = held
 
     @property
     def _all_at_once(self) -> bool:
