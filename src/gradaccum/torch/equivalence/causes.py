@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from gradaccum.equivalence import Cause, Difference
 from gradaccum.on_torch.batch import Batch, children, rebuild, with_dims
+from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.equivalence.loss_causes import loss_cause
 from gradaccum.torch.equivalence.outcome import Outcome
 from gradaccum.torch.equivalence.row_dependence import Trace, mixing
 from gradaccum.torch.equivalence.trial import Trial
 
-__all__ = ["find_causes", "input_cause", "nondeterminism_cause"]
+__all__ = ["find_causes", "input_cause", "nondeterminism_cause", "suspicion", "unusual_batch_norms"]
 
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
 
@@ -267,6 +268,59 @@ def _unknown(differences: Sequence[Difference], tolerance: float) -> Cause:
         "The cause was not found: the forward pass agrees row by row in every module that could be compared. The last "
         f"module whose gradient differs is '{where}': look behind it for a custom backward pass, or for state outside "
         "the modules.",
+    )
+
+
+def unusual_batch_norms(model: nn.Module) -> list[Cause]:
+    """BatchNorm layers that do more than torch.nn's own."""
+    causes = []
+    for path, layer in batch_norms(model):
+        hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+        if hooks or type(layer).forward is not nn.BatchNorm1d.forward or nn.utils.parametrize.is_parametrized(layer):
+            causes.append(
+                Cause(
+                    "batch_norm",
+                    path or "model",
+                    f"'{path or 'model'}' ({type(layer).__name__}) has hooks, parametrizations or a formula of its "
+                    'own, which batch_norm="exact" does not follow. Take them off, or use GroupNorm.',
+                )
+            )
+    return causes
+
+
+def suspicion(roots: Mapping[str, nn.Module], wrong: Sequence[Difference]) -> Cause:
+    """What may make a difference that a copy in float64 doesn't show.
+
+    Args:
+        roots: The modules, by the prefix of their names.
+        wrong: What differs.
+    """
+    hooked = [
+        name
+        for prefix, root in roots.items()
+        for name, p in root.named_parameters(prefix=prefix)
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+    ]
+    concerned = [d.name for d in wrong if d.part == "gradient" and d.name in hooked]
+    if concerned:
+        return Cause(
+            "hook",
+            concerned[0],
+            f"Parameter '{concerned[0]}' has a hook on its gradient, which is not linear: it is called once per "
+            "micro-batch, with a part of the gradient. Use clip_grad_norm, or do it in a step pre-hook of the "
+            "optimizer, which sees the finished gradient.",
+        )
+    where = next((d.name for d in wrong if d.part == "gradient"), "loss")
+    return Cause(
+        "unknown",
+        where.rpartition(".")[0] or where,
+        "The cause was not found. It may be one of these:\n"
+        "- A mean over something else than rows (tokens, unmasked pixels): pass its count, weight=lambda *micro_batch: "
+        "..., or return (loss, weight) from `compute_loss`.\n"
+        '- A sum over rows: pass reduction="sum".\n'
+        "- A model or a loss that compares rows with each other: wrap the encoder in "
+        "gradaccum.torch.chunked(model, micro_batch_size) and keep your own loop.\n"
+        "- State outside the modules, or a backward pass of its own.",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,9 +19,10 @@ from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.rounding import rounding
 from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms
+from gradaccum.torch.equivalence.causes import suspicion, unusual_batch_norms
 from gradaccum.torch.equivalence.certificate import certify
 from gradaccum.torch.equivalence.kinds import Kinds, telling_rows
-from gradaccum.torch.equivalence.outcome import ModuleState, Outcome, left_as_found
+from gradaccum.torch.equivalence.outcome import ModuleState, Outcome, largest, left_as_found
 from gradaccum.torch.equivalence.row_randomness import Replay
 from gradaccum.torch.loss import Objective
 
@@ -30,6 +32,10 @@ logger = logging.getLogger("gradaccum")
 
 ROWS = 16
 """Rows that are looked at, at most."""
+ENTRIES = 1 << 18
+"""Entries of a gradient that are compared, at most."""
+NEARLY = 20
+"""Times the tolerance: up to there a difference that isn't there in float64 is one of rounding."""
 ATTEMPTS = 8
 """Batches in a row on which there is nothing to compare, before no more is tried."""
 
@@ -66,7 +72,9 @@ class Proof:
         self.objective = objective
         self._gradients = gradients
         self._parameters = parameters
-        self._exact = batch_norm == "exact"
+        # SyncBatchNorm would wait for ranks that have nothing to prove.
+        synced = any(isinstance(module, nn.SyncBatchNorm) for module in objective.model.modules())
+        self._exact = batch_norm == "exact" and not synced
         self._scale = scale or (lambda loss: loss)
         self._kinds = Kinds()
         self._attempts = 0
@@ -75,11 +83,12 @@ class Proof:
         """Whether this batch is of a kind that has not been proven yet, and has rows to be split."""
         return batch.rows > 1 and self._attempts < ATTEMPTS and self._kinds.new(batch, self.objective.model.training)
 
-    def run(self, batch: Batch) -> None:
+    def run(self, batch: Batch, size: int | None = None) -> None:
         """Prove that micro-batches of the batch that was `due` make its update. Moves nothing.
 
         Args:
             batch: The large batch.
+            size: Rows of its micro-batches, where that is known: not many more are looked at.
 
         Raises:
             NotEquivalentError: The gradients or the losses differ. The message names the cause, and what to do.
@@ -94,28 +103,41 @@ class Proof:
         }
         known = {id(parameter) for parameter in named.values()}
         named.update({f"parameter {i}": p for i, p in enumerate(self._parameters()) if id(p) not in known})
-        most = ROWS
+        most = ROWS if size is None else min(ROWS, max(4, 2 * size))
+        if self._prove(batch, most, roots, named) and self.objective.autocast is not None:
+            # Rounding hides less without it.
+            autocast, self.objective.autocast = self.objective.autocast, None
+            try:
+                self._prove(batch, most, roots, named)
+            finally:
+                self.objective.autocast = autocast
+
+    def _prove(self, batch: Batch, most: int, roots: dict[str, nn.Module], parameters: dict[str, Tensor]) -> bool:
+        """Compare so many rows, or half as many wherever memory runs out. Returns whether they could be compared."""
         while True:
             few = batch.take(telling_rows(batch, most))
             try:
                 with (
                     contextlib.nullcontext() if self._exact else _in_eval_mode(self.objective.model),
-                    left_as_found(roots, list(named.values()), [self.objective.device]) as state,
+                    left_as_found(roots, list(parameters.values()), [self.objective.device]) as state,
                     _eager(),
                     torch.enable_grad(),
                 ):
-                    comparison = _Comparison(self, few, named, state)
+                    comparison = _Comparison(self, few, parameters, state)
                     differences = comparison.differences()
+                    wrong = comparison.beyond_rounding(differences or [])
                 break
             except Exception as error:
                 if not is_out_of_memory(error) or most <= 2:
                     self._could_not(few.rows, error)
-                    return
+                    return False
             most = min(most, few.rows) // 2
         if differences is None:
-            return
-        self._judge(few, differences, comparison)
+            return False
+        if wrong:
+            self._judge(few, differences, wrong, comparison)
         self._known()
+        return True
 
     def _known(self) -> None:
         self._kinds.add()
@@ -131,11 +153,9 @@ class Proof:
         )
         self._known()
 
-    def _judge(self, few: Batch, differences: list[Difference], comparison: _Comparison) -> None:
-        tolerance = rounding(str(comparison.precision), self.objective.device.type)
-        wrong = [d for d in differences if not d.error <= tolerance]
-        if not wrong:
-            return
+    def _judge(
+        self, few: Batch, differences: list[Difference], wrong: list[Difference], comparison: _Comparison
+    ) -> None:
         if all(difference.part == "buffer" for difference in wrong):
             names = ", ".join(repr(difference.name) for difference in wrong[:5]) + (", ..." if len(wrong) > 5 else "")
             logger.warning(
@@ -144,12 +164,11 @@ class Proof:
                 names,
             )
             return
-        causes = self._causes(few, wrong, tolerance, comparison)
+        causes = self._causes(few, wrong, comparison.tolerance)
         if causes is None:
-            logger.debug("Rounding makes a difference of %.2g here.", max(difference.error for difference in wrong))
             return
         sizes = tuple(tuple(sizes) for _, sizes in comparison.splits)
-        result = Equivalence(tuple(differences), tolerance, tuple(causes), few.rows, sizes)
+        result = Equivalence(tuple(differences), comparison.tolerance, tuple(causes), few.rows, sizes)
         try:
             result.raise_if_different()
         except NotEquivalentError as error:
@@ -158,9 +177,7 @@ class Proof:
                 "made with it. verify=False leaves this proof out."
             ) from None
 
-    def _causes(
-        self, few: Batch, wrong: list[Difference], tolerance: float, comparison: _Comparison
-    ) -> list[Cause] | None:
+    def _causes(self, few: Batch, wrong: list[Difference], tolerance: float) -> list[Cause] | None:
         """What makes the difference, by name; None where it is rounding."""
         try:
             with _in_eval_mode(self.objective.model):
@@ -170,13 +187,13 @@ class Proof:
             found = None
         if found is not None and found.causes:
             return list(found.causes)
-        layers = _unusual_batch_norms(self.objective.model) if self._exact else []
+        layers = unusual_batch_norms(self.objective.model) if self._exact else []
         if layers:
             return layers
-        worst = max(difference.error for difference in wrong)
-        if found is not None and found.ok and worst <= 20 * tolerance:
-            return None
-        return [_unknown(self.objective, wrong)]
+        errors = [difference.error for difference in wrong if difference.part == "gradient"]
+        if found is not None and found.ok and max(errors, default=0.0) <= NEARLY * tolerance:
+            return None  # large terms of each row cancel each other
+        return [suspicion(_roots(self.objective), wrong)]
 
 
 class _Comparison:
@@ -196,15 +213,16 @@ class _Comparison:
         self._error: Exception | None = None
 
     @property
-    def precision(self) -> torch.dtype:
-        """The narrowest dtype that was computed in."""
-        return self._replay.precision
+    def tolerance(self) -> float:
+        """What is rounding in the narrowest dtype that was computed in."""
+        return rounding(str(self._replay.precision), self._proof.objective.device.type)
 
     def differences(self) -> list[Difference] | None:
-        """The largest difference of each tensor over all splits; None without a finite loss to compare with."""
-        expected = self._whole()
-        if not expected.loss.isfinite() or all(g is None for g in expected.gradients.values()):
-            return None
+        """The largest difference of each tensor over all splits; None without finite gradients to compare with."""
+        expected = self._expected = self._whole()
+        known = [gradient for gradient in expected.gradients.values() if gradient is not None]
+        if not known or not all(tensor.isfinite().all() for tensor in (expected.loss, *known)):
+            return None  # an overflow, which a GradScaler mends
         found = [difference for split in self.splits for difference in self._compared(split, expected)]
         if self._replay.unreplayed and not self._replay.neutral:
             self._replay = Replay(self._few.rows, neutral=True)
@@ -218,6 +236,30 @@ class _Comparison:
             if key not in worst or not difference.error <= worst[key].error:
                 worst[key] = difference
         return list(worst.values())
+
+    def beyond_rounding(self, differences: list[Difference]) -> list[Difference]:
+        """Those that rounding doesn't make. Where the gradients of parts cancel each other, theirs is the scale."""
+        wrong = [d for d in differences if not d.error <= self.tolerance]
+        if not any(d.part == "gradient" for d in wrong) or not all(math.isfinite(d.error) for d in wrong):
+            return wrong
+        parts = [part for order, sizes in self.splits for part in order.split(sizes)]
+        scales: dict[str, float] = {}
+        for part in parts:
+            with contextlib.suppress(Exception):  # the loss can't be evaluated on this part
+                for name, gradient in self._split(part, [len(part)]).gradients.items():
+                    if gradient is not None:
+                        scales[name] = max(scales.get(name, 0.0), largest(gradient))
+        whole = {name: 0.0 if g is None else largest(g) for name, g in self._expected.gradients.items()}
+        floors = [1e-3 * max(found.values(), default=0.0) for found in (whole, scales)]
+
+        def error(d: Difference) -> float:
+            if d.part != "gradient":
+                return d.error
+            return d.error * max(whole[d.name], floors[0]) / max(scales.get(d.name, 0.0), floors[1], whole[d.name])
+
+        # What is left of large terms is a few units in their last place.
+        allowed = max(self.tolerance / 100, 4 * torch.finfo(self._replay.precision).eps)
+        return [d for d in wrong if not error(d) <= allowed]
 
     def _whole(self) -> Outcome:
         with self._started(None):
@@ -258,11 +300,17 @@ class _Comparison:
 
     def _outcome(self, loss: Tensor) -> Outcome:
         gradients = {
-            name: None if p.grad is None else p.grad.detach().to_dense().clone()
+            name: None if p.grad is None else _sample(p.grad.detach().to_dense())
             for name, p in self._parameters.items()
             if p.requires_grad
         }
         return Outcome(loss.detach().clone(), gradients, self._state.values())
+
+
+def _sample(gradient: Tensor) -> Tensor:
+    """Some entries from all over a large gradient, so that no second copy of it is needed."""
+    stride = -(-gradient.numel() // ENTRIES)
+    return gradient if stride <= 1 else gradient.flatten()[::stride].clone()
 
 
 class _Watched(Batch):
@@ -323,53 +371,6 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
             layer._buffers["running_mean"] = layer._buffers["running_var"] = None
         for layer, training in modes:
             layer.training = training
-
-
-def _unusual_batch_norms(model: nn.Module) -> list[Cause]:
-    """BatchNorm layers that do more than torch.nn's own."""
-    causes = []
-    for path, layer in batch_norms(model):
-        hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
-        if hooks or type(layer).forward is not nn.BatchNorm1d.forward or nn.utils.parametrize.is_parametrized(layer):
-            causes.append(
-                Cause(
-                    "batch_norm",
-                    path or "model",
-                    f"'{path or 'model'}' ({type(layer).__name__}) has hooks, parametrizations or a formula of its "
-                    'own, which batch_norm="exact" does not follow. Take them off, or use GroupNorm.',
-                )
-            )
-    return causes
-
-
-def _unknown(objective: Objective, wrong: list[Difference]) -> Cause:
-    hooked = [
-        name
-        for prefix, root in _roots(objective).items()
-        for name, p in root.named_parameters(prefix=prefix)
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
-    ]
-    concerned = [d.name for d in wrong if d.part == "gradient" and d.name in hooked]
-    if concerned:
-        return Cause(
-            "hook",
-            concerned[0],
-            f"Parameter '{concerned[0]}' has a hook on its gradient, which is not linear: it is called once per "
-            "micro-batch, with a part of the gradient. Use clip_grad_norm, or do it in a step pre-hook of the "
-            "optimizer, which sees the finished gradient.",
-        )
-    where = next((d.name for d in wrong if d.part == "gradient"), "loss")
-    return Cause(
-        "unknown",
-        where.rpartition(".")[0] or where,
-        "The cause was not found. It may be one of these:\n"
-        "- A mean over something else than rows (tokens, unmasked pixels): pass its count, weight=lambda *micro_batch: "
-        "..., or return (loss, weight) from `compute_loss`.\n"
-        '- A sum over rows: pass reduction="sum".\n'
-        "- A model or a loss that compares rows with each other: wrap the encoder in "
-        "gradaccum.torch.chunked(model, micro_batch_size) and keep your own loop.\n"
-        "- State outside the modules, or a backward pass of its own.",
-    )
 
 
 def _no_accumulation(*_: Any) -> Tensor:

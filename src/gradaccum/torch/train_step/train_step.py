@@ -228,9 +228,11 @@ class TrainStep:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
         if not self._checked:
             self._check_ranks()
-        if self._verify and self._proof.due(batch):
+        size = self.sizers.size
+        cut = size is None or batch.rows > size or self.packing is not None or self._whole is not None
+        if self._verify and cut and self._proof.due(batch):
             self._plan(batch)  # max_tokens judges the padding
-            self._proof.run(batch)
+            self._proof.run(batch, size)
         self._transaction.open()
         try:
             loss = self._make_update(batch)
@@ -326,7 +328,7 @@ class TrainStep:
         self.ranks = SingleRank()
         self.global_batch = GlobalBatch(self.ranks, update.sums)
         inside: nn.Module = _inside(self.model) if self._whole is None else self._whole.chunks
-        self.objective = _with_model(self.objective, inside)
+        self.objective = _with_model(self._proof.objective, inside)
         update.noise = update.clip_grad_norm = None
         self._transaction.open()
         try:
