@@ -16,7 +16,7 @@ from gradaccum.torch.equivalence.outcome import Outcome
 from gradaccum.torch.equivalence.row_dependence import Trace, mixing
 from gradaccum.torch.equivalence.trial import Trial
 
-__all__ = ["find_causes", "input_cause", "nondeterminism_cause", "suspicion", "unusual_batch_norms"]
+__all__ = ["find_causes", "hook_cause", "input_cause", "nondeterminism_cause", "suspicion", "unusual_batch_norms"]
 
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
 
@@ -236,6 +236,7 @@ def _buffer_causes(
     large: Trace, differences: Sequence[Difference], culprits: Sequence[str], tolerance: float
 ) -> list[Cause]:
     moved: dict[str, list[str]] = {}
+    others = any(d.part != "buffer" and not d.error <= tolerance for d in differences)
     for difference in differences:
         if difference.part == "buffer" and not difference.error <= tolerance:
             moved.setdefault(difference.group, []).append(difference.name.rpartition(".")[2])
@@ -252,8 +253,14 @@ def _buffer_causes(
                 "buffer",
                 _where(path),
                 f"'{_where(path)}'{_of_type(module)} moves its buffers ({', '.join(names)}) in every forward pass: "
-                "once per micro-batch, not once per update. Where that matters, move them once per update, after the "
-                "optimizer's step.",
+                "once per micro-batch, not once per update. "
+                + (
+                    "What it returns depends on them, so later micro-batches are computed with others than the large "
+                    "batch. Move them once per update (one pass in train mode after the optimizer's step, the rest in "
+                    "eval mode), or do without."
+                    if others and not culprits
+                    else "Where that matters, move them once per update, after the optimizer's step."
+                ),
             )
         )
     return causes
@@ -288,6 +295,17 @@ def unusual_batch_norms(model: nn.Module) -> list[Cause]:
     return causes
 
 
+def hook_cause(parameter: str) -> Cause:
+    """A hook on the gradient of this parameter."""
+    return Cause(
+        "hook",
+        parameter,
+        f"Parameter '{parameter}' has a hook on its gradient that is not linear: it is called once per micro-batch, "
+        "with a part of the gradient. Use clip_grad_norm, or do it in a step pre-hook of the optimizer, which sees the "
+        "finished gradient.",
+    )
+
+
 def suspicion(roots: Mapping[str, nn.Module], wrong: Sequence[Difference]) -> Cause:
     """What may make a difference that a copy in float64 doesn't show.
 
@@ -303,13 +321,7 @@ def suspicion(roots: Mapping[str, nn.Module], wrong: Sequence[Difference]) -> Ca
     ]
     concerned = [d.name for d in wrong if d.part == "gradient" and d.name in hooked]
     if concerned:
-        return Cause(
-            "hook",
-            concerned[0],
-            f"Parameter '{concerned[0]}' has a hook on its gradient, which is not linear: it is called once per "
-            "micro-batch, with a part of the gradient. Use clip_grad_norm, or do it in a step pre-hook of the "
-            "optimizer, which sees the finished gradient.",
-        )
+        return hook_cause(concerned[0])
     where = next((d.name for d in wrong if d.part == "gradient"), "loss")
     return Cause(
         "unknown",

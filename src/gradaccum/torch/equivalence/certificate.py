@@ -14,7 +14,7 @@ from gradaccum.on_torch.batch import Batch
 from gradaccum.rounding import IN_FLOAT64, rounding
 from gradaccum.sizes import even_sizes
 from gradaccum.torch.batch_norm import BatchNormChoice
-from gradaccum.torch.equivalence.causes import find_causes, input_cause, nondeterminism_cause
+from gradaccum.torch.equivalence.causes import find_causes, hook_cause, input_cause, nondeterminism_cause
 from gradaccum.torch.equivalence.outcome import Outcome
 from gradaccum.torch.equivalence.trial import Accumulate, Trial
 from gradaccum.torch.loss import Objective
@@ -114,6 +114,16 @@ class _Certificate:
         self._allow_for_rounding(differences)
         if all(difference.error <= self.tolerance for difference in differences):
             return self._result(differences, [])
+        if self.trial.hooks:
+            wrong = [difference.name for difference in differences if not difference.error <= self.tolerance]
+            hooked = [name for name in wrong if name in self.trial.hooks]
+            for handle in [handle for handles in self.trial.hooks.values() for handle in handles]:
+                handle.remove()
+            self.large = self.trial.large()
+            without, failing_without = self._compare()
+            if hooked and all(difference.error <= self.tolerance for difference in without):
+                return self._result(differences, [hook_cause(hooked[0])])
+            differences, failing = without, failing_without
         return self._result(differences, find_causes(self.trial, differences, failing, self.tolerance))
 
     def _compare(self) -> tuple[list[Difference], list[Sequence[Tensor]]]:

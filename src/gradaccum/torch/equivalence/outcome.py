@@ -128,13 +128,18 @@ class ModuleState:
             elif type(value) in (list, dict, set) and not key.startswith("_"):
                 self._containers.append((value, value.copy()))
 
-    def values(self) -> dict[str, Tensor]:
-        """What these tensors and numbers are now, by name; without those that hold something of another shape."""
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of what these tensors are now, by name; without those that are of another shape now."""
         now = {}
         for name, owner, key, tensor, _ in self._held:
             found = owner.get(key)
             if isinstance(found, Tensor) and found.grad_fn is None and found.shape == tensor.shape:
                 now[name] = found.detach().clone()
+        return now
+
+    def numbers(self) -> dict[str, Tensor]:
+        """What the numbers among the attributes are now, by name."""
+        now = {}
         for path, module, attributes in self._attributes:
             for key, before in attributes.items():
                 value: Any = vars(module).get(key)

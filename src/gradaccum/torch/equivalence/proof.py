@@ -304,7 +304,7 @@ class _Comparison:
             for name, p in self._parameters.items()
             if p.requires_grad
         }
-        return Outcome(loss.detach().clone(), gradients, self._state.values())
+        return Outcome(loss.detach().clone(), gradients, {**self._state.tensors(), **self._state.numbers()})
 
 
 def _sample(gradient: Tensor) -> Tensor:

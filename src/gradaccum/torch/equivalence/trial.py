@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.torch.batch_norm import BatchNormChoice, frozen
-from gradaccum.torch.equivalence.outcome import Outcome
+from gradaccum.torch.equivalence.outcome import ModuleState, Outcome
 from gradaccum.torch.equivalence.row_dependence import Outputs, Trace
 from gradaccum.torch.equivalence.row_randomness import Replay
 from gradaccum.torch.loss import LossAccumulator, Objective
@@ -69,7 +70,10 @@ class Trial:
         self.batch = batch.map(converted)
         self.rows = self.batch.rows
         self.replay = Replay(self.rows, neutral=neutral or self.by_train_step)
-        self._things = _copy_all(_things(objective), {}, self._convert)
+        memo: dict[int, Any] = {}
+        self._things = _copy_all(_things(objective), memo, self._convert)
+        self.hooks = _copy_hooks(objective, memo, self._convert)
+        """Hooks on the gradients of parameters, by the parameter's name."""
         parameters = [p for module in _modules(self._things) for p in module.parameters()]
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
             raise ValueError("The model has lazy layers whose sizes aren't known yet: run it once before the check.")
@@ -89,6 +93,7 @@ class Trial:
         objective = _rebuilt(self.original, things, batch_dims)
         freezing = frozen(objective.model) if self.batch_norm == "frozen" else contextlib.nullcontext()
         with freezing, torch.enable_grad(), self.replay:
+            self._state = ModuleState(_roots(objective))
             yield objective
 
     def _whole(self, batch: Batch) -> Batch:
@@ -97,20 +102,15 @@ class Trial:
         )
 
     def _outcome(self, objective: Objective, loss: Tensor) -> Outcome:
-        gradients: dict[str, Tensor | None] = {}
-        buffers: dict[str, Tensor] = {}
-        for prefix, module in _named_modules(objective):
-            persistent = module.state_dict(keep_vars=True)
-            for name, parameter in module.named_parameters(prefix):
-                if parameter.requires_grad:
-                    grad = parameter.grad
-                    gradients[name] = None if grad is None else grad.detach().to_dense()
-            for name, value in persistent.items():
-                if isinstance(value, Tensor) and id(value) not in self._shared:
-                    buffers[f"{prefix}.{name}" if prefix else name] = value.detach().clone()
+        gradients = {
+            name: None if p.grad is None else p.grad.detach().to_dense()
+            for prefix, module in _roots(objective).items()
+            for name, p in module.named_parameters(prefix)
+            if p.requires_grad
+        }
         for parameter in self._shared.values():
             parameter.grad = None
-        return Outcome(loss.detach(), gradients, buffers)
+        return Outcome(loss.detach(), gradients, self._state.tensors())
 
     def large(self, batch: Batch | None = None) -> Outcome:
         """The batch at once."""
@@ -219,9 +219,24 @@ def _modules(things: tuple[Any, ...]) -> list[nn.Module]:
     return [thing for thing in things if isinstance(thing, nn.Module)]
 
 
-def _named_modules(objective: Objective) -> list[tuple[str, nn.Module]]:
-    named = [("", objective.model), ("loss", objective.loss_fn), ("loss", objective.compute_loss)]
-    return [(prefix, module) for prefix, module in named if isinstance(module, nn.Module)]
+def _roots(objective: Objective) -> dict[str, nn.Module]:
+    named = {"": objective.model, "loss": objective.loss_fn or objective.compute_loss}
+    return {prefix: module for prefix, module in named.items() if isinstance(module, nn.Module)}
+
+
+def _copy_hooks(
+    objective: Objective, memo: dict[int, Any], convert: Callable[[Any], Any]
+) -> dict[str, list[RemovableHandle]]:
+    """Put copies of the users' hooks on the copies of their parameters: deepcopy leaves them out."""
+    handles: dict[str, list[RemovableHandle]] = {}
+    for prefix, module in {**_roots(objective), "": _bare(objective.model)}.items():
+        for name, parameter in module.named_parameters(prefix):
+            twin: Any = memo.get(id(parameter))
+            hooks = list((parameter._backward_hooks or {}).values()) if twin is not None and twin.requires_grad else []
+            users = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith(("torch.", "gradaccum."))]
+            if users:
+                handles[name] = [twin.register_hook(_copied(hook, memo, convert)) for hook in users]
+    return handles
 
 
 def _rebuilt(original: Objective, things: tuple[Any, ...], batch_dims: BatchDims | None) -> Objective:

@@ -1,0 +1,521 @@
+"""The first update proves itself: what would make it wrong is refused by name, and nothing that is right is."""
+
+import copy
+import logging
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import checkpoint
+
+import gradaccum
+from gradaccum.torch import TrainStep, check_equivalence
+from gradaccum.torch.equivalence import proof
+
+CE = nn.CrossEntropyLoss()
+ROWS = 24
+
+
+def net(*middle):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), *middle, nn.Linear(8, 4))
+
+
+def data(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS, 6, generator=generator), torch.randint(4, (ROWS,), generator=generator)
+
+
+X, Y = data()
+TARGETS = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(2))
+IGNORED = torch.where(torch.arange(ROWS) % 3 == 0, -100, Y)
+
+
+def update(model, batch=(X, Y), **keywords):
+    if "loss_fn" not in keywords and "compute_loss" not in keywords:
+        keywords["loss_fn"] = CE
+    keywords.setdefault("micro_batch_size", 8)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **keywords)
+    step(*batch)
+    return step
+
+
+def refused(*arguments, **keywords):
+    with pytest.raises(gradaccum.NotEquivalentError) as raised:
+        update(*arguments, **keywords)
+    return str(raised.value)
+
+
+class Apply(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.fixture
+def unnamed(monkeypatch):
+    """Refused without a search for the cause, which takes twenty times as long."""
+
+    def none(*_, **__):
+        raise RuntimeError("not searched for")
+
+    monkeypatch.setattr(proof, "certify", none)
+
+
+# Losses.
+
+
+def token_mean(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+def test_a_mean_over_targets_that_are_not_ignored_is_refused_on_any_batch(unnamed):
+    model = net()
+    for seed in range(20):
+        x, y = data(seed)
+        generator = torch.Generator().manual_seed(seed)
+        y[torch.rand(ROWS, generator=generator) < torch.rand((), generator=generator) * 0.9 + 0.05] = -100
+        refused(model, (x, y), compute_loss=token_mean)
+
+
+def test_the_weight_to_pass_is_in_the_message():
+    message = refused(net(), (X, IGNORED), compute_loss=token_mean)
+    assert "weight=lambda x, y: (y != -100).sum()" in message
+    assert "verify=False leaves this proof out" in message
+    update(net(), (X, IGNORED), compute_loss=token_mean, weight=lambda x, y: (y != -100).sum())
+
+
+def summed(outputs, targets):
+    return (outputs - targets).square().sum()
+
+
+LOSSES = {
+    "a sum": summed,
+    "a sum of less than 1e-7": lambda o, t: 1e-11 * summed(o, t),
+    "a loss divided by its own value": lambda o, t: (loss := F.mse_loss(o, t)) / loss.detach(),
+    "a sum that draws random numbers": lambda o, t: summed(o + 0.1 * torch.randn_like(o), t),
+    "the root of a mean": lambda o, t: F.mse_loss(o, t).sqrt(),
+    "rows compared with each other": lambda o, t: (o @ o.T - t @ t.T).square().mean(),
+    "a permutation of the rows": lambda o, t: F.mse_loss(o, t + t[torch.randperm(len(t))]),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_loss_is_refused_that_is(name, training, unnamed):
+    refused(net().train(training), (X, TARGETS), loss_fn=LOSSES[name])
+
+
+def test_a_part_that_is_not_finite_is_a_difference(unnamed):
+    y = torch.where(torch.arange(ROWS) < 2, Y, -100)  # every part but one is 0 / 0, and that one is exact
+    refused(net(), (X, y), compute_loss=token_mean)
+
+
+def test_little_that_is_ignored_is_seen_under_autocast(unnamed):
+    tokens = torch.randint(4, (ROWS, 40), generator=torch.Generator().manual_seed(3))
+    tokens[::2, :1] = -100
+    model = nn.Sequential(nn.Linear(6, 160), nn.Unflatten(1, (4, 40)))
+    refused(model, (X, tokens), compute_loss=token_mean, autocast=torch.bfloat16)
+
+
+# Models.
+
+MIXING = {
+    "centred": lambda h: h - h.mean(0),
+    "softmax over rows": lambda h: h.softmax(0),
+    "sorted": lambda h: h.sort(0).values,
+    "summed up": lambda h: h.cumsum(0),
+    "rolled": lambda h: h.roll(1, 0),
+    "the first row": lambda h: h + h[0],
+    "row by row": lambda h: h @ h.T @ h / 8,
+    "the largest": lambda h: h - h.amax(0),
+    "the largest kept": lambda h: h * (h >= h.topk(2, dim=0).values[-1]),
+    "normalised over rows": lambda h: F.normalize(h, dim=0),
+    "divided by the number of rows": lambda h: h / h.shape[0],
+    "normalised by a function": lambda h: F.batch_norm(h, None, None, training=True),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize("batch_norm", ["micro", "exact"])
+def test_what_mixes_rows_behind_a_batch_norm_is_refused(name, batch_norm, unnamed):
+    refused(net(nn.BatchNorm1d(8), Apply(MIXING[name])), batch_norm=batch_norm)
+
+
+@pytest.mark.parametrize("batch_norm", ["warn", "exact"])
+def test_a_batch_norm_that_is_no_module_is_named_by_where_it_is_called(batch_norm):
+    message = refused(net(nn.GroupNorm(2, 8), Apply(MIXING["normalised by a function"])), batch_norm=batch_norm)
+    assert "'3' (Apply) mixes rows" in message
+
+
+def with_hook(layer):
+    layer.register_forward_hook(lambda module, args, output: output * 2)
+    return layer
+
+
+def parametrized(layer):
+    nn.utils.parametrize.register_parametrization(layer, "weight", Apply(torch.exp))
+    return layer
+
+
+@pytest.mark.parametrize("change", [with_hook, parametrized])
+def test_a_batch_norm_that_does_more_is_refused_where_it_is_to_be_exact(change):
+    with pytest.raises((gradaccum.NotEquivalentError, ValueError), match="'2'"):
+        update(net(change(nn.BatchNorm1d(8))), batch_norm="exact")
+
+
+@pytest.mark.parametrize("batch_norm", ["warn", "micro", "pooled", "frozen", "exact"])
+@pytest.mark.filterwarnings("ignore:BatchNorm normalises")
+def test_what_is_done_about_batch_norm_is_no_reason_to_refuse(batch_norm):
+    model = net(nn.BatchNorm1d(8), nn.Dropout(0.5), nn.BatchNorm1d(8))
+    if batch_norm not in ("frozen", "exact"):
+        model[4] = nn.BatchNorm1d(8, track_running_stats=False)
+    before = [module.training for module in model.modules()]
+    update(model, batch_norm=batch_norm)
+    assert [module.training for module in model.modules()] == before
+    assert batch_norm in ("frozen", "exact") or model[4].running_mean is None
+
+
+def test_a_hook_that_clamps_the_gradient_of_a_parameter_is_named():
+    model = net()
+    model[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    assert "Parameter '0.weight' has a hook" in refused(model)
+    (cause,) = check_equivalence(model, (X, Y), loss_fn=CE).causes
+    assert (cause.kind, cause.where) == ("hook", "0.weight")
+    model = net()
+    model[0].weight.register_hook(lambda gradient: gradient * 0.5)
+    update(model)
+    assert check_equivalence(model, (X, Y), loss_fn=CE).ok
+
+
+class Codebook(nn.Module):
+    """Vector quantisation whose codes follow an average of what they stand for."""
+
+    def __init__(self, persistent=True):
+        super().__init__()
+        self.register_buffer("code", torch.randn(5, 8), persistent=persistent)
+
+    def forward(self, h):
+        nearest = torch.cdist(h, self.code).argmin(1)
+        quantised = self.code[nearest]
+        with torch.no_grad():
+            for index in nearest.unique():
+                self.code[index] = 0.9 * self.code[index] + 0.1 * h[nearest == index].mean(0)
+        return h + (quantised - h).detach()
+
+
+class Centre(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.centre = torch.zeros(4)
+
+    def forward(self, outputs, targets):
+        self.centre = 0.9 * self.centre + 0.1 * outputs.detach().mean(0)
+        return (outputs - self.centre - targets).square().mean()
+
+
+def test_a_buffer_that_moves_and_decides_the_gradient_is_named():
+    message = refused(net(Codebook()))
+    assert "'2' (Codebook) moves its buffers (code)" in message
+    assert "later micro-batches are computed with others" in message
+    assert "'loss' (Centre) moves its buffers (centre)" in refused(net(), (X, TARGETS), loss_fn=Centre())
+    normed = net()
+    normed[0] = nn.utils.spectral_norm(nn.Linear(6, 8))
+    assert "'0' (Linear) moves its buffers (weight_u, weight_v)" in refused(normed)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x
+
+
+def test_what_moves_and_decides_nothing_is_said_by_name(caplog):
+    layers = nn.Unflatten(1, (2, 4)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten(), Counting()
+    update(net(*layers))
+    (record,) = [record for record in caplog.records if "once per micro-batch" in record.message]
+    assert record.levelno == logging.WARNING
+    assert "'3.running_mean', '3.running_var', '5.calls'" in record.message
+
+
+# Nothing that is right is refused.
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.ReLU(inplace=True))
+        self.head = nn.Linear(8, 4)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        return self.head(checkpoint.checkpoint(self.body, x.clone().requires_grad_(), use_reentrant=self.use_reentrant))
+
+
+def embedding():
+    return nn.Sequential(nn.Embedding(20, 8, sparse=True), Apply(lambda h: h.mean(1)), nn.Linear(8, 4))
+
+
+def converged():
+    """A model in which the gradients of the rows cancel but for rounding."""
+    model = nn.Sequential(nn.Linear(6, 1))
+    solution = torch.linalg.lstsq(torch.cat([X[:16], torch.ones(16, 1)], 1), TARGETS[:16, :1]).solution
+    model[0].weight.data, model[0].bias.data = solution[:6].T.clone(), solution[6].clone()
+    return model
+
+
+RIGHT = {
+    "dropout": (lambda: net(nn.Dropout(0.5), nn.AlphaDropout(0.1)), (X, Y), {}),
+    "stochastic depth": (lambda: net(Apply(lambda h: h * (random.random() < 0.5))), (X, Y), {}),
+    "noise": (net, (X, TARGETS), {"loss_fn": lambda o, t: F.mse_loss(o + torch.randn_like(o), t)}),
+    "losses of less than 1e-7": (net, (X, TARGETS), {"loss_fn": lambda o, t: 1e-10 * F.mse_loss(o, t)}),
+    "losses that cancel": (net, (X, X + 1), {"compute_loss": lambda m, a, b: (m(a) - m(a + 1e-2 * b)).mean()}),
+    "a sum, said": (net, (X, TARGETS), {"loss_fn": summed, "reduction": "sum"}),
+    "ignored targets": (net, (X, IGNORED), {}),
+    "bfloat16": (lambda: net(nn.Tanh()).bfloat16(), (X.bfloat16(), Y), {}),
+    "autocast": (lambda: net(nn.Dropout(0.2)), (X, Y), {"autocast": torch.bfloat16}),
+    "sparse gradients": (embedding, (torch.arange(5 * ROWS).reshape(ROWS, 5) % 20, Y), {}),
+    "checkpointing": (lambda: Checkpointed(False), (X, Y), {}),
+    "reentrant checkpointing": (lambda: Checkpointed(True), (X, Y), {}),
+    "gradients that cancel": (converged, (X[:16], TARGETS[:16, :1]), {"loss_fn": nn.MSELoss()}),
+    "rows that are not split": (net, (X, TARGETS), {"loss_fn": LOSSES["the root of a mean"], "micro_batch_size": 24}),
+    "clipping": (net, (X, Y), {"clip_grad_norm": 1e-3}),
+    "a GradScaler": (net, (X, Y), {"scaler": torch.amp.GradScaler("cpu"), "clip_grad_norm": 1.0}),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_there_is_no_false_alarm_for(name, caplog):
+    model, batch, keywords = RIGHT[name]
+    if "sparse" in name:
+        TrainStep(built := model(), torch.optim.SGD(built.parameters(), lr=0.1), loss_fn=CE, micro_batch_size=8)(*batch)
+    else:
+        update(model(), batch, **keywords)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_an_optimizer_that_evaluates_closures_and_several_optimizers_are_proven_as_any():
+    for make in (
+        lambda model: torch.optim.LBFGS(model.parameters(), max_iter=2),
+        lambda model: [torch.optim.SGD(model[0].parameters(), 0.1), torch.optim.Adam(model[3].parameters())],
+    ):
+        model = net(nn.Tanh())
+        TrainStep(model, make(model), loss_fn=CE, micro_batch_size=8)(X, Y)
+        model = net(nn.Tanh())
+        with pytest.raises(gradaccum.NotEquivalentError):
+            TrainStep(model, make(model), loss_fn=lambda o, y: F.cross_entropy(o, y).sqrt(), micro_batch_size=8)(X, Y)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transformers_models_raise_no_false_alarm_and_their_token_mean_is_refused(dtype):
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 50, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+    ids = torch.randint(1, 50, (ROWS, 12), generator=torch.Generator().manual_seed(4))
+    mask = (torch.arange(12) < 4 + torch.arange(ROWS)[:, None] % 9).long()
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, ids, -100)}
+
+    def loss(model, batch):
+        return model(**batch).loss
+
+    def shifted(batch):
+        return (batch["labels"][:, 1:] != -100).sum()
+
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, intermediate_size=24))
+    gpt2 = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=50, n_layer=2, n_head=2, n_embd=16, n_positions=32, bos_token_id=None, eos_token_id=None
+        )
+    )
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=50, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0
+        )
+    )
+    bert = transformers.BertForSequenceClassification(
+        transformers.BertConfig(**small, intermediate_size=24, num_labels=4)
+    )
+    update(bert.to(dtype).train(), ({**batch, "labels": Y},), compute_loss=loss)
+    for model, weight in ((llama, shifted), (gpt2, shifted), (t5, lambda batch: (batch["labels"] != -100).sum())):
+        update(model.to(dtype).train(), (batch,), compute_loss=loss, weight=weight)
+        assert "weight=lambda batch:" in refused(model, (batch,), compute_loss=loss)
+
+
+# When, and at what price.
+
+
+class Moving(nn.Module):
+    """Moves whatever can be moved."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8), persistent=False)
+        self.frozen = nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.seen, self.calls, self.log = torch.zeros(8), 0, []
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, h):
+        self.calls += 1
+        self.log.append(len(h))
+        self.seen = self.seen + h.detach().sum(0)
+        with torch.no_grad():
+            self.mean += h.mean(0)
+            self.frozen += 1
+        self.latest = h
+        return h * torch.rand(h.shape, generator=self.generator)
+
+
+def test_everything_is_left_as_found():
+    model, loss = net(Moving(), nn.Dropout(0.5), nn.BatchNorm1d(8)), copy.deepcopy(CE)
+    other = nn.Parameter(torch.ones(3))
+    other.grad = torch.ones(3)
+    step = TrainStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=loss, micro_batch_size=8, batch_norm="micro"
+    )
+    batch = step.objective.batch((X, Y))
+    moving, gradient = model[2], torch.full((8, 6), 2.0)
+    model[0].weight.grad = gradient
+
+    def everything():
+        tensors = [*model.parameters(), *model.buffers(), moving.seen, gradient, other.grad, torch.get_rng_state()]
+        return copy.deepcopy([[t.detach() for t in tensors], moving.calls, moving.log, random.getstate()])
+
+    before, state = everything(), moving.generator.get_state()
+    assert step._proof.due(batch)
+    step._proof.run(batch)
+    torch.testing.assert_close(everything(), before, rtol=0, atol=0)
+    assert torch.equal(moving.generator.get_state(), state)
+    assert model[0].weight.grad is gradient
+    assert model.training
+    assert not hasattr(moving, "latest")
+
+
+def counted(model):
+    calls = []
+    model.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
+    return calls
+
+
+def test_it_is_repeated_where_something_differs_among_rows_for_the_first_time():
+    model = net()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), compute_loss=token_mean, micro_batch_size=8)
+    step(X, Y)
+    with pytest.raises(gradaccum.NotEquivalentError, match="that are not -100"):
+        step(X, IGNORED)
+    step(X, Y)
+    with pytest.raises(gradaccum.NotEquivalentError, match="that are not -100"):
+        step(X, IGNORED)
+
+
+def test_it_is_repeated_in_another_mode_and_for_another_structure_and_only_then():
+    model = net()
+    calls = counted(model)
+    step = TrainStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        compute_loss=lambda model, x, *y: F.cross_entropy(model(x), y[0]),
+        micro_batch_size=8,
+    )
+
+    def passes(*batch):
+        calls.clear()
+        step(*batch)
+        return len(calls)
+
+    proven = passes(X, Y)
+    assert passes(X, Y) == passes(X * 2, Y.flip(0)) == 3 < proven
+    assert passes(X, Y, torch.ones(ROWS)) == proven
+    assert passes(X, Y, torch.ones(ROWS)) == 3
+    assert passes(X, Y, torch.rand(ROWS)) == proven  # weights, perhaps, that were the same for all rows before
+    model.eval()
+    assert passes(X, Y) == proven
+    model.train()
+    assert passes(X, Y) == passes(X, Y, torch.rand(ROWS)) == 3
+
+
+def test_it_looks_at_few_rows_and_at_fewer_where_memory_is_short():
+    model = net()
+    calls = counted(model)
+    update(model, (X.repeat(8, 1), Y.repeat(8)))
+    assert max(calls) == 16
+    assert sum(calls) == 3 * 16 + 8 * ROWS
+    calls.clear()
+    update(model, micro_batch_size=2)
+    assert max(calls) == 4
+
+    class Full(nn.Module):
+        def forward(self, h):
+            if len(h) > 8:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return h
+
+    model = net(Full())
+    update(model)
+    refused(model, compute_loss=lambda model, x, y: F.cross_entropy(model(x), y).sqrt())
+
+
+def test_what_cannot_be_evaluated_is_said_once(caplog):
+    model = net(Apply(lambda h: h.reshape(2, 12, 8).flatten(0, 1)))  # of 24 rows, and no others
+    keywords = {"loss_fn": CE, "max_tokens": None, "micro_batch_size": "auto"}
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), **keywords)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="shape"):
+            step(X, Y)
+    (record,) = [record for record in caplog.records if "could not be proven" in record.message]
+    assert "16 rows of this batch can't be evaluated" in record.message
+
+
+def test_without_verify_nothing_is_proven():
+    model = net()
+    calls = counted(model)
+    update(model, (X, TARGETS), loss_fn=LOSSES["the root of a mean"], verify=False)
+    assert calls == [8, 8, 8]
+
+
+def test_left_padding_that_comes_later_is_judged_when_it_comes():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.places, self.head = nn.Embedding(9, 4), nn.Embedding(6, 4), nn.Linear(4, 9)
+
+        def forward(self, input_ids, attention_mask):
+            places = torch.arange(input_ids.shape[1])
+            h = (self.words(input_ids) + self.places(places)) * attention_mask[..., None]
+            return self.head(h.cumsum(1))
+
+    def loss(model, batch):
+        logits = model(batch["input_ids"], batch["attention_mask"])
+        return F.cross_entropy(logits.transpose(1, 2), batch["labels"])
+
+    torch.manual_seed(0)
+    model = Positions()
+    other = copy.deepcopy(model)
+    ids = torch.randint(9, (ROWS, 6))
+    left = (torch.arange(6) >= torch.arange(ROWS)[:, None] % 4 + 1).long()
+    batches = [
+        {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, ids, -100)}
+        for mask in (torch.ones_like(ids), left)
+    ]
+    step = TrainStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        compute_loss=loss,
+        weight=lambda batch: (batch["labels"] != -100).sum(),
+        max_tokens=24,
+    )
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for batch in batches:
+        step(batch)
+        optimizer.zero_grad()
+        loss(other, batch).backward()
+        optimizer.step()
+    torch.testing.assert_close(dict(model.named_parameters()), dict(other.named_parameters()))
