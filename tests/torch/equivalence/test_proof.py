@@ -223,7 +223,7 @@ def test_a_buffer_that_moves_and_decides_the_gradient_is_named():
     message = refused(net(Codebook()))
     assert "'2' (Codebook) moves its buffers (code)" in message
     assert "later micro-batches are computed with others" in message
-    assert "'loss' (Centre) moves its buffers (centre)" in refused(net(), (X, TARGETS), loss_fn=Centre())
+    assert "'loss' moves its buffers (centre)" in refused(net(), (X, TARGETS), loss_fn=Centre())
     normed = net()
     normed[0] = nn.utils.spectral_norm(nn.Linear(6, 8))
     assert "'0' (Linear) moves its buffers (weight_u, weight_v)" in refused(normed)
