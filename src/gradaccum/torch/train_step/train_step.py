@@ -228,11 +228,10 @@ class TrainStep:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
         if not self._checked:
             self._check_ranks()
-        size = self.sizers.size
-        cut = size is None or batch.rows > size or self.packing is not None or self._whole is not None
-        if self._verify and cut and self._proof.due(batch):
+        split = batch.rows > (self.sizers.size or 0) or self.packing is not None or self._whole is not None
+        if self._verify and split and self._proof.due(batch):
             self._plan(batch)  # max_tokens judges the padding
-            self._proof.run(batch, size)
+            self._proof.run(batch, self.sizers.size)
         self._transaction.open()
         try:
             loss = self._make_update(batch)
