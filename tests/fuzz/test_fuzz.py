@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fuzz import runs
-from tests.fuzz.scenario import Scenario, random_scenario, sensible, shrunk
+from tests.fuzz.scenario import MicroBatch, Scenario, random_scenario, sensible, shrunk
 from tests.torch.distributed.processes import Processes, Raised
 
 ENGINES = ("ddp", "ddp unused", "fsdp2", "nested fsdp2")
@@ -67,6 +67,33 @@ def test_a_random_run_of_two_ranks_is_right_or_refused(engine: str, ranks: Proce
         scenario = random_scenario(seed, "wrapper" if seed else "TrainStep", engine)
         if sensible(scenario):
             check(seed, scenario, ranks)
+
+
+FOUND = {
+    "a cleared sum whose unit the next micro-batch changes": Scenario(
+        epochs=((MicroBatch(event="zero_grad"), MicroBatch(rows=1)),), way="batches"
+    ),
+    "a cleared sum before a micro-batch that weighs nothing": Scenario(
+        epochs=((MicroBatch(event="zero_grad"), MicroBatch(weight=0.0)),)
+    ),
+    "the same under batches()": Scenario(
+        epochs=((MicroBatch(event="zero_grad"), MicroBatch(weight=0.0)),), way="batches"
+    ),
+    "a cleared sum whose scale the GradScaler changes": Scenario(
+        epochs=((MicroBatch(event="zero_grad"), MicroBatch()),), scaler=3
+    ),
+}
+
+
+@pytest.mark.parametrize("scenario", FOUND.values(), ids=FOUND)
+def test_what_was_found_stays_noticed(scenario: Scenario) -> None:
+    assert "cleared or replaced" in runs.outcome(scenario)
+
+
+def test_a_late_backward_pass_leaves_parameters_alone_that_no_rank_uses(ranks: Processes) -> None:
+    epoch = (MicroBatch(),) * 6
+    found = Scenario(epochs=(epoch,), others=(epoch,), engine="ddp unused", optimizer="adamw", losses=2)
+    assert not failure(found, ranks)
 
 
 @pytest.mark.fuzz

@@ -221,7 +221,7 @@ class Ranks(SingleRank):
             # and the mean of that sum is right. From now on the reduction waits until step().
             self._engine.reduce()
             self.by_hand = True
-        if any(filled):
+        if any(filled) or any(lates):
             self._drop_unused()
         self._engine.settle()
         self._restored = self._uncounted = False

@@ -69,7 +69,7 @@ class Accumulation:
         self.screened = ScreenedGradientSum(parameters, accumulate_dtype) if nonfinite == "skip_micro_batch" else None
         self.sums = self.screened or GradientSum(parameters, accumulate_dtype)
         self.guard = Guard(parameters, whole=not self.ranks.in_step)
-        self.loss_scale = LossScale(self.sums, self.guard.accept)
+        self.loss_scale = LossScale(self.sums, self.guard)
         self.arrivals = Arrivals(parameters)
         self.sums.attach(self.ranks.pending)
         self.ranks.attach(self)
@@ -113,6 +113,7 @@ class Accumulation:
             if self.ranks.in_step:
                 arriving = 0.0  # the other ranks need this one's passes
             else:
+                self.check_sum()
                 self.sums.detach()
                 self.guard.restart()
         elif window.reduction == "mean" and weight != window.unit:
@@ -122,8 +123,8 @@ class Accumulation:
             else:  # a gradient that comes through loss.backward() joins the sum as it is, so the sum takes its unit
                 factor = window.rescale(weight)
                 if window.is_open and factor != 1.0:
-                    self.sums.scale_(factor)
-                    self.guard.accept()
+                    with self.guard.accepting():
+                        self.sums.scale_(factor)
         self._scale_arrivals(arriving)
 
     def backward(self, loss: Tensor, weight: Any, **how: Any) -> None:
@@ -142,8 +143,8 @@ class Accumulation:
         factor = window.weigh(weight)
         if one.weight == 0 and not self.ranks.in_step:
             self.loss_scale.rescale_()  # no backward pass will do it
-            self.sums.reach(loss)
-            self.guard.accept()
+            with self.guard.accepting():
+                self.sums.reach(loss)
             return
         if one.weight:
             self.loss.add(window.micro_batches, loss, one.weight, one.given)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -106,6 +107,13 @@ class Guard:
         """The sum was changed on purpose, by the wrapper itself."""
         for watched in self._watched:
             watched.look()
+
+    @contextlib.contextmanager
+    def accepting(self) -> Iterator[None]:
+        """The wrapper itself changes the sum; what was done to it before is not forgotten."""
+        self.tampering()
+        yield
+        self.accept()
 
     def tampering(self) -> Tampering | None:
         """What was done to the sum; None if autograd alone touched it."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradaccum.on_torch.gradients import GradientSum, all_require_grad
+from gradaccum.torch.optimizer.guard import Guard
 
 __all__ = ["LossScale"]
 
@@ -35,9 +35,9 @@ class LossScale:
 
     neutral = _Neutral()
 
-    def __init__(self, sums: GradientSum, on_rescale: Callable[[], None]) -> None:
+    def __init__(self, sums: GradientSum, guard: Guard) -> None:
         self._sums = sums
-        self._on_rescale = on_rescale
+        self._guard = guard
         self._live: Tensor | None = None
         self._handle: Any = None
         self._due = False
@@ -136,13 +136,12 @@ class LossScale:
         if not self._due or self._live is None or self._scale is None or self.overflow is None:
             return
         self._due = False
-        with torch.no_grad():
+        with torch.no_grad(), self._guard.accepting():
             self._sums.scale_(self._live / self._scale)
             overflow = self.overflow > 0
             for part in self._sums.everything():
                 part.masked_fill_(overflow.to(part.device), 0)
         self._scale = self._live.detach().clone()
-        self._on_rescale()
 
     # Several ranks: their sums can be reduced together only in one scale.
 
