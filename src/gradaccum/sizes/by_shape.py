@@ -49,6 +49,11 @@ class Sizers:
         """The current size in rows; None before the first batch."""
         if self._last is not None:
             return self._last.size
+        return self.given
+
+    @property
+    def given(self) -> int | None:
+        """The size that was asked for; None where it is searched for."""
         return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
 
     def of(self, tensors: list[tuple[str, Any, int]]) -> Sizer:

@@ -189,7 +189,7 @@ def test_autocast_runs_the_forward_pass_in_its_dtype() -> None:
     seen = []
     model = network(torch.float32)
     model[2].register_forward_hook(lambda _, args, output: seen.append(output.dtype))
-    step = make_step(model, autocast=torch.bfloat16)
+    step = make_step(model, autocast=torch.bfloat16, verify=False)  # the proof looks without it, too
     loss = step(*batches(dtype=torch.float32)[0])
     assert set(seen) == {torch.bfloat16}
     assert loss.dtype == torch.float32

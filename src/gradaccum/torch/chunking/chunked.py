@@ -72,6 +72,8 @@ class Chunked(nn.Module):
             the module besides its outputs.
 
     Example:
+        >>> import torch
+        >>> from torch import nn
         >>> encoder = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
         >>> small = chunked(encoder, 32)
         >>> logits = small(torch.randn(256, 4)) @ small(torch.randn(256, 4)).T       # 256 x 256: looks across rows

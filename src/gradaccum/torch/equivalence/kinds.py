@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradaccum.on_torch.batch import Batch
 
-__all__ = ["Kinds", "telling_rows"]
+__all__ = ["ENOUGH", "Kinds", "telling_rows"]
 
 
 ENOUGH = 8

@@ -102,8 +102,8 @@ class ModuleState:
         >>> norm = nn.BatchNorm1d(2)
         >>> state = ModuleState({"": norm})
         >>> y = norm(torch.randn(3, 2))
-        >>> norm.num_batches_tracked, state.put_back(), norm.num_batches_tracked
-        (tensor(1), None, tensor(0))
+        >>> int(norm.num_batches_tracked), state.put_back(), int(norm.num_batches_tracked)
+        (1, None, 0)
     """
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:

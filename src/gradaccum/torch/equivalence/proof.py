@@ -21,7 +21,7 @@ from gradaccum.rounding import rounding
 from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms
 from gradaccum.torch.equivalence.causes import suspicion, unusual_batch_norms
 from gradaccum.torch.equivalence.certificate import certify
-from gradaccum.torch.equivalence.kinds import Kinds, telling_rows
+from gradaccum.torch.equivalence.kinds import ENOUGH, Kinds, telling_rows
 from gradaccum.torch.equivalence.outcome import ModuleState, Outcome, largest, left_as_found
 from gradaccum.torch.equivalence.row_randomness import Replay
 from gradaccum.torch.loss import Objective
@@ -103,7 +103,7 @@ class Proof:
         }
         known = {id(parameter) for parameter in named.values()}
         named.update({f"parameter {i}": p for i, p in enumerate(self._parameters()) if id(p) not in known})
-        most = ROWS if size is None else min(ROWS, max(4, 2 * size))
+        most = ROWS if size is None else min(ROWS, max(ENOUGH, 2 * size))
         if self._prove(batch, most, roots, named) and self.objective.autocast is not None:
             # Rounding hides less without it.
             autocast, self.objective.autocast = self.objective.autocast, None

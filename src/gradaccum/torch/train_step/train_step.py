@@ -231,7 +231,7 @@ class TrainStep:
         split = batch.rows > (self.sizers.size or 0) or self.packing is not None or self._whole is not None
         if self._verify and split and self._proof.due(batch):
             self._plan(batch)  # max_tokens judges the padding
-            self._proof.run(batch, self.sizers.size)
+            self._proof.run(batch, self.sizers.given)
         self._transaction.open()
         try:
             loss = self._make_update(batch)
