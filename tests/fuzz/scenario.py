@@ -138,7 +138,8 @@ def sensible(scenario: Scenario) -> bool:
     every = [one for epochs in (scenario.epochs, scenario.others) for epoch in epochs for one in epoch]
     events = {one.event for one in every}
     finite = "inf" not in events or scenario.scaler > 0 or scenario.nonfinite != "propagate"
-    if scenario.frozen == "trunk" and "backward error" in events:
+    no_pass = scenario.frozen == "trunk" or any(one.event == "backward error" and one.weight == 0 for one in every)
+    if no_pass and "backward error" in events:
         return False
     if scenario.scaler and any(one.event == "inf" and one.weight == 0 for one in every):
         return False
