@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
+import gradaccum.keras
 from tests.reference import keras_updates, ragged, relative_error, windows_of
 
 BACKEND = keras.backend.backend()
@@ -80,6 +81,15 @@ def compiled(model: keras.Model, optimizer: Any) -> keras.Model:
     for variable, value in zip(shared.optimizer.variables, state):
         variable.assign(value)
     return shared
+
+
+def wrapped(inner: Any, steps: Any) -> keras.Model:
+    """The network, compiled with an `Optimizer` around `inner`: shared, with a new window of these steps."""
+    schedule = gradaccum.Schedule(steps)
+    model = compiled(network(), gradaccum.keras.optimizers.Optimizer(inner, 1))
+    model.optimizer.window.rule.schedule = schedule
+    model.optimizer.window.plan(schedule())
+    return model
 
 
 def plain(model: keras.Model, optimizer: Any, micro_batches: list[Batch], steps: int, epochs: int) -> keras.Model:

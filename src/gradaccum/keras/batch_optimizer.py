@@ -66,8 +66,8 @@ class SizesRule(StepsRule):
 
     def closed(self, counts: Counts, updated: Any) -> Counts:
         """The counts of the window that follows; in the next epoch, less the rows that were too many in this one."""
-        too_few = where(counts.rows_left <= 0, self.train_size, 0)
-        return counts.closed(updated)._replace(rows_left=counts.rows_left + too_few)
+        rows_left = where(counts.rows_left <= 0, counts.rows_left + self.train_size, counts.rows_left)
+        return counts.closed(updated)._replace(rows_left=rows_left)
 
     def check_batches(self, batches: int) -> None:
         """Whether an epoch may have so many micro-batches."""

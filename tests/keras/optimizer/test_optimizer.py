@@ -23,6 +23,7 @@ from tests.keras.problems import (
     split,
     train_by_hand,
     variables_like,
+    wrapped,
 )
 from tests.reference import relative_error
 
@@ -50,7 +51,9 @@ def both(make, steps=4, windows=3, by=""):
     return relative_error(accumulated, expected)
 
 
-@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize(
+    "name", [n if n in ("SGD", "Adam", "a custom one") else pytest.param(n, marks=pytest.mark.slow) for n in INNER]
+)
 def test_every_optimizer_matches_the_large_batch_with_ema_schedule_and_clipping(name, bound):
     if name == "Muon":
         keras.backend.set_floatx("float32")  # a plain Muon with a schedule refuses float64
@@ -73,7 +76,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("inner", [keras.optimizers.SGD, keras.optimizers.Adam])
+@pytest.mark.parametrize("inner", [keras.optimizers.SGD, pytest.param(keras.optimizers.Adam, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_act_once_per_update(setting, inner, bound):
     assert both(lambda: inner(**{"learning_rate": 0.1} | SETTINGS[setting])) <= bound
@@ -87,8 +90,7 @@ def test_an_eager_loop_matches_the_large_batch(make, bound):
 @pytest.mark.parametrize("make", [sgd, adam])
 def test_fit_matches_the_large_batch(make, fit_bound):
     x, y = regression(64)
-    model = network()
-    model.compile(optimizer=Optimizer(make(), steps=4), loss="mse")
+    model = wrapped(make(), 4)
     model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
     assert error(model, plain(network(), make(), split((x, y), [4] * 16), 4, 2)) <= fit_bound
 

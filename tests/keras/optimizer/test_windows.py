@@ -10,13 +10,24 @@ import pytest
 
 from gradaccum.keras.callbacks import GradientAccumulation
 from gradaccum.keras.optimizers import Optimizer
-from tests.keras.problems import BACKEND, Batches, adam, error, join, network, plain, regression, sgd, split
+from tests.keras.problems import (
+    BACKEND,
+    Batches,
+    adam,
+    compiled,
+    error,
+    join,
+    network,
+    plain,
+    regression,
+    sgd,
+    split,
+    wrapped,
+)
 from tests.reference import WINDOWS, keras_updates, windows_of
 
 
-def accumulated(optimizer, micro_batches, epochs=2, callback=None, **fit):
-    model = network()
-    model.compile(optimizer=optimizer, loss="mse", **fit.pop("compile", {}))
+def accumulated(model, micro_batches, epochs=2, callback=None, **fit):
     callbacks = [GradientAccumulation() if callback is None else callback, *fit.pop("callbacks", [])]
     model.fit(Batches(micro_batches), epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks, **fit)
     return model
@@ -27,14 +38,13 @@ def accumulated(optimizer, micro_batches, epochs=2, callback=None, **fit):
 def test_an_epoch_of_windows_matches_the_large_batches(window, make, fit_bound):
     sizes, steps = WINDOWS[window]
     micro_batches = split(regression(sum(sizes)), sizes)
-    model = accumulated(Optimizer(make(), steps), micro_batches)
+    model = accumulated(wrapped(make(), steps), micro_batches)
     assert int(model.optimizer.iterations) == 2 * len(windows_of(sizes, steps))
     assert error(model, plain(network(), make(), micro_batches, steps, 2)) <= fit_bound
 
 
 def scheduled(micro_batches, steps_of_epochs):
-    model = network()
-    model.compile(optimizer=sgd(), loss="mse")
+    model = compiled(network(), sgd())
     for steps in steps_of_epochs:
         keras_updates(model, [join(window) for window in windows_of(micro_batches, steps)])
     return model
@@ -45,11 +55,11 @@ def test_a_schedule_of_epochs(where, fit_bound):
     micro_batches = split(regression(40), [4] * 10)
     schedule = {0: 8, 2: 3}
     on_optimizer = where == "optimizer"
-    optimizer = Optimizer(sgd(), schedule if on_optimizer else 5)
+    model = wrapped(sgd(), schedule if on_optimizer else 5)
     callback = GradientAccumulation(None if on_optimizer else schedule)
-    model = accumulated(optimizer, micro_batches, epochs=4, callback=callback)
+    accumulated(model, micro_batches, epochs=4, callback=callback)
     assert error(model, scheduled(micro_batches, [8, 8, 3, 3])) <= fit_bound
-    assert optimizer.steps == (3 if on_optimizer else 5), "the callback gives back the optimizer's own steps"
+    assert model.optimizer.steps == (3 if on_optimizer else 5), "the callback gives back the optimizer's own steps"
 
 
 def test_a_schedule_compiles_nothing_anew():
@@ -88,10 +98,9 @@ def test_a_callable_schedule_is_asked_when_a_window_opens(fit_bound):
         asked.append((epoch, update))
         return 1 + update % 3
 
-    model = accumulated(Optimizer(sgd(), 1), micro_batches, callback=GradientAccumulation(steps))
+    model = accumulated(wrapped(sgd(), 1), micro_batches, callback=GradientAccumulation(steps))
     assert asked == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (1, 6), (1, 7)]
-    expected = network()
-    expected.compile(optimizer=sgd(), loss="mse")
+    expected = compiled(network(), sgd())
     ends = [0, 1, 3, 6, 7], [0, 2, 5, 6, 7]  # 1, 2, 3 and the one left; then 2, 3, 1, and the one left
     for bounds in ends:
         keras_updates(expected, [join(micro_batches[a:b]) for a, b in itertools.pairwise(bounds)])
@@ -100,7 +109,7 @@ def test_a_callable_schedule_is_asked_when_a_window_opens(fit_bound):
 
 def test_a_generator_of_unknown_length(fit_bound):
     micro_batches = split(regression(20), [4, 4, 4, 4, 4])
-    model, seen = network(), []
+    model, seen = wrapped(sgd(), 3), []
 
     def rows():
         yield from micro_batches
@@ -109,7 +118,6 @@ def test_a_generator_of_unknown_length(fit_bound):
         def on_epoch_end(self, epoch, logs=None):
             seen.append(self.model.optimizer.micro_batches)
 
-    model.compile(optimizer=Optimizer(sgd(), 3), loss="mse")
     callbacks = [GradientAccumulation(), Looks()]
     with pytest.warns(UserWarning, match="ran out of data"):  # Keras: the length is not known before
         model.fit(rows(), shuffle=False, verbose=0, callbacks=callbacks)
@@ -119,16 +127,14 @@ def test_a_generator_of_unknown_length(fit_bound):
 
 def test_steps_per_epoch(fit_bound):
     micro_batches = split(regression(20), [4] * 5)
-    model = network()
+    model = wrapped(sgd(), 2)
 
     def forever():
         while True:
             yield from micro_batches
 
-    model.compile(optimizer=Optimizer(sgd(), 2), loss="mse")
     model.fit(forever(), steps_per_epoch=3, epochs=2, shuffle=False, verbose=0, callbacks=[GradientAccumulation()])
-    expected = network()
-    expected.compile(optimizer=sgd(), loss="mse")
+    expected = compiled(network(), sgd())
     order = [[0, 1], [2], [3, 4], [0]]
     keras_updates(expected, [join([micro_batches[i] for i in window]) for window in order])
     assert error(model, expected) <= fit_bound
@@ -155,8 +161,7 @@ def test_validation_and_callbacks_see_the_finished_epoch():
 
         on_epoch_end = lambda self, epoch, logs=None: self.on_test_begin()  # noqa: E731
 
-    model = network()
-    model.compile(optimizer=Optimizer(sgd(), 3), loss="mse")
+    model = wrapped(sgd(), 3)
     callbacks = [Looks(), GradientAccumulation()]
     model.fit(x, y, batch_size=4, epochs=2, verbose=0, validation_data=(x, y), callbacks=callbacks)
     assert open_windows == [0] * 4
@@ -169,7 +174,7 @@ def test_validation_in_the_middle_leaves_the_window_open(fit_bound):
         def on_train_batch_end(self, batch, logs=None):
             self.model.evaluate(*micro_batches[0], verbose=0)
 
-    model = accumulated(Optimizer(sgd(), 3), micro_batches, callbacks=[Evaluates()])
+    model = accumulated(wrapped(sgd(), 3), micro_batches, callbacks=[Evaluates()])
     assert error(model, plain(network(), sgd(), micro_batches, 3, 2)) <= fit_bound
 
 
@@ -180,14 +185,14 @@ def test_training_that_stops_inside_an_epoch_closes_the_window(fit_bound):
         def on_train_batch_end(self, batch, logs=None):
             self.model.stop_training = batch == 2
 
-    model = accumulated(Optimizer(sgd(), 2), micro_batches, callbacks=[Stops()])
+    model = accumulated(wrapped(sgd(), 2), micro_batches, callbacks=[Stops()])
     assert error(model, plain(network(), sgd(), micro_batches[:3], 2, 1)) <= fit_bound
 
 
 def test_more_steps_than_batches_makes_one_update_per_epoch_and_says_so(caplog, fit_bound):
     micro_batches = split(regression(11), [4, 4, 3])
     with caplog.at_level(logging.WARNING, "gradaccum"):
-        model = accumulated(Optimizer(sgd(), 8), micro_batches, epochs=3)
+        model = accumulated(wrapped(sgd(), 8), micro_batches, epochs=3)
     assert int(model.optimizer.iterations) == 3
     assert error(model, plain(network(), sgd(), micro_batches, 8, 3)) <= fit_bound
     lines = [record.getMessage() for record in caplog.records]
@@ -216,7 +221,7 @@ def test_without_the_callback_windows_run_on_and_the_end_is_flushed_with_one_lin
 
 
 def test_the_model_is_left_as_it_was_found():
-    model = accumulated(Optimizer(sgd(), 2), split(regression(8), [4, 4]))
+    model = accumulated(wrapped(sgd(), 2), split(regression(8), [4, 4]))
     assert "train_step" not in vars(model)
     assert not model.optimizer.window.driven
 
