@@ -1,6 +1,7 @@
 """Files of version 0.1, saved in the middle of a window, load and continue exactly.
 
-Each in tests/keras/data is a Dense layer, 3 -> 2, that was trained with `jit_compile=False` and saved by `model.save`.
+Each in tests/keras/data is a Dense layer, 3 -> 2, that was trained with `jit_compile=False` and saved by `model.save`;
+the keywords that Keras 3.10 does not know were taken out of its config.
 """
 
 from pathlib import Path

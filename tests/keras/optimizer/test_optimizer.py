@@ -189,6 +189,7 @@ def test_an_optimizer_that_has_trained_goes_on_with_its_state(bound):
     assert relative_error(accumulated, expected) <= bound
 
 
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="not in this version of Keras")
 def test_two_optimizers_for_two_parts_of_a_model(bound):
     def make():
         mapping = keras.optimizers.OptimizerMap(sgd())
@@ -236,7 +237,11 @@ def test_the_inner_optimizer_runs_only_when_a_window_closes():
 def test_every_built_in_optimizer_is_there_by_name(name):
     wrapped = getattr(gradaccum.keras.optimizers, name)
     inner = getattr(keras.optimizers, name)
-    first = {"LossScaleOptimizer": [sgd()], "MultiOptimizer": [keras.optimizers.OptimizerMap(sgd())]}.get(name, [])
+    makes = {
+        "LossScaleOptimizer": lambda: [sgd()],
+        "MultiOptimizer": lambda: [keras.optimizers.OptimizerMap(sgd())],
+    }
+    first = makes.get(name, list)()
     for optimizer in (wrapped(4, *first), wrapped(*first, steps=4)):
         assert isinstance(optimizer, keras.optimizers.Optimizer)
         assert isinstance(optimizer, Optimizer)
