@@ -240,10 +240,10 @@ def test_a_window_goes_on_from_its_state_bit_for_bit(weights, cut, reduction):
     assert second.divisor == whole.divisor
 
 
-def test_a_state_is_plain_numbers():
+def test_a_state_is_plain_numbers_and_words():
     window = Window(steps=3)
     fill(window, [5, 3])
-    assert all(type(value) in (int, float, bool) for value in window.state_dict().values())
+    assert all(type(value) in (int, float, bool, str) for value in window.state_dict().values())
 
 
 def test_loading_forgets_the_micro_batch_in_progress():

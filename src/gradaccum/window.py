@@ -199,6 +199,7 @@ class Window:
         """The open window as plain numbers."""
         return {
             "steps": self.steps,
+            "reduction": self.reduction,
             "micro_batches": self.micro_batches,
             "weight": self.weight,
             "unit": self.unit,

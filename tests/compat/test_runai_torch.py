@@ -72,6 +72,7 @@ def test_what_scripts_read():
     seen = []
     for _ in range(4):
         seen.append(optimizer.runai.step)
+        optimizer.zero_grad()
         nn.functional.mse_loss(model(x[:4]), y[:4]).backward()
         optimizer.step()
     assert seen == [0, 1, 2, 0]

@@ -80,6 +80,8 @@ def telling_rows(batch: Batch, most: int) -> Tensor:
         values = torch.as_tensor(leaf).detach().movedim(dim, 0)
         if values.is_floating_point() or values.is_complex():
             continue
+        if values.dtype is torch.bool:
+            values = values.byte()
         if values.ndim == 1:
             scores += 2 * (values >= 0).cpu() + values.cpu().double() / (1.0 + values.abs().max().item())
         else:

@@ -68,10 +68,10 @@ class Batches:
         self._to_skip = None
         if not resumed:
             self._handed_out = 0
-        ahead = self._left_over() or _Ahead(self.loader, to_skip)
+        ahead = self._left_over() or _Ahead(self.loader, to_skip, resumed)
         for member in self.members:
             member.begin(self, resumed)
-        while ahead.failure is None:
+        while ahead.failure is None and not ahead.is_empty:
             batch = ahead.batch
             self._loader_state = ahead.fetch()
             for member in self.members:
@@ -106,8 +106,10 @@ class Batches:
 class _Ahead:
     """A loader's iterator, and the batch that comes next."""
 
-    def __init__(self, loader: Iterable[Any], to_skip: int) -> None:
+    def __init__(self, loader: Iterable[Any], to_skip: int, resumed: bool) -> None:
         self.loader = loader
+        self.is_empty = False
+        """Whether an epoch that is resumed was over already."""
         self.failure: Exception | None = None
         """Raised when the batch in hand has been trained on: it is a good one."""
         self.is_over = False
@@ -116,8 +118,12 @@ class _Ahead:
         try:
             for _ in range(to_skip):
                 next(self._iterator)
+            to_skip = 0
             self.batch = next(self._iterator)
         except StopIteration:
+            if resumed and not to_skip:
+                self.is_empty = self.is_over = True
+                return
             raise ValueError(
                 f"The loader yielded no batch{f' after the {to_skip} to be skipped' if to_skip else ''}. Received: "
                 f"loader of type {type(loader).__name__}. An iterator can be used only once; pass what makes a new "

@@ -78,6 +78,12 @@ def _check_window(windows: Windows, state: dict[str, Any]) -> None:
             f"done), and this optimizer has steps={steps} there. A window's length changes only between windows: load "
             f"it with steps={saved['steps']}, or take the checkpoint when `updated` is True."
         )
+    reduction = windows.accumulation.window.reduction
+    if saved.get("reduction", reduction) != reduction:
+        raise WindowError(
+            f'The checkpoint was taken inside a window of losses with reduction="{saved["reduction"]}", and this '
+            f'optimizer has reduction="{reduction}". Load it with the same, or take it when `updated` is True.'
+        )
     parameters = windows.parameters()
     for index, gradient in state["gradients"].items():
         shape = tuple(parameters[index].shape) if index < len(parameters) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
@@ -17,17 +18,19 @@ from gradaccum.on_torch.gradients import all_require_grad
 
 __all__ = [
     "Guard",
+    "counted_twice_error",
     "failed_error",
     "mixed_error",
     "tampering_error",
     "uncounted_error",
     "unscaled_error",
     "untouched_error",
+    "warn_of_hooks",
 ]
 
 _UNKNOWN = -1
 
-Tampering = Literal["cleared", "edited"]
+Tampering = Literal["cleared", "edited", "left"]
 
 
 class Guard:
@@ -77,7 +80,7 @@ class Guard:
         """Gradients that have arrived at watched parameters since the last micro-batch was counted."""
         self._tampering: Tampering | None = None
         for watched in self._watched:
-            watched.gradient = None
+            watched.gradient = watched.finished = None
 
     def close(self) -> None:
         """A window is over: choose what to watch in the next one."""
@@ -95,6 +98,7 @@ class Guard:
                 self._watches_all = False
         for watched in self._watched:
             watched.arrivals = 0
+            watched.finish()
 
     def counted(self) -> None:
         """A micro-batch is in, which weighs something."""
@@ -133,12 +137,13 @@ class Guard:
 class _Watched:
     """A parameter, and its gradient as it was when autograd or the wrapper had last changed it."""
 
-    __slots__ = ("__weakref__", "_handle", "arrivals", "gradient", "parameter", "version")
+    __slots__ = ("__weakref__", "_handle", "arrivals", "finished", "gradient", "parameter", "version")
 
     def __init__(self, parameter: Tensor, guard: Guard) -> None:
         self.parameter = parameter
         self.arrivals = 0
         self.gradient: Tensor | None = None  # kept, so that no other tensor can have its id
+        self.finished: tuple[Tensor, int] | None = None
         self.version = 0
         this, guard_of = weakref.ref(self), weakref.ref(guard)  # the parameter shall not keep the optimizer alive
 
@@ -151,6 +156,8 @@ class _Watched:
             tampering: Tampering | None = None
             if before is not None and gradient is not None:
                 tampering = watched.tampering_before(gradient)
+            elif watched.finished is not None and gradient is not None:
+                tampering = watched.left_before(gradient)
             watched.gradient = gradient
             if gradient is not None:  # else another hook has taken it
                 # Compiled autograd adds later, in its own way.
@@ -167,6 +174,18 @@ class _Watched:
         self.gradient = gradient = self.parameter.grad
         if gradient is not None:
             self.version = gradient._version
+
+    def finish(self) -> None:
+        """The update of a window is made with this gradient, which is not to join the next sum."""
+        gradient = self.parameter.grad
+        self.finished = None if gradient is None else (gradient, gradient._version)
+
+    def left_before(self, gradient: Tensor) -> Tampering | None:
+        """Whether the last window's gradient was still there when this one arrived."""
+        finished, self.finished = self.finished, None
+        assert finished is not None
+        same = gradient is finished[0] and gradient._version == finished[1] + 1 and _counts_versions(gradient)
+        return "left" if same else None
 
     def tampering(self) -> Tampering | None:
         """What was done to the gradient since it was last looked at."""
@@ -216,6 +235,8 @@ def tampering_error(tampering: Tampering) -> WindowError:
         "edited": "edited inside an open window, by clipping perhaps. Until step() closes the window p.grad holds "
         "an undivided sum. Pass clip_grad_norm= to the wrapper, or edit the finished gradient in a hook: "
         "register_step_pre_hook. To read a norm without editing use torch.nn.utils.get_total_norm.",
+        "left": "left from the last window: the finished mean gradient would join this window's sum. Call "
+        "optimizer.zero_grad() on every micro-batch, which waits for the window's end.",
     }[tampering]
     return WindowError(f"The gradients were {advice} discard() drops the window.")
 
@@ -236,6 +257,33 @@ def failed_error(failure: BaseException) -> WindowError:
         f"A backward pass of this window failed ({type(failure).__name__}), and may have left part of its gradient in "
         "the sum. Call discard() to drop the window; parameters and optimizer state are as they were."
     )
+
+
+def counted_twice_error() -> WindowError:
+    """A batch of `batches()` has come to two steps."""
+    return WindowError(
+        "step() was called twice for one batch of batches(), which weighs a batch by its rows and closes the epoch's "
+        "last window with its last batch. Call step() once per batch; to split a batch further, or to use it several "
+        "times, loop over the loader itself and call flush() at the epoch's end. discard() drops the window."
+    )
+
+
+def warn_of_hooks(parameters: Iterable[Tensor]) -> None:
+    """Name hooks of the user's on gradients: they see a micro-batch's, not the finished one."""
+    hooked = [
+        index
+        for index, parameter in enumerate(parameters)
+        for hook in (parameter._backward_hooks or {}).values()
+        if not (getattr(hook, "__module__", None) or "").startswith(("gradaccum.", "torch."))
+    ]
+    if hooked:
+        warnings.warn(
+            f"{len(set(hooked))} parameters have hooks on their gradients (parameter {hooked[0]} of the optimizer is "
+            "the first). They are called for every micro-batch, with its part of the window's gradient: that is exact "
+            "for hooks that multiply by a constant or a mask, not for those that clip or clamp. Pass clip_grad_norm= "
+            "to the wrapper, or edit the finished gradient in a hook: register_step_pre_hook.",
+            stacklevel=4,
+        )
 
 
 def unscaled_error() -> WindowError:

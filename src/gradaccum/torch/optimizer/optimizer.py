@@ -19,6 +19,7 @@ from gradaccum.torch.distributed import check_detected, detect_ranks
 from gradaccum.torch.optimizer import checkpoint
 from gradaccum.torch.optimizer.accumulation import Accumulation, Nonfinite
 from gradaccum.torch.optimizer.batches import Batches
+from gradaccum.torch.optimizer.guard import warn_of_hooks
 from gradaccum.torch.optimizer.proxy import (
     OptimizerProxy,
     check_steps_of,
@@ -273,6 +274,8 @@ class Optimizer(OptimizerProxy):
             return checkpoint.initialise(windows)
         if not self._checked:
             check_detected(self._model, windows.parameters(), windows.ranks, windows.schedule.constant)
+            if windows.schedule.constant != 1:
+                warn_of_hooks(windows.parameters())
             self._checked = True
         windows.count(self._scaled)
         return result

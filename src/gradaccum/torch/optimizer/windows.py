@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradaccum.schedule import Schedule
 from gradaccum.torch.optimizer.accumulation import Accumulation
+from gradaccum.torch.optimizer.guard import counted_twice_error
 from gradaccum.torch.optimizer.proxy import parameters_of
 from gradaccum.torch.optimizer.sharded_checkpoint import release
 
@@ -113,8 +114,14 @@ class Windows:
 
         Args:
             scaled: Under a GradScaler, its live scale (None after `unscale_`) and whether it found an overflow.
+
+        Raises:
+            WindowError: The batch of `batches()` in use is counted already; or the sum was edited from outside.
         """
         accumulation = self.accumulation
+        one = accumulation.window.micro_batch
+        if one.in_batches and not one.announced:
+            raise counted_twice_error()
         if not accumulation.window.is_open:
             self._settle_steps()
             self._note_rates()

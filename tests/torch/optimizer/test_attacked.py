@@ -1,0 +1,123 @@
+"""Loops that went wrong without a word: each is exact now, or named."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from gradaccum import WindowError
+from gradaccum.torch import TrainStep
+from gradaccum.torch.optim import SGD
+
+torch.manual_seed(0)
+X, Y = torch.randn(12, 5, dtype=torch.float64), torch.randint(3, (12,))
+BATCHES = list(zip(X.split([3, 1, 4, 2, 2]), Y.split([3, 1, 4, 2, 2])))
+
+
+def made(**keywords):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    return model, SGD(model.parameters(), lr=0.1, momentum=0.9, **{"steps": 3} | keywords)
+
+
+def trained(model, optimizer, x, y):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def test_a_batch_of_batches_that_is_split_again_is_refused():
+    model, optimizer = made()
+    with pytest.raises(WindowError, match=r"step\(\) was called twice for one batch"):
+        for x, y in optimizer.batches(BATCHES):
+            trained(model, optimizer, x[:1], y[:1])
+            trained(model, optimizer, x[1:], y[1:])
+
+
+def test_a_loop_without_zero_grad_is_refused_where_the_next_window_would_add_to_the_finished_gradient():
+    model, optimizer = made()
+    for x, y in BATCHES[:3]:
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert optimizer.updated
+    nn.functional.cross_entropy(model(X), Y).backward()
+    with pytest.raises(WindowError, match="left from the last window"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_clearing_gradients_between_windows_by_the_model_is_fine(set_to_none):
+    model, optimizer = made(steps=2)
+    for x, y in BATCHES[:4]:
+        if not optimizer.micro_batches:
+            model.zero_grad(set_to_none)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert optimizer.updates == 2
+
+
+def test_a_plain_loop_of_one_micro_batch_adds_up_without_zero_grad_as_torch_does():
+    model, optimizer = made(steps=1)
+    plain = copy.deepcopy(model)
+    inner = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for network, each in ((model, optimizer), (plain, inner)):
+        for x, y in BATCHES[:3]:
+            nn.functional.cross_entropy(network(x), y).backward()
+            each.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_hooks_on_gradients_are_named_once():
+    model, optimizer = made()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    with pytest.warns(UserWarning, match=r"4 parameters have hooks on their gradients .* not for those that clip"):
+        trained(model, optimizer, *BATCHES[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(model, optimizer, *BATCHES[1])
+
+
+def test_an_epoch_that_was_over_when_it_was_saved_is_over_when_it_is_resumed():
+    model, optimizer = made()
+    batches = optimizer.batches(BATCHES)
+    for x, y in batches:
+        trained(model, optimizer, x, y)
+        saved = optimizer.state_dict(), batches.state_dict(), copy.deepcopy(model.state_dict())
+    resumed, again = made()
+    resumed.load_state_dict(saved[2])
+    again.load_state_dict(saved[0])
+    rest = again.batches(BATCHES)
+    rest.load_state_dict(saved[1])
+    assert list(rest) == []
+    for network, each in ((model, optimizer), (resumed, again)):
+        for x, y in each.batches(BATCHES):
+            trained(network, each, x, y)
+    assert again.updates == optimizer.updates == 4
+    assert again.epoch == optimizer.epoch == 2
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
+
+
+def test_an_open_window_of_means_is_not_continued_as_one_of_sums():
+    model, optimizer = made()
+    trained(model, optimizer, *BATCHES[0])
+    _, other = made(reduction="sum")
+    with pytest.raises(WindowError, match='reduction="mean", and this optimizer has reduction="sum"'):
+        other.load_state_dict(optimizer.state_dict())
+
+
+def test_true_and_false_in_a_batch_are_targets_as_any_others():
+    model, _ = made()
+    plain = copy.deepcopy(model)
+
+    def loss_of(model, x, y):
+        return nn.functional.mse_loss(model(x)[:, 0], y.double())
+
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), compute_loss=loss_of, micro_batch_size=5)
+    step(X, Y > 0)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    loss_of(plain, X, Y > 0).backward()
+    optimizer.step()
+    assert all(torch.allclose(a, b, 1e-12, 1e-14) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
