@@ -1,11 +1,11 @@
-"""Libraries that users install beside the package, imported when they are needed."""
+"""Libraries that users install beside the package: imported when needed, and what is used of them privately."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["require"]
+__all__ = ["PrivateName", "require"]
 
 
 def require(name: str) -> Any:
@@ -29,3 +29,30 @@ def require(name: str) -> Any:
             f'This needs {library}, which is not installed. Install it with: pip install "gradaccum[{extra}]"',
             name=library,
         ) from None
+
+
+class PrivateName(NamedTuple):
+    """A name that is used beyond a library's public API.
+
+    Example:
+        >>> PrivateName("string", "_join", "joins words").missing_from("a b", "Python 4")
+        'Python 4 has no _join in its string: joins words.'
+    """
+
+    owner: str
+    """A module, or the kind of object that has the attribute: `"ddp"`, `"model"`, `"losses"` ..."""
+    name: str
+    """The function or attribute, or a path to it."""
+    purpose: str
+    """What it is used for here."""
+    otherwise: str = ""
+    """How it goes on without it; empty where it cannot."""
+
+    def missing_from(self, owner: object, library: str) -> str | None:
+        """A sentence where `owner` lacks the name, else None; `library` is its name and version."""
+        for name in self.name.split("."):
+            if not hasattr(owner, name):
+                without = f" Without it: {self.otherwise}." if self.otherwise else ""
+                return f"{library} has no {self.name} in its {self.owner}: {self.purpose}.{without}"
+            owner = getattr(owner, name)
+        return None

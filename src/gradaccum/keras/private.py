@@ -10,13 +10,14 @@ import contextlib
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 
+from gradaccum.extras import PrivateName
+
 __all__ = [
     "NAMES",
-    "PrivateName",
     "build_symbolically",
     "compiled_losses",
     "compiled_metrics",
@@ -48,19 +49,6 @@ __all__ = [
     "torch_device",
     "unscale_loss_for_distribution",
 ]
-
-
-class PrivateName(NamedTuple):
-    """A private name of Keras."""
-
-    owner: str
-    """A module, `"keras.src..."`, or the kind of object that has the attribute: `"model"`, `"losses"` ..."""
-    name: str
-    """The function or attribute."""
-    purpose: str
-    """What it is used for here."""
-    otherwise: str = ""
-    """How it goes on without it; empty where it cannot."""
 
 
 NAMES: tuple[PrivateName, ...] = (
@@ -109,9 +97,8 @@ def missing(samples: Mapping[str, Any]) -> list[str]:
         if backend not in ("", keras.backend.backend()):
             continue
         owner = _module(kind) if kind.startswith("keras.") else samples[kind]
-        if owner is None or not hasattr(owner, name.name):
-            sentences.append(f"Keras {keras.version()} has no {name.name} in its {kind}: {name.purpose}.")
-    return sentences
+        sentences.append(name._replace(owner=kind).missing_from(owner, f"Keras {keras.version()}"))
+    return [sentence for sentence in sentences if sentence is not None]
 
 
 def _module(path: str) -> Any:

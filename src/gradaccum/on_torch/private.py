@@ -12,16 +12,17 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradaccum.extras import PrivateName
+
 __all__ = [
     "NAMES",
-    "PrivateName",
     "ShardedGroup",
     "accumulates",
     "after_backward",
@@ -41,19 +42,6 @@ __all__ = [
     "sharded_groups",
     "timeout_of",
 ]
-
-
-class PrivateName(NamedTuple):
-    """A private name of torch."""
-
-    owner: str
-    """The kind of object that has it: `"torch"`, `"tensor"`, `"module"`, `"ddp"`, `"reducer"` ..."""
-    name: str
-    """The attribute; a path for `"torch"`."""
-    purpose: str
-    """What it is used for here."""
-    otherwise: str = ""
-    """How it goes on without it; empty where it cannot."""
 
 
 NAMES: tuple[PrivateName, ...] = (
@@ -129,20 +117,8 @@ def missing(samples: Mapping[str, object]) -> list[str]:
     Args:
         samples: An object for each kind of owner.
     """
-    return [
-        f"torch {torch.__version__} has no {entry.name} in its {entry.owner}: {entry.purpose}."
-        + (f" Without it: {entry.otherwise}." if entry.otherwise else "")
-        for entry in NAMES
-        if not _has(samples[entry.owner], entry.name)
-    ]
-
-
-def _has(owner: Any, path: str) -> bool:
-    for name in path.split("."):
-        if not hasattr(owner, name):
-            return False
-        owner = getattr(owner, name)
-    return True
+    found = (name.missing_from(samples[name.owner], f"torch {torch.__version__}") for name in NAMES)
+    return [sentence for sentence in found if sentence is not None]
 
 
 # Optimizers.
