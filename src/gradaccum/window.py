@@ -174,6 +174,10 @@ class Window:
             one.factor = weight / self.unit if self.unit else 0.0
         return one.factor
 
+    def leave_out(self) -> None:
+        """The micro-batch in progress has no loss: it weighs nothing."""
+        self.micro_batch.weight = 0.0
+
     def add(self) -> bool:
         """The micro-batch in progress is in. Returns whether the window closes with it."""
         one = self.micro_batch

@@ -213,20 +213,6 @@ def test_hooks_of_the_inner_optimizer_run_too():
     assert len(log) == 4
 
 
-class AcceleratedOptimizer(torch.optim.SGD):
-    """Stands in for Accelerate's, which keeps the scaler of its Accelerator."""
-
-    scaler = None
-
-
-def test_an_accelerated_optimizer_with_a_live_scaler_is_refused():
-    optimizer = AcceleratedOptimizer(network().parameters(), lr=0.1)
-    Optimizer(optimizer, steps=2)
-    optimizer.scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(ValueError, match=r"GradScaler.*Wrap first, then prepare"):
-        Optimizer(optimizer, steps=2)
-
-
 def test_the_sum_of_float16_gradients_does_not_overflow_where_their_mean_does_not():
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.float16))
     optimizer = Optimizer(torch.optim.SGD([parameter], lr=1.0), steps=8)

@@ -1,12 +1,9 @@
 """Checkpoints at awkward moments, frameworks that clear gradients after they restore, and masks that change."""
 
 import copy
-import sys
-import types
 
 import pytest
 import torch
-from torch import nn
 
 import gradaccum.torch
 from gradaccum import WindowError
@@ -161,27 +158,6 @@ def test_halves_that_are_trained_in_turn_are_rescaled_with_the_loss():
         inner.step()
     assert optimizer.updates == 3
     assert relative_error(model.parameters(), alone.parameters()) <= FLOAT64
-
-
-# Other people's trainers.
-
-
-def test_the_transformers_trainer_is_named_where_it_clears_or_clips():
-    model, optimizer = start()
-    trainer = types.ModuleType("transformers.trainer")
-    exec(
-        "def train(micro_batch, model, clip):\n    for _ in range(2):\n        micro_batch()\n"
-        "        clip(model.parameters(), 1e-3)\n",
-        trainer.__dict__,
-    )
-
-    def micro_batch():
-        mse(model, *parts()[0]).backward()
-        optimizer.step()
-
-    with pytest.raises(WindowError, match=r"transformers' Trainer.*gradient_accumulation_steps.*TrainStep"):
-        trainer.train(micro_batch, model, nn.utils.clip_grad_norm_)
-    assert "transformers.trainer" not in sys.modules or sys.modules["transformers.trainer"] is not trainer
 
 
 # Whole loops that are compiled.

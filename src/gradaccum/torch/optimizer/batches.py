@@ -136,8 +136,7 @@ class _Ahead:
         Raises:
             ValueError: That changed the batch before.
         """
-        state_dict = getattr(self.loader, "state_dict", None) if hasattr(self.loader, "load_state_dict") else None
-        state = None if state_dict is None else copy.deepcopy(state_dict())
+        state = _state_of(self.loader)
         batch, before = self.batch, _Contents(self.batch, copied=self._compares)
         try:
             self.batch = next(self._iterator)
@@ -154,6 +153,16 @@ class _Ahead:
                     "dict(batch); or leave out batches(), and call flush() at the epoch's end."
                 )
         return state
+
+
+def _state_of(loader: Any) -> Any:
+    """What the loader can go on from; None where it has no state, and its first batches are to be skipped."""
+    if not hasattr(loader, "state_dict") or not hasattr(loader, "load_state_dict"):
+        return None
+    try:
+        return copy.deepcopy(loader.state_dict())
+    except (AttributeError, NotImplementedError):  # Accelerate's has the method whether its inner loader has or not
+        return None
 
 
 class _Contents:

@@ -41,7 +41,7 @@ class LossScale:
         self._live: Tensor | None = None
         self._handle: Any = None
         self._due = False
-        self._shown: Tensor | None = None
+        self._shown: tuple[Tensor, Tensor, int] | None = None
         self.close()
 
     def close(self) -> None:
@@ -79,14 +79,20 @@ class LossScale:
         """`GradScaler.step` wants a gradient to look at: a zero where the window has none in `p.grad` so far."""
         parameters = [p for p in self._sums.parameters() if p.requires_grad]
         if parameters and all(p.grad is None for p in parameters):
-            self._shown = min(parameters, key=Tensor.numel)
-            self._shown.grad = torch.zeros_like(self._shown, requires_grad=False)
+            smallest = min(parameters, key=Tensor.numel)
+            smallest.grad = zero = torch.zeros_like(smallest, requires_grad=False)
+            self._shown = smallest, zero, zero._version
 
     def hide(self) -> None:
-        """Remove the zero gradient that `show` made."""
+        """Remove the zero gradient that `show` made, if no other has joined or replaced it.
+
+        Lightning asks whether the optimizer unscales, and leaves it at that where its user skips a micro-batch.
+        """
         shown, self._shown = self._shown, None
         if shown is not None:
-            shown.grad = None
+            parameter, zero, version = shown
+            if parameter.grad is zero and zero._version == version:
+                parameter.grad = None
 
     def add(self, live: Tensor | None, found_inf: Tensor, counts: bool = True) -> None:
         """A micro-batch is done.

@@ -26,6 +26,7 @@ from gradaccum.torch.optimizer.proxy import (
     checked_inner,
     evaluated,
     has_options,
+    left_out,
     may_evaluate_again,
     needs_closure,
     overflows_easily,
@@ -141,7 +142,7 @@ class Optimizer(OptimizerProxy):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the inner optimizer; their part of the open window's sum starts here."""
-        if "inner" in self.__dict__:
+        if hasattr(self, "inner"):  # or behind a framework's imitation of this class
             self.inner.add_param_group(param_group)
             self._windows.accumulation.parameters_added()
 
@@ -260,8 +261,7 @@ class Optimizer(OptimizerProxy):
         Raises:
             WindowError: The sum of an open window was edited or cleared from outside, or a backward pass failed.
         """
-        windows, self._answer = self._windows, ()
-        result = None
+        windows, self._answer, result = self._windows, (), None
         if closure is not None:
             again = may_evaluate_again(self.inner)
             plain = windows.steps == 1 and not (has_options(self._accumulation_arguments) or windows.ranks.several)
@@ -269,6 +269,8 @@ class Optimizer(OptimizerProxy):
                 return windows.evaluate(functools.partial(self._step_inner, closure))
             with torch.enable_grad():
                 result = closure()
+            if left_out(closure, result):
+                windows.accumulation.window.leave_out()
             self._answer = (evaluated(self.inner, result),) if again else ()
         if not windows.accumulation.guard.arrivals and checkpoint.is_initialisation(windows):
             return checkpoint.initialise(windows)

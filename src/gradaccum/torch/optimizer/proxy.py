@@ -21,11 +21,23 @@ __all__ = [
     "checked_inner",
     "evaluated",
     "has_options",
+    "left_out",
     "may_evaluate_again",
     "needs_closure",
     "overflows_easily",
     "parameters_of",
 ]
+
+
+_WRAPPED = "Optimizer(torch.optim.Adam(model.parameters()), steps=4)"
+_PREPARED = {
+    "accelerate.": f"accelerator.prepare({_WRAPPED})",
+    "lightning.fabric.": f"fabric.setup(model, {_WRAPPED})",
+    "lightning_fabric.": f"fabric.setup(model, {_WRAPPED})",
+    "lightning.pytorch.": f"return {_WRAPPED} from configure_optimizers",
+    "pytorch_lightning.": f"return {_WRAPPED} from configure_optimizers",
+}
+"""Where frameworks define optimizers around the user's, and how to have them go around the window's, too."""
 
 
 class OptimizerProxy(torch.optim.Optimizer):
@@ -51,7 +63,7 @@ class OptimizerProxy(torch.optim.Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        if "inner" in self.__dict__:
+        if hasattr(self, "inner"):
             self.inner.param_groups = groups
 
     @property
@@ -60,7 +72,7 @@ class OptimizerProxy(torch.optim.Optimizer):
 
     @state.setter
     def state(self, state: Any) -> None:
-        if "inner" in self.__dict__:
+        if hasattr(self, "inner"):
             self.inner.state = state
 
     @property
@@ -69,7 +81,7 @@ class OptimizerProxy(torch.optim.Optimizer):
 
     @defaults.setter
     def defaults(self, defaults: dict[str, Any]) -> None:
-        if "inner" in self.__dict__:
+        if hasattr(self, "inner"):
             self.inner.defaults = defaults
 
     def __getattr__(self, name: str) -> Any:
@@ -178,6 +190,12 @@ def evaluated(optimizer: torch.optim.Optimizer, result: Any) -> Callable[[], Any
     return closure
 
 
+def left_out(closure: Callable[[], Any], result: Any) -> bool:
+    """Whether Lightning's `training_step` returned None: there was no backward pass, and there are no rows."""
+    module = next(iter(getattr(closure, "args", ())), None)
+    return result is None and bool(getattr(module, "automatic_optimization", False))
+
+
 def overflows_easily(inner: torch.optim.Optimizer) -> bool:
     """Whether a sum of gradients may overflow where their mean does not."""
     return any(p.dtype is torch.float16 and not hasattr(p, "to_local") for p in parameters_of(inner))
@@ -207,11 +225,12 @@ def checked_inner(optimizer: Any) -> torch.optim.Optimizer:
             "For example: Optimizer(torch.optim.Adam(model.parameters()), steps=4)."
         )
     _check_complete(optimizer)
-    if type(optimizer).__name__ == "AcceleratedOptimizer" and getattr(optimizer, "scaler", None) is not None:
+    framework = next((f for base in type(optimizer).__mro__ for f in _PREPARED if base.__module__.startswith(f)), None)
+    if framework is not None:
         raise ValueError(
-            "Accelerate has wrapped this optimizer with a GradScaler, which would unscale the window's sum on every "
-            f"micro-batch. Received: {type(optimizer).__name__}. Wrap first, then prepare: "
-            "accelerator.prepare(Optimizer(torch.optim.Adam(model.parameters()), steps=4))."
+            f"{framework.partition('.')[0].rstrip('_')} has prepared this optimizer already: its checkpoints would "
+            "leave out the open window, and its loss scale and its own accumulation would act inside of windows. "
+            f"Received: {type(optimizer).__name__}. Wrap first, then prepare: {_PREPARED[framework]}."
         )
     return optimizer
 
