@@ -1,25 +1,50 @@
-"""What the fuzzer trains: a small model, its batches, its losses, and one ordinary step as the oracle's."""
+"""What the fuzzer trains: small models, their batches and losses, and what goes wrong in them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gradaccum.torch import chunked
 from tests.fuzz.scenario import MicroBatch, Scenario
 
-__all__ = ["OPTIMIZERS", "Faulty", "Injected", "Model", "loader_of", "loss_of", "rows_of", "update"]
+__all__ = [
+    "OPTIMIZERS",
+    "SCHEDULES",
+    "Faulty",
+    "Injected",
+    "Model",
+    "halve",
+    "loss_of",
+    "parts_of",
+    "rows_of",
+    "split_sizes",
+    "weight_of",
+]
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
+    "asgd": lambda parameters: torch.optim.ASGD(parameters, lr=0.1),
+    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3),
+}
+
+SCHEDULES: dict[str, Callable[[Any], torch.optim.lr_scheduler.LRScheduler]] = {
+    "exponential": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7),
+    "cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=0.1, total_steps=1000, cycle_momentum=bool({"momentum", "betas"} & {*optimizer.defaults})
+    ),
 }
 
 CLASS_WEIGHTS = torch.tensor([1.0, 3.0, 0.2], dtype=torch.float64)
+COLUMNS = 6
+"""Of padded rows of tokens."""
 
 
 class Injected(Exception):
@@ -43,7 +68,21 @@ class Faulty(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.where, self.most = "", 10**9
+        self.calm()
+
+    def calm(self, memory: int = 0) -> None:
+        """Nothing goes wrong, unless more rows come than fit."""
+        self.where, most = "", memory or 10**9
+        self.most = {"forward": most, "backward": most}
+
+    def prepare(self, event: str, most: int) -> None:
+        """What shall go wrong next."""
+        if event in ("forward error", "backward error"):
+            self.where = event.removesuffix(" error")
+        if event == "oom":
+            self.most["forward"] = min(most, self.most["forward"])
+        if event == "backward oom":
+            self.most["backward"] = min(most, self.most["backward"])
 
     def forward(self, x: Tensor) -> Tensor:
         self.strike("forward", len(x))
@@ -53,8 +92,43 @@ class Faulty(nn.Module):
         if self.where == here:
             self.where = ""
             raise Injected
-        if rows > self.most:
+        if rows > self.most[here]:
             raise torch.OutOfMemoryError("no memory")
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, module: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.module, self.reentrant = module, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant and torch.is_grad_enabled():
+            x = x.detach().requires_grad_()  # a reentrant checkpoint needs one
+        return checkpoint(self.module, x, use_reentrant=self.reentrant)
+
+
+class _ByHand(nn.Module):
+    """What a chunked module computes: chunk by chunk."""
+
+    def __init__(self, module: nn.Module, size: int) -> None:
+        super().__init__()
+        self.module, self.size = module, size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.module(rows) for rows in x.split(split_sizes(len(x), self.size))])
+
+
+class _Tokens(nn.Module):
+    """Each token's outputs look at the ones before it that aren't padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        mask = batch["attention_mask"].to(self.embedding.weight.dtype)[..., None]
+        seen = (self.embedding(batch["input_ids"]) * mask).cumsum(1)
+        return torch.tanh(seen / mask.cumsum(1).clamp(min=1.0))
 
 
 class Model(nn.Module):
@@ -63,53 +137,52 @@ class Model(nn.Module):
     def __init__(self, scenario: Scenario, alone: bool = False) -> None:
         super().__init__()
         torch.manual_seed(scenario.seed % 1000)
-        trunk: nn.Module = nn.Sequential(nn.Linear(5, 6, bias=not scenario.norm), nn.Tanh())
-        if scenario.norm:
-            trunk = nn.Sequential(trunk[0], nn.BatchNorm1d(6), nn.Tanh())  # type: ignore[index]
-        self.trunk = chunked(trunk, scenario.chunk) if scenario.chunk and not alone and not scenario.norm else trunk
+        trunk: nn.Module = self._trunk(scenario)
+        if scenario.norm == "frozen" and alone:
+            trunk[1].train = lambda mode=True: trunk[1]  # type: ignore[index, method-assign, assignment]
+            trunk[1].training = False  # type: ignore[index]
+        if scenario.checkpoint:
+            trunk = _Checkpointed(trunk, scenario.checkpoint == "reentrant")
+        if scenario.chunk and not scenario.norm:
+            trunk = _ByHand(trunk, scenario.chunk) if alone else chunked(trunk, scenario.chunk)
+        self.trunk = trunk
         self.fault = Faulty()
+        self.fault.calm(0 if alone else scenario.memory)
         self.heads = nn.ModuleList(nn.Linear(6, 3) for _ in range(1 if scenario.engine == "ddp" else 2))
         if scenario.unused:
             self.never = nn.Linear(2, 2)
-        self.double()
+        self.to(torch.float64 if scenario.dtype == "float64" else torch.float32)
         if scenario.frozen:
-            (self.trunk if scenario.frozen == "trunk" else self.heads[1]).requires_grad_(False)
+            (self.trunk if scenario.frozen == "trunk" else self.heads[-1]).requires_grad_(False)
+        if scenario.hook in ("parameter", "clamp"):
+            for parameter in self.parameters():
+                if parameter.requires_grad:
+                    parameter.register_hook(_half if scenario.hook == "parameter" else _clamp)
+        if scenario.hook == "module":
+            self.heads[0].register_forward_hook(lambda module, inputs, outputs: outputs * 2)
+            self.heads[0].register_full_backward_pre_hook(lambda module, gradients: (gradients[0] / 4,))
 
-    def forward(self, x: Tensor, head: int = 0, hidden_too: bool = False) -> Any:
-        hidden = self.fault(self.trunk(x))
-        return (self.heads[head](hidden), hidden) if hidden_too else self.heads[head](hidden)
+    @staticmethod
+    def _trunk(scenario: Scenario) -> nn.Module:
+        if scenario.loss == "tokens":
+            return _Tokens()
+        layers: list[nn.Module] = [nn.Linear(5, 6, bias=not scenario.norm), nn.Tanh()]
+        if scenario.norm:
+            layers.insert(1, nn.BatchNorm1d(6))
+        if scenario.dropout:
+            layers.append(nn.Dropout(0.4))
+        return nn.Sequential(*layers)
 
-
-def rows_of(micro_batch: MicroBatch, seed: int) -> tuple[Tensor, Tensor]:
-    """Its rows, which the seed tells; the second half of them in another range."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(micro_batch.rows, 5, generator=generator, dtype=torch.float64)
-    return x, torch.randint(0, 3, (micro_batch.rows,), generator=generator)
-
-
-def loss_of(scenario: Scenario, model: Any, x: Tensor, y: Tensor, head: int = 0, part: int = 0) -> Tensor:
-    """The loss over these rows, a mean or a sum over what `scenario.loss` says."""
-    if part == 1:
-        return model(x, head).square().sum(1).mean() * 0.1
-    logits = model(x, head)
-    if scenario.loss == "sum":
-        return nn.functional.cross_entropy(logits, y, reduction="sum") * 0.1
-    if scenario.loss == "ignored":
-        return nn.functional.cross_entropy(logits, y, ignore_index=0)
-    if scenario.loss == "classes":
-        return nn.functional.cross_entropy(logits, y, weight=CLASS_WEIGHTS)
-    return nn.functional.cross_entropy(logits, y)
+    def forward(self, x: Any, head: int = 0) -> Any:
+        return self.heads[head](self.fault(self.trunk(x)))
 
 
-def update(scenario: Scenario, model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[], Any]) -> None:
-    """One ordinary step: the oracle's."""
-    optimizer.zero_grad()
-    backward()
-    if scenario.clip is not None:
-        nn.utils.clip_grad_norm_(model.parameters(), scenario.clip)
-    if scenario.hook:
-        halve(optimizer)
-    optimizer.step()
+def _half(gradient: Tensor) -> Tensor:
+    return gradient * 0.5
+
+
+def _clamp(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-0.02, 0.02)
 
 
 def halve(optimizer: Any, *_: Any) -> None:
@@ -120,22 +193,70 @@ def halve(optimizer: Any, *_: Any) -> None:
                 parameter.grad.mul_(0.5)
 
 
-def loader_of(scenario: Scenario, batches: list[tuple[Any, ...]]) -> Iterable[Any]:
-    """The batches as a loader of this kind hands them out."""
-    if scenario.loader == "generator":
-        return (batch for batch in batches)
-    if scenario.loader in ("refilled", "dict refilled"):
-        return _refilled(batches)
-    if scenario.loader == "DataLoader":
-        return torch.utils.data.DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
-    return batches
+def parts_of(scenario: Scenario, model: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of each optimizer."""
+    if scenario.optimizers == 1:
+        return [list(model.parameters())]
+    trunk = {id(p) for p in model.trunk.parameters()}  # type: ignore[union-attr]
+    every = list(model.parameters())
+    return [[p for p in every if id(p) in trunk], [p for p in every if id(p) not in trunk]]
 
 
-def _refilled(batches: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """One buffer, refilled in place."""
-    most = max(len(batch[0]) for batch in batches)
-    x, y = torch.empty(most, 5, dtype=torch.float64), torch.empty(most, dtype=torch.long)
-    for own_x, own_y, *rest in batches:
-        x[: len(own_x)] = own_x
-        y[: len(own_y)] = own_y
-        yield (x[: len(own_x)], y[: len(own_y)], *rest)
+def split_sizes(rows: int, most: int) -> list[int]:
+    """Rows of micro-batches of at most `most`, as even as can be."""
+    count = math.ceil(rows / most) if most else 1
+    return [rows // count + (i < rows % count) for i in range(count)]
+
+
+def rows_of(scenario: Scenario, micro_batch: MicroBatch, seed: int) -> tuple[Any, Tensor]:
+    """Its rows, which the seed tells."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = micro_batch.rows
+    if scenario.loss == "tokens":
+        lengths = torch.randint(1, COLUMNS + 1, (rows, 1), generator=generator)
+        mask = (torch.arange(COLUMNS) < lengths).long()
+        mask = mask.flip(1) if seed % 3 == 0 else mask
+        ids = torch.randint(0, 11, (rows, COLUMNS), generator=generator)
+        labels = torch.randint(0, 3, (rows, COLUMNS), generator=generator)
+        drop = torch.rand(rows, COLUMNS, generator=generator) < 0.2
+        return {"input_ids": ids, "attention_mask": mask}, labels.masked_fill((mask == 0) | drop, -100)
+    x = torch.randn(rows, 5, generator=generator, dtype=torch.float64)
+    if scenario.dtype != "float64":
+        x = x.float()
+    return x, torch.randint(0, 3, (rows,), generator=generator)
+
+
+def loss_of(scenario: Scenario, model: Any, x: Any, y: Tensor, head: int = 0, part: int = 0) -> Tensor:
+    """The loss over these rows, a mean or a sum over what `scenario.loss` says."""
+    if part == 1:
+        return model(x, head).square().sum(1).mean() * 0.1
+    if scenario.loss == "penalty":
+        x = x.detach().requires_grad_()
+    logits = model(x, head)
+    kind = scenario.loss
+    if kind == "sum":
+        return nn.functional.cross_entropy(logits, y, reduction="sum") * 0.1
+    if kind == "tokens":
+        return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+    if kind == "ignored":
+        return nn.functional.cross_entropy(logits, y, ignore_index=0)
+    loss = nn.functional.cross_entropy(logits, y, weight=CLASS_WEIGHTS.to(x.dtype) if kind == "classes" else None)
+    if kind == "terms":
+        return loss + logits.square().sum(1).mean() * 0.1
+    if kind == "penalty":
+        (slope,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
+        return loss + slope.square().sum(1).mean()
+    if kind == "across":
+        return loss + logits.var(0, correction=0).sum()
+    return loss
+
+
+def weight_of(scenario: Scenario, y: Tensor) -> float:
+    """What the loss over these rows is a mean over."""
+    if scenario.loss == "ignored":
+        return float((y != 0).sum())
+    if scenario.loss == "tokens":
+        return float((y != -100).sum())
+    if scenario.loss == "classes":
+        return float(CLASS_WEIGHTS[y].sum())
+    return float(len(y))

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fuzz import runs
-from tests.fuzz.scenario import MicroBatch, Scenario, random_scenario, sensible, shrunk
+from tests.fuzz.composition import random_scenario, sensible
+from tests.fuzz.scenario import MicroBatch, Scenario, shrunk
 from tests.torch.distributed.processes import Processes, Raised
 
 ENGINES = ("ddp", "ddp unused", "fsdp2", "nested fsdp2")
@@ -36,7 +37,7 @@ def failure(scenario: Scenario, ranks: Processes | None = None) -> str:
 def on_ranks(scenario: Scenario, ranks: Processes | None) -> list[str]:
     assert ranks is not None
     try:
-        results = ranks.try_run(runs.on_rank, scenario, limit=45)
+        results = ranks.try_run(runs.on_rank, scenario, limit=runs.LIMIT + 15)
     except AssertionError as error:  # it hung
         results = [str(error)]
     results = [result.trace if isinstance(result, Raised) else result for result in results]
@@ -49,7 +50,7 @@ def on_ranks(scenario: Scenario, ranks: Processes | None) -> list[str]:
 def check(seed: int, scenario: Scenario, ranks: Processes | None = None) -> None:
     what = failure(scenario, ranks)
     if what:
-        small = shrunk(scenario, lambda candidate: bool(failure(candidate, ranks)))
+        small = shrunk(scenario, lambda candidate: sensible(candidate) and bool(failure(candidate, ranks)))
         pytest.fail(f"seed {seed}: {small}\n{failure(small, ranks) or what}", pytrace=False)
 
 

@@ -33,6 +33,37 @@ def loss_of(outputs):
     return outputs.logsumexp((0, 1)) + outputs.std()
 
 
+class Heads(nn.Module):
+    """Of which a call uses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(2))
+
+    def forward(self, x, head=0):
+        return self.heads[head](x)
+
+
+def test_hooks_on_parameters_see_the_finished_gradient_where_there_is_one():
+    torch.manual_seed(0)
+    whole = Heads()
+    module = copy.deepcopy(whole)
+    small, seen = chunked(module, SIZE), []
+    x = torch.randn(ROWS, 5)
+    for model in (whole, module):
+        for index, parameter in enumerate(model.parameters()):
+            parameter.register_hook(lambda g, index=index: seen.append(index) or g.clamp(-0.02, 0.02))
+    for head in (0, 1, 1):
+        counts = []
+        for call in (whole, small):
+            seen.clear()
+            loss_of(call(x, head)).backward()
+            counts.append(sorted(seen))
+        assert counts == [[2 * head, 2 * head + 1]] * 2
+        found, expected = ([g for g in gradients(model) if g is not None] for model in (module, whole))
+        assert relative_error(found, expected) <= FLOAT64
+
+
 class Adapter(nn.Linear):
     """A layer whose attributes say what it does, as adapters and schedules have it."""
 

@@ -42,6 +42,23 @@ def parts():
     return split(tuple(t.double() for t in DATA), SIZES)
 
 
+def test_updated_is_false_after_a_step_that_raised():
+    model, optimizer = start(steps=1)
+    train(model, optimizer, parts()[:1])
+    assert optimizer.updated
+
+    def fails(*_):
+        raise ZeroDivisionError
+
+    handle = optimizer.register_step_pre_hook(fails)
+    with pytest.raises(ZeroDivisionError):
+        train(model, optimizer, parts()[1:2])
+    assert (optimizer.updated, optimizer.updates) == (False, 1)
+    handle.remove()
+    train(model, optimizer, parts()[2:])
+    assert (optimizer.updated, optimizer.updates) == (True, 3)
+
+
 # A signal handler saves whenever it is called.
 
 

@@ -141,6 +141,29 @@ def test_a_failed_backward_is_not_added_twice_to_what_is_there(size: int) -> Non
     assert sum(model.sizes) == 13 + model.sizes[1]  # the failed rows ran twice, nothing else did
 
 
+@pytest.mark.parametrize("limit", [1, 2, 5])
+@pytest.mark.parametrize("size", [6, 13])
+def test_what_arrived_before_memory_ran_out_counts_as_much_where_the_loss_tells_its_weight(
+    size: int, limit: int
+) -> None:
+    def mean_and_weight(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, float]:
+        weights = torch.tensor([1.0, 3.0, 0.2], dtype=x.dtype)
+        return nn.functional.cross_entropy(model(x), y, weight=weights), float(weights[y].sum())
+
+    reference, model = Fragile(), Fragile(backward_limit=limit)
+    plain, inner = (OPTIMIZERS["sgd"](m.parameters()) for m in (reference, model))
+    step = TrainStep(
+        model, inner, compute_loss=mean_and_weight, micro_batch_size=size, batch_norm="micro", verify=False
+    )
+    for x, y in batches():
+        plain.zero_grad()
+        expected, _ = mean_and_weight(reference, x, y)
+        expected.backward()
+        plain.step()
+        assert relative_error([step(x, y)], [expected]) <= FLOAT64
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+
+
 @pytest.mark.parametrize("limits", [(3, 99), (99, 3)], ids=["forward", "backward"])
 def test_random_numbers_and_buffers_are_as_if_the_failed_micro_batch_never_was(limits: tuple[int, int]) -> None:
     outcomes = []

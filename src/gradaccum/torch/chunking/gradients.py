@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from gradaccum.torch.chunking.trees import tensors_of
 
-__all__ = ["GradientSums", "backward_roots", "gradient_leaf"]
+__all__ = ["GradientSums", "backward_roots", "gradient_leaf", "spare_hooks"]
 
 
 class GradientSums:
@@ -96,3 +97,28 @@ def gradient_leaf(parameter: Tensor) -> Tensor:
     if leaf.dtype in (torch.bfloat16, torch.float16):
         leaf.grad_dtype = torch.float32
     return leaf
+
+
+def spare_hooks(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Keep hooks on parameters that got no gradient from being called with None, as torch does after a Function.
+
+    Args:
+        parameters: Inputs of the Function.
+        gradients: What its backward pass returns for them.
+    """
+    for parameter, gradient in zip(parameters, gradients):
+        hooks = parameter._backward_hooks
+        if gradient is None and hooks:
+            for key, hook in hooks.items():
+                hooks[key] = hook if isinstance(hook, _OnGradients) else _OnGradients(hook)
+
+
+class _OnGradients:
+    """A hook that is called with gradients alone."""
+
+    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
+        self.hook = hook
+        functools.update_wrapper(self, hook)  # still the user's, for who looks at its module
+
+    def __call__(self, gradient: Tensor | None) -> Any:
+        return None if gradient is None else self.hook(gradient)

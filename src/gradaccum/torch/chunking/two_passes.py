@@ -22,7 +22,7 @@ from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.random_state import RandomState, all_generators, is_generator, kept
 from gradaccum.rounding import rounding
 from gradaccum.torch.batch_norm import BatchNormPolicy
-from gradaccum.torch.chunking.gradients import GradientSums, backward_roots
+from gradaccum.torch.chunking.gradients import GradientSums, backward_roots, spare_hooks
 from gradaccum.torch.chunking.recompute import (
     Buffers,
     Conditions,
@@ -304,9 +304,11 @@ class TwoPasses(torch.autograd.Function):
         call: Call = ctx.call
         needed, saved = ctx.needs_input_grad[2:], ctx.saved_tensors
         tensors, stored = saved[: len(needed)], saved[len(needed) :]
-        if all(grad is None for grad in grads):
-            return (None,) * (2 + len(needed))
-        return (None, None, *call.second_passes(ctx.indices, tensors, stored, needed, grads))
+        gradients: list[Tensor | None] = [None] * len(needed)
+        if any(grad is not None for grad in grads):
+            gradients = call.second_passes(ctx.indices, tensors, stored, needed, grads)
+        spare_hooks(call.trained, gradients)
+        return (None, None, *gradients)
 
 
 def _summed(

@@ -171,6 +171,13 @@ class LossAccumulator:
             weighted: What `forward` returned.
             loss: Its loss, or that multiplied by a GradScaler's scale.
         """
+        if (
+            weighted.weight is not None
+            and not self._summed
+            and self.objective.reduction == "mean"
+            and self._unit is None
+        ):
+            self._unit = _unit(weighted.weight)  # what arrives of this pass is a multiple of it, should the rest fail
         starts, key = self.objective.starts, (_key(weighted.factor), loss.dtype, loss.device)
         if key not in starts:
             start = _times(torch.ones_like(loss, requires_grad=False), weighted.factor)
@@ -190,8 +197,6 @@ class LossAccumulator:
             self._losses[key][1].append(loss.detach())
         weight = weighted.weight
         if weight is not None:
-            if not self._summed and self.objective.reduction == "mean" and self._unit is None and not _is_zero(weight):
-                self._unit = _unit(weight)
             share = weight if self._unit is None else _ratio(weight, self._unit)
             self._divisor = share if self._divisor is None else self._divisor + share
 

@@ -126,8 +126,9 @@ class Windows:
             self._settle_steps()
             self._note_rates()
         closes = accumulation.add(scaled)
-        self.in_epoch = True
-        self.updated = self._update() if closes else False
+        self.in_epoch, self.updated = True, False
+        if closes:
+            self.updated = self._update()
         if self.ranks.several:
             if not closes:
                 self.ranks.continue_window()

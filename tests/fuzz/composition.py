@@ -1,0 +1,230 @@
+"""Scenarios made from a seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+from tests.fuzz.loaders import FRESH
+from tests.fuzz.scenario import MicroBatch, Scenario
+
+__all__ = ["random_scenario", "sensible"]
+
+ON_ALL_RANKS = ("save", "forward error")
+"""Events that happen on every rank at once: nobody loads a checkpoint alone."""
+
+
+class _Chance:
+    """A seed's decisions."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.choice, self.choices, self.randint = self._random.choice, self._random.choices, self._random.randint
+
+    def rarely(self, values: list[Any], usual: Any, probability: float = 0.2) -> Any:
+        """One of `values`; mostly what is usual."""
+        return self.choice(values) if self._random.random() < probability else usual
+
+
+def random_scenario(seed: int, kind: str | None = None, engine: str = "") -> Scenario:
+    """The scenario of a seed; most things are as usual in most of them."""
+    chance = _Chance(seed)
+    kind = kind or chance.choices(["wrapper", "TrainStep", "chunked"], [5, 5, 2])[0]
+    alone = engine == ""
+    heads_vary = engine in ("", "ddp unused", "fsdp2")
+    nonfinite = chance.rarely(["skip_window", "skip_micro_batch"], "propagate") if kind == "wrapper" else "propagate"
+    if engine.endswith("fsdp2") and nonfinite == "skip_micro_batch":
+        nonfinite = "skip_window"
+    scaler = chance.rarely([1, 3, 1000], 0) if not engine.endswith("unused") else 0
+    dtype = chance.rarely(["float32", "autocast"], "float64", 0.15)
+    first: dict[str, Any] = {
+        "kind": kind,
+        "engine": engine,
+        "nonfinite": nonfinite,
+        "scaler": scaler if kind != "chunked" else 0,
+        "dtype": dtype,
+        "optimizer": "sgd" if dtype != "float64" else chance.choice(["sgd", "adam", "adamw", "asgd"]),
+        "unused": heads_vary and chance.rarely([True], False),
+        "frozen": chance.rarely(["trunk", "head"], "", 0.1) if alone else "",
+        "schedule": chance.rarely(["exponential", "cycle"], ""),
+        "clip": chance.rarely([0.05], None),
+        "chunk": chance.rarely([1, 2, 5], 0, 0.15),
+        "sync": chance.rarely(["micro_batch"], "window", 0.4) if not alone else "window",
+        "checkpoint": chance.rarely(["early", "reentrant"] if alone else ["early"], "", 0.1),
+        "dropout": chance.rarely([True], False, 0.15) and (alone or kind == "wrapper"),
+        "wide": dtype == "float32" and chance.rarely([True], False, 0.5),
+        "noise": chance.rarely([True], False, 0.1) and kind != "chunked",
+        "hook": chance.rarely(["step", "parameter", "module"] if alone else ["step"], ""),
+    }
+    own = {"wrapper": _of_wrapper, "TrainStep": _of_train_step, "chunked": _of_chunked}[kind]
+    first.update(own(chance, alone, dtype))
+    if first.get("norm"):
+        first["chunk"] = 0
+    scenario = Scenario(seed=seed, **first)
+    heads = chance.rarely([True], False, 0.3) and heads_vary
+    return dataclasses.replace(scenario, **_epochs(chance, scenario, heads))
+
+
+def _of_wrapper(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
+    way = chance.choice(["plain", "closure", "backward", "backward", "batches", "batches", "batches backward"])
+    two = alone and way in ("plain", "batches") and chance.rarely([True], False)
+    loader = chance.rarely([*FRESH] if alone else ["generator", "iterator", "stream", "stateful"], "list", 0.4)
+    return {
+        "way": way,
+        "steps": chance.choice([1, 2, 3, 4]),
+        "lengths": chance.rarely(["epoch", "update"], "") if alone else "",
+        "optimizers": 2 if two else 1,
+        "loss": chance.rarely(["sum", "penalty"] if alone and dtype != "autocast" else ["sum"], "rows", 0.15),
+        "losses": chance.rarely([2], 1) if way != "closure" else 1,
+        "loader": chance.rarely(["refilled", "array refilled", "dict refilled"], loader, 0.1 if alone else 0.0),
+        "norm": chance.rarely(["warn"], "", 0.1) if alone else "",
+    }
+
+
+def _of_train_step(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
+    losses = ["ignored", "classes", "told", "sum", "terms"]
+    if alone:
+        losses += ["across", "tokens", *(["penalty"] if dtype != "autocast" else [])]
+    found: dict[str, Any] = {
+        "micro": chance.choice([1, 2, 3, 4, 100, *([0] if alone else [])]),
+        "memory": chance.rarely([1, 2, 3, 6], 0, 0.15) if alone else 0,
+        "loss": chance.rarely(losses, "rows", 0.6),
+        "optimizers": chance.rarely([2], 1, 0.15) if alone else 1,
+        "norm": chance.rarely(["exact", "exact", "warn", "micro", "pooled", "frozen"], "", 0.25) if alone else "",
+        "batch": chance.rarely(["dict", "columns", "shared"], "tuple", 0.3),
+        "loader": chance.rarely([*FRESH, "refilled", "array refilled"], "list", 0.3) if alone else "list",
+    }
+    if found["norm"] in ("warn", "micro", "pooled"):
+        found |= {"micro": 4, "memory": 0}
+    if found["loss"] == "tokens":
+        found |= {"norm": "", "dropout": False, "chunk": 0, "checkpoint": "", "batch": "tuple", "loader": "list"}
+    if alone and dtype == "float64" and found["optimizers"] == 1 and chance.rarely([True], False, 0.1):
+        found |= {"optimizer": "lbfgs", "dropout": False, "hook": "", "noise": False, "schedule": ""}
+    if found.get("dropout", True):
+        found |= {"memory": 0, "micro": found["micro"] or 2}
+    return found
+
+
+def _of_chunked(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
+    norm = chance.rarely(["exact", "exact", "warn", "micro", "pooled", "frozen"], "", 0.4)
+    return {
+        "micro": 4 if norm in ("warn", "micro", "pooled") else chance.choice([1, 2, 3, 4, 100]),
+        "norm": norm,
+        "keep": chance.rarely([1, 2], 0) if norm != "exact" else 0,
+        "batch": chance.rarely(["columns", "shared"], "tuple", 0.3),
+        "loss": chance.rarely(["penalty"], "rows", 0.2),
+        "losses": chance.rarely([2], 1),
+        "hook": chance.rarely(["parameter", "clamp", "module"], "", 0.3),
+        "optimizer": "sgd",
+        "schedule": "",
+        "clip": None,
+        "chunk": 0,
+    }
+
+
+def _epochs(chance: _Chance, scenario: Scenario, heads: bool) -> dict[str, Any]:
+    kind, engine = scenario.kind, scenario.engine
+    weighed = kind == "wrapper" and chance.rarely([True], False, 0.4)
+    errors = ["forward error", "backward error", "oom", "backward oom", "eval"]
+    events = {
+        "wrapper": [*errors, "save", "save", "skip", "flush", "step error", "loader error", "zero_grad", "freeze"],
+        "TrainStep": [*errors, "save", "step error", "oom", "freeze"],
+        "chunked": [*errors, "eval"],
+    }[kind]
+    if engine.startswith("ddp"):
+        events = {"wrapper": ["save", "eval", "forward error"], "TrainStep": ["save", "eval", "oom", "backward oom"]}[
+            kind
+        ]
+        events += chance.rarely([["gone"]], [])
+    elif engine:
+        events = ["save"]
+    if (scenario.scaler or scenario.nonfinite != "propagate") and scenario.loss != "tokens":
+        events += ["inf"] * 3
+    often = chance.choice([0.1, 0.1, 0.3])
+    fewest = 2 if scenario.norm else 1
+
+    def micro_batch() -> MicroBatch:
+        rows = chance.choice([fewest, 2, 3, 4, 7]) if kind == "wrapper" else chance.choice([2, 3, 5, 8, 11, 19])
+        weight = chance.choice([None, None, 0.0, 0.5, 3.0]) if weighed else None
+        return MicroBatch(rows, weight, chance.randint(0, 1) if heads else 0, chance.rarely(events, "", often))
+
+    count = chance.choice([1, 1, 2])
+
+    def epochs() -> tuple[tuple[MicroBatch, ...], ...]:
+        longest = chance.choice([3, 6, 9])
+        return tuple(tuple(micro_batch() for _ in range(chance.randint(1, longest))) for _ in range(count))
+
+    own = epochs()
+    others = epochs() if engine else ()
+    if engine and (kind == "TrainStep" or "batches" not in scenario.way):
+        others = tuple(tuple((other * len(one))[: len(one)]) for one, other in zip(own, others, strict=True))
+    pairs = [_agreeing(scenario, one, other) for one, other in zip(own, others, strict=True)] if engine else []
+    return {
+        "epochs": tuple(one for one, _ in pairs) if engine else own,
+        "others": tuple(other for _, other in pairs),
+    }
+
+
+def _agreeing(scenario: Scenario, own: Any, others: Any) -> Any:
+    """Two ranks' epochs, in which what must happen on both does."""
+    ranks, shared = [list(own), list(others)], min(len(own), len(others))
+    for i, one in enumerate(own[:shared]):
+        if scenario.kind == "TrainStep":
+            ranks[1][i] = dataclasses.replace(ranks[1][i], head=one.head)
+        if one.event in ON_ALL_RANKS and i + 1 < shared:
+            ranks[1][i] = dataclasses.replace(ranks[1][i], event=one.event)
+    for rank, other in (ranks, ranks[::-1]):
+        for i, one in enumerate(rank):
+            if one.event in ON_ALL_RANKS and (i + 1 >= shared or other[i].event != one.event):
+                rank[i] = dataclasses.replace(one, event="")
+    return tuple(ranks[0]), tuple(ranks[1])
+
+
+def sensible(scenario: Scenario) -> bool:
+    """Whether the oracle can say what is right, and what is to happen can happen."""
+    every = [one for epochs in (scenario.epochs, scenario.others) for epoch in epochs for one in epoch]
+    events = {one.event for one in every}
+    at_once = scenario.kind == "TrainStep" or "batches" not in scenario.way
+    lengths = [[len(epoch) for epoch in epochs] for epochs in (scenario.epochs, scenario.others)]
+    impossible = [
+        # Infinity is left out, or a GradScaler's matter.
+        "inf" in events and not scenario.scaler and scenario.nonfinite == "propagate",
+        scenario.scaler and any(one.event == "inf" and one.weight == 0 for one in every),
+        # Where nothing goes backward, nothing fails there.
+        events & {"backward error", "backward oom"} and (scenario.frozen == "trunk" or "freeze" in events),
+        any(one.event.startswith("backward") and one.weight == 0 for one in every),
+        # What a new run would not know.
+        "save" in events and events & {"freeze", "loader error"},
+        "step error" in events and (scenario.scaler or scenario.optimizers > 1),
+        scenario.way == "closure" and scenario.kind == "wrapper" and (scenario.scaler or scenario.losses > 1),
+        scenario.optimizers > 1 and scenario.kind == "wrapper" and scenario.way not in ("plain", "batches"),
+        # Micro-batches of unknown sizes, which draw or normalise by themselves.
+        _by_micro_batch(scenario) and (events & {"oom", "backward oom"} or scenario.memory or not scenario.micro),
+        scenario.dropout and scenario.norm == "exact",
+        scenario.norm in ("warn", "micro", "pooled") and scenario.kind != "wrapper" and scenario.micro < 4,
+        scenario.checkpoint == "reentrant" and scenario.loss == "penalty",
+        scenario.checkpoint and scenario.norm,  # which moves twice then, in a plain loop
+        scenario.frozen == "head" and "freeze" in events,
+        # A GradScaler refuses an optimizer without gradients.
+        scenario.scaler and scenario.optimizers > 1 and (scenario.frozen or "freeze" in events),
+        # Differences, of which float32 rounds more than 1e-6 away.
+        scenario.norm and scenario.dtype == "float32",
+        scenario.loss == "tokens" and (scenario.chunk or scenario.checkpoint or scenario.dropout or scenario.norm),
+        scenario.dtype != "float64" and scenario.optimizer != "sgd",
+        # Differences of nearly equal gradients, which magnify rounding.
+        scenario.optimizer == "lbfgs" and scenario.clip is not None,
+        scenario.others and at_once and lengths[0] != lengths[1],
+        scenario.others and not _agree(scenario),
+    ]
+    return not any(impossible)
+
+
+def _by_micro_batch(scenario: Scenario) -> bool:
+    return scenario.kind != "wrapper" and (scenario.dropout or scenario.norm in ("warn", "micro", "pooled"))
+
+
+def _agree(scenario: Scenario) -> bool:
+    """Whether what must happen on both ranks does."""
+    pairs = zip(scenario.epochs, scenario.others, strict=True)
+    return all(_agreeing(scenario, own, others) == (own, others) for own, others in pairs)

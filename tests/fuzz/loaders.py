@@ -1,0 +1,128 @@
+"""Loaders of many kinds over the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["FRESH", "loader_of", "parts_of_batch"]
+
+FRESH = ("list", "generator", "iterator", "DataLoader", "workers", "stream", "stateful")
+"""Loaders whose batches stay as they are once handed out."""
+
+
+def loader_of(
+    kind: str, batches: list[tuple[Any, ...]], faults: Iterable[int] = (), error: Any = None
+) -> Iterable[Any]:
+    """The batches, as a loader of this kind hands them out.
+
+    Args:
+        kind: As in `Scenario.loader`.
+        batches: What it holds.
+        faults: Before which of them it raises, once.
+        error: What it raises then.
+    """
+    if faults:
+        return _Interrupted(batches, faults, error)
+    if kind == "generator":
+        return (batch for batch in batches)
+    if kind == "iterator":
+        return iter(batches)
+    if kind == "refilled":
+        return _refilled(batches)
+    if kind == "array refilled":
+        return _array_refilled(batches)
+    if kind == "dict refilled":
+        return _dict_refilled(batches)
+    if kind == "stateful":
+        return _Stateful(batches)
+    if kind == "stream":
+        return torch.utils.data.DataLoader(_Stream(batches), batch_size=None)
+    if kind in ("DataLoader", "workers"):
+        workers = 1 if kind == "workers" and len(batches) > 1 else 0
+        return torch.utils.data.DataLoader(batches, batch_size=None, num_workers=workers)  # type: ignore[arg-type]
+    return batches
+
+
+def parts_of_batch(batch: Any) -> tuple[Any, Any, int]:
+    """Its rows, their targets, and its number."""
+    x, y, number = batch.values() if isinstance(batch, dict) else batch
+    return x, y, int(number)
+
+
+class _Interrupted:
+    """An iterator that raises before some of its batches, and then goes on."""
+
+    def __init__(self, batches: list[Any], faults: Iterable[int], error: Any) -> None:
+        self.batches, self.faults, self.error = iter(batches), {*faults}, error
+        self.number = 0
+
+    def __iter__(self) -> _Interrupted:
+        return self
+
+    def __next__(self) -> Any:
+        if self.number in self.faults:
+            self.faults.discard(self.number)
+            raise self.error
+        self.number += 1
+        return next(self.batches)
+
+
+class _Stream(torch.utils.data.IterableDataset):
+    """Of unknown length."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.batches
+
+
+class _Stateful:
+    """Knows where it is, and can go on from there."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches, self.next = batches, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.next < len(self.batches):
+            self.next += 1
+            yield self.batches[self.next - 1]
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+def _refilled(batches: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """One buffer, refilled in place."""
+    most = max(len(batch[0]) for batch in batches)
+    x, y = torch.empty(most, 5, dtype=batches[0][0].dtype), torch.empty(most, dtype=torch.long)
+    for own_x, own_y, *rest in batches:
+        x[: len(own_x)] = own_x
+        y[: len(own_y)] = own_y
+        yield (x[: len(own_x)], y[: len(own_y)], *rest)
+
+
+def _array_refilled(batches: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """The same by NumPy, which PyTorch cannot see."""
+    most = max(len(batch[0]) for batch in batches)
+    x, y = np.empty((most, 5), batches[0][0].numpy().dtype), np.empty(most, np.int64)
+    for own_x, own_y, *rest in batches:
+        x[: len(own_x)] = own_x.numpy()
+        y[: len(own_y)] = own_y.numpy()
+        yield (torch.from_numpy(x)[: len(own_x)], torch.from_numpy(y)[: len(own_y)], *rest)
+
+
+def _dict_refilled(batches: list[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    """One dict, whose tensors are replaced."""
+    whole: dict[str, Any] = {}
+    for x, y, number in batches:
+        whole.update(x=x, y=y, number=number)
+        yield whole

@@ -1,0 +1,266 @@
+"""Calls of TrainStep, and one ordinary step on each of its batches."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum.torch import TrainStep
+from tests.fuzz.loaders import loader_of, parts_of_batch
+from tests.fuzz.problem import (
+    OPTIMIZERS,
+    SCHEDULES,
+    Injected,
+    Model,
+    halve,
+    loss_of,
+    parts_of,
+    rows_of,
+    split_sizes,
+    weight_of,
+)
+from tests.fuzz.scenario import MicroBatch, Scenario
+from tests.fuzz.wrapper_runs import RANKS_SEED, apart, autocast, buffers_of, freeze, saved, several, state_of, whole
+from tests.reference import relative_error
+
+__all__ = ["run_train_step"]
+
+LOSS_FNS: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "ignored": {"ignore_index": 0},
+    "classes": {"weight": torch.tensor([1.0, 3.0, 0.2], dtype=torch.float64)},
+}
+
+
+class _Split:
+    """A model, its optimizers, and the TrainStep that trains it."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.model = Model(scenario)
+        self.used = several(scenario, self.model)
+        self.inner = [OPTIMIZERS[scenario.optimizer](part) for part in parts_of(scenario, self.model)]
+        self.schedules = [SCHEDULES[scenario.schedule](optimizer) for optimizer in self.inner if scenario.schedule]
+        self.fails_to_step = False
+        for optimizer in self.inner:
+            optimizer.register_step_pre_hook(self._before_update)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=scenario.scaler or 1)
+        self.step = TrainStep(
+            self.used,
+            self.inner if scenario.optimizers > 1 else self.inner[0],
+            micro_batch_size=scenario.micro or "auto",
+            max_tokens=scenario.micro * 4 + 4 if scenario.loss == "tokens" else None,
+            clip_grad_norm=scenario.clip,
+            scaler=self.scaler if scenario.scaler else None,
+            autocast=torch.bfloat16 if scenario.dtype == "autocast" else None,
+            accumulate_dtype=torch.float64 if scenario.wide else None,
+            noise_scale=scenario.noise,
+            sync=scenario.sync,  # type: ignore[arg-type]  # one of the two
+            batch_norm=scenario.norm or "warn",  # type: ignore[arg-type]  # one of the five
+            batch_dims=_dims(scenario),
+            **self._loss(),
+        )
+
+    def _before_update(self, optimizer: Any, *_: Any) -> None:
+        if self.fails_to_step:
+            self.fails_to_step = False
+            raise Injected
+        if self.scenario.hook == "step":
+            halve(optimizer)
+
+    def _loss(self) -> dict[str, Any]:
+        scenario = self.scenario
+        heads = {one.head for epochs in (scenario.epochs, scenario.others) for epoch in epochs for one in epoch}
+        plain = heads == {0} and scenario.batch == "tuple"
+        if plain and scenario.loss in LOSS_FNS and scenario.dtype != "float32":
+            arguments = LOSS_FNS[scenario.loss]
+            if scenario.dtype == "autocast":
+                arguments = {name: value.float() if name == "weight" else value for name, value in arguments.items()}
+            return {"loss_fn": nn.CrossEntropyLoss(**arguments)}
+        if scenario.loss in ("ignored", "classes", "told", "tokens"):
+            return {"compute_loss": lambda model, *batch: self._compute(model, *batch, tell=True)}
+        return {"compute_loss": self._compute, "reduction": "sum" if scenario.loss == "sum" else "mean"}
+
+    def _compute(self, model: Any, *batch: Any, tell: bool = False) -> Any:
+        if self.scenario.batch == "dict":
+            x, y, head = batch[0]["rows"], batch[0]["others"][0], batch[0]["head"]
+        else:
+            x, y, head, *_ = batch
+        x = x.T if self.scenario.batch == "columns" else x
+        loss = loss_of(self.scenario, model, x, y, head)
+        return (loss, weight_of(self.scenario, y)) if tell else loss
+
+    def call(self, one: MicroBatch, x: Any, y: Tensor) -> Tensor:
+        """Hand a batch over."""
+        batch: tuple[Any, ...] = x, y, one.head
+        if "loss_fn" in self._loss():
+            batch = x, y
+        elif self.scenario.batch == "dict":
+            batch = ({"rows": x, "others": [y], "head": one.head},)
+        elif self.scenario.batch == "columns":
+            batch = x.T.contiguous(), y, one.head
+        elif self.scenario.batch == "shared":
+            batch = (*batch, torch.arange(3.0))
+        return self.step(*batch)
+
+    def resumed(self) -> _Split:
+        """A new run that goes on from this one's files."""
+        save = copy.deepcopy if self.scenario.engine else saved
+        parts = [self.model, *self.inner, *self.schedules, self.scaler, self.step]
+        states = save([part.state_dict() for part in parts])
+        new = _Split(self.scenario)
+        for part, state in zip([new.model, *new.inner, *new.schedules, new.scaler, new.step], states, strict=True):
+            part.load_state_dict(state)
+        return new
+
+
+def _dims(scenario: Scenario) -> Any:
+    return {"columns": (1, 0, None), "shared": (0, 0, None, None)}.get(scenario.batch, 0)
+
+
+class _Ordinary:
+    """The naive oracle: one ordinary step per batch."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.model = Model(scenario, alone=True)
+        self.plain = [OPTIMIZERS[scenario.optimizer](part) for part in parts_of(scenario, self.model)]
+        self.schedules = [SCHEDULES[scenario.schedule](optimizer) for optimizer in self.plain if scenario.schedule]
+
+    def passes(self, one: MicroBatch, x: Any, y: Tensor) -> Tensor:
+        """The large batch's, or those of its micro-batches where each is computed by itself. Returns the loss."""
+        scenario = self.scenario
+        if not (scenario.dropout or scenario.norm in ("warn", "micro", "pooled")):
+            with autocast(scenario):
+                loss = loss_of(scenario, self.model, x, y, one.head)
+            loss.backward()
+            return loss.detach()
+        sizes, whole_weight = split_sizes(len(y), scenario.micro), weight_of(scenario, y)
+        pooled = _moved_once(self.model, x) if scenario.norm == "pooled" else None
+        losses = []
+        for rows, targets in zip(x.split(sizes), y.split(sizes), strict=True):
+            weight = weight_of(scenario, targets)
+            share = 1.0 if scenario.loss == "sum" else weight / whole_weight if whole_weight else 0.0
+            with autocast(scenario):
+                own = loss_of(scenario, self.model, rows, targets, one.head)
+            own = own * share if weight else own.detach().zero_()
+            losses.append(own.detach())
+            if own.requires_grad:
+                own.backward()
+        if pooled is not None:
+            self.model.load_state_dict({**self.model.state_dict(), **pooled})
+        return torch.stack(losses).sum()
+
+    def step(self, one: MicroBatch, x: Any, y: Tensor, seed: int) -> Tensor:
+        """The update. Returns the loss."""
+        losses = []
+        self._every(lambda optimizer: optimizer.zero_grad())
+
+        def closure() -> Tensor:
+            self._every(lambda optimizer: optimizer.zero_grad())
+            if not losses or not self.scenario.dropout:
+                torch.manual_seed(seed)
+            losses.append(self.passes(one, x, y))
+            if self.scenario.clip is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.scenario.clip)
+            return losses[-1]
+
+        if self.scenario.optimizer == "lbfgs":
+            self.plain[0].step(closure)
+            return losses[0]
+        closure()
+        if self.scenario.hook == "step":
+            self._every(halve)
+        self._every(lambda optimizer: optimizer.step())
+        for schedule in self.schedules:
+            schedule.step()
+        return losses[0]
+
+    def _every(self, do: Callable[[Any], Any]) -> None:
+        for optimizer in self.plain:
+            do(optimizer)
+
+
+def _moved_once(model: Model, x: Any) -> dict[str, Tensor]:
+    """Where one forward pass over all rows takes the buffers."""
+    there = copy.deepcopy(model.trunk)
+    with torch.no_grad(), torch.random.fork_rng():
+        there(x)
+    return {f"trunk.{name}": buffer for name, buffer in there.named_buffers()}
+
+
+def run_train_step(scenario: Scenario, rank: int) -> dict[str, float]:
+    """What is wrong: relative errors by name."""
+    oracle, run = _Ordinary(scenario), _Split(scenario)
+    ranks = [scenario.epochs, *([scenario.others] if scenario.others else [])]
+    found = {"parameters": 0.0, "loss": 0.0}
+    batches_of = [[one for epoch in epochs for one in epoch] for epochs in ranks]
+    data = [
+        [(*rows_of(scenario, one, number + RANKS_SEED * r), number) for number, one in enumerate(ones)]
+        for r, ones in enumerate(batches_of)
+    ]
+    for number, handed in enumerate(loader_of(scenario.loader, data[rank])):
+        batches, ones = [own[number] for own in data], [own[number] for own in batches_of]
+        one, (given, targets, _) = ones[rank], parts_of_batch(handed)
+        if one.event == "eval":
+            run.used.eval()
+            run.model.fault.calm()
+            with torch.no_grad():
+                run.used(given)
+            run.used.train()
+            run.model.fault.calm(scenario.memory)
+        if one.event == "freeze":
+            freeze(run.model), freeze(oracle.model)
+        infinite = [float("inf") if other.event == "inf" else 1.0 for other in ones]
+        run.model.fault.prepare(one.event, max(1, scenario.micro // 2))
+        run.fails_to_step = one.event == "step error"
+        before = _everything(run) if "error" in one.event else []
+        torch.manual_seed(number)
+        loss = None
+        try:
+            loss = run.call(one, _times(given, infinite[rank]), targets)
+        except Injected:
+            found["undone"] = max(found.get("undone", 0.0), apart(_everything(run), before))
+        random = torch.get_rng_state()
+        run.model.fault.calm(scenario.memory)
+        run.fails_to_step = False
+        y = torch.cat([batch[1] for batch in batches])
+        if loss is not None:
+            x = batches[0][0] if len(batches) == 1 else torch.cat([batch[0] for batch in batches])
+            if max(infinite) > 1 or not weight_of(scenario, y):
+                torch.manual_seed(number)
+                oracle.passes(one, x, y)  # it moves buffers, and nothing else
+            else:
+                expected = oracle.step(one, x, y, number)
+                found["loss"] = max(found["loss"], abs((loss / expected - 1).item()))
+                for schedule in run.schedules:
+                    schedule.step()
+            if scenario.dropout and not torch.equal(random, torch.get_rng_state()):
+                found["random numbers"] = float("inf")
+        if one.event == "save":
+            run = run.resumed()
+        errors = {
+            "parameters": relative_error(whole(run.model.parameters()), oracle.model.parameters()),
+            "buffers": relative_error(buffers_of(run.model), buffers_of(oracle.model)),
+        }
+        if not scenario.engine and scenario.optimizer != "lbfgs" and scenario.dtype == "float64":
+            pairs = zip(run.inner, oracle.plain, strict=True)
+            errors["state"] = max(apart(state_of(a), state_of(b)) for a, b in pairs)
+        found.update({name: max(error, found.get(name, 0.0)) for name, error in errors.items()})
+    return found
+
+
+def _times(x: Any, factor: float) -> Any:
+    return x * factor if isinstance(x, Tensor) else x
+
+
+def _everything(run: _Split) -> list[Any]:
+    """What an error must leave as it was."""
+    states = functools.reduce(lambda all_, optimizer: all_ + state_of(optimizer), run.inner, [])
+    tensors = [*whole(run.model.parameters()), *buffers_of(run.model), *states]
+    return [None if tensor is None else tensor.detach().clone() for tensor in tensors]
