@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradaccum.on_torch.private import leaves_of
+
 __all__ = [
     "Arrivals",
     "GradientSum",
@@ -18,7 +20,6 @@ __all__ = [
     "all_finite",
     "all_require_grad",
     "clip_norm_",
-    "norms",
     "scale_",
 ]
 
@@ -148,7 +149,7 @@ class GradientSum:
 
     def reach(self, loss: Tensor) -> None:
         """Add the gradient of a loss that weighs nothing: zero, for the parameters that it depends on."""
-        reached, narrow = _leaves_of(loss), {id(p) for p in self._narrow()}
+        reached, narrow = leaves_of(loss), {id(p) for p in self._narrow()}
         for parameter in self.parameters():
             if id(parameter) in reached and parameter.grad is None:
                 dtype = self.dtype if id(parameter) in narrow else parameter.dtype
@@ -240,6 +241,7 @@ class ScreenedGradientSum(GradientSum):
 
     def __init__(self, parameters: Callable[[], list[Tensor]], dtype: torch.dtype | None = None) -> None:
         self._sums: dict[Tensor, Tensor] = {}
+        self._reached: dict[Tensor, set[int]] = {}  # by which micro-batches
         self._finite: list[Tensor] = []
         super().__init__(parameters, dtype)
 
@@ -256,18 +258,19 @@ class ScreenedGradientSum(GradientSum):
     def add(self) -> None:
         """Move this micro-batch's gradient from `p.grad` into the sum, or nothing at all where it is not finite."""
         finite = all_finite(self.gradients())
-        self._finite.append(finite)
         for parameter in self.parameters():
             gradient = parameter.grad
             if gradient is None:
                 continue
             parameter.grad = None
+            self._reached.setdefault(parameter, set()).add(len(self._finite))
             gradient = (gradient.to_dense() if gradient.is_sparse else gradient).detach()
             gradient.masked_fill_(~finite.to(gradient.device), 0)
             if parameter in self._sums:
                 self._sums[parameter] += gradient
             else:
                 self._sums[parameter] = gradient
+        self._finite.append(finite)
 
     def counted(self) -> list[bool]:
         """For each micro-batch that was added, whether it counts. The window's one host synchronisation."""
@@ -279,19 +282,30 @@ class ScreenedGradientSum(GradientSum):
         self.hold(self.restored)
         self.restored = None
         self._finite = [torch.tensor(counts) for counts in counted]
+        self._reached = {parameter: {*range(len(counted))} for parameter in self._sums}
+
+    def copies(self, scale: Tensor | None) -> dict[int, Tensor]:
+        self._leave_out(self.counted())
+        return super().copies(scale)
 
     def present(self) -> list[bool]:
         """Have the sum in `p.grad`, where optimizers and ranks look for it. Returns which micro-batches count."""
+        counted = self.counted()
+        self._leave_out(counted)
         for parameter in self.parameters():
             parameter.grad = self._sums.get(parameter)
-        return self.counted()
+        return counted
+
+    def _leave_out(self, counted: Sequence[bool]) -> None:
+        """What only micro-batches that don't count have reached has no gradient."""
+        self._sums = {p: s for p, s in self._sums.items() if any(counted[i] for i in self._reached[p])}
 
     def clear(self, set_to_none: bool = True) -> None:
-        self._sums, self._finite = {}, []
+        self._sums, self._reached, self._finite = {}, {}, []
         super().clear(set_to_none)
 
     def close(self) -> None:
-        self._sums, self._finite, self.detached = {}, [], None
+        self._sums, self._reached, self._finite, self.detached = {}, {}, [], None
 
     def detach(self) -> None:
         self.detached = []  # the sum is beside p.grad already
@@ -314,18 +328,6 @@ def _give(parameter: Tensor, dtype: torch.dtype) -> None:
     parameter.grad_dtype = dtype
     if gradient is not None:
         parameter.grad = gradient.to(dtype)
-
-
-def _leaves_of(loss: Tensor) -> set[int]:
-    """The ids of the leaves that a backward pass would reach."""
-    found, seen, waiting = set[int](), set[Any](), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            found.add(id(getattr(node, "variable", None)))
-            waiting += [before for before, _ in node.next_functions]
-    return found
 
 
 @contextlib.contextmanager
@@ -388,13 +390,3 @@ def clip_norm_(tensors: list[Tensor], max_norm: float | None) -> Tensor:
     if max_norm is not None and tensors:
         scale_(tensors, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
-
-
-@torch.no_grad()
-def norms(tensors: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of each tensor, in one vector on the first one's device; half precision is summed in float32."""
-    dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
-    narrow = any(t.dtype in (torch.float16, torch.bfloat16) for t in dense)
-    found = torch._foreach_norm(dense, 2, dtype=torch.float32 if narrow else None)
-    device = dense[0].device
-    return torch.stack([norm if norm.device == device else norm.to(device) for norm in found])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradaccum.noise import NoiseScale, Norms, estimate
-from gradaccum.on_torch.gradients import clip_norm_, norms
+from gradaccum.on_torch.gradients import clip_norm_
 
 __all__ = ["NoiseMeter"]
 
@@ -54,7 +54,7 @@ class NoiseMeter:
             multiple: Ratio of the sum to the micro-batch's mean gradient.
         """
         if self._first is None and gradients and not (isinstance(multiple, float) and multiple == 0.0):
-            self._first = _Measured(norms(gradients), multiple, float(size))
+            self._first = _Measured(_norms(gradients), multiple, float(size))
 
     def window(self, gradients: Sequence[Tensor], size: float, multiple: float | Tensor = 1.0) -> None:
         """Measure the finished gradient, before clipping.
@@ -66,7 +66,7 @@ class NoiseMeter:
         """
         if self._first is not None and gradients and size > self._first.size:
             sharded = any(hasattr(gradient, "to_local") for gradient in gradients)
-            found = clip_norm_(list(gradients), None).reshape(1) if sharded else norms(gradients)
+            found = clip_norm_(list(gradients), None).reshape(1) if sharded else _norms(gradients)
             self._records.append((self._first, _Measured(found, multiple, float(size))))
         self.restart()
 
@@ -98,3 +98,13 @@ def _squares(measured: Sequence[_Measured]) -> list[float]:
         for m in measured
     ]
     return torch.stack([square.to(squares[0].device) for square in squares]).tolist() if squares else []
+
+
+@torch.no_grad()
+def _norms(tensors: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of each tensor, in one vector on the first one's device; half precision is summed in float32."""
+    dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
+    narrow = any(t.dtype in (torch.float16, torch.bfloat16) for t in dense)
+    found = torch._foreach_norm(dense, 2, dtype=torch.float32 if narrow else None)
+    device = dense[0].device
+    return torch.stack([norm if norm.device == device else norm.to(device) for norm in found])

@@ -34,10 +34,12 @@ __all__ = [
     "global_step_hooks",
     "hides_parameters",
     "joins",
+    "leaves_of",
     "mark_ready",
     "missing",
     "own_sharded_groups",
     "prepare_next_forward",
+    "queue_callback",
     "run_backward",
     "sharded_groups",
     "timeout_of",
@@ -183,8 +185,12 @@ def backward_engine() -> Callable[..., Any] | None:
 
 def after_backward(callback: Callable[[], None]) -> None:
     """In a backward pass: call this at its end, after what DDP and FSDP2 have queued by then."""
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(callback))  # DDP queues its own when its last bucket is full
+    queue_callback(lambda: queue_callback(callback))  # DDP queues its own when its last bucket is full
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """In a backward pass: call this at its end, if it comes to one."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def accumulates(parameters: Sequence[Tensor]) -> bool:
@@ -204,16 +210,22 @@ def accumulates(parameters: Sequence[Tensor]) -> bool:
 
 def hides_parameters(output: Tensor) -> bool:
     """Whether reentrant checkpointing runs backward passes of its own inside of the one from this output."""
+    return any(node.name() == "CheckpointFunctionBackward" for node in _graph_of(output))
+
+
+def leaves_of(output: Tensor) -> set[int]:
+    """The ids of the leaves that a backward pass from this output would reach."""
+    return {id(getattr(node, "variable", None)) for node in _graph_of(output)}
+
+
+def _graph_of(output: Tensor) -> Iterator[Any]:
     waiting, seen = [output.grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-    return False
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            yield node
 
 
 def current_backward() -> int | None:

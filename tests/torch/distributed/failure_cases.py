@@ -155,3 +155,19 @@ def sharded_out_of_memory(rank: int) -> None:
 
     step = TrainStep(sharded, OPTIMIZERS["sgd"](sharded.parameters()), compute_loss=loss, micro_batch_size=4)
     step(*data([[8]] * 2)[rank][0])
+
+
+def bad_batch(rank: int, engine: str, at: int, why: str) -> None:
+    """Rank 1's batches cannot be used, by an error of the library's own or of the loader."""
+    if engine == "ddp":
+        model, optimizer = wrap(network(), 2)
+    else:
+        model, optimizer = built(steps=2)
+
+    def loader() -> Any:
+        for i, (x, y) in enumerate(data([[4] * 8] * 2)[rank]):
+            if rank == 1 and i == at and why == "loader":
+                raise ArithmeticError("rank 1 failed")
+            yield (x, y) if rank == 0 or i != at else (x, y[:1])
+
+    step_all(model, optimizer, optimizer.batches(loader()))

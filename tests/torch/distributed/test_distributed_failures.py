@@ -116,3 +116,17 @@ def test_ranks_of_a_sharded_model_that_wait_in_its_passes_wait_no_longer_than_th
     assert isinstance(second, Raised)
     if case != "out_of_step":
         assert second.kind in ("ArithmeticError", "OutOfMemoryError")
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("why", ["rows", "loader"])
+@pytest.mark.parametrize("at", [0, 1, 2, 3, 4])
+def test_a_batch_that_cannot_be_used_on_one_rank_is_an_error_on_the_others_at_once(
+    ranks: Processes, at: int, why: str, engine: str
+) -> None:
+    first, second = ranks.try_run(failures.bad_batch, engine, at, why, limit=LIMIT)
+    assert isinstance(second, Raised)
+    assert second.kind == {"rows": "ValueError", "loader": "ArithmeticError"}[why]
+    assert isinstance(first, Raised)
+    assert first.kind == "WindowError"
+    assert "Rank 1 left in the middle" in first.message

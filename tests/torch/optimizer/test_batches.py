@@ -1,6 +1,7 @@
 """Epochs: the last micro-batch closes its window; nothing leaks from one epoch into the next."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -334,6 +335,29 @@ class TestTwoOptimizersInOneLoop:
         plain_g, plain_d, _ = self.run(nested=False)
         assert relative_error(g.parameters(), plain_g.parameters()) <= FLOAT64
         assert relative_error(d.parameters(), plain_d.parameters()) <= FLOAT64
+
+    @pytest.mark.parametrize(("sizes", "said"), [([2, 3, 1, 2], 1), ([2, 2, 2, 2], 0), ([2, 2, 3, 3], 0)])
+    @pytest.mark.parametrize("weighed", [False, True])
+    def test_one_outside_of_batches_is_told_where_its_micro_batches_are_not_alike(self, sizes, said, weighed):
+        first, second = network(), network()
+        inside = gradaccum.torch.optim.Optimizer(sgd(first.parameters()), steps=2)
+        outside = gradaccum.torch.optim.Optimizer(sgd(second.parameters()), steps=2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                for x, y in inside.batches(split(regression(sum(sizes)), sizes)):
+                    for model, optimizer in ((first, inside), (second, outside)):
+                        optimizer.zero_grad()
+                        if weighed:
+                            optimizer.backward(mse(model, x, y), weight=len(x))
+                        else:
+                            mse(model, x, y).backward()
+                        optimizer.step()
+        told = [warning for warning in caught if "a.batches(b.batches(loader))" in str(warning.message)]
+        assert len(told) == (0 if weighed else said)
+        assert all(warning.filename == __file__ for warning in told)
+        exact = relative_error(first.parameters(), second.parameters()) <= FLOAT64
+        assert exact == (weighed or not said)
 
     def test_the_same_optimizer_twice_is_refused(self):
         optimizer = gradaccum.torch.optim.Optimizer(sgd(network().parameters()), steps=2)

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
 
 import gradaccum.torch
 from gradaccum import WindowError
@@ -101,6 +102,32 @@ def test_skip_micro_batch_with_plain_backward_and_ragged_batches():
         optimizer.step()
     expected = expected_after([[micro_batches[i] for i in (0, 1, 3)], micro_batches[4:]])
     assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("order", [["a", "bad b", "a"], ["bad b", "a", "a"], ["bad b", "a", "b"], ["b", "bad b", "a"]])
+def test_what_only_a_left_out_micro_batch_reaches_has_no_gradient(order, saved):
+    """As without its rows: weight decay and momentum leave it alone."""
+    heads, alone = (nn.ModuleDict({"a": network(), "b": network()}) for _ in range(2))
+    optimizer = gradaccum.torch.optim.Optimizer(adam(heads.parameters()), steps=3, nonfinite="skip_micro_batch")
+    inner = adam(alone.parameters())
+    parts = split(regression(9), [2, 3, 4])
+    for index, (name, (x, y)) in enumerate(zip(order, parts, strict=True)):
+        optimizer.zero_grad()
+        head = heads[name[-1]]
+        optimizer.backward(mse(head, x * float("nan") if "bad" in name else x, y), weight=len(x))
+        optimizer.step()
+        if saved and index < 2:
+            again = gradaccum.torch.optim.Optimizer(adam(heads.parameters()), steps=3, nonfinite="skip_micro_batch")
+            again.load_state_dict(optimizer.state_dict())
+            optimizer = again
+    rows = sum(len(x) for name, (x, _) in zip(order, parts, strict=True) if "bad" not in name)
+    for name, (x, y) in zip(order, parts, strict=True):
+        if "bad" not in name:
+            (mse(alone[name], x, y) * (len(x) / rows)).backward()
+    inner.step()
+    assert [p.grad is None for p in heads.parameters()] == [p.grad is None for p in alone.parameters()]
+    assert relative_error(heads.parameters(), alone.parameters()) <= FLOAT64
 
 
 def test_an_unknown_policy_is_refused():

@@ -510,6 +510,11 @@ def test_an_open_window_runs_no_tensor_operation_and_copies_no_gradient():
     model = network()
     optimizer = gradaccum.torch.optim.Optimizer(adam(model.parameters()), steps=100)
     x, y = regression(2)
+    for _ in range(2):  # windows in which gradients are compared by value
+        mse(model, x, y).backward()
+        optimizer.step()
+        optimizer.flush()
+    optimizer.inner.state.clear()
     for _ in range(2):
         mse(model, x, y).backward()
         where = [p.grad.data_ptr() for p in model.parameters()]
@@ -522,17 +527,26 @@ def test_an_open_window_runs_no_tensor_operation_and_copies_no_gradient():
 
 
 def test_a_window_never_waits_for_the_device():
-    """Host synchronisations show as `_local_scalar_dense` (item, bool, float of a tensor)."""
+    """Host synchronisations show as `_local_scalar_dense` (item, bool, float of a tensor).
+
+    In window 1, and at the beginning of windows 2, 4, 8, ..., gradients are compared by value, which waits.
+    """
     model = network()
     optimizer = gradaccum.torch.optim.Optimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), steps=3, clip_grad_norm=0.1
     )
+    for x, y in optimizer.batches(split(regression(12), [2, 3, 1, 4, 1, 1])):
+        optimizer.backward(mse(model, x, y))
+        optimizer.step()
+        optimizer.zero_grad()
     with Operations() as operations:
         for x, y in optimizer.batches(split(regression(10), [2, 3, 1, 4])):
             optimizer.zero_grad()
             optimizer.backward(mse(model, x, y))
             optimizer.step()
-    assert optimizer.updates == 2
+            if optimizer.updated:
+                break
+    assert optimizer.updates == 3
     assert not [name for name in operations.seen if "local_scalar" in name]
 
 

@@ -20,10 +20,9 @@ from gradaccum.torch.optimizer.guard import (
     mixed_error,
     tampering_error,
     uncounted_error,
-    unscaled_error,
     untouched_error,
 )
-from gradaccum.torch.optimizer.loss_scale import LossScale
+from gradaccum.torch.optimizer.loss_scale import LossScale, unscaled_error
 from gradaccum.window import Reduction, Window
 
 __all__ = ["Accumulation", "Nonfinite"]
@@ -174,9 +173,10 @@ class Accumulation:
             WindowError: The sum was edited or cleared from outside, or a backward pass failed.
         """
         window, guard, one = self.window, self.guard, self.window.micro_batch
-        if self._failure is not None or guard.tampering() is not None:
-            self.check_failed()
-            self.check_sum()
+        if scaled and scaled[0] is None:
+            guard.forget_values()  # `unscale_` has changed them, and raises no version
+        self.check_failed()
+        self.check_sum()
         in_reach = self.sums.detached is None
         if not in_reach:
             self.sums.reattach()
@@ -381,7 +381,7 @@ class Accumulation:
 
     def check_failed(self) -> None:
         """Raise if a backward pass has failed in this window."""
-        if self._failure is not None:
+        if self._failure is not None or self.guard.failed:
             raise failed_error(self._failure) from self._failure
 
     def check_sum(self) -> None:
@@ -394,5 +394,6 @@ class Accumulation:
 
     def check_untouched(self) -> None:
         """Raise if a gradient has arrived since the last micro-batch was counted."""
+        self.check_failed()
         if self.guard.arrivals or self.window.micro_batch.weight is not None:
             raise untouched_error()

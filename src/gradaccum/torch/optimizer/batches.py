@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from gradaccum.on_torch.batch import children, has_rows, leaves, number_of_rows
-from gradaccum.torch.optimizer.windows import Windows
+from gradaccum.torch.optimizer.windows import IN_BATCHES, Windows
 from gradaccum.window import checked_weight
 
 __all__ = ["Batches"]
@@ -64,11 +64,30 @@ class Batches:
             self._to_skip = 0
 
     def __iter__(self) -> Iterator[Any]:
+        try:
+            ahead = yield from self._epoch()
+        except Exception:  # the batches cannot be used, or a window cannot be closed
+            for member in self.members:
+                member.windows.ranks.leave()
+            raise
+        if ahead.failure is not None:
+            try:
+                raise ahead.failure  # the loader's own: its loop may go on
+            finally:
+                ahead.failure = None  # no cycle with its traceback: the optimizer goes with the loop that this ends
+
+    def _epoch(self) -> Generator[Any, None, _Ahead]:
         resumed, to_skip = self._to_skip is not None, self._to_skip or 0
         self._to_skip = None
         if not resumed:
             self._handed_out = 0
-        ahead = self._left_over() or _Ahead(self.loader, to_skip, resumed)
+        try:
+            ahead = self._left_over() or _Ahead(self.loader, to_skip, resumed)
+        except Exception:
+            for member in self.members:
+                if member.windows.ranks.several:  # the others wait for this one to begin, and then learn that it left
+                    member.begin(self, resumed)
+            raise
         for member in self.members:
             member.begin(self, resumed)
         while ahead.failure is None and not ahead.is_empty:
@@ -88,10 +107,9 @@ class Batches:
             if ahead.is_over:
                 break
         self._handed_out, self._loader_state = 0, None
-        if ahead.failure is not None:
-            raise ahead.failure
-        for member in self.members:
+        for member in self.members if ahead.failure is None else ():
             member.end(self)
+        return ahead
 
     def _left_over(self) -> _Ahead | None:
         """What the last loop over this iterator had fetched when it was broken off."""
@@ -241,6 +259,7 @@ class _Member:
             # The loop before was left by an exception. An iterator goes on where it was; a loader starts over.
             windows.discard()
         windows.source = batches
+        IN_BATCHES.add(windows)
 
     def expect(self, batch: Any, last: bool) -> None:
         """A batch is about to be handed out."""

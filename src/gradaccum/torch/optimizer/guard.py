@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import sys
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,20 +16,22 @@ from torch.nn.parameter import is_lazy
 
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.gradients import all_require_grad
+from gradaccum.on_torch.private import current_backward, queue_callback
 
 __all__ = [
     "Guard",
-    "counted_twice_error",
     "failed_error",
     "mixed_error",
     "tampering_error",
     "uncounted_error",
-    "unscaled_error",
     "untouched_error",
-    "warn_of_hooks",
 ]
 
+logger = logging.getLogger("gradaccum")
+
 _UNKNOWN = -1
+_COMPARED = 4
+"""In windows that are watched whole, this many micro-batches are compared by value, too; in the first one, all."""
 
 Tampering = Literal["cleared", "edited", "left"]
 
@@ -41,6 +44,13 @@ class Guard:
     middle and the last of those that received most gradients, for some microseconds per micro-batch whatever their
     number. A window in which none of the three receives one is watched whole.
 
+    What raises no version, as `p.grad.data.clamp_()`, or raises it and changes nothing, as reading a norm with
+    `clip_grad_norm_(parameters, inf)`, shows where values are compared: a sum and a norm of each gradient, in the first
+    window, and in the first micro-batches of others that are watched whole. After an edit that changed nothing it is
+    all gradients, always.
+
+    A backward pass that has brought a gradient and never came to its end has failed.
+
     Args:
         parameters: Called whenever the parameters are needed.
         whole: Whether to watch every parameter at times. Else it is the last one.
@@ -52,6 +62,10 @@ class Guard:
         self._windows = 0
         self._watched: list[_Watched] = []
         self._watches_all = False
+        self._reads_norms = False
+        """Whether an edit was seen that changed nothing."""
+        self._unfinished: set[int] = set()
+        """Backward passes that have brought a gradient, and are not over."""
         self.restart()
         if whole:
             self.watch_all()
@@ -69,6 +83,7 @@ class Guard:
         if self._whole:
             self._watch(_leaves(self._parameters))
             self._watches_all = True
+            self._settle()
 
     def remove(self) -> None:
         """Stop watching: leave the parameters without hooks."""
@@ -78,9 +93,13 @@ class Guard:
         """The sum is empty: whatever comes next begins a new one."""
         self.arrivals = 0
         """Gradients that have arrived at watched parameters since the last micro-batch was counted."""
+        self._counted = 0
+        self._settle()
         self._tampering: Tampering | None = None
+        self._pass: int | None = None
+        self._unfinished.clear()
         for watched in self._watched:
-            watched.gradient = watched.finished = None
+            watched.gradient = watched.finished = watched.digest = None
 
     def close(self) -> None:
         """A window is over: choose what to watch in the next one."""
@@ -88,7 +107,7 @@ class Guard:
         self._windows += 1
         if not self._whole:
             return
-        if (self._windows + 1) & self._windows == 0:
+        if self._reads_norms or (self._windows + 1) & self._windows == 0:
             self.watch_all()
         elif self._watches_all:
             most = max((watched.arrivals for watched in self._watched), default=0)
@@ -96,6 +115,7 @@ class Guard:
             if likely:
                 self._watch(likely[i] for i in sorted({0, len(likely) // 2, len(likely) - 1}))
                 self._watches_all = False
+        self._settle()
         for watched in self._watched:
             watched.arrivals = 0
             watched.finish()
@@ -106,11 +126,29 @@ class Guard:
             self.watch_all()
             self.accept()
         self.arrivals = 0
+        if self.compares:
+            self._counted += 1
+            self._settle()
+
+    def _settle(self) -> None:
+        first = self._windows == 0 or self._counted < _COMPARED
+        self.compares = self._watches_all and (self._reads_norms or first)
+        """Whether gradients are compared by value."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether a backward pass has brought a gradient, and never came to its end."""
+        return bool(self._unfinished) and current_backward() in (None, -1)
 
     def accept(self) -> None:
         """The sum was changed on purpose, by the wrapper itself."""
         for watched in self._watched:
-            watched.look()
+            watched.look(self.compares)
+
+    def forget_values(self) -> None:
+        """Compare nothing by value until the next gradient arrives."""
+        for watched in self._watched:
+            watched.digest = None
 
     @contextlib.contextmanager
     def accepting(self) -> Iterator[None]:
@@ -122,22 +160,47 @@ class Guard:
     def tampering(self) -> Tampering | None:
         """What was done to the sum; None if autograd alone touched it."""
         if self._tampering is None:
+            compared = []
             for watched in self._watched:
-                if watched.gradient is not None and watched.tampering() is not None:
-                    self._tampering = watched.tampering()
-                    break
+                if watched.gradient is None:
+                    continue
+                found = watched.tampering()
+                if watched.digest is not None and found != "cleared":
+                    compared.append(watched)
+                elif found is not None:
+                    self._tampering = found
+                    return found
+            if compared:
+                self._tampering = self._compare(compared)
         return self._tampering
+
+    def _compare(self, watched: list[_Watched]) -> Tampering | None:
+        """Whether these gradients have other values than when they were last looked at."""
+        if _differ(*zip(*((one.digest, one.gradient) for one in watched), strict=True)):
+            return "edited"
+        if any(one.tampering() for one in watched):
+            if not self._reads_norms:
+                self._reads_norms = True
+                self._settle()
+                logger.warning(_NOTHING_CHANGED)
+            self.accept()
+        return None
 
     def arrived(self, tampering: Tampering | None) -> None:
         """A gradient has arrived."""
         self.arrivals += 1
         self._tampering = self._tampering or tampering
+        number = current_backward()
+        if number != self._pass and number is not None and not torch.compiler.is_compiling():
+            self._pass = number
+            self._unfinished.add(number)
+            queue_callback(functools.partial(self._unfinished.discard, number))
 
 
 class _Watched:
     """A parameter, and its gradient as it was when autograd or the wrapper had last changed it."""
 
-    __slots__ = ("__weakref__", "_handle", "arrivals", "finished", "gradient", "parameter", "version")
+    __slots__ = ("__weakref__", "_handle", "arrivals", "digest", "finished", "gradient", "parameter", "version")
 
     def __init__(self, parameter: Tensor, guard: Guard) -> None:
         self.parameter = parameter
@@ -145,6 +208,7 @@ class _Watched:
         self.gradient: Tensor | None = None  # kept, so that no other tensor can have its id
         self.finished: tuple[Tensor, int] | None = None
         self.version = 0
+        self.digest: Tensor | None = None  # of its values, where they are compared
         this, guard_of = weakref.ref(self), weakref.ref(guard)  # the parameter shall not keep the optimizer alive
 
         def arrived(parameter: Tensor) -> None:
@@ -162,6 +226,7 @@ class _Watched:
             if gradient is not None:  # else another hook has taken it
                 # Compiled autograd adds later, in its own way.
                 watched.version = _UNKNOWN if torch.compiler.is_compiling() else gradient._version
+                watched.digest = _digest(gradient) if guard.compares else None
             guard.arrived(tampering)
 
         with all_require_grad([parameter]):
@@ -170,10 +235,11 @@ class _Watched:
     def remove(self) -> None:
         self._handle.remove()
 
-    def look(self) -> None:
+    def look(self, compares: bool) -> None:
         self.gradient = gradient = self.parameter.grad
         if gradient is not None:
             self.version = gradient._version
+            self.digest = _digest(gradient) if compares else None
 
     def finish(self) -> None:
         """The update of a window is made with this gradient, which is not to join the next sum."""
@@ -210,6 +276,31 @@ def _leaves(parameters: Callable[[], list[Tensor]]) -> list[Tensor]:
     return [p for p in parameters() if p.is_leaf and not is_lazy(p) and (p.is_floating_point() or p.is_complex())]
 
 
+@torch.no_grad()
+def _digest(gradient: Tensor) -> Tensor | None:
+    """A sum and a 2-norm, on the gradient's device: other values show in one of them. None where it can't be told."""
+    if gradient.is_sparse or gradient.device.type == "mps" or not _counts_versions(gradient):
+        return None
+    numbers = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    wide = torch.float64
+    return torch.stack([numbers.sum(dtype=wide), torch.linalg.vector_norm(numbers, dtype=wide)])
+
+
+@torch.no_grad()
+def _differ(digests: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
+    """Whether one of these gradients has other values than at its digest. Waits for the device."""
+    device = digests[0].device
+    was = torch.stack([digest.to(device) for digest in digests])
+    now = torch.stack(
+        [torch.full_like(was[0], torch.nan) if d is None else d.to(device) for d in map(_digest, gradients)]
+    )
+    rounding = [
+        4 * torch.finfo(was.dtype).eps * gradient.numel() ** 0.5 for gradient in gradients
+    ]  # threads may differ
+    same = (was - now).abs() <= torch.tensor(rounding, dtype=was.dtype, device=device)[:, None] * was[:, 1:]
+    return not bool((same | (was == now) | (was.isnan() & now.isnan())).all())
+
+
 def _counts_versions(gradient: Tensor) -> bool:
     """Whether the gradient's version rises when it is edited, and only then. Asked only where something differs.
 
@@ -222,6 +313,12 @@ def _counts_versions(gradient: Tensor) -> bool:
 
 
 # What users are told.
+
+_NOTHING_CHANGED = (
+    "The gradients were written inside an open window and kept their values, as clip_grad_norm_(parameters, inf) does "
+    "to read a norm. From now on they are compared on every micro-batch; torch.nn.utils.get_total_norm reads a norm "
+    "without that. Clipping that has an effect is an error there: pass clip_grad_norm= to the wrapper."
+)
 
 
 def tampering_error(tampering: Tampering) -> WindowError:
@@ -251,47 +348,12 @@ def untouched_error() -> WindowError:
     )
 
 
-def failed_error(failure: BaseException) -> WindowError:
+def failed_error(failure: BaseException | None) -> WindowError:
     """A backward pass has failed."""
+    kind = "" if failure is None else f" ({type(failure).__name__})"
     return WindowError(
-        f"A backward pass of this window failed ({type(failure).__name__}), and may have left part of its gradient in "
-        "the sum. Call discard() to drop the window; parameters and optimizer state are as they were."
-    )
-
-
-def counted_twice_error() -> WindowError:
-    """A batch of `batches()` has come to two steps."""
-    return WindowError(
-        "step() was called twice for one batch of batches(), which weighs a batch by its rows and closes the epoch's "
-        "last window with its last batch. Call step() once per batch; to split a batch further, or to use it several "
-        "times, loop over the loader itself and call flush() at the epoch's end. discard() drops the window."
-    )
-
-
-def warn_of_hooks(parameters: Iterable[Tensor]) -> None:
-    """Name hooks of the user's on gradients: they see a micro-batch's, not the finished one."""
-    hooked = [
-        index
-        for index, parameter in enumerate(parameters)
-        for hook in (parameter._backward_hooks or {}).values()
-        if not (getattr(hook, "__module__", None) or "").startswith(("gradaccum.", "torch."))
-    ]
-    if hooked:
-        warnings.warn(
-            f"{len(set(hooked))} parameters have hooks on their gradients (parameter {hooked[0]} of the optimizer is "
-            "the first). They are called for every micro-batch, with its part of the window's gradient: that is exact "
-            "for hooks that multiply by a constant or a mask, not for those that clip or clamp. Pass clip_grad_norm= "
-            "to the wrapper, or edit the finished gradient in a hook: register_step_pre_hook.",
-            stacklevel=4,
-        )
-
-
-def unscaled_error() -> WindowError:
-    """The GradScaler has unscaled a sum that goes on."""
-    return WindowError(
-        "scaler.unscale_() was called inside an open window: the next gradient would come scaled again. Call it when "
-        "`optimizer.closes_next`, or not at all: the wrapper unscales, and clips with clip_grad_norm=. discard() "
-        "drops the window."
+        f"A backward pass of this window failed{kind}, and may have left part of its gradient in the sum. Call "
+        "discard() to drop the window; parameters and optimizer state are as they were."
     )
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaccum.errors import WindowError
 from gradaccum.on_torch.gradients import GradientSum, all_require_grad
 from gradaccum.torch.optimizer.guard import Guard
 
-__all__ = ["LossScale"]
+__all__ = ["LossScale", "unscaled_error"]
 
 
 class _Neutral:
@@ -185,3 +186,12 @@ class LossScale:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+
+
+def unscaled_error() -> WindowError:
+    """The GradScaler has unscaled a sum that goes on."""
+    return WindowError(
+        "scaler.unscale_() was called inside an open window: the next gradient would come scaled again. Call it when "
+        "`optimizer.closes_next`, or not at all: the wrapper unscales, and clips with clip_grad_norm=. discard() "
+        "drops the window."
+    )

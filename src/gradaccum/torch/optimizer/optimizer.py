@@ -19,7 +19,6 @@ from gradaccum.torch.distributed import check_detected, detect_ranks
 from gradaccum.torch.optimizer import checkpoint
 from gradaccum.torch.optimizer.accumulation import Accumulation, Nonfinite
 from gradaccum.torch.optimizer.batches import Batches
-from gradaccum.torch.optimizer.guard import warn_of_hooks
 from gradaccum.torch.optimizer.proxy import (
     OptimizerProxy,
     check_steps_of,
@@ -31,6 +30,7 @@ from gradaccum.torch.optimizer.proxy import (
     needs_closure,
     overflows_easily,
     parameters_of,
+    warn_of_hooks,
 )
 from gradaccum.torch.optimizer.windows import Windows
 from gradaccum.window import Reduction, checked_reduction
@@ -135,9 +135,9 @@ class Optimizer(OptimizerProxy):
             nonfinite=arguments["nonfinite"],
         )
         accumulation = Accumulation(parameters, ranks=ranks, **arguments)
-        weakref.finalize(self, _let_go, accumulation).atexit = False
         self._loss_scale = accumulation.loss_scale
         self._windows = Windows(inner, schedule, accumulation, step, check_steps)
+        weakref.finalize(self, _let_go, self._windows).atexit = False
         self._checked = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -393,8 +393,8 @@ class Optimizer(OptimizerProxy):
         return f"{type(self).__name__}({self._windows.schedule} steps, {self.inner!r})"
 
 
-def _let_go(accumulation: Accumulation) -> None:
-    """The optimizer is gone: if in the middle of a window, an error has ended its loop."""
-    if accumulation.window.is_open:
-        accumulation.ranks.leave()
-    accumulation.remove()
+def _let_go(windows: Windows) -> None:
+    """The optimizer is gone: if in the middle of a window, or of a loop of `batches()`, an error has ended its loop."""
+    if windows.accumulation.window.is_open or windows.source is not None:
+        windows.ranks.leave()
+    windows.accumulation.remove()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "needs_closure",
     "overflows_easily",
     "parameters_of",
+    "warn_of_hooks",
 ]
 
 
@@ -261,3 +263,21 @@ def _refuse(method: str, *args: Any, **kwargs: Any) -> Any:
         "per window. Use gradaccum.torch.TrainStep, which evaluates closures on the whole batch; or steps=1; or call "
         "it on `optimizer.inner` where you know the gradients are those it wants."
     )
+
+
+def warn_of_hooks(parameters: Iterable[Tensor]) -> None:
+    """Name hooks of the user's on gradients: they see a micro-batch's, not the finished one."""
+    hooked = [
+        index
+        for index, parameter in enumerate(parameters)
+        for hook in (parameter._backward_hooks or {}).values()
+        if not (getattr(hook, "__module__", None) or "").startswith(("gradaccum.", "torch."))
+    ]
+    if hooked:
+        warnings.warn(
+            f"{len(set(hooked))} parameters have hooks on their gradients (parameter {hooked[0]} of the optimizer is "
+            "the first). They are called for every micro-batch, with its part of the window's gradient: that is exact "
+            "for hooks that multiply by a constant or a mask, not for those that clip or clamp. Pass clip_grad_norm= "
+            "to the wrapper, or edit the finished gradient in a hook: register_step_pre_hook.",
+            stacklevel=4,
+        )

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaccum.errors import WindowError
 from gradaccum.schedule import Schedule
 from gradaccum.torch.optimizer.accumulation import Accumulation
-from gradaccum.torch.optimizer.guard import counted_twice_error
 from gradaccum.torch.optimizer.proxy import parameters_of
 from gradaccum.torch.optimizer.sharded_checkpoint import release
 
-__all__ = ["Windows"]
+__all__ = ["IN_BATCHES", "Windows"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -59,6 +59,8 @@ class Windows:
         self._step, self._check_steps = step, check_steps
         self._scheduled_for: tuple[int, int] | None = None
         self._rates: list[Any] = []
+        self._rows_beside: float | None = None
+        self._warned_of_rows = False
         self._warned_of_rates = False
         self.expect_next()
 
@@ -121,11 +123,13 @@ class Windows:
         accumulation = self.accumulation
         one = accumulation.window.micro_batch
         if one.in_batches and not one.announced:
-            raise counted_twice_error()
+            raise _counted_twice_error()
         if not accumulation.window.is_open:
             self._settle_steps()
             self._note_rates()
         closes = accumulation.add(scaled)
+        if not one.in_batches and IN_BATCHES and not self._warned_of_rows:
+            self._look_beside()
         self.in_epoch, self.updated = True, False
         if closes:
             self.updated = self._update()
@@ -133,6 +137,24 @@ class Windows:
             if not closes:
                 self.ranks.continue_window()
             self.expect_next()
+
+    def _look_beside(self) -> None:
+        """Warn, once, if this window counts batches of another optimizer's `batches()` equally, and they differ."""
+        window = self.accumulation.window
+        for other in IN_BATCHES:
+            if other.source is None or other is self or window.weights_given or window.reduction == "sum":
+                continue
+            rows, before = other.accumulation.window.micro_batch.default, self._rows_beside
+            self._rows_beside = rows
+            if window.micro_batches > 1 and before is not None and rows != before:
+                self._warned_of_rows = True
+                warnings.warn(
+                    "This optimizer steps inside of another one's batches(), which weigh differently (the last two "
+                    f"{before:g} and {rows:g}), and counts its micro-batches equally. Let both share the batches, "
+                    "a.batches(b.batches(loader)), or use backward(loss, weight=...).",
+                    stacklevel=4,
+                )
+            break
 
     def evaluate(self, step: Callable[[], Any]) -> Any:
         """A window of one micro-batch that the inner optimizer evaluates by itself, as often as it likes."""
@@ -147,6 +169,8 @@ class Windows:
         """Empty the gradients between windows; inside an open window, do nothing."""
         if self.accumulation.window.is_open:
             self.accumulation.check_untouched()
+            if self.accumulation.guard.compares:
+                self.accumulation.guard.tampering()
         else:
             self.accumulation.empty(set_to_none)
 
@@ -251,3 +275,16 @@ class Windows:
         if self.restored:
             self._note_rates()
         self.expect_next()
+
+
+def _counted_twice_error() -> WindowError:
+    """A batch of `batches()` has come to two steps."""
+    return WindowError(
+        "step() was called twice for one batch of batches(), which weighs a batch by its rows and closes the epoch's "
+        "last window with its last batch. Call step() once per batch; to split a batch further, or to use it several "
+        "times, loop over the loader itself and call flush() at the epoch's end. discard() drops the window."
+    )
+
+
+IN_BATCHES: weakref.WeakSet[Windows] = weakref.WeakSet()
+"""Windows that a loop of `batches()` fills, or has filled."""

@@ -1,0 +1,134 @@
+"""Gradients that are written inside an open window, by operations that show or that don't, and to an effect or none."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import gradaccum.torch
+from gradaccum import WindowError
+from tests.reference import FLOAT64, relative_error
+from tests.torch.problems import join, mse, network, regression, sgd, split
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+SIZES = [3, 1, 4, 2, 2, 5, 1, 3, 3]
+
+
+def train(model, optimizer, touch, when, parts=None):
+    for x, y in optimizer.batches(split(regression(24), SIZES) if parts is None else parts):
+        optimizer.zero_grad()
+        mse(model, x, y).backward()
+        if when == "before step":
+            touch(model)
+        optimizer.step()
+        if when == "after step" and not optimizer.updated:
+            touch(model)
+
+
+def read_norm(model):
+    assert nn.utils.clip_grad_norm_(model.parameters(), float("inf")) > 0
+
+
+@pytest.mark.parametrize("when", ["before step", "after step"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_reading_a_norm_with_clip_grad_norm_changes_nothing_and_is_said_once(when, times, caplog):
+    model, plain = network(), network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
+    for _ in range(3):
+        train(model, optimizer, lambda model: [read_norm(model) for _ in range(times)], when)
+    inner = sgd(plain.parameters())
+    for _ in range(3):
+        for first in (0, 3, 6):
+            inner.zero_grad()
+            mse(plain, *join(split(regression(24), SIZES)[first : first + 3])).backward()
+            inner.step()
+    assert relative_error(model.parameters(), plain.parameters()) <= FLOAT64
+    assert caplog.text.count("kept their values") == 1
+
+
+def test_a_norm_may_be_read_where_the_first_window_closes():
+    model = network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=6)
+    for _ in range(13):
+        optimizer.zero_grad()
+        mse(model, *regression(2)).backward()
+        if optimizer.closes_next:
+            read_norm(model)
+        optimizer.step()
+    assert optimizer.updates == 2
+
+
+@pytest.mark.parametrize("when", ["before step", "after step"])
+def test_clipping_that_has_an_effect_is_refused_after_many_norms_that_were_only_read(when):
+    model = network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
+    for _ in range(2):
+        train(model, optimizer, read_norm, when)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(WindowError, match="edited inside an open window"):
+        train(model, optimizer, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3), when)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+EDITS = {
+    "data.mul_": lambda p: p.grad.data.mul_(0.5),
+    "data.clamp_": lambda p: p.grad.data.clamp_(-1e-3, 1e-3),
+    "data.neg_": lambda p: p.grad.data.neg_(),
+    "data.zero_": lambda p: p.grad.data.zero_(),
+    "a mask": lambda p: p.grad.data[:1].zero_(),
+    "numpy": lambda p: p.grad.numpy().__imul__(0.5),
+    "clamp_": lambda p: p.grad.clamp_(-1e-3, 1e-3),
+}
+
+
+@pytest.mark.parametrize("when", ["before step", "after step"])
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_edits_that_raise_no_version_are_seen_in_the_first_window(edit, when):
+    model = network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(WindowError, match="edited inside an open window"):
+        train(model, optimizer, lambda model: [edit(p) for p in model.parameters()], when)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+def test_an_edit_of_one_gradient_alone_is_seen_in_the_first_window():
+    model = network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
+    with pytest.raises(WindowError, match="edited"):
+        train(model, optimizer, lambda model: model[0].bias.grad.data.mul_(0.5), "before step")
+
+
+def test_gradients_that_are_not_finite_or_complex_are_compared_too():
+    numbers = nn.Parameter(torch.ones(2, dtype=torch.complex128))
+    optimizer = gradaccum.torch.optim.Optimizer(torch.optim.SGD([numbers], lr=0.1), steps=3)
+    for factor in (float("nan"), 1.0):
+        (numbers.abs().sum() * factor).backward()
+        nn.utils.clip_grad_norm_([numbers], float("inf"))
+        optimizer.step()
+    numbers.grad.data.neg_()
+    optimizer.discard()
+    numbers.abs().sum().backward()
+    numbers.grad.data.neg_()
+    with pytest.raises(WindowError, match="edited"):
+        optimizer.step()
+
+
+def test_unscaling_by_the_scaler_where_the_window_closes_is_no_edit_and_clipping_after_it_is():
+    model = network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for index, (x, y) in enumerate(split(regression(8), [2] * 4)):
+        optimizer.zero_grad()
+        scaler.scale(mse(model, x, y)).backward()
+        if optimizer.closes_next:
+            scaler.unscale_(optimizer)
+            if index == 3:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                with pytest.raises(WindowError, match="edited"):
+                    scaler.step(optimizer)
+                break
+        scaler.step(optimizer)
+        scaler.update()
