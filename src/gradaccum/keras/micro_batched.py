@@ -42,11 +42,12 @@ def micro_batched(
             micro-batch is normalised by itself, and the moving statistics move with every one. `"pooled"`: the moving
             statistics move once per update, by mean and variance of the whole batch. `"frozen"`: normalises by the
             moving statistics, which stay as they are.
-        verify: Prove the first update of `fit`: on a few rows of its first batch, loss, gradients and moved variables
-            are computed at once and in micro-batches, by the same code that then trains. Two passes over at most 16
-            rows, once per kind of batch, and again where a variable that the loss reads has changed meanwhile. Dropout
-            and other random numbers are held, BatchNormalization is left to its own warning. What can't be compared is
-            said in a warning.
+        verify: Prove updates: on a few rows of a batch, loss, gradients and moved variables are computed at once and in
+            micro-batches, by the same code that then trains. Two passes over at most 16 rows for the first batch of
+            each `fit`, for each batch that is of another kind or shows rows of a new sort (missing labels, uneven
+            weights, a new class, larger targets), and where a variable that the loss reads has changed. Dropout and
+            other random numbers are held, BatchNormalization is left to its own warning. What can't be compared is said
+            in a warning.
 
     Returns:
         `model`.

@@ -11,8 +11,9 @@ from keras import layers, losses, ops
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras.micro_batched import micro_batched
-from gradaccum.keras.train_step.proof import few_rows, ragged_size
-from tests.keras.problems import BACKEND
+from gradaccum.keras.train_step.data import Sorts, few_rows
+from gradaccum.keras.train_step.proof import Proof, ragged_size
+from tests.keras.problems import BACKEND, Batches
 from tests.reference import relative_error
 
 ROWS = 24
@@ -105,7 +106,7 @@ def refused(model, x, y, match, **compiled):
     """Training this is refused by name, with everything as it was."""
     model = micro_batched(model, 8)
     model.compile(**{"optimizer": keras.optimizers.Adam(0.1), **compiled})
-    model.build((None, *x.shape[1:]))
+    model(x[:2])
     before = model.get_weights()
     with pytest.raises(NotEquivalentError, match=rf"(?s){match}.*verify=False"):
         model.fit(x, y, batch_size=ROWS, verbose=0)
@@ -270,21 +271,89 @@ def test_rows_are_mixed_at_the_next_fit_once_a_variable_that_the_loss_reads_has_
         model.fit(X, Y, batch_size=ROWS, verbose=0)
 
 
-def test_the_first_update_is_proved_once(monkeypatch):
-    from gradaccum.keras.train_step.proof import Proof
+class OverSampleWeights(losses.Loss):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        weights = ops.reshape(ops.cast(sample_weight, y_pred.dtype), (-1,))
+        return ops.sum(weights * squares(ops.cast(y_true, y_pred.dtype), y_pred)) / ops.sum(weights)
 
+
+def of_one_class(t, p):
+    t = ops.reshape(t, (-1,))
+    values = squares(ops.one_hot(ops.cast(t, "int32"), 3, dtype=p.dtype), p)
+    return values * ops.where(t == 1, 2.0 / (1.0 + ops.sum(ops.cast(t == 1, p.dtype))), 1.0)
+
+
+def of_many_rows(t, p):
+    return squares(t, p) + (0.0 if p.shape[0] is None or p.shape[0] <= 4 else ops.var(p))
+
+
+def of_large_labels(t, p):
+    return squares(t, p) / (1 + ops.sum(ops.cast(t > 1.5, p.dtype)))
+
+
+LATER_DATA = {
+    "a mark": (of_the_known(-1.0), (X, Y), (X, missing(-1.0))),
+    "NaN": (of_the_known(np.nan), (X, Y), (X, missing(np.nan))),
+    "uneven weights": (
+        OverSampleWeights(),
+        (X, Y, np.ones(ROWS)),
+        (X, Y, np.where(np.arange(ROWS) == 3, 5.0, 1.0)),
+    ),
+    "more rows": (of_many_rows, (X[:4], Y[:4]), (X, Y)),
+    "a new class": (of_one_class, (X, np.where(CLASSES == 1, 2, CLASSES)), (X, CLASSES)),
+    "larger labels": (of_large_labels, (X, Y * 0.5), (X, Y)),
+}
+
+
+@pytest.mark.parametrize("name", LATER_DATA if BACKEND == "torch" else some_slow(LATER_DATA, {"a mark"}))
+def test_rows_of_a_new_sort_are_proved_before_they_are_trained_on(name):
+    loss, first, then = LATER_DATA[name]
+    model = micro_batched(linear(), 8)
+    model.compile(optimizer=keras.optimizers.Adam(0.01), loss=loss)
+    with pytest.raises(NotEquivalentError, match="looks across the rows"):  # in the middle of a fit
+        model.fit(Batches([first, first, then]), shuffle=False, verbose=0)
+    assert int(model.optimizer.iterations) == 2
+    before = model.get_weights()
+    with pytest.raises(NotEquivalentError, match="looks across the rows"):
+        model.train_on_batch(*then)
+    assert relative_error(model.get_weights(), before) == 0
+    model.train_on_batch(*first)
+
+
+def test_each_fit_is_proved_and_each_sort_of_rows_once(monkeypatch):
     judged = []
     own = Proof._judge
     monkeypatch.setattr(Proof, "_judge", lambda self, *args: (judged.append(args[1:3]), own(self, *args)))
     model = micro_batched(linear(), 8)
     model.compile(optimizer="sgd", loss="mse")
-    for _ in range(2):
-        model.fit(X, Y, batch_size=12, epochs=2, verbose=0)
+    for proofs in (1, 2):
+        model.fit(X, Y, batch_size=ROWS, epochs=2, verbose=0)
         model.train_on_batch(X, Y)
-    assert judged == [(11, 5)]
+        assert judged == [(16, 7)] * proofs
+    model.train_on_batch(X, 2 * Y)  # beyond the range that was seen
+    model.train_on_batch(X, 2 * Y)
+    assert len(judged) == 3
     model.compile(optimizer="sgd", loss="mae")
-    model.fit(X, Y, batch_size=12, verbose=0)
-    assert len(judged) == 2
+    model.train_on_batch(X, Y)
+    assert len(judged) == 4
+
+
+def test_targets_that_grow_for_ever_are_proved_ever_more_rarely():
+    known, times = Sorts(), 0
+    for batch in range(2000):
+        sorts = Sorts.of((X, Y + batch))
+        times += bool(known.new_in(sorts, 16))
+        known.join(sorts, sorts)
+    assert times < 120
+
+
+def test_a_model_that_has_converged_is_not_refused():
+    """Its gradients are rounding, whole and in micro-batches another one."""
+    y = X @ np.ones((5, 3), "float32")
+    model = micro_batched(linear(), 8)
+    model.compile(optimizer=keras.optimizers.SGD(0.3), loss="mse")
+    for _ in range(6):
+        model.fit(X, y, batch_size=ROWS, epochs=30, verbose=0)
 
 
 def test_a_loss_in_half_precision_is_not_refused():

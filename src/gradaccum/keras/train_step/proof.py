@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -16,28 +17,41 @@ from gradaccum.errors import NotEquivalentError
 from gradaccum.keras.batch_norm import batch_norms_of
 from gradaccum.keras.equivalence import Outcome, find_causes, precision_of
 from gradaccum.keras.private import compiled_losses, recorded_reads
-from gradaccum.keras.train_step.data import has_rows, rows_of, unpack
+from gradaccum.keras.train_step.data import Sorts, dealt, few_rows, has_rows, rows_of, unpack
 from gradaccum.rounding import rounding
+from gradaccum.sizes import even_sizes
 
-__all__ = ["Proof", "few_rows", "ragged_size"]
+__all__ = ["Proof", "ragged_size"]
 
 ROWS = 16
 """Rows of the batch that are looked at, at most."""
 ROWS_OF_AUTO = 8
 """The same where nobody has said how many fit into memory."""
-LOOKED_THROUGH = 4096
-"""Rows among which they are chosen."""
 WATCHED = 4096
 """The most numbers of a variable that is watched from one `fit` to the next."""
 
 
+@dataclass
+class _Proven:
+    """What is known of batches of a kind.
+
+    Attributes:
+        sorts: The sorts of rows that were proved.
+        watched: The variables that were read, and their values.
+    """
+
+    sorts: Sorts = field(default_factory=Sorts)
+    watched: list[tuple[Any, np.ndarray]] = field(default_factory=list)
+
+
 class Proof:
-    """Compares, once per `fit`, what a few rows of the first batch give whole and in ragged micro-batches.
+    """Compares what a few rows of a batch give whole and in ragged micro-batches.
 
     Loss, gradients and moved variables are computed by the step that then makes the updates, with random numbers held
-    and BatchNormalization frozen, which has a warning of its own. A later `fit` is looked at again where the batches
-    are of another kind, the model has been compiled anew, or a variable has changed that its loss reads and that the
-    optimizer doesn't train.
+    and BatchNormalization frozen, which has a warning of its own. The first batch of each `fit` is looked at, and each
+    batch that is of another kind or shows rows of another sort than were proved, or that is the first one after the
+    model has been compiled anew or after a variable has changed that its loss reads and that the optimizer doesn't
+    train.
 
     Differences above what rounding makes of the compared dtype are told from an ill-conditioned model's rounding: they
     must be larger than what moving the weights by one unit in the last place changes.
@@ -48,48 +62,46 @@ class Proof:
 
     def __init__(self, step: Any) -> None:
         self.step = step
-        self.begun = False
-        """Whether a `fit` has begun whose first batch has not come yet."""
-        self._proven: dict[Any, list[tuple[Any, np.ndarray]]] = {}
+        self._fits = False
+        self._begun = False
+        self._compiled: Any = None
+        self._proven: dict[str, _Proven] = {}
         self._doubt = ""
         self._told = False
 
+    def begin_fit(self) -> None:
+        """A `fit` begins: its first batch is proved."""
+        self._fits = True
+
     def begin(self) -> None:
-        """A `fit` begins."""
-        self.begun = True
-
-    def due(self, batch: Any, state: Any = None) -> bool:
-        """Whether batches like this have still to be proved.
-
-        Args:
-            batch: A batch, or its specification.
-            state: As for `MicroBatchedStep.outcome`.
-        """
-        watched = self._proven.get(self._kind(batch))
-        self.begun = watched is None or any(
-            not np.array_equal(self._value(variable, state), value, equal_nan=True) for variable, value in watched
-        )
-        return self.begun
+        """A `fit` or `train_on_batch` begins: variables may have changed."""
+        self._begun = True
 
     def run(self, data: Any, state: Any = None) -> None:
         """Prove the update of this batch, if that is due.
 
+        Args:
+            data: The batch.
+            state: As for `MicroBatchedStep.outcome`.
+
         Raises:
             NotEquivalentError: Micro-batches give another update; the message names why, and what to do.
+            ValueError: The arrays of the batch have different numbers of rows.
         """
-        if not self.due(data, state):
-            return
-        self.begun = False
-        try:
-            rows = rows_of(data)
-        except ValueError:  # the step itself says it better
-            return
+        rows = rows_of(data)
         if rows is None or rows < 2:
+            return
+        proven, sorts = self._known(data), Sorts.of(data)
+        new = (proven or _Proven()).sorts.new_in(sorts, ROWS)
+        changed = proven is not None and self._begun and self._changed(proven, state)
+        fits, self._fits, self._begun = self._fits, False, False
+        if not (proven is None or new or changed or fits):
             return
         whole_reads: dict[int, Any] = {}
         reason: Exception | None = None
+        order = np.arange(0)
         for few, size in _attempts(rows, self.step.micro_batch_size):
-            order = few_rows(data, few)
+            order = dealt(few_rows(data, few, new), even_sizes(few, size))
             batch = tree.map_structure(lambda leaf, order=order: _take(leaf, order), data)
             try:
                 with recorded_reads() as reads:
@@ -107,9 +119,26 @@ class Proof:
             reason = None
             self._judge(batch, few, size, whole, parts, state)
             break
-        self._proven[self._kind(data)] = [(v, self._value(v, state)) for v in self._watched(whole_reads)]
+        if proven is None:
+            proven = self._proven.setdefault(self._kind(data), _Proven())
+        proven.sorts.join(sorts, Sorts.of(data, order))
+        # A function that is compiled reads variables while it is traced, and not again.
+        watched = [*self._watched(whole_reads)] or [variable for variable, _ in proven.watched]
+        proven.watched = [(variable, self._value(variable, state)) for variable in watched]
         if reason is not None:
             self._doubt = f"{type(reason).__name__}: {reason}".splitlines()[0]
+
+    def _known(self, data: Any) -> _Proven | None:
+        """What is known of batches of this kind."""
+        compiled = compiled_losses(self.step.model)
+        if compiled is not self._compiled:
+            self._compiled = compiled
+            self._proven.clear()
+        return self._proven.get(self._kind(data))
+
+    def _changed(self, proven: _Proven, state: Any) -> bool:
+        """Whether a variable has changed that is watched."""
+        return any(not np.array_equal(self._value(v, state), value, equal_nan=True) for v, value in proven.watched)
 
     def say(self) -> None:
         """Warn, once, of an update that has been made although it could not be proved."""
@@ -137,7 +166,7 @@ class Proof:
         differences = [d for d in differences if not d.error <= 10 * noise.get((d.part, d.name), 0.0)]
         if not differences:
             return
-        sizes = [len(part) for part in np.array_split(np.arange(rows), -(-rows // size))]
+        sizes = even_sizes(rows, size)
         cuts = np.split(np.arange(rows), np.cumsum(sizes)[:-1])
         values = self.step.state() if state is None else state
         causes = find_causes(
@@ -147,9 +176,9 @@ class Proof:
             Equivalence(tuple(differences), sharp, tuple(causes), rows=rows).raise_if_different()
         except NotEquivalentError as error:
             raise NotEquivalentError(
-                f"{error}\nThat is of {rows} rows of the first batch, whole and in micro-batches of "
-                f"{', '.join(map(str, sizes))}; nothing has been trained. micro_batched(..., verify=False) trains all "
-                "the same."
+                f"{error}\nThat is of {rows} rows of the batch, whole and in micro-batches of "
+                f"{', '.join(map(str, sizes))}; nothing has been trained with it. micro_batched(..., verify=False) "
+                "trains all the same."
             ) from None
 
     def _random(self, batch: Any, rows: int, whole: Outcome, sharp: float, state: Any) -> bool:
@@ -174,14 +203,13 @@ class Proof:
         outcome = self.step.trial(rows, "frozen").outcome(batch, nearby)
         return {(d.part, d.name): d.error for d in outcome.differences(whole) if math.isfinite(d.error)}
 
-    def _kind(self, batch: Any) -> Any:
+    def _kind(self, batch: Any) -> str:
         def kind(leaf: Any) -> Any:
             if leaf is None or not hasattr(leaf, "shape"):
                 return None
             return len(leaf.shape), keras.backend.standardize_dtype(leaf.dtype)
 
-        model = self.step.model
-        return id(compiled_losses(model)), len(model.trainable_variables), str(tree.map_structure(kind, unpack(batch)))
+        return str((len(self.step.model.trainable_variables), tree.map_structure(kind, unpack(batch))))
 
     def _watched(self, reads: dict[int, Any]) -> Iterator[Any]:
         """Of the variables that were read, those whose change means something."""
@@ -222,48 +250,6 @@ def ragged_size(rows: int) -> int | None:
     counts = {size: -(-rows // size) for size in range(rows - 1, 0, -1)}
     ragged = [size for size, count in counts.items() if rows % count]
     return next((size for size in ragged if counts[size] > 2), ragged[0] if ragged else None)
-
-
-def few_rows(data: Any, count: int) -> np.ndarray:
-    """Which rows to look at: the extremes of what can be told of a row, apart from each other.
-
-    Rows with missing labels, padding or weights of zero are rare, and what they do shows where one part has more of
-    them than the other.
-    """
-    x, y, sample_weight = unpack(data)
-    rows = rows_of(data)
-    assert rows is not None
-    features: list[np.ndarray] = []
-    for leaf in tree.flatten((y, sample_weight, x)):
-        if has_rows(leaf):
-            features += _features(leaf)
-    if not features:
-        return np.arange(count)
-    limit = len(features[0])
-    chosen: list[int] = []
-    for feature in features:
-        for row in (int(np.argmin(feature)), int(np.argmax(feature))):
-            if row not in chosen and len(chosen) < (count + 1) // 2:
-                chosen.append(row)
-    for row in [*np.linspace(0, limit - 1, count).astype(int).tolist(), *range(limit)]:
-        if row not in chosen and len(chosen) < count:
-            chosen.append(row)
-    order = np.lexsort([feature[chosen] for feature in reversed(features)])
-    return np.array(chosen)[order]
-
-
-def _features(leaf: Any) -> list[np.ndarray]:
-    """Of each row: missing numbers, negative ones, zeros, the largest and the mean."""
-    try:
-        numbers = np.asarray(ops.convert_to_numpy(leaf[:LOOKED_THROUGH])).astype("float64")
-    except Exception:  # sparse, ragged, strings
-        return []
-    numbers = numbers.reshape(len(numbers), -1)[:, :LOOKED_THROUGH]
-    if not numbers.shape[1]:
-        return []
-    known = np.nan_to_num(numbers, nan=0.0, posinf=0.0, neginf=0.0)
-    found = [np.isnan(numbers).sum(1), (numbers < 0).sum(1), (numbers == 0).sum(1), known.max(1), known.mean(1)]
-    return [np.asarray(feature, "float64") for feature in found if len(np.unique(feature)) > 1]
 
 
 def _take(leaf: Any, rows: np.ndarray) -> Any:

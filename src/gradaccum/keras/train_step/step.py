@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +16,7 @@ from gradaccum.keras.equivalence import Outcome
 from gradaccum.keras.loss import Measured
 from gradaccum.keras.private import build_symbolically, compiled_metrics, is_of_keras, keras_mask, metric_function
 from gradaccum.keras.train_step.auto_size import fastest_size
-from gradaccum.keras.train_step.data import has_rows
+from gradaccum.keras.train_step.data import has_rows, rows_of
 from gradaccum.keras.train_step.proof import Proof
 
 __all__ = ["MicroBatchedStep", "Plan", "Spec"]
@@ -62,7 +64,7 @@ class Plan:
 class MicroBatchedStep:
     """Replaces `model.train_step`; each backend has its own.
 
-    It is found under `model.train_step` and nowhere else, so nothing of it is saved, cloned or serialised.
+    It is found among the model's methods and nowhere else, so nothing of it is saved, cloned or serialised.
     """
 
     def __init__(
@@ -86,6 +88,9 @@ class MicroBatchedStep:
         self.model.train_step = self
         self.model.train_function = None
         self.model.make_train_function = self._make_train_function
+        if self.proof is not None:
+            self.model.fit = _after(self.proof.begin_fit, self.model.fit)
+        self.model.train_on_batch = _checked(self.model.train_on_batch)
 
     def _make_train_function(self, force: bool = False) -> Any:
         """Keras' own; `fit` and `train_on_batch` begin with it."""
@@ -185,6 +190,26 @@ class MicroBatchedStep:
             tracked=len(measured.values),
             terms=len(measured.calls) != 1 or measured.added or _overrides(model, "compute_loss"),
         )
+
+
+def _after(first: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return method(*args, **kwargs)
+
+    return both
+
+
+def _checked(train_on_batch: Callable[..., Any]) -> Callable[..., Any]:
+    """With an error of its own where Keras would build the model from arrays of different numbers of rows, and fail."""
+
+    @functools.wraps(train_on_batch)
+    def checked(x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
+        rows_of((x, y, sample_weight))
+        return train_on_batch(x, y, sample_weight, *args, **kwargs)
+
+    return checked
 
 
 def _overrides(model: Any, method: str) -> bool:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import keras
 from keras import tree
 
-from gradaccum.keras.batch_norm import Pool, during_micro_batch
+from gradaccum.keras.batch_norm import BatchNorm, Pool, during_micro_batch
 from gradaccum.keras.equivalence import Draws, Outcome, as_array, held
 from gradaccum.keras.loss import divisors_of, update_trackers, weighed_losses
 from gradaccum.keras.private import compiled_metrics, has_value, loss_tracker, put_value
@@ -55,6 +55,7 @@ class JaxStep(MicroBatchedStep):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._gradients_of: Callable[..., Any] | None = None
+        self._trials: dict[Any, Any] = {}
 
     def __call__(self, state: _State, data: Any) -> tuple[Any, _State]:
         model = self.model
@@ -97,6 +98,13 @@ class JaxStep(MicroBatchedStep):
             list(map(as_array, after)),
             self._draws,
         )
+
+    def trial(self, micro_batch_size: int, batch_norm: BatchNorm) -> Any:
+        """The same step with other choices, not installed. It is kept with what it has compiled."""
+        key = micro_batch_size, batch_norm
+        if key not in self._trials:
+            self._trials[key] = super().trial(*key)
+        return self._trials[key]
 
     def _window(self, state: _State, data: Any) -> _Window:
         """Run all micro-batches."""
@@ -221,6 +229,7 @@ class JaxStep(MicroBatchedStep):
             self.proof.begin()
         if model.train_function is not None and not force:
             return
+        self._trials.clear()
         if isinstance(model.train_step, JaxStep):  # not what the GradientAccumulation callback put around it
             model.train_step = copy.copy(self)  # a new one: `jax.jit` would find what was compiled for the old loss
         type(model).make_train_function(model, force=force)
@@ -229,11 +238,12 @@ class JaxStep(MicroBatchedStep):
 
         def guarded(state: _State, iterator: Any) -> Any:
             try:
-                if proof is None or not proof.begun:
+                if proof is None:
                     return step(state, iterator)
-                data = next(iterator)
-                proof.run(data, state)
-                result = step(state, itertools.chain([data], iterator))
+                batches = [*itertools.islice(iterator, model.steps_per_execution)]
+                for data in batches:
+                    proof.run(data, state)
+                result = step(state, iter(batches))
                 proof.say()
                 return result
             except Exception:

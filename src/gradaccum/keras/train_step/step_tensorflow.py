@@ -102,24 +102,27 @@ class TensorFlowStep(MicroBatchedStep):
         return _Window(gradients, loss, tracked, y_pred, cut.rows, plan.metrics == "whole")
 
     def _make_train_function(self, force: bool = False) -> None:
-        """Keras' own, behind the proof of the first update, which looks at the first batch."""
-        model = self.model
+        """Keras' own, behind a look at each batch before it is trained on.
+
+        So batches are drawn here, not in the graph, which takes as long.
+        """
+        model, proof = self.model, self.proof
         made = model.train_function
         super()._make_train_function(force)
-        proof = self.proof
-        if model.train_function is made or proof is None:
+        if model.train_function is made:
             return
         step: Callable[[Any], Any] = model.train_function
 
         def guarded(iterator: Any) -> Any:
-            if not proof.begun:
-                return step(iterator)
-            if isinstance(iterator, tf.data.Iterator) and not proof.due(iterator.element_spec):
-                return step(iterator)
-            batches = [next(iterator)]  # the end of the data is fit's to see
-            proof.run(tree.map_structure(_of_one_replica, batches[0]))
-            result = step(_put_back(batches, iterator, model.steps_per_execution))
-            proof.say()
+            batches = [next(iterator), *itertools.islice(iterator, model.steps_per_execution - 1)]
+            for batch in batches:
+                batch = tree.map_structure(_of_all_replicas, batch)
+                rows_of(batch)  # in a graph, another number of rows would be an error of TensorFlow's
+                if proof is not None:
+                    proof.run(batch)
+            result = step(iter(batches))
+            if proof is not None:
+                proof.say()
             return result
 
         model.train_function = guarded
@@ -234,25 +237,12 @@ def _assign(variables: list[Any], values: list[Any]) -> None:
         variable.assign(value)
 
 
-def _of_one_replica(leaf: Any) -> Any:
-    """A batch's tensor; of one that is spread over replicas, the first one's rows."""
+def _of_all_replicas(leaf: Any) -> Any:
+    """A batch's tensor; of one that is spread over replicas, all rows."""
     if isinstance(leaf, tf.experimental.Optional):
         return None
-    return tf.distribute.get_strategy().experimental_local_results(leaf)[0]
-
-
-def _put_back(batches: list[Any], iterator: Any, steps: int) -> Any:
-    """An iterator over the batches that were taken out, and those that follow in this call of the training function.
-
-    One of the same kind, where there can be: a training function is traced anew for another.
-    """
-    if not isinstance(iterator, tf.data.Iterator):
-        return itertools.chain(batches, iterator)
-    batches += itertools.islice(iterator, steps - 1)
-    try:
-        return iter(tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=iterator.element_spec))
-    except (TypeError, ValueError):
-        return iter(batches)
+    parts = tf.distribute.get_strategy().experimental_local_results(leaf)
+    return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
 
 class _SparseGradientsError(Exception):

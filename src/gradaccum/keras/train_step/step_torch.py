@@ -67,7 +67,7 @@ class TorchStep(MicroBatchedStep):
         return super()._make_train_function(force)
 
     def __call__(self, data: Any) -> Any:
-        if self.proof is None or not self.proof.begun:
+        if self.proof is None:
             return self._update(data)
         self.build(data)
         self.proof.run(data)
