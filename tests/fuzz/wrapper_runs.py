@@ -106,7 +106,10 @@ class _Wrapped:
         self.fails_to_step = False
         kind = scenario.schedule
         self.schedules = [SCHEDULES[kind](optimizer) for optimizer in self.optimizers if kind]
-        if scenario.engine:  # a rank whose batches are used up takes part in the others' updates after its loop
+        # The loop's body does not see an update that a skipped last batch, or another rank, makes after it.
+        last = {epoch[-1].event for epoch in scenario.epochs}
+        self.in_hook = bool(scenario.engine or (scenario.way.startswith("batches") and last - {"", "save", "eval"}))
+        if self.in_hook:
             for optimizer, schedule in zip(self.optimizers, self.schedules):
                 optimizer.register_step_post_hook(lambda *_, schedule=schedule: schedule.step())
         self.scaler = torch.amp.GradScaler(
@@ -166,7 +169,7 @@ class _Wrapped:
             if self.scenario.way != "closure":
                 with contextlib.suppress(Injected):
                     self.scaler.step(optimizer)
-            if self.schedules and optimizer.updated and not self.scenario.engine:
+            if self.schedules and optimizer.updated and not self.in_hook:
                 self.schedules[self.optimizers.index(optimizer)].step()
         self.fails_to_step = False
         self.scaler.update()
@@ -176,7 +179,7 @@ class _Wrapped:
     def flush(self) -> None:
         """Close all windows."""
         for number, optimizer in enumerate(self.optimizers):
-            if optimizer.flush() and self.schedules and not self.scenario.engine:
+            if optimizer.flush() and self.schedules and not self.in_hook:
                 self.schedules[number].step()
 
     def _passes(self, one: MicroBatch, x: Tensor, y: Tensor) -> None:

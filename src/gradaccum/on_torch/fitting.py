@@ -43,8 +43,14 @@ class Fitting:
         self._transaction = transaction
         self._gauge = gauge
 
-    def run(self, piece: Piece, plan: Rows | Tokens, passes: Passes) -> None:
+    def run(self, piece: Piece, plan: Rows | Tokens, passes: Passes, anew: bool = False) -> None:
         """One micro-batch; where it does not fit, the same rows in smaller ones.
+
+        Args:
+            piece: Its rows.
+            plan: Where smaller ones come from.
+            passes: The two passes.
+            anew: Start over where it does not fit, whatever has arrived.
 
         Raises:
             torch.OutOfMemoryError: Even one row does not fit.
@@ -69,6 +75,13 @@ class Fitting:
             logger.warning(
                 "Out of memory in the backward pass of a micro-batch of %d rows that drew random numbers, as dropout "
                 "does: all over again with %d rows.",
+                piece.size,
+                pieces[0].size,
+            )
+            raise StartOver
+        if anew:
+            logger.warning(
+                "Out of memory with a batch of %d rows: all over again in micro-batches of %d.",
                 piece.size,
                 pieces[0].size,
             )

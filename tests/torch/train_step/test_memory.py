@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradaccum.errors import NotEquivalentError
 from gradaccum.torch import TrainStep
 from tests.reference import FLOAT32, FLOAT64, relative_error
 from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, batches, network
@@ -139,6 +140,29 @@ def test_a_failed_backward_is_not_added_twice_to_what_is_there(size: int) -> Non
     step(*data[0])
     assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
     assert sum(model.sizes) == 13 + model.sizes[1]  # the failed rows ran twice, nothing else did
+
+
+@pytest.mark.parametrize("limits", [(6, 99), (99, 6)], ids=["forward", "backward"])
+def test_a_batch_that_was_to_fit_is_proven_before_it_is_split(limits: tuple[int, int]) -> None:
+    def across(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        outputs = model(x)
+        return (outputs - outputs.mean(0)).square().sum(1).mean()
+
+    for compute_loss in (across, plain_loss):
+        model = Fragile(*limits)
+        kept = [p.detach().clone() for p in model.parameters()]
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        step = TrainStep(model, optimizer, compute_loss=compute_loss, micro_batch_size=99, batch_norm="micro")
+        if compute_loss is across:
+            with pytest.raises(NotEquivalentError, match="chunked"):
+                step(*batches()[0])
+            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), kept))
+            continue
+        reference = Fragile()
+        plain_loss(reference, *batches()[0]).backward()
+        OPTIMIZERS["sgd"](reference.parameters()).step()
+        step(*batches()[0])
+        assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])

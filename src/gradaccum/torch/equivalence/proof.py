@@ -128,10 +128,10 @@ class Proof:
                     wrong = comparison.beyond_rounding(differences or [])
                 break
             except Exception as error:
-                if not is_out_of_memory(error) or most <= 2:
+                if not is_out_of_memory(error) or few.rows <= 2:
                     self._could_not(few.rows, error)
                     return False
-            most = min(most, few.rows) // 2
+            most = max(few.rows // 2, 2)
         if differences is None:
             return False
         if wrong:

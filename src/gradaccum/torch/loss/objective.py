@@ -7,6 +7,7 @@ where `loss_i` is the mean loss of micro-batch i, `w_i` what that mean is over, 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,12 @@ class Objective:
             raise ValueError(f"reduction='sum' contradicts loss_fn={loss_fn!r}, which returns a mean.")
         if own is not None:
             self.reduction = checked_reduction(own)
+
+    def on(self, model: nn.Module) -> Objective:
+        """The same loss on another model."""
+        new = copy.copy(self)
+        new.model = model  # type: ignore[assignment]  # callable
+        return new
 
     def batch(self, batch: Any) -> Batch:
         """The arguments that follow the model: a tuple or list is unpacked, anything else is one argument.

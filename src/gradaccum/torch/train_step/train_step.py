@@ -7,7 +7,6 @@ for x, y in loader:          # 256 rows
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -148,7 +147,7 @@ class TrainStep:
         if self._whole is not None and micro_batch_size == "auto":
             micro_batch_size = EXACT_MICRO_BATCH_SIZE
         self.sizers = Sizers(micro_batch_size, self.gauge.limit, minimum=2 if batch_norms(model) else 1)
-        plain, most = _with_model(self.objective, _inside(model)), self.sizers.size
+        plain, most = self.objective.on(_inside(model)), self.sizers.size
         self.packing = None if max_tokens is None else Packing(plain, max_tokens, most, judge=verify)
         if self._whole is not None and self.packing is not None:
             raise ValueError('batch_norm="exact" needs the whole batch as it is padded. Leave out `max_tokens`.')
@@ -228,10 +227,7 @@ class TrainStep:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
         if not self._checked:
             self._check_ranks()
-        split = batch.rows > (self.sizers.size or 0) or self.packing is not None or self._whole is not None
-        if self._verify and split and self._proof.due(batch):
-            self._plan(batch)  # max_tokens judges the padding
-            self._proof.run(batch, self.sizers.given)
+        self._prove(batch)
         self._transaction.open()
         try:
             loss = self._make_update(batch)
@@ -287,6 +283,11 @@ class TrainStep:
                 self._clear()
                 window.restart()
                 self._transaction.start_over()
+                if sizes is None:
+                    self._transaction.abandon()
+                    self._prove(batch)
+                    self._transaction.open()
+                    self._clear()
         loss, divisor, weighs = self.global_batch.close(window)
         if weighs:
             global_rows = round(self.ranks.sum_number(batch.rows)) if self.update.noise is not None else batch.rows
@@ -306,7 +307,8 @@ class TrainStep:
         take = functools.partial(self._take, batch)
         passes = Passes(window, take, self.update, self.batch_norm, self.ranks, self._transaction)
         # In the middle of a sharded model's pass the other ranks wait: it cannot be run again.
-        run = self._fitting.once if self.ranks.in_step else self._fitting.run
+        anew = self._verify and sizes is None and rows <= (self.sizers.size or 0)  # nothing was proven
+        run = self._fitting.once if self.ranks.in_step else functools.partial(self._fitting.run, anew=anew)
         missing = self.ranks.most_passes(own := len(list(plan))) - own if self.ranks.in_step else 0
         with self.batch_norm.window():
             if rows == 0:
@@ -327,7 +329,7 @@ class TrainStep:
         self.ranks = SingleRank()
         self.global_batch = GlobalBatch(self.ranks, update.sums)
         inside: nn.Module = _inside(self.model) if self._whole is None else self._whole.chunks
-        self.objective = _with_model(self._proof.objective, inside)
+        self.objective = self._proof.objective.on(inside)
         update.noise = update.clip_grad_norm = None
         self._transaction.open()
         try:
@@ -340,6 +342,12 @@ class TrainStep:
     def _all_at_once(self) -> bool:
         """Whether the loss is to see all rows together, since BatchNorm layers do."""
         return self._whole is not None and self._whole.needed
+
+    def _prove(self, batch: Batch) -> None:
+        split = batch.rows > (self.sizers.size or 0) or self.packing is not None or self._whole is not None
+        if self._verify and split and self._proof.due(batch):
+            self._plan(batch)  # max_tokens judges the padding
+            self._proof.run(batch, self.sizers.given)
 
     def _run_whole(self, piece: Piece, plan: Rows, passes: Passes) -> None:
         """All rows at once, through a model that takes them in micro-batches: smaller ones, where these don't fit."""
@@ -375,8 +383,7 @@ class TrainStep:
         return self.ranks.in_step or (self.ranks.several and self._whole is not None and layers)
 
     def _modules(self) -> list[nn.Module]:
-        loss_fn = self.objective.loss_fn
-        return [self.model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+        return [module for module in (self.model, self.objective.loss_fn) if isinstance(module, nn.Module)]
 
     def state_dict(self) -> dict[str, Any]:
         """The counters and the sizes that have been found, as plain numbers. Model and optimizer have their own."""
@@ -391,10 +398,3 @@ class TrainStep:
 def _inside(model: nn.Module) -> nn.Module:
     """The model that DistributedDataParallel replicates."""
     return model.get_submodule("module") if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
-def _with_model(objective: Objective, model: nn.Module) -> Objective:
-    """The same loss on another model."""
-    new = copy.copy(objective)
-    new.model = model  # type: ignore[assignment]  # callable
-    return new
