@@ -1,9 +1,11 @@
-"""Runs the Python blocks of Markdown pages as their readers would: in order, in one namespace, each page in a process.
+"""Runs programs as their users would, each in a process of its own: scripts, and the Python blocks of Markdown pages.
 
-Importing a framework takes longer than most pages do. So the processes are forks of one that has imported it already,
+Importing a framework takes longer than most of them do. So the processes are forks of one that has imported it already,
 but nothing has run in.
 """
 
+import contextlib
+import json
 import os
 import pathlib
 import re
@@ -16,33 +18,40 @@ ROOT = pathlib.Path(__file__).parent.parent
 # What Keras and NumPy have to say about each other, which no reader can mend.
 _FRAMEWORKS_OWN = ["-W", "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"]
 
-# Run with a framework's modules, and a page and a folder each. Every block is compiled with its own line numbers, so
-# that a traceback points into the page.
+# Run with a framework's modules. Each line that it reads is a program, a folder and arguments; it answers with a line.
+# Every block of a page is compiled with its own line numbers, so that a traceback points into the page.
 _RUNNER = """
-import importlib, os, pathlib, re, sys, traceback, warnings
+import importlib, json, os, pathlib, re, signal, sys, traceback, warnings
 
-def run(page):
-    path = pathlib.Path(page)
+def run(program, arguments):
+    path = pathlib.Path(program)
     text = path.read_text(encoding="utf-8")
-    namespace = {"__name__": "__main__"}
+    namespace = {"__name__": "__main__", "__file__": str(path)}
+    sys.argv[:] = [str(path), *arguments]
+    if path.suffix == ".py":
+        exec(compile(text, str(path), "exec"), namespace)
+        return
     for block in re.finditer(r"^```python\\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         lines_before = text.count("\\n", 0, block.start(1))
         exec(compile("\\n" * lines_before + block[1], str(path), "exec"), namespace)
 
-modules, *pages = sys.argv[1:]
-for module in modules.split():
+for module in sys.argv[1:]:
     importlib.import_module(module)
 warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork", DeprecationWarning)
-for page, folder in zip(pages[::2], pages[1::2]):
+for line in sys.stdin:
+    program, folder, *arguments = json.loads(line)
     child = os.fork()
     if child:
         os.waitpid(child, 0)
+        print("over", flush=True)
         continue
+    signal.alarm(600)
     os.chdir(folder)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for name, number in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
     try:
-        run(page)
+        run(program, arguments)
         pathlib.Path("finished").touch()
     except BaseException:
         traceback.print_exc()
@@ -53,7 +62,7 @@ for page, folder in zip(pages[::2], pages[1::2]):
 
 
 class Finished(NamedTuple):
-    """How a page ended, and what it printed."""
+    """How a program ended, and what it printed."""
 
     ok: bool
     stdout: str
@@ -65,15 +74,30 @@ def blocks(path):
     return len(re.findall(r"^```python$", path.read_text(encoding="utf-8"), re.MULTILINE))
 
 
+@contextlib.contextmanager
+def interpreter(modules="", **environment):
+    """A function that runs a page or a script in a folder, with warnings as errors and these modules imported."""
+    command = [sys.executable, "-W", "error", *_FRAMEWORKS_OWN, "-c", _RUNNER, *modules.split()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
+    ) as process:
+
+        def program(path, folder, *arguments):
+            process.stdin.write(json.dumps([str(path), str(folder), *arguments]) + "\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "over\n", "the interpreter did not start"
+            texts = [(folder / name).read_text(encoding="utf-8") for name in ("stdout", "stderr")]
+            return Finished((folder / "finished").exists(), *texts)
+
+        yield program
+        process.stdin.close()
+
+
 def run(paths, folder, modules="", **environment):
     """Run pages, each in an empty folder of its own, with warnings as errors and these modules imported before."""
     folders = [folder / str(number) for number in range(len(paths))]
     for place in folders:
         place.mkdir()
-    command = [sys.executable, "-W", "error", *_FRAMEWORKS_OWN, "-c", _RUNNER, modules]
-    command += [str(part) for pair in zip(paths, folders, strict=True) for part in pair]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    texts = ([(place / name).read_text(encoding="utf-8") for name in ("stdout", "stderr")] for place in folders)
-    return [Finished((place / "finished").exists(), *pair) for place, pair in zip(folders, texts, strict=True)]
+    with interpreter(modules, **environment) as program:
+        return [program(path, place) for path, place in zip(paths, folders, strict=True)]

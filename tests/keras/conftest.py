@@ -7,12 +7,15 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 BACKEND = os.environ["KERAS_BACKEND"]
 if BACKEND == "jax":  # before JAX starts: two devices to train on at once
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=2".strip()
+    # And without fusion emitters: they take most of the time it takes to compile a program, which here runs once.
+    # The numbers are the same; without LLVM's optimizations, which saves as much, sums round otherwise.
+    flags = "--xla_force_host_platform_device_count=2 --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 import keras  # noqa: E402  # Keras reads the environment when it is imported
 import pytest  # noqa: E402
 
+from tests.documents import interpreter  # noqa: E402
 from tests.reference import FLOAT32, FLOAT64  # noqa: E402
 
 if BACKEND == "tensorflow":
@@ -31,11 +34,11 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", line)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def collect_only_what_tests_make():
-    """`clear_session` collects garbage after each test: seconds, with all that the frameworks have imported."""
-    gc.collect()
-    gc.freeze()
+@pytest.fixture(scope="session")
+def fresh_process():
+    """Runs a page or a script in a process that has imported Keras and done nothing else: see `interpreter`."""
+    with interpreter("keras gradaccum.keras", KERAS_BACKEND=BACKEND, TF_CPP_MIN_LOG_LEVEL="3") as program:
+        yield program
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +54,7 @@ def leave_keras_as_found(request):
     keras.backend.set_floatx("float32")
     keras.config.set_dtype_policy("float32")
     keras.backend.clear_session()
+    gc.freeze()  # `clear_session` collects garbage: this time, and not what it has looked at after earlier tests
 
 
 @pytest.fixture

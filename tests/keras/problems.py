@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
 import gradaccum.keras
 from tests.reference import keras_updates, ragged, relative_error, windows_of
@@ -16,6 +17,11 @@ BACKEND = keras.backend.backend()
 Batch = tuple[np.ndarray, ...]
 SHAPES = [(4, 3), (3,), (3, 2)]
 """Of the variables that gradients are made up for."""
+
+
+def slow(*values: Any) -> Any:
+    """A case that repeats another's claim: on the backends that compile each one, for `make test-slow` alone."""
+    return pytest.param(*values, marks=[] if BACKEND == "torch" else pytest.mark.slow)
 
 
 def network(seed: int = 0, **hidden: Any) -> keras.Model:

@@ -8,6 +8,7 @@ import pytest
 from keras import layers
 
 from gradaccum.keras.micro_batched import micro_batched
+from tests.keras.problems import slow
 from tests.keras.train_step.test_micro_batched import BACKEND, ROWS, TAGS, TOKENS, X, crossentropy, run
 from tests.reference import relative_error
 
@@ -52,7 +53,7 @@ def test_micro_moves_the_statistics_with_every_micro_batch():
     assert relative_error(moving(model)[:1], [mean]) < 1e-6
 
 
-@pytest.mark.parametrize("size", [2, 4, 100])
+@pytest.mark.parametrize("size", [slow(2), 4, slow(100)])
 def test_pooled_statistics_are_the_full_batchs(bound, size):
     shifted = X * np.arange(1, 6) + np.arange(ROWS)[:, None]  # micro-batches differ in their means
     ours, _ = run(normalised, mse, shifted, X[:, :3], size, batch_norm="pooled")

@@ -1,9 +1,13 @@
 """The experiment's Keras side: in a process of its own, as the command runs it."""
 
-import subprocess
-import sys
+from tests.documents import ROOT
 
-PROGRAM = """
+PROGRAM = (
+    f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+"""
+    + """
 import keras
 import numpy as np
 from tests.demo import fashion_mnist
@@ -41,9 +45,11 @@ for plan in plans(setup):
         assert mine.accuracy == other.accuracy, (plan, mine, other)
 print("equal")
 """
+)
 
 
-def test_accumulated_is_the_large_batch_and_each_run_is_pytorchs():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+def test_accumulated_is_the_large_batch_and_each_run_is_pytorchs(tmp_path, fresh_process):
+    (tmp_path / "experiment.py").write_text(PROGRAM, encoding="utf-8")
+    done = fresh_process(tmp_path / "experiment.py", tmp_path)
+    assert done.ok, done.stderr
     assert done.stdout.splitlines()[-1] == "equal"

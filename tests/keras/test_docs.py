@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.documents import ROOT, run
+from tests.documents import ROOT
 
 PAGES = sorted((ROOT / "docs").glob("keras*.md"))
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_the_pages_blocks_run(path, tmp_path):
-    (done,) = run([path], tmp_path)
+def test_the_pages_blocks_run(path, tmp_path, fresh_process):
+    done = fresh_process(path, tmp_path)
     assert done.ok, done.stderr

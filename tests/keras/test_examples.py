@@ -1,35 +1,33 @@
 """The examples run, in `--quick`, and learn or compare what they say."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from tests.documents import ROOT
 from tests.keras.problems import BACKEND
 
 
-def run(name, folder):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "KERAS_BACKEND": BACKEND, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, str(ROOT / "examples" / "keras" / name), "--quick"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(fresh_process, tmp_path):
+    def printed(name):
+        done = fresh_process(ROOT / "examples" / "keras" / name, tmp_path, "--quick")
+        assert done.ok, done.stderr
+        return done.stdout
+
+    return printed
 
 
-def test_mlp(tmp_path):
-    last = run("mlp.py", tmp_path).splitlines()[-1]
+def test_mlp(run):
+    last = run("mlp.py").splitlines()[-1]
     assert "updates, test loss" in last
     assert float(last.split()[-1].rstrip("%")) > 50
 
 
-def test_vgg16(tmp_path):
-    assert run("vgg16.py", tmp_path).splitlines()[-1] == "2 updates of 4 pictures"
+def test_vgg16(run):
+    assert run("vgg16.py").splitlines()[-1] == "2 updates of 4 pictures"
 
 
-def test_batch_optimizer(tmp_path):
-    lines = [line.split() for line in run("batch_optimizer.py", tmp_path).splitlines() if line.startswith("float")]
+def test_batch_optimizer(run):
+    lines = [line.split() for line in run("batch_optimizer.py").splitlines() if line.startswith("float")]
     assert [(dtype, powers) for dtype, _, _, powers, _ in lines] == [
         (dtype, powers) for dtype in ("float32", "float64") for powers in ("yes", "no")
     ]

@@ -10,7 +10,20 @@ import pytest
 
 from gradaccum.keras.callbacks import GradientAccumulation
 from gradaccum.keras.optimizers import BatchOptimizer
-from tests.keras.problems import BACKEND, Batches, adam, compiled, error, join, network, plain, regression, sgd, split
+from tests.keras.problems import (
+    BACKEND,
+    Batches,
+    adam,
+    compiled,
+    error,
+    join,
+    network,
+    plain,
+    regression,
+    sgd,
+    slow,
+    split,
+)
 from tests.reference import keras_updates, windows_of
 
 
@@ -176,7 +189,7 @@ def test_rows_other_than_train_size_are_an_error():
 
 @pytest.mark.parametrize(
     ("train_size", "kind"),
-    [*((size, "a dataset") for size in (8, 16, 20, 28)), (16, "a generator"), (28, "a generator")],
+    [*((size, "a dataset") for size in (8, 16, 20, 28)), slow(16, "a generator"), (28, "a generator")],
 )
 def test_another_number_of_rows_is_an_error_whatever_they_come_from(train_size, kind):
     model = network()

@@ -18,6 +18,7 @@ from tests.keras.problems import (
     plain,
     regression,
     sgd,
+    slow,
     split,
     train_by_hand,
     variables_like,
@@ -49,7 +50,7 @@ def overflowing():
     return gradients
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("make", [sgd, slow(adam)])
 def test_a_loss_scale_inside_skips_the_window_that_overflows_and_halves_once(make):
     gradients, variables, expected = overflowing(), variables_like(SHAPES), variables_like(SHAPES)
     optimizer = Optimizer(LossScale(make(), initial_scale=1024.0), 2)
@@ -64,7 +65,7 @@ def test_a_loss_scale_inside_skips_the_window_that_overflows_and_halves_once(mak
     assert relative_error(variables, expected) <= 1e-6
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("make", [sgd, slow(adam)])
 def test_a_loss_scale_outside_drops_the_micro_batch_and_keeps_the_others(make):
     gradients, variables, expected = overflowing(), variables_like(SHAPES), variables_like(SHAPES)
     optimizer = LossScale(Optimizer(make(), 2), initial_scale=1024.0)
@@ -135,7 +136,7 @@ def test_run_eagerly(fit_bound):
 
 
 @tensorflow_only
-@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("make", [sgd, slow(adam)])
 def test_two_replicas_match_the_large_batch(make, fit_bound):
     import tensorflow as tf
 
@@ -235,7 +236,7 @@ def test_replicas_under_a_loss_scale_and_saved_in_the_middle_of_a_window(tmp_pat
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="JAX's")
-@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("make", [sgd, slow(adam)])
 def test_data_parallel_over_two_devices_matches_the_large_batch(make):
     import jax
 

@@ -22,6 +22,7 @@ from tests.keras.problems import (
     plain,
     regression,
     sgd,
+    slow,
     split,
     train_by_hand,
     variables_like,
@@ -38,7 +39,7 @@ def compiled_with(optimizer):
     return model
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("make", [sgd, slow(adam)])
 def test_a_window_that_train_on_batch_opened_is_closed_by_fit_with_the_callback(make, caplog, fit_bound):
     batches = split(regression(28), [4] * 7)
     model = wrapped(make(), 4)
@@ -127,7 +128,7 @@ def test_a_loss_scale_outside_drops_micro_batches_and_keeps_windows_where_they_w
     assert error(model, expected) <= fit_bound
 
 
-@pytest.mark.parametrize("name", [None, "conv1_bn", "plain"])
+@pytest.mark.parametrize("name", [None, slow("conv1_bn"), "plain"])
 def test_batch_normalization_is_named(name):
     keras.utils.set_random_seed(0)
     layers = [keras.Input((5,)), keras.layers.BatchNormalization(name=name), keras.layers.Dense(3)]

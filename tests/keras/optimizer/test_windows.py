@@ -21,6 +21,7 @@ from tests.keras.problems import (
     plain,
     regression,
     sgd,
+    slow,
     split,
     wrapped,
 )
@@ -33,8 +34,11 @@ def accumulated(model, micro_batches, epochs=2, callback=None, **fit):
     return model
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
-@pytest.mark.parametrize("window", WINDOWS)
+RAGGED = "ragged everywhere"
+EPOCHS = [*((name, sgd) for name in WINDOWS), (RAGGED, adam), *(slow(name, adam) for name in WINDOWS if name != RAGGED)]
+
+
+@pytest.mark.parametrize(("window", "make"), EPOCHS)
 def test_an_epoch_of_windows_matches_the_large_batches(window, make, fit_bound):
     sizes, steps = WINDOWS[window]
     micro_batches = split(regression(sum(sizes)), sizes)

@@ -8,6 +8,7 @@ import pytest
 from keras import layers, losses, ops
 
 from gradaccum.keras.micro_batched import micro_batched
+from tests.keras.problems import slow
 from tests.reference import relative_error
 
 BACKEND = keras.backend.backend()
@@ -75,20 +76,32 @@ def crossentropy(**kwargs):
     return {"loss": losses.SparseCategoricalCrossentropy(**kwargs), "metrics": ["accuracy"]}
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", [slow("sgd"), "adam"])
 def test_ragged_batches_match_plain_fit(float64, optimizer):
     make = {"sgd": sgd, "adam": lambda: keras.optimizers.Adam(0.01)}[optimizer]
     # Batches of 9, 9 and 4 rows; micro-batches of 3, 3 and 3, and of 4.
     assert_same(classifier, lambda: {"optimizer": make(), **crossentropy()}, X, CLASSES, float64, batch_size=9)
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 8, 100])
+@pytest.mark.parametrize("micro_batch_size", [1, slow(2), slow(8), 100])
 def test_any_micro_batch_size_matches_plain_fit(float64, micro_batch_size):
     assert_same(classifier, crossentropy, X, CLASSES, float64, micro_batch_size)
 
 
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum", "mean_with_sample_weight"])
-@pytest.mark.parametrize("weights", ["none", "sample_weight", "class_weight"])
+@pytest.mark.parametrize(
+    ("weights", "reduction"),
+    [
+        slow("none", "sum_over_batch_size"),
+        ("none", "sum"),
+        slow("none", "mean_with_sample_weight"),
+        ("sample_weight", "sum_over_batch_size"),
+        slow("sample_weight", "sum"),
+        slow("sample_weight", "mean_with_sample_weight"),
+        slow("class_weight", "sum_over_batch_size"),
+        slow("class_weight", "sum"),
+        ("class_weight", "mean_with_sample_weight"),
+    ],
+)
 def test_every_reduction_matches_plain_fit_with_any_weights(float64, reduction, weights):
     fit = {
         "none": {},
@@ -124,9 +137,20 @@ def tagger(mask=True, **kwargs):
     return keras.Model(inputs, layers.Dense(3, activation="softmax", **kwargs)(hidden))
 
 
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum", "mean_with_sample_weight"])
-@pytest.mark.parametrize("weights", [None, np.broadcast_to(WEIGHTS[:, None], (ROWS, 6)).copy()])
-def test_masks_that_only_the_forward_pass_knows_match_plain_fit(float64, reduction, weights):
+@pytest.mark.parametrize(
+    ("weighted", "reduction"),
+    [
+        (False, "sum_over_batch_size"),
+        slow(False, "sum"),
+        slow(False, "mean_with_sample_weight"),
+        slow(True, "sum_over_batch_size"),
+        slow(True, "sum"),
+        (True, "mean_with_sample_weight"),
+    ],
+)
+def test_masks_that_only_the_forward_pass_knows_match_plain_fit(float64, weighted, reduction):
+    weights = np.broadcast_to(WEIGHTS[:, None], (ROWS, 6)).copy() if weighted else None
+
     def compiled():
         return {"optimizer": keras.optimizers.SGD(0.01, momentum=0.9), **crossentropy(reduction=reduction)}
 
@@ -204,9 +228,9 @@ def two_losses(first="mean_with_sample_weight", second="sum_over_batch_size"):
 @pytest.mark.parametrize(
     ("first", "second", "weighted"),
     [
-        ("sum_over_batch_size", "sum_over_batch_size", True),
+        slow("sum_over_batch_size", "sum_over_batch_size", True),
         ("mean_with_sample_weight", "mean_with_sample_weight", True),
-        ("mean_with_sample_weight", "sum", False),
+        slow("mean_with_sample_weight", "sum", False),
     ],
 )
 def test_several_outputs_have_a_denominator_each(float64, first, second, weighted):

@@ -11,7 +11,7 @@ import pytest
 from keras import losses
 
 from gradaccum.keras.micro_batched import micro_batched
-from tests.keras.problems import BACKEND
+from tests.keras.problems import BACKEND, slow
 from tests.keras.train_step.test_micro_batched import (
     TAGS,
     TOKENS,
@@ -74,13 +74,13 @@ several_devices = pytest.mark.skipif(BACKEND == "torch", reason="Keras has no di
 
 
 @several_devices
-@pytest.mark.parametrize("size", [1, 3, "auto"])
+@pytest.mark.parametrize("size", [slow(1), 3, "auto"])
 def test_two_devices_match_plain_fit_on_them(fit_bound, size):
     assert both(classifier, crossentropy, X[:ROWS], CLASSES, size) <= 10 * fit_bound  # batches of 16 and 4 rows
 
 
 @several_devices
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum", "mean_with_sample_weight"])
+@pytest.mark.parametrize("reduction", [slow("sum_over_batch_size"), slow("sum"), "mean_with_sample_weight"])
 def test_masks_and_weights_on_two_devices_match_plain_fit(fit_bound, reduction):
     weights = np.linspace(0.5, 2, ROWS)[:, None] * np.ones((ROWS, 6))
     compiled = lambda: {**crossentropy(reduction=reduction), "optimizer": keras.optimizers.SGD(0.01)}  # noqa: E731

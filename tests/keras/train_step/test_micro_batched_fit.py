@@ -11,6 +11,7 @@ from keras import layers, losses, ops
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras.micro_batched import micro_batched
+from tests.keras.problems import slow
 from tests.keras.train_step.test_micro_batched import (
     BACKEND,
     BATCH,
@@ -49,15 +50,15 @@ def tf_data():
     return tf.data.Dataset.from_tensor_slices((X, CLASSES, WEIGHTS)).batch(BATCH)
 
 
-@pytest.mark.parametrize("source", [Sequence, generator, tf_data])
+@pytest.mark.parametrize("source", [Sequence, slow(generator), tf_data if BACKEND == "tensorflow" else slow(tf_data)])
 def test_every_source_of_batches_matches_plain_fit(float64, source):
     fit = {"batch_size": None, "steps_per_epoch": 2 if source is generator else None}
     assert_same(classifier, lambda: crossentropy(reduction="mean_with_sample_weight"), source, tolerance=float64, **fit)
 
 
-def test_validation_data_and_split_match_plain_fit(float64):
-    assert_same(classifier, crossentropy, X, CLASSES, float64, validation_data=(X, CLASSES), epochs=1)
-    assert_same(classifier, crossentropy, X, CLASSES, float64, validation_split=0.3, epochs=1)
+@pytest.mark.parametrize("validation", [{"validation_data": (X, CLASSES)}, slow({"validation_split": 0.3})], ids=list)
+def test_validation_data_and_split_match_plain_fit(float64, validation):
+    assert_same(classifier, crossentropy, X, CLASSES, float64, epochs=1, **validation)
 
 
 def test_train_on_batch_matches_plain_keras(float64):
@@ -84,7 +85,7 @@ def test_run_eagerly_matches_plain_fit(float64):
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="XLA is not optional on JAX, and absent on PyTorch.")
-@pytest.mark.parametrize("micro_batch_size", [3, 4])
+@pytest.mark.parametrize("micro_batch_size", [slow(3), 4])
 def test_xla_on_tensorflow_matches_plain_fit(micro_batch_size):
     compiled = lambda: {**crossentropy(), "jit_compile": True}  # noqa: E731
     assert_same(classifier, compiled, X, CLASSES, 1e-6, micro_batch_size, batch_size=10, epochs=1)
