@@ -1,4 +1,4 @@
-"""Inside transformers' Trainer: refused at the first step, with advice that can be followed there."""
+"""transformers' Trainer is refused at the first step, with advice that can be followed there; its models are exact."""
 
 import math
 
@@ -7,10 +7,10 @@ import torch
 import transformers
 from torch import nn
 
-from gradaccum import WindowError
+from gradaccum import NotEquivalentError, WindowError
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
-from tests.reference import FLOAT64, relative_error, torch_updates
+from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
 from tests.torch.problems import mse, network, regression, sgd
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -90,3 +90,58 @@ def test_the_advice_to_use_train_step_in_a_loop_gives_the_large_batch():
     for start in range(0, 24, 6):
         step({"x": x[start : start + 6], "labels": y[start : start + 6]})
     assert error(model, [slice(i, i + 6) for i in range(0, 24, 6)]) <= FLOAT64
+
+
+# A causal model: what its loss divides by.
+
+WEIGHTS = {"labels": lambda batch: (batch["labels"] != -100).sum()}
+WEIGHTS["labels[:, 1:]"] = lambda batch: (batch["labels"][:, 1:] != -100).sum()
+
+
+def causal():
+    torch.manual_seed(1)
+    size = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 32}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, **heads)).double()
+
+
+def texts():
+    torch.manual_seed(0)
+    ids = torch.randint(37, (8, 12))
+    mask = (torch.arange(12) < torch.tensor([3, 9, 2, 12, 5, 7, 1, 10])[:, None]).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def causal_error(model):
+    """Of the update: llamas compute their loss in float32."""
+    start, plain = causal(), causal()
+    plain(**texts()).loss.backward()
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    updates = [[b - a for a, b in zip(start.parameters(), m.parameters())] for m in (model, plain)]
+    return relative_error(*updates)
+
+
+@pytest.mark.parametrize("counted", WEIGHTS)
+def test_windows_of_a_causal_model_weigh_the_labels_that_are_shifted(counted):
+    model, batch = causal(), texts()
+    optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), steps=4)
+    for start in range(0, 8, 2):
+        part = {name: tensor[start : start + 2] for name, tensor in batch.items()}
+        optimizer.zero_grad()
+        optimizer.backward(model(**part).loss, weight=WEIGHTS[counted](part))
+        optimizer.step()
+    assert optimizer.updates == 1
+    assert (causal_error(model) <= FLOAT32) is (counted == "labels[:, 1:]")
+
+
+@pytest.mark.parametrize("how", [{"micro_batch_size": 2}, {"max_tokens": 24}], ids=str)
+def test_train_step_refuses_a_causal_models_unshifted_weight(how):
+    def step(model, counted):
+        keywords = {"compute_loss": lambda model, batch: model(**batch).loss, "weight": WEIGHTS[counted]}
+        TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), **keywords, **how)(texts())
+
+    with pytest.raises(NotEquivalentError):
+        step(causal(), "labels")
+    model = causal()
+    step(model, "labels[:, 1:]")
+    assert causal_error(model) <= FLOAT32
