@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -91,10 +92,34 @@ def test_what_was_found_stays_noticed(scenario: Scenario) -> None:
     assert "cleared or replaced" in runs.outcome(scenario)
 
 
-def test_a_late_backward_pass_leaves_parameters_alone_that_no_rank_uses(ranks: Processes) -> None:
-    epoch = (MicroBatch(),) * 6
-    found = Scenario(epochs=(epoch,), others=(epoch,), engine="ddp unused", optimizer="adamw", losses=2)
-    assert not failure(found, ranks)
+ONE, NOTHING, SAVED = MicroBatch(), MicroBatch(weight=0.0), MicroBatch(event="save")
+DECAYS = Scenario(engine="ddp unused", optimizer="adamw")
+"""Weight decay moves what has a gradient of 0, and leaves what has none: a head that no rank uses."""
+FOUND_ON_RANKS = {
+    "a late backward pass fills what no rank uses": replace(
+        DECAYS, epochs=((ONE,) * 6,), others=((ONE,) * 6,), losses=2
+    ),
+    "a late backward pass beside a rank that weighs nothing": replace(
+        DECAYS, others=((NOTHING,),), way="batches", losses=2
+    ),
+    "a first micro-batch that weighs nothing on one rank": replace(
+        DECAYS, epochs=((ONE, ONE),), others=((NOTHING, ONE),), sync="micro_batch"
+    ),
+    "a last micro-batch that weighs nothing on one rank": replace(
+        DECAYS, epochs=((ONE, ONE, ONE),), others=((ONE, ONE, NOTHING),), sync="micro_batch"
+    ),
+    "a window that is saved between its reductions": replace(
+        DECAYS, epochs=((SAVED, ONE),), others=((SAVED, ONE),), sync="micro_batch", steps=4
+    ),
+    "a noise scale of windows that one rank only takes part in": Scenario(
+        others=((ONE,) * 4,), engine="fsdp2", way="batches backward", noise=True
+    ),
+}
+
+
+@pytest.mark.parametrize("scenario", FOUND_ON_RANKS.values(), ids=FOUND_ON_RANKS)
+def test_what_was_found_on_ranks_is_exact(scenario: Scenario, ranks: Processes) -> None:
+    assert on_ranks(scenario, ranks) == ["", ""]
 
 
 @pytest.mark.fuzz

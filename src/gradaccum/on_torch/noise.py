@@ -64,9 +64,11 @@ class NoiseMeter:
             size: Rows of the window.
             multiple: Ratio of `gradients` to that mean.
         """
+        # All ranks take part in the norm of a sharded gradient, those that have nothing to compare it with as well.
+        sharded = any(hasattr(gradient, "to_local") for gradient in gradients)
+        norm = clip_norm_(list(gradients), None).reshape(1) if sharded else None
         if self._first is not None and gradients and size > self._first.size:
-            sharded = any(hasattr(gradient, "to_local") for gradient in gradients)
-            found = clip_norm_(list(gradients), None).reshape(1) if sharded else _norms(gradients)
+            found = _norms(gradients) if norm is None else norm
             self._records.append((self._first, _Measured(found, multiple, float(size))))
         self.restart()
 

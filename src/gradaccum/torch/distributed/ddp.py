@@ -109,7 +109,10 @@ class Replicas:
             if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
         }
         self._used: set[Tensor] = set()
-        self._filled: set[Tensor] | None = None  # by `reduce`, if that has run in this window
+        self._own: set[Tensor] = set()  # had a gradient before a reduction
+        self._foreign: set[Tensor] = set()  # got one by a reduction alone
+        self._was_reduced = False  # since the last look at it
+        self._filled: set[Tensor] | None = None  # with zeros by `reduce`, if that has run in this window
         self._hooks: list[Any] = [model.register_forward_hook(forward_done) for model in self.models]
         self._hooks += [model.register_forward_pre_hook(forward_starts) for model in self.models]
         this = weakref.ref(self)
@@ -125,6 +128,7 @@ class Replicas:
 
     def hold(self, closes: bool, reduces: bool = False) -> None:
         """Whether the next forward pass is of a micro-batch whose backward pass closes the window, or reduces it."""
+        self._look_for_foreign()
         for model in self.models:
             model.require_backward_grad_sync = closes or reduces
 
@@ -136,14 +140,29 @@ class Replicas:
     def starts(self) -> None:
         """The backward pass that reduces has started; more forward passes of this micro-batch belong to it no more."""
         self.hold(False)
+        self._look_for_own()
+
+    def _look_for_own(self) -> None:
+        """A reduction is about to begin, after which zeros stand where no rank has used a parameter."""
+        self._look_for_foreign()
+        if self.finds_unused:
+            self._own.update(p for p in self._parameters() if p.grad is not None and p not in self._foreign)
+        self._was_reduced = True
+
+    def _look_for_foreign(self) -> None:
+        if self._was_reduced and self.finds_unused:
+            own = self._own | self._used
+            self._foreign.update(p for p in self._parameters() if p.grad is not None and p not in own)
+        self._was_reduced = False
 
     def reduce(self) -> None:
         """Bring the sums in `p.grad` to their mean over the ranks, outside of a backward pass. All ranks take part."""
+        self._look_for_own()
         # DDP cannot reduce a gradient that is missing and was there before a micro-batch was taken out of the sum.
         missing = [p for p in self._parameters() if p.grad is None and p.requires_grad]
         for parameter in missing:
             parameter.grad = self._zeros(parameter)
-        self._filled = set(missing)
+        self._filled = (self._filled or set()) | set(missing)
         for model, parameters in zip(self.models, self._reduced):
             if self.flat:
                 _reduce_flat(parameters, model.process_group, model.bucket_bytes_cap)
@@ -173,12 +192,14 @@ class Replicas:
             prepare_next_forward(model)
 
     def _restart(self) -> None:
-        self._used.clear()
-        self._filled = None
+        for found in (self._used, self._own, self._foreign):
+            found.clear()
+        self._was_reduced, self._filled = False, None
 
     def continues(self) -> None:
-        """The window goes on after a reduction: what was filled with zeros may get a gradient yet."""
-        self._filled = set()
+        """The window goes on after a reduction: what was filled with zeros may get a gradient yet, or surely does."""
+        if not self.finds_unused:
+            self._filled = set()
 
     @property
     def filled(self) -> bool:
@@ -188,9 +209,9 @@ class Replicas:
     def unused(self) -> list[int]:
         """The parameters that had no gradient on this rank in this window, by number."""
         parameters = self._parameters()
-        if self._filled is not None:
-            return [i for i, p in enumerate(parameters) if p in self._filled]
-        return [i for i, p in enumerate(parameters) if p not in self._used] if self.finds_unused else []
+        if self.finds_unused:
+            return [i for i, p in enumerate(parameters) if p not in self._used and p not in self._own]
+        return [i for i, p in enumerate(parameters) if p in (self._filled or ())]
 
     def drop(self, unused: Iterable[int]) -> None:
         """These parameters had no gradient on any rank."""
