@@ -15,8 +15,8 @@ export FUZZ_SECONDS ?= 600
 IN_PARALLEL := $(MAKE) --jobs=2 --keep-going --output-sync=target
 
 # A suite is a process of its own: one for each of Keras' backends, three for the rest. The longest come first.
-KERAS_SUITES := test-keras-tensorflow test-keras-jax test-keras-torch
-SUITES := test-keras-tensorflow test-keras-jax test-torch test-ranks test-keras-torch test-centre
+KERAS_SUITES := test-keras-jax test-keras-tensorflow test-keras-torch
+SUITES := test-keras-jax test-keras-tensorflow test-torch test-keras-torch test-centre test-ranks
 SELECT := not slow and not gpu and not fuzz
 PYTEST = $(BIN)/python -m pytest -q -m "$(SELECT)"
 RANKS := tests/torch/distributed tests/torch/chunking/test_chunked_distributed.py

@@ -9,6 +9,7 @@ from keras import layers, losses
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras.micro_batched import micro_batched
+from tests.keras.problems import slow
 from tests.keras.train_step.test_micro_batched import CLASSES, ROWS, WEIGHTS, X, assert_same, classifier
 from tests.reference import relative_error
 
@@ -133,7 +134,8 @@ def test_sums_over_rows_are_refused(name, axis):
 
 @pytest.mark.parametrize("name", ACROSS_ROWS)
 @pytest.mark.parametrize(
-    "settings", [{}, *(pytest.param(s, marks=pytest.mark.slow) for s in ({"remove_diagonal": False}, {"gamma": 1.0}))]
+    "settings",
+    [slow({}), *(pytest.param(s, marks=pytest.mark.slow) for s in ({"remove_diagonal": False}, {"gamma": 1.0}))],
 )
 def test_losses_that_compare_rows_are_refused(name, settings):
     y = TARGETS[ACROSS_ROWS[name]]
