@@ -93,6 +93,8 @@ class GradientAccumulation(keras.callbacks.Callback):
                 per_execution,
             )
         window.name_batch_norms([layer.name for layer in batch_norms_of(self._model)])
+        if window.in_fit:
+            self._discard()
         self._in_window = optimizer.micro_batches
         if self._in_window and not window.read().by_rows:
             logger.warning(
@@ -107,7 +109,7 @@ class GradientAccumulation(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         optimizer = self._wrapped
-        optimizer.window.driven = False
+        optimizer.window.driven = optimizer.window.in_fit = False
         if self._rows is not None:
             self._rows.stop()
         if self._schedule is not None and optimizer.schedule.constant is not None:
@@ -127,6 +129,7 @@ class GradientAccumulation(keras.callbacks.Callback):
             self._tell_of_short_epochs(steps)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._wrapped.window.in_fit = True
         schedule = self._schedule or self._wrapped.schedule
         if schedule.largest is None:
             self._sync()
@@ -181,6 +184,19 @@ class GradientAccumulation(keras.callbacks.Callback):
             )
         if not (self._drops_micro_batches or self._model.stop_training):
             window.rule.check_epoch(counts, self._batches)
+
+    def _discard(self) -> None:
+        """Forget the window in which an earlier `fit` was interrupted, perhaps between a sum and its count."""
+        optimizer = self._wrapped
+        optimizer.window.in_fit = False
+        if optimizer.micro_batches:
+            logger.warning(
+                "The last fit() was interrupted inside a window, whose %d micro-batches are discarded. Call "
+                "optimizer.flush() before fit() to make the update of them.",
+                optimizer.micro_batches,
+            )
+        if optimizer.built:
+            optimizer.window.empty()
 
     def _sync(self) -> None:
         # On JAX the values of the variables are in the training loop until somebody asks for the model.

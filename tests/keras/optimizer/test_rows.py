@@ -54,6 +54,39 @@ def test_a_window_that_train_on_batch_opened_is_closed_by_fit_with_the_callback(
     ]
 
 
+class Interrupts(keras.callbacks.Callback):
+    """Interrupts the first `fit`, after so many micro-batches."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.after = after
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.after -= 1
+        if self.after == 0:
+            raise KeyboardInterrupt
+
+
+def test_a_window_in_which_fit_was_interrupted_is_discarded_by_the_next_one_and_kept_by_flush(caplog, fit_bound):
+    batches = split(regression(26), [4] * 6 + [2])
+    model = wrapped(sgd(), 3)
+    with caplog.at_level(logging.WARNING, "gradaccum"):
+        for after in (5, 7):  # two micro-batches into the second window, and one into the third
+            with pytest.raises(KeyboardInterrupt):
+                callbacks = [GradientAccumulation(), Interrupts(after)]
+                model.fit(Batches([*batches, batches[0]]), shuffle=False, verbose=0, callbacks=callbacks)
+        assert model.optimizer.flush()
+        model.fit(Batches(batches), shuffle=False, verbose=0, callbacks=[GradientAccumulation()])
+    expected = compiled(network(), sgd())
+    windows = [batches[:3], batches[:3], batches[3:6], batches[6:], batches[:3], batches[3:6], batches[6:]]
+    keras_updates(expected, [join(window) for window in windows])
+    assert error(model, expected) <= fit_bound
+    assert [record.getMessage() for record in caplog.records if record.name == "gradaccum"] == [
+        "The last fit() was interrupted inside a window, whose 2 micro-batches are discarded. Call optimizer.flush() "
+        "before fit() to make the update of them."
+    ]
+
+
 @pytest.mark.parametrize("make", [sgd, pytest.param(adam, marks=pytest.mark.slow)])
 def test_a_window_that_fit_with_the_callback_opened_is_closed_without_it(make, tmp_path, caplog, fit_bound):
     batches = split(regression(24), [4] * 6)

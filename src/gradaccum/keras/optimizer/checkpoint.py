@@ -48,6 +48,7 @@ def load(window: Window, store: Any) -> None:
     window.inner.load_own_variables({key: store[key] for key in keys if key not in ours})
     if not window.built:
         return
+    window.in_fit = False
     if counts is not None and counts.micro_batches:
         window.write(counts)
         window.touched.assign(np.asarray(store[TOUCHED]))
