@@ -276,3 +276,25 @@ def test_labels_are_not_mixed_up_when_micro_batches_do_not_fit():
         [layers.Input((5,)), next(probes), layers.Dense(3, activation="softmax")]
     )
     assert_same(make, crossentropy, X[:22], CLASSES, micro_batch_size=5)
+
+
+class DrawsInVain(layers.Layer):
+    """Draws random numbers that make no difference."""
+
+    def call(self, x):
+        return x + 0.0 * torch.randn(x.shape, device=x.device)
+
+
+def test_a_backward_pass_that_runs_out_of_memory_after_random_numbers_starts_the_batch_over(caplog):
+    limits = iter([10**6, 16])  # plain fit comes first
+
+    def make():
+        hidden = [layers.Dense(7, activation="tanh"), Probe(backward=next(limits)), DrawsInVain(), layers.Dense(3)]
+        return keras.Sequential([layers.Input((5,)), *hidden])
+
+    with caplog.at_level(logging.WARNING, "gradaccum"):
+        assert_same(make, mse, X, Y, micro_batch_size=32, batch_size=ROWS)
+    assert [record.getMessage() for record in caplog.records][:1] == [
+        "Out of memory in the backward pass of a micro-batch of 32 rows that drew random numbers, as dropout does: all "
+        "over again with 16 rows."
+    ]

@@ -29,7 +29,7 @@ from gradaccum.keras.private import (
 from gradaccum.keras.train_step.data import has_rows, rows_of, unpack
 from gradaccum.keras.train_step.step import MicroBatchedStep, Plan
 from gradaccum.keras.train_step.sums_torch import GradientSums
-from gradaccum.on_torch.fitting import Fitting, nothing_fits
+from gradaccum.on_torch.fitting import Fitting, StartOver, nothing_fits
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.transaction import Transaction
@@ -125,17 +125,21 @@ class TorchStep(MicroBatchedStep):
         if self.sizers is None:  # only a model that is built has all its layers
             self.sizers = Sizers(self.micro_batch_size, self.gauge.limit, minimum=2 if self.batch_norms else 1)
         leaves = [("/".join(map(str, path)), leaf) for path, leaf in tree.flatten_with_path(data) if has_rows(leaf)]
-        pieces = Rows(self.sizers.of([(path, leaf, 0) for path, leaf in leaves]), rows)
         plan = self._plan(data, rows)
         pool = Pool(self.batch_norms) if self.batch_norm == "pooled" else None
         before = [] if pool is None else [variable.value.detach().clone() for variable in pool.variables]
         self.transaction.open()
-        try:
-            window = self._exact_window(data, rows, pieces, plan, pool)
-        except BaseException:
-            model.zero_grad()
-            self.transaction.abandon()
-            raise
+        while True:
+            pieces = Rows(self.sizers.of([(path, leaf, 0) for path, leaf in leaves]), rows)
+            try:
+                window = self._exact_window(data, rows, pieces, plan, pool)
+                break
+            except StartOver:
+                self.transaction.start_over()
+            except BaseException:
+                model.zero_grad()
+                self.transaction.abandon()
+                raise
         self.sizers.close(pieces.sizer, rows)
         loss, scale = sum(window.losses[1:], window.losses[0]), None
         if window.at_the_end:
