@@ -194,3 +194,20 @@ def test_in_a_shell_neighbours_can_be_imported_and_there_is_no_traceback(file):
     result = subprocess.run(line, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.strip() == f"Error: make() in {file} raised KeyError: 'lost' (neighbour.py, line 2)"
+
+
+def test_a_device_that_is_not_there_is_not_the_models_fault(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(FILE, encoding="utf-8")
+    result = CliRunner().invoke(commands, ["check", f"{file}:good", "--device", "nonsense"])
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("Error: --device nonsense: Expected one of cpu")
+
+
+def test_whatever_the_file_raises_is_one_line(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text("def make():\n    raise BaseException('base')\n", encoding="utf-8")
+    result = CliRunner().invoke(commands, ["check", f"{file}:make"])
+    assert result.exit_code == 2
+    assert "make() in" in result.stderr
+    assert "raised BaseException: base (train.py, line 2)" in result.stderr

@@ -224,3 +224,13 @@ def test_the_digits_take_more_epochs_unless_told(tmp_path, monkeypatch):
         CliRunner().invoke(commands, ["demo", "--dataset", "digits", "--out", str(tmp_path), *more])
     assert [setup.epochs for setup in setups] == [100, 3]
     assert dataclasses.replace(setups[0], epochs=6) == experiment.Setup()
+
+
+def test_an_error_of_its_own_is_exit_code_3_and_never_the_one_for_different(tmp_path, monkeypatch):
+    def broken(file):
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr("gradaccum.run.read", broken)
+    result = CliRunner().invoke(commands, ["report", str(tmp_path / "run.jsonl")])
+    assert result.exit_code == 3
+    assert "AssertionError: a bug" in result.stderr

@@ -71,6 +71,12 @@ def _checked(model: Any, batch: Any, keywords: dict[str, Any], device: str) -> A
         given = {name: value for name, value in keywords.items() if value is not None}  # its loss is compiled in
         return gradaccum.keras.check_equivalence(model, *(batch if isinstance(batch, tuple) else (batch,)), **given)
     require_framework("torch")
+    import torch
+
     import gradaccum.torch
 
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # a name that isn't one, or a device not there
+        raise BadInput(f"--device {device}: {str(error).splitlines()[0]}.") from None
     return gradaccum.torch.check_equivalence(model, batch, **keywords, device=device)

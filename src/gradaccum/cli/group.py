@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import pathlib
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -56,6 +57,11 @@ class Commands(click.Group):
             else:
                 click.echo(f"Error: {error.format_message()}", err=True)
             code = error.exit_code
+        except ModuleNotFoundError:
+            raise  # `gradaccum.__main__` says how to install it
+        except Exception:
+            traceback.print_exc()
+            code = Failed.exit_code  # 1, Python's own for a traceback, would say "different"
         sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -80,7 +80,9 @@ def _errors_in(what: str) -> Iterator[None]:
     """Whatever the user's code raises becomes one line that says where."""
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise UserCodeError(f"{what} raised {one_line(error)}") from error
 
 
