@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 
 from gradaccum.errors import WindowError
 
-__all__ = ["MicroBatch", "Reduction", "Window", "checked_reduction", "checked_weight"]
+__all__ = ["MicroBatch", "Reduction", "Window", "checked_reduction", "checked_weight", "mixed_error", "uncounted_error"]
 
 Reduction = Literal["mean", "sum"]
 """What the user's losses are: means over their micro-batch, or sums over it."""
@@ -256,3 +256,20 @@ def checked_reduction(reduction: Any) -> Reduction:
     if reduction not in get_args(Reduction):
         raise ValueError(f'`reduction` must be "mean" or "sum". Received: reduction={reduction!r}.')
     return reduction
+
+
+def uncounted_error() -> WindowError:
+    """A checkpoint would hold a gradient that training adds again."""
+    return WindowError(
+        "state_dict() was called between the backward pass of a micro-batch and its step(): the sum holds a gradient "
+        "that is not counted yet, which training would add again. Call it after step(); a signal handler can set a "
+        "flag that the loop looks at there."
+    )
+
+
+def mixed_error() -> WindowError:
+    """A loss came without a weight where others have one."""
+    return WindowError(
+        "Some losses of this window came through backward(loss, weight=...), others through loss.backward(), which "
+        "cannot say what it weighs. Use one of the two for all of them. discard() drops the window."
+    )

@@ -50,6 +50,16 @@ def test_parts_sharded_by_themselves_are_the_same_on_every_rank_or_an_error(rank
         assert "different parts" in result.message
 
 
+@pytest.mark.parametrize("way", ["batches", "batches micro_batch", "backward"])
+def test_parts_sharded_by_themselves_that_ranks_choose_differently_are_named_in_the_first_window(
+    ranks: Processes, way: str
+) -> None:
+    for result in ranks.try_run(cases.heads, ONES, DIFFERENT, "fsdp2 nested", way, limit=20):
+        assert isinstance(result, Raised)
+        assert result.kind == "WindowError"
+        assert "different parts" in result.message
+
+
 @pytest.mark.parametrize("way", ["batches", "backward"])
 @pytest.mark.parametrize("sizes", [[[4], [4] * 2], [[4] * 3, [4]]])
 def test_a_rank_whose_only_batch_is_the_first_that_a_grad_scaler_sees_is_told(

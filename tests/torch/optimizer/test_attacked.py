@@ -121,3 +121,79 @@ def test_true_and_false_in_a_batch_are_targets_as_any_others():
     loss_of(plain, X, Y > 0).backward()
     optimizer.step()
     assert all(torch.allclose(a, b, 1e-12, 1e-14) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("change", ["clamp", "another optimizer", "load"])
+def test_parameters_that_change_inside_an_open_window_are_named_once(change):
+    model, optimizer = made()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in optimizer.batches(BATCHES):
+            trained(model, optimizer, x, y)
+            if change == "clamp":
+                with torch.no_grad():
+                    model[0].weight.clamp_(-0.3, 0.3)
+            elif change == "another optimizer":
+                other.step()
+            else:
+                model.load_state_dict(copy.deepcopy(model.state_dict()))
+    told = [warning for warning in caught if "Parameters were changed inside an open window" in str(warning.message)]
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+def test_parameters_may_change_between_windows():
+    model, optimizer = made()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x, y in optimizer.batches(BATCHES):
+            trained(model, optimizer, x, y)
+            if optimizer.updated:
+                with torch.no_grad():
+                    model[0].weight.clamp_(-0.3, 0.3)
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_a_step_without_a_gradient_is_named_once(in_batches):
+    model, optimizer = made()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for i, (x, y) in enumerate(optimizer.batches(BATCHES) if in_batches else BATCHES):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            if i != 1:
+                loss.backward()
+            optimizer.step()
+    assert len(told) == 1
+    assert "whose loss reached none of the parameters" in str(told[0].message)
+    assert told[0].filename == __file__
+
+
+def ahead(batches):
+    """As a prefetcher does: the next batch is fetched before one is handed on."""
+    batches = iter(batches)
+    held = next(batches)
+    for batch in batches:
+        yield held
+        held = batch
+    yield held
+
+
+@pytest.mark.parametrize("around", [list, ahead])
+def test_what_fetches_ahead_around_batches_is_refused(around):
+    model, optimizer = made()
+    with pytest.raises(WindowError, match=r"fetches ahead.*optimizer\.batches\(prefetched\(loader\)\)"):
+        for x, y in around(optimizer.batches(BATCHES)):
+            trained(model, optimizer, x, y)
+    optimizer.discard()
+    for x, y in optimizer.batches(ahead(BATCHES)):
+        trained(model, optimizer, x, y)
+
+
+def test_an_optimizer_that_goes_with_an_open_window_says_so(caplog):
+    model, optimizer = made()
+    for x, y in BATCHES[:4]:
+        trained(model, optimizer, x, y)
+    del optimizer
+    assert caplog.text.count("is gone whose open window held 1 of 3 micro-batches") == 1

@@ -83,7 +83,7 @@ class Shards:
         on_forward: Called when a forward pass of a micro-batch that closes the window is done.
         on_backward: Called when a backward pass starts.
         on_pass: Called with the name of a sharded part whose forward pass begins, and with `""` at the end of all, in
-            micro-batches that some ranks repeat.
+            the first window and in micro-batches that some ranks repeat.
     """
 
     in_step = True
@@ -112,7 +112,7 @@ class Shards:
         self._keeps = False
         self._backwards: set[int | None] = set()
         self._used: set[Tensor] = set()
-        self._compares = False
+        self._compares = self._first = True  # in the first window all passes are
         self.passes = 0
         """A number for the order in which sharded parts ran in this window."""
         take(self.modules, self)
@@ -196,7 +196,7 @@ class Shards:
     def next_micro_batch(self) -> bool:
         """A micro-batch begins. Returns whether one like the last could be repeated: its passes have a known order."""
         backwards, self._backwards = self._backwards, set()
-        self._compares = False
+        self._compares = self._first
         return len(backwards) <= 1 and None not in backwards
 
     @property
@@ -245,6 +245,7 @@ class Shards:
     def settle(self) -> None:
         """After a window."""
         self._factor, self._idle = 1.0, False
+        self._compares = self._first = False
         self._used.clear()
         self.passes = 0
 

@@ -17,13 +17,11 @@ from gradaccum.torch.loss import WindowLoss
 from gradaccum.torch.optimizer.guard import (
     Guard,
     failed_error,
-    mixed_error,
     tampering_error,
-    uncounted_error,
     untouched_error,
 )
 from gradaccum.torch.optimizer.loss_scale import LossScale, unscaled_error
-from gradaccum.window import Reduction, Window
+from gradaccum.window import Reduction, Window, mixed_error, uncounted_error
 
 __all__ = ["Accumulation", "Nonfinite"]
 

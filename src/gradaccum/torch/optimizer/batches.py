@@ -103,7 +103,7 @@ class Batches:
                     member.break_off(self, ahead)
                 raise
             for member in self.members:
-                member.windows.accumulation.skip()
+                member.pass_on()
             if ahead.is_over:
                 break
         self._handed_out, self._loader_state = 0, None
@@ -242,6 +242,7 @@ class _Member:
         self.windows = windows
         self.weight = weight
         self._over = True
+        self._first_unused: bool | None = None
         self._rows_in_front = False
         """Whether a batch has shown that its tensors have their rows in front."""
 
@@ -249,6 +250,7 @@ class _Member:
         """The first batch is there."""
         windows = self.windows
         before, windows.source = windows.source, None
+        self._first_unused, windows.fetched_ahead = None, False
         if windows.restored or resumed:
             windows.restored = False
         elif before is None:
@@ -290,11 +292,19 @@ class _Member:
         windows.accumulation.expect(weight, given, self._over)
         windows.expect_next(counts=weight > 0)
 
+    def pass_on(self) -> None:
+        """The next batch is asked for."""
+        accumulation = self.windows.accumulation
+        if self._first_unused is None:
+            self._first_unused = accumulation.window.micro_batch.announced
+        accumulation.skip()
+
     def end(self, batches: Batches) -> None:
         """The loop has used the last batch."""
         windows = self.windows
         if windows.source is not batches:
             return  # another loop has begun since
+        windows.fetched_ahead = bool(self._first_unused)
         while not self._over:  # the other ranks of a sharded model need this one in their passes
             self._expect(0.0, False, True)
             windows.zero_grad()

@@ -21,9 +21,7 @@ from gradaccum.on_torch.private import current_backward, queue_callback
 __all__ = [
     "Guard",
     "failed_error",
-    "mixed_error",
     "tampering_error",
-    "uncounted_error",
     "untouched_error",
 ]
 
@@ -130,6 +128,23 @@ class Guard:
             self._counted += 1
             self._settle()
 
+    def window_begins(self) -> None:
+        """The parameters are as all micro-batches of the window are to see them."""
+        for watched in self._watched:
+            watched.parameter_version = watched.parameter._version
+
+    @property
+    def parameters_changed(self) -> bool:
+        """Whether a parameter was written since the window began."""
+        return any(w.parameter_version not in (_UNKNOWN, w.parameter._version) for w in self._watched)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no gradient whatsoever has come since the last micro-batch was counted; False where unknown."""
+        if self.arrivals or not self._watches_all or len(self._watched) < len(self._parameters()):
+            return False
+        return all(watched.tampering() is None for watched in self._watched)
+
     def _settle(self) -> None:
         first = self._windows == 0 or self._counted < _COMPARED
         self.compares = self._watches_all and (self._reads_norms or first)
@@ -191,7 +206,9 @@ class Guard:
         self.arrivals += 1
         self._tampering = self._tampering or tampering
         number = current_backward()
-        if number != self._pass and number is not None and not torch.compiler.is_compiling():
+        # FSDP2 calls hooks outside of backward passes, too.
+        if number != self._pass and number not in (None, -1) and not torch.compiler.is_compiling():
+            assert number is not None
             self._pass = number
             self._unfinished.add(number)
             queue_callback(functools.partial(self._unfinished.discard, number))
@@ -200,14 +217,24 @@ class Guard:
 class _Watched:
     """A parameter, and its gradient as it was when autograd or the wrapper had last changed it."""
 
-    __slots__ = ("__weakref__", "_handle", "arrivals", "digest", "finished", "gradient", "parameter", "version")
+    __slots__ = (
+        "__weakref__",
+        "_handle",
+        "arrivals",
+        "digest",
+        "finished",
+        "gradient",
+        "parameter",
+        "parameter_version",
+        "version",
+    )
 
     def __init__(self, parameter: Tensor, guard: Guard) -> None:
         self.parameter = parameter
         self.arrivals = 0
         self.gradient: Tensor | None = None  # kept, so that no other tensor can have its id
         self.finished: tuple[Tensor, int] | None = None
-        self.version = 0
+        self.version, self.parameter_version = 0, _UNKNOWN
         self.digest: Tensor | None = None  # of its values, where they are compared
         this, guard_of = weakref.ref(self), weakref.ref(guard)  # the parameter shall not keep the optimizer alive
 
@@ -354,23 +381,6 @@ def failed_error(failure: BaseException | None) -> WindowError:
     return WindowError(
         f"A backward pass of this window failed{kind}, and may have left part of its gradient in the sum. Call "
         "discard() to drop the window; parameters and optimizer state are as they were."
-    )
-
-
-def uncounted_error() -> WindowError:
-    """A checkpoint would hold a gradient that training adds again."""
-    return WindowError(
-        "state_dict() was called between the backward pass of a micro-batch and its step(): the sum holds a gradient "
-        "that is not counted yet, which training would add again. Call it after step(); a signal handler can set a "
-        "flag that the loop looks at there."
-    )
-
-
-def mixed_error() -> WindowError:
-    """A loss came without a weight where others have one."""
-    return WindowError(
-        "Some losses of this window came through backward(loss, weight=...), others through loss.backward(), which "
-        "cannot say what it weighs. Use one of the two for all of them. discard() drops the window."
     )
 
 

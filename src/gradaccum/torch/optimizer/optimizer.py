@@ -397,4 +397,4 @@ def _let_go(windows: Windows) -> None:
     """The optimizer is gone: if in the middle of a window, or of a loop of `batches()`, an error has ended its loop."""
     if windows.accumulation.window.is_open or windows.source is not None:
         windows.ranks.leave()
-    windows.accumulation.remove()
+    windows.let_go()

@@ -59,8 +59,10 @@ class Windows:
         self._step, self._check_steps = step, check_steps
         self._scheduled_for: tuple[int, int] | None = None
         self._rates: list[Any] = []
+        self.fetched_ahead = False
+        """Whether a loop of `batches()` is over whose first batch had no step."""
         self._rows_beside: float | None = None
-        self._warned_of_rows = False
+        self._warned: set[str] = set()
         self._warned_of_rates = False
         self.expect_next()
 
@@ -124,11 +126,16 @@ class Windows:
         one = accumulation.window.micro_batch
         if one.in_batches and not one.announced:
             raise _counted_twice_error()
+        if self.fetched_ahead and not one.in_batches:
+            raise _fetched_ahead_error()
         if not accumulation.window.is_open:
             self._settle_steps()
             self._note_rates()
+            accumulation.guard.window_begins()
+        if self.schedule.constant != 1 and not self.ranks.in_step:
+            self._check_micro_batch(accumulation)
         closes = accumulation.add(scaled)
-        if not one.in_batches and IN_BATCHES and not self._warned_of_rows:
+        if not one.in_batches and IN_BATCHES:
             self._look_beside()
         self.in_epoch, self.updated = True, False
         if closes:
@@ -147,14 +154,33 @@ class Windows:
             rows, before = other.accumulation.window.micro_batch.default, self._rows_beside
             self._rows_beside = rows
             if window.micro_batches > 1 and before is not None and rows != before:
-                self._warned_of_rows = True
-                warnings.warn(
-                    "This optimizer steps inside of another one's batches(), which weigh differently (the last two "
-                    f"{before:g} and {rows:g}), and counts its micro-batches equally. Let both share the batches, "
-                    "a.batches(b.batches(loader)), or use backward(loss, weight=...).",
-                    stacklevel=4,
+                self._warn(
+                    "This optimizer steps inside of another one's batches(), which weigh differently",
+                    f"(the last two {before:g} and {rows:g}), and counts its micro-batches equally. Let both share the "
+                    "batches, a.batches(b.batches(loader)), or use backward(loss, weight=...).",
                 )
             break
+
+    def _check_micro_batch(self, accumulation: Accumulation) -> None:
+        """Warn, once, of what is no error and may be none of the large batch's."""
+        guard, one = accumulation.guard, accumulation.window.micro_batch
+        if guard.parameters_changed:
+            self._warn(
+                "Parameters were changed inside an open window",
+                "by another optimizer's step, by clamping or by loading, perhaps. The gradients of its micro-batches "
+                "belong to different ones. Change parameters when `updated` is True.",
+            )
+        if one.weight != 0 and guard.idle and accumulation.sums.detached is None:
+            self._warn(
+                "step() counts a micro-batch whose loss reached none of the parameters",
+                "or that had no backward pass: its rows count, with a gradient of zero. To leave them out, leave out "
+                "its step(), or use backward(loss, weight=0).",
+            )
+
+    def _warn(self, what: str, more: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(f"{what}, {more}" if more[0] != "(" else f"{what} {more}", stacklevel=5)
 
     def evaluate(self, step: Callable[[], Any]) -> Any:
         """A window of one micro-batch that the inner optimizer evaluates by itself, as often as it likes."""
@@ -200,9 +226,22 @@ class Windows:
         window = self.accumulation.window
         if window.is_open:
             logger.warning("Discarding an open window of %d of %d micro-batches", window.micro_batches, window.steps)
+        self.fetched_ahead = False
         self.accumulation.begin()
         self.accumulation.empty()
         self.expect_next()
+
+    def let_go(self) -> None:
+        """The optimizer is gone."""
+        window = self.accumulation.window
+        if window.is_open:
+            logger.warning(
+                "An optimizer is gone whose open window held %d of %d micro-batches, which make no update: flush() at "
+                "an epoch's end would have made it",
+                window.micro_batches,
+                window.steps,
+            )
+        self.accumulation.remove()
 
     def end_epoch(self) -> None:
         """The loop of `batches()` is over."""
@@ -283,6 +322,15 @@ def _counted_twice_error() -> WindowError:
         "step() was called twice for one batch of batches(), which weighs a batch by its rows and closes the epoch's "
         "last window with its last batch. Call step() once per batch; to split a batch further, or to use it several "
         "times, loop over the loader itself and call flush() at the epoch's end. discard() drops the window."
+    )
+
+
+def _fetched_ahead_error() -> WindowError:
+    """Batches of `batches()` are trained on after the loop."""
+    return WindowError(
+        "step() came after the loop of batches() was over, whose first batch had none: something around batches() "
+        "fetches ahead, list() or a prefetcher perhaps, so batches were weighed by others' rows. Put batches() around "
+        "it: optimizer.batches(prefetched(loader)). discard() forgets that loop."
     )
 
 
