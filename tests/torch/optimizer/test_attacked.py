@@ -124,50 +124,41 @@ def test_true_and_false_in_a_batch_are_targets_as_any_others():
 
 
 @pytest.mark.parametrize("change", ["clamp", "another optimizer", "load"])
-def test_parameters_that_change_inside_an_open_window_are_named_once(change):
+def test_parameters_that_change_inside_an_open_window_are_named_once(change, caplog):
     model, optimizer = made()
     other = torch.optim.SGD(model.parameters(), lr=0.1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for x, y in optimizer.batches(BATCHES):
-            trained(model, optimizer, x, y)
-            if change == "clamp":
-                with torch.no_grad():
-                    model[0].weight.clamp_(-0.3, 0.3)
-            elif change == "another optimizer":
-                other.step()
-            else:
-                model.load_state_dict(copy.deepcopy(model.state_dict()))
-    told = [warning for warning in caught if "Parameters were changed inside an open window" in str(warning.message)]
-    assert len(told) == 1
-    assert told[0].filename == __file__
+    for x, y in optimizer.batches(BATCHES):
+        trained(model, optimizer, x, y)
+        if change == "clamp":
+            with torch.no_grad():
+                model[0].weight.clamp_(-0.3, 0.3)
+        elif change == "another optimizer":
+            other.step()
+        else:
+            model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert caplog.text.count("Parameters were changed inside an open window") == 1
 
 
-def test_parameters_may_change_between_windows():
+def test_parameters_may_change_between_windows(caplog):
     model, optimizer = made()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for x, y in optimizer.batches(BATCHES):
-            trained(model, optimizer, x, y)
-            if optimizer.updated:
-                with torch.no_grad():
-                    model[0].weight.clamp_(-0.3, 0.3)
+    for x, y in optimizer.batches(BATCHES):
+        trained(model, optimizer, x, y)
+        if optimizer.updated:
+            with torch.no_grad():
+                model[0].weight.clamp_(-0.3, 0.3)
+    assert "Parameters were changed" not in caplog.text
 
 
 @pytest.mark.parametrize("in_batches", [False, True])
-def test_a_step_without_a_gradient_is_named_once(in_batches):
+def test_a_step_without_a_gradient_is_named_once(in_batches, caplog):
     model, optimizer = made()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for i, (x, y) in enumerate(optimizer.batches(BATCHES) if in_batches else BATCHES):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), y)
-            if i != 1:
-                loss.backward()
-            optimizer.step()
-    assert len(told) == 1
-    assert "whose loss reached none of the parameters" in str(told[0].message)
-    assert told[0].filename == __file__
+    for i, (x, y) in enumerate(optimizer.batches(BATCHES) if in_batches else BATCHES):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        if i != 1:
+            loss.backward()
+        optimizer.step()
+    assert caplog.text.count("whose loss reached none of the parameters") == 1
 
 
 def ahead(batches):

@@ -82,7 +82,6 @@ def test_a_dict_that_is_refilled_is_named():
         next(iter(optimizer.batches(refilled())))
 
 
-@pytest.mark.filterwarnings("ignore:step.. counts a micro-batch whose loss reached none")
 def test_batches_that_share_memory_and_stay_as_they_are_are_fine():
     x, y = regression(12)
     shared = torch.ones(2, 3)
@@ -154,7 +153,6 @@ class Stateful:
         self.yielded = state["yielded"]
 
 
-@pytest.mark.filterwarnings("ignore:step.. counts a micro-batch whose loss reached none")
 @pytest.mark.parametrize("make_loader", [Stateful, lambda: PARTS, lambda: torch.utils.data.DataLoader(range(6), 1)])
 @pytest.mark.parametrize("after", [1, 2, 3, 4, 5])
 def test_batches_resume_behind_the_last_one_that_was_handed_out(make_loader, after):
@@ -198,7 +196,6 @@ def test_images_of_different_sizes_are_not_counted_by_their_channels():
         assert next(iter(optimizer.batches([batch, batch], weight=lambda batch: 2))) is batch
 
 
-@pytest.mark.filterwarnings("ignore:step.. counts a micro-batch whose loss reached none")
 def test_sequences_in_front_and_a_short_last_batch_are_counted_by_their_rows():
     batches = [[torch.randn(rows, 8, 9), torch.randn(rows, 7, 9)] for rows in (5, 5, 3)]
     _, optimizer = start()

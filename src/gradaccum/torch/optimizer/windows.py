@@ -62,7 +62,8 @@ class Windows:
         self.fetched_ahead = False
         """Whether a loop of `batches()` is over whose first batch had no step."""
         self._rows_beside: float | None = None
-        self._warned: set[str] = set()
+        self._said: set[str] = set()
+        self._warned_of_rows = False
         self._warned_of_rates = False
         self.expect_next()
 
@@ -135,7 +136,7 @@ class Windows:
         if self.schedule.constant != 1 and not self.ranks.in_step:
             self._check_micro_batch(accumulation)
         closes = accumulation.add(scaled)
-        if not one.in_batches and IN_BATCHES:
+        if not one.in_batches and IN_BATCHES and not self._warned_of_rows:
             self._look_beside()
         self.in_epoch, self.updated = True, False
         if closes:
@@ -154,33 +155,35 @@ class Windows:
             rows, before = other.accumulation.window.micro_batch.default, self._rows_beside
             self._rows_beside = rows
             if window.micro_batches > 1 and before is not None and rows != before:
-                self._warn(
-                    "This optimizer steps inside of another one's batches(), which weigh differently",
-                    f"(the last two {before:g} and {rows:g}), and counts its micro-batches equally. Let both share the "
-                    "batches, a.batches(b.batches(loader)), or use backward(loss, weight=...).",
+                self._warned_of_rows = True
+                warnings.warn(
+                    "This optimizer steps inside of another one's batches(), which weigh differently (the last two "
+                    f"{before:g} and {rows:g}), and counts its micro-batches equally. Let both share the batches, "
+                    "a.batches(b.batches(loader)), or use backward(loss, weight=...).",
+                    stacklevel=4,
                 )
             break
 
     def _check_micro_batch(self, accumulation: Accumulation) -> None:
-        """Warn, once, of what is no error and may be none of the large batch's."""
+        """Say, once, what is no error and may be none of the large batch's."""
         guard, one = accumulation.guard, accumulation.window.micro_batch
         if guard.parameters_changed:
-            self._warn(
-                "Parameters were changed inside an open window",
-                "by another optimizer's step, by clamping or by loading, perhaps. The gradients of its micro-batches "
-                "belong to different ones. Change parameters when `updated` is True.",
+            self._say(
+                "Parameters were changed inside an open window, by another optimizer's step, by clamping or loading, "
+                "perhaps. The gradients of its micro-batches belong to different ones. Change parameters when "
+                "`updated` is True."
             )
         if one.weight != 0 and guard.idle and accumulation.sums.detached is None:
-            self._warn(
-                "step() counts a micro-batch whose loss reached none of the parameters",
-                "or that had no backward pass: its rows count, with a gradient of zero. To leave them out, leave out "
-                "its step(), or use backward(loss, weight=0).",
+            self._say(
+                "step() counts a micro-batch whose loss reached none of the parameters, or that had no backward pass: "
+                "its rows count, with a gradient of zero. To leave them out, leave out its step(), or use "
+                "backward(loss, weight=0)."
             )
 
-    def _warn(self, what: str, more: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            warnings.warn(f"{what}, {more}" if more[0] != "(" else f"{what} {more}", stacklevel=5)
+    def _say(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning(what)
 
     def evaluate(self, step: Callable[[], Any]) -> Any:
         """A window of one micro-batch that the inner optimizer evaluates by itself, as often as it likes."""
