@@ -111,6 +111,9 @@ FOUND_ON_RANKS = {
     "a window that is saved between its reductions": replace(
         DECAYS, epochs=((SAVED, ONE),), others=((SAVED, ONE),), sync="micro_batch", steps=4
     ),
+    "a second forward pass after the reduction beside a rank that weighs nothing": Scenario(
+        others=((NOTHING,),), engine="ddp", way="batches backward", losses=2
+    ),
     "a noise scale of windows that one rank only takes part in": Scenario(
         others=((ONE,) * 4,), engine="fsdp2", way="batches backward", noise=True
     ),

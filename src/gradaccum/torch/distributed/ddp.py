@@ -185,11 +185,15 @@ class Replicas:
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def settle(self) -> None:
-        """After a window, do what DDP would do in the next forward pass, which not all ranks may have."""
-        self._restart()
+    def prepare(self) -> None:
+        """After a reduction, do what DDP does in the next forward pass: in this micro-batch still, or not at all."""
         for model in self.models:
             prepare_next_forward(model)
+
+    def settle(self) -> None:
+        """After a window."""
+        self._restart()
+        self.prepare()
 
     def _restart(self) -> None:
         for found in (self._used, self._own, self._foreign):

@@ -242,6 +242,9 @@ class Shards:
                 _reduce_unused(module, True)
         self._set(self._closes)
 
+    def prepare(self) -> None:
+        """After a reduction."""
+
     def settle(self) -> None:
         """After a window."""
         self._factor, self._idle = 1.0, False

@@ -208,6 +208,7 @@ class Ranks(SingleRank):
         late = self._versions is not None and not self.in_step and self._versions != self._current_versions()
         if self._versions is None:
             self._engine.reduce()
+        self._engine.prepare()
         self._restart()
         seen = late, self._engine.filled, self._engine.passes
         messages = self._channel.exchange(_Kind.TOTAL, 0, self._last or self._all_last, *mine, *seen)
