@@ -87,6 +87,9 @@ test-gpu: install-dev
 
 test-fuzz: install-dev
 	$(BIN)/python -m pytest -q -m fuzz tests/fuzz
+	for backend in torch jax tensorflow; do \
+		KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q -m fuzz tests/keras/fuzz || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist gradaccum-demo

@@ -1,0 +1,353 @@
+"""Scenarios, run by the library and by plain Keras on the large batches."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers, losses, ops
+
+import gradaccum.keras
+from gradaccum.errors import NotEquivalentError, WindowError
+from tests.keras.fuzz.scenario import Scenario
+from tests.keras.problems import BACKEND, Batches, join
+from tests.reference import keras_updates, windows_of
+
+__all__ = ["outcome"]
+
+
+class _NotPlain(Exception):
+    """Plain Keras can't run it."""
+
+
+BOUND = 1e-10 if BACKEND == "tensorflow" else 1e-6
+"""Keras' losses compute in float32 on the other two, whatever is set."""
+OURS = ("micro_batched compares", "BatchNormalization normalises")
+"""Warnings of the library's that name what is not exact."""
+
+
+def outcome(scenario: Scenario) -> str:
+    """What is wrong with a run; empty where it is right; "refused: ..." where it is refused, or named in a warning."""
+    run = _wrapper if scenario.kind == "wrapper" else _micro_batched
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            ours, expected = run(scenario)
+        except (NotEquivalentError, WindowError) as error:
+            mixes = scenario.kind == "wrapper" or _mixes_rows(scenario)
+            return f"refused: {error}" if mixes else f"refused falsely: {error}"
+        except _NotPlain:
+            return ""
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    error = _error(ours, expected)
+    named = [str(one.message) for one in told if str(one.message).startswith(OURS)]
+    if error <= BOUND:
+        return ""
+    return f"refused: {named[0]}" if named else f"off by {error:.1e}"
+
+
+def _error(ours: keras.Model, expected: keras.Model) -> float:
+    """The largest difference, relative to the tensor's own entries, or a hundredth of the largest of all."""
+    pairs = list(zip(ours.get_weights(), expected.get_weights(), strict=True))
+    floor = 0.01 * max(float(np.abs(b).max()) for _, b in pairs)
+    return max(
+        float(np.abs(a - b).max()) / max(float(np.abs(b).max()), floor) if np.isfinite(a - b).all() else np.inf
+        for a, b in pairs
+    )
+
+
+def _optimizer(scenario: Scenario) -> Any:
+    rate = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
+    make: dict[str, Callable[[], Any]] = {
+        "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+        "adam": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3),
+        "ema": lambda: keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+        "schedule": lambda: keras.optimizers.SGD(rate),
+        "clipped": lambda: keras.optimizers.SGD(0.05, global_clipnorm=0.05),
+        "decayed": lambda: keras.optimizers.SGD(0.05, weight_decay=0.1),
+    }
+    return make[scenario.optimizer]()
+
+
+def _compile(model: keras.Model, optimizer: Any, scenario: Scenario, **compiled: Any) -> keras.Model:
+    how = {"run_eagerly": scenario.eager, "steps_per_execution": 1 if BACKEND == "torch" else scenario.per_execution}
+    model.compile(optimizer=optimizer, jit_compile=BACKEND == "jax" and not scenario.eager, **how, **compiled)
+    return model
+
+
+# The wrapper.
+
+
+class _Stop(keras.callbacks.Callback):
+    """Ends `fit` with an error after so many micro-batches, and saves first if there is a path."""
+
+    def __init__(self, after: int, path: str = "") -> None:
+        super().__init__()
+        self.after, self.path = after, path
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.after -= 1
+        if self.after == 0:
+            if self.path:
+                self.model.save(self.path)
+            raise KeyboardInterrupt
+
+
+def _network() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input((5,)), layers.Dense(4, activation="tanh"), layers.Dense(2)])
+
+
+def _wrapper(scenario: Scenario) -> tuple[keras.Model, keras.Model]:
+    s, random = scenario, np.random.default_rng(scenario.seed)
+    data = [(random.normal(size=(rows, 5)), random.normal(size=(rows, 2))) for rows in s.batches]
+    steps: Any = s.steps[0] if len(s.steps) == 1 else dict(enumerate(s.steps))
+    inner = _optimizer(s)
+    model = _network()
+    if s.sized:
+        rows = sum(s.batches)
+        sizes = (s.batches[0], s.batches[0] * s.steps[0], rows)
+        _compile(model, gradaccum.keras.optimizers.BatchOptimizer(inner, *sizes, model), s, loss="mse")
+        fit = {"x": np.concatenate([x for x, _ in data]), "y": np.concatenate([y for _, y in data])}
+        model.fit(**fit, batch_size=s.batches[0], epochs=s.epochs, shuffle=False, verbose=0)
+        return model, _plain(s, [w for _ in range(s.epochs) for w in windows_of(data, s.steps[0])])
+    if s.scaled == "inside":
+        inner = keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
+    optimizer = gradaccum.keras.optimizers.Optimizer(inner, steps)
+    if s.scaled == "outside":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)
+    _compile(model, optimizer, s, loss="mse")
+
+    def fit(batches: list[Any], first: int, last: int, *more: Any) -> None:
+        callbacks = [gradaccum.keras.callbacks.GradientAccumulation()] if s.callback else []
+        epochs = {"initial_epoch": first, "epochs": last}
+        model.fit(Batches(batches), shuffle=False, verbose=0, callbacks=[*callbacks, *more], **epochs)
+
+    done: list[list[Any]] = []
+    start = data
+    if s.event in ("save", "interrupt"):
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder) / "model.keras") if s.event == "save" else ""
+            try:
+                fit(data, 0, s.epochs, _Stop(s.at, path))
+            except KeyboardInterrupt:
+                pass
+            else:
+                raise AssertionError("it was not stopped")
+            held = s.at % s.steps[0] if s.callback or len(set(s.steps)) == 1 else 0
+            if s.event == "save":
+                model = keras.models.load_model(path)
+                fit(data[s.at :], 0, 1)
+                first = windows_of(data, s.steps[0])
+                if not s.callback and s.epochs > 1:
+                    fit(data, 1, s.epochs)
+                    return model, _plain(s, first + windows_of(data * (s.epochs - 1), s.steps[0]))
+                if s.epochs > 1:
+                    fit(data, 1, s.epochs)
+                done = first + [w for e in range(1, s.epochs) for w in windows_of(data, _steps_of(s, e))]
+                return model, _plain(s, done)
+            done = windows_of(data[: s.at - held], s.steps[0])
+    elif s.event == "train_on_batch":
+        for batch in data[: s.at]:
+            model.train_on_batch(*batch)
+        open_ = s.at % s.steps[0]
+        done = windows_of(data[: s.at - open_], s.steps[0])
+        start = data[s.at - open_ : s.at] + data
+    elif s.event == "flush":
+        for batch in data[: s.at]:
+            model.train_on_batch(*batch)
+        wrapped = model.optimizer.inner_optimizer if s.scaled == "outside" else model.optimizer
+        if len(set(s.batches)) > 1:
+            return model, model  # not weighed by rows
+        wrapped.flush()
+        done = windows_of(data[: s.at], s.steps[0])
+    fit(data, 0, s.epochs)
+    if s.callback:
+        later = [w for e in range(s.epochs) for w in windows_of(data if e else start, _steps_of(s, e))]
+    else:
+        later = windows_of(start + data * (s.epochs - 1), s.steps[0])
+    return model, _plain(s, done + later)
+
+
+def _steps_of(scenario: Scenario, epoch: int) -> int:
+    return scenario.steps[min(epoch, len(scenario.steps) - 1)]
+
+
+def _plain(scenario: Scenario, windows: list[list[Any]]) -> keras.Model:
+    model = _network()
+    model.compile(optimizer=_optimizer(scenario), loss="mse", run_eagerly=BACKEND != "jax")
+    keras_updates(model, [join(window) for window in windows])
+    return model
+
+
+# micro_batched.
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class AddsLoss(layers.Layer):
+    """Adds a term that is a mean over rows, or a sum."""
+
+    def __init__(self, kind: str = "mean", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.kind = kind
+
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(0.1 * (ops.mean if self.kind == "mean" else ops.sum)(ops.square(inputs)))
+        return inputs
+
+    def get_config(self) -> dict[str, Any]:
+        return super().get_config() | {"kind": self.kind}
+
+
+def _squares(t: Any, p: Any) -> Any:
+    return ops.mean(ops.square(p - ops.cast(t, p.dtype)), axis=-1)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+def own(t: Any, p: Any) -> Any:
+    """A value per row."""
+    return _squares(t, p)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+def scalar(t: Any, p: Any) -> Any:
+    """The mean over rows."""
+    return ops.mean(_squares(t, p))
+
+
+@keras.saving.register_keras_serializable("fuzz")
+def masked_mean(t: Any, p: Any) -> Any:
+    """The mean over targets that aren't -1."""
+    known = ops.cast(ops.not_equal(t, -1.0), p.dtype)
+    return ops.sum(known * ops.square(p - ops.cast(t, p.dtype))) / ops.sum(known)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+def variance(t: Any, p: Any) -> Any:
+    """Looks at the spread of a batch's predictions."""
+    return _squares(t, p) + 0.1 * ops.var(p)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class OverWeights(losses.Loss):
+    """Divides by the sum of the sample weights."""
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        values = _squares(y_true, y_pred)
+        if sample_weight is None:
+            return ops.mean(values)
+        weights = ops.reshape(ops.cast(sample_weight, values.dtype), (-1,))
+        return ops.sum(weights * values) / ops.sum(ops.abs(weights))
+
+
+def _loss(name: str, reduction: str) -> Any:
+    kinds: dict[str, Callable[[], Any]] = {
+        "mse": lambda: losses.MeanSquaredError(reduction=reduction),
+        "mae": lambda: losses.MeanAbsoluteError(reduction=reduction),
+        "huber": lambda: losses.Huber(0.3, reduction=reduction),
+        "sparse": lambda: losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction),
+        "binary": lambda: losses.BinaryCrossentropy(from_logits=True, reduction=reduction),
+        "own": lambda: own,
+        "scalar": lambda: scalar,
+        "dice": lambda: losses.Dice(),
+        "masked mean": lambda: masked_mean,
+        "over weights": lambda: OverWeights(),
+        "variance": lambda: variance,
+    }
+    return kinds[name]()
+
+
+def _mixes_rows(scenario: Scenario) -> bool:
+    """Whether there is something to refuse."""
+    across = {"dice", "variance", "masked mean", "over weights"} & set(scenario.losses)
+    return bool(across) or bool({"softmax", "adds sum"} & set(scenario.layers))
+
+
+def _model(s: Scenario) -> keras.Model:
+    keras.utils.set_random_seed(s.seed % 1000)
+    inputs = keras.Input((4,), dtype="int32") if s.tokens else keras.Input((5,))
+    hidden = layers.Embedding(9, 4, mask_zero=True)(inputs) if s.tokens else inputs
+    hidden = layers.Dense(4, activation="tanh")(hidden)
+    for kind in s.layers:
+        make: dict[str, Callable[[], Any]] = {
+            "dense": lambda: layers.Dense(4, activation="tanh"),
+            "layer norm": lambda: layers.LayerNormalization(),
+            "regularised": lambda: layers.Dense(4, kernel_regularizer="l2"),
+            "active": lambda: layers.Dense(4, activity_regularizer=keras.regularizers.L2(0.01)),
+            "adds mean": lambda: AddsLoss("mean"),
+            "adds sum": lambda: AddsLoss("sum"),
+            "softmax": lambda: layers.Softmax(axis=0),
+        }
+        hidden = make[kind]()(hidden)
+    if s.norm:
+        hidden = layers.BatchNormalization(trainable=s.norm != "frozen")(hidden)
+    outputs = [layers.Dense(3, name=f"out{i}")(hidden) for i, _ in enumerate(s.losses)]
+    return keras.Model(inputs, outputs if len(outputs) > 1 else outputs[0])
+
+
+def _batch(s: Scenario, random: np.random.Generator, rows: int, last: bool) -> tuple[Any, ...]:
+    x = random.integers(0, 9, (rows, 4)) if s.tokens else random.normal(size=(rows, 5))
+    if s.tokens:
+        x[:, 0] = 1 + x[:, 0] % 8
+    places = (rows, 4) if s.tokens else (rows,)
+    targets, weights = [], []
+    for name in s.losses:
+        classes = random.integers(0, 3, places)
+        y: Any = random.normal(size=(*places, 3))
+        if name in ("binary", "dice"):
+            y = np.eye(3)[classes]
+        if name == "masked mean" and (s.missing == "early" or (s.missing == "late" and last)):
+            y[random.random(y.shape) < 0.3] = -1.0
+        targets.append(classes if name == "sparse" else y)
+        weight = random.uniform(0.5, 2, rows)
+        if s.weights == "zeros":
+            weight[random.random(rows) < 0.4] = 0
+        if s.weights == "signed":
+            weight[random.random(rows) < 0.3] *= -1
+        if s.weights == "ones" or (s.weights == "late" and not last):
+            weight[:] = 1
+        weights.append(weight)
+    one = len(targets) == 1
+    batch = (x, targets[0] if one else targets)
+    return batch if not s.weights else (*batch, weights[0] if one else weights)
+
+
+def _micro_batched(s: Scenario) -> tuple[keras.Model, keras.Model]:
+    random = np.random.default_rng(s.seed)
+    data = [_batch(s, random, rows, i == len(s.batches) - 1) for i, rows in enumerate(s.batches)]
+    try:
+        plain, history = _trained(s, data, lambda model: model)
+    except Exception as error:
+        raise _NotPlain from error
+    ours, own_history = _trained(s, data, lambda model: gradaccum.keras.micro_batched(model, s.micro))
+    for name, values in history.items():
+        if (
+            not np.allclose(values, own_history[name], rtol=max(BOUND, 1e-5), atol=1e-6)
+            and _error(ours, plain) <= BOUND
+        ):
+            raise AssertionError(f"history[{name!r}] is {own_history[name]}, plain fit's is {values}")
+    return ours, plain
+
+
+def _trained(s: Scenario, data: list[Any], micro_batched: Callable[[Any], Any]) -> tuple[keras.Model, dict[str, Any]]:
+    def compiled() -> dict[str, Any]:  # a loss keeps what it was built for
+        some = [_loss(name, s.reduction) for name in s.losses]
+        metrics = [["mae"] for _ in s.losses] if s.metrics and "sparse" not in s.losses else None
+        return {"loss": some if len(some) > 1 else some[0], "weighted_metrics": metrics}
+
+    model = _compile(micro_batched(_model(s)), _optimizer(s), s, **compiled())
+    for batch in data[: s.at if s.event else 0]:
+        model.train_on_batch(*batch)
+    if s.event == "save":
+        with tempfile.TemporaryDirectory() as folder:
+            model.save(str(Path(folder) / "model.keras"))
+            model = micro_batched(keras.models.load_model(str(Path(folder) / "model.keras")))
+    elif s.event == "recompile":
+        _compile(model, _optimizer(s), s, **compiled())
+    return model, model.fit(Batches(data), epochs=s.epochs, shuffle=False, verbose=0).history

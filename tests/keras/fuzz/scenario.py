@@ -1,0 +1,147 @@
+"""Scenarios made from a seed, and the smaller ones that a failing scenario is shrunk to."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["Scenario", "random_scenario", "sensible", "shrunk"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """A training run."""
+
+    seed: int = 0
+    kind: str = "wrapper"
+    """wrapper, or micro_batched."""
+    batches: tuple[int, ...] = (4, 4)
+    """Rows of each: micro-batches of the wrapper, batches of micro_batched."""
+    epochs: int = 1
+    optimizer: str = "sgd"
+    """sgd, adam, ema, schedule, clipped, decayed."""
+    eager: bool = False
+    per_execution: int = 1
+    event: str = ""
+    """What happens in the middle: save, interrupt, flush, train_on_batch; and with micro_batched recompile."""
+    at: int = 1
+    """After how many batches."""
+
+    # The wrapper.
+    steps: tuple[int, ...] = (2,)
+    """Of each epoch; the last one of those that follow."""
+    callback: bool = True
+    scaled: str = ""
+    """Where a LossScaleOptimizer is: inside, or outside."""
+    sized: bool = False
+    """Whether it is a BatchOptimizer."""
+
+    # micro_batched.
+    micro: int = 3
+    tokens: bool = False
+    layers: tuple[str, ...] = ()
+    """dense, layer norm, regularised, active, adds mean; and softmax and adds sum, which mix rows."""
+    losses: tuple[str, ...] = ("mse",)
+    """One for each output."""
+    reduction: str = "sum_over_batch_size"
+    weights: str = ""
+    """Sample weights: ones, random, zeros, signed, late (uneven in the last batch only)."""
+    missing: str = ""
+    """Marks for missing targets: early, or late (in the last batch only)."""
+    metrics: bool = False
+    norm: str = ""
+    """A BatchNormalization: frozen, or micro."""
+
+    def __str__(self) -> str:
+        changed = {f.name: v for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default}
+        return f"Scenario({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+
+
+def random_scenario(seed: int, kind: str | None = None) -> Scenario:
+    """The scenario of a seed; most things are as usual in most of them."""
+    chance = random.Random(seed)
+
+    def rarely(values: Any, usual: Any, probability: float = 0.25) -> Any:
+        return chance.choice(values) if chance.random() < probability else usual
+
+    kind = kind or chance.choice(["wrapper", "micro_batched", "micro_batched"])
+    sizes = [1, 2, 3, 4, 7] if kind == "wrapper" else [2, 3, 5, 8, 12, 20]
+    even = chance.random() < 0.4
+    count, size = chance.randint(2, 6), chance.choice(sizes)
+    batches = tuple(size if even else chance.choice(sizes) for _ in range(count))
+    common = {
+        "seed": seed,
+        "kind": kind,
+        "batches": batches,
+        "epochs": chance.choice([1, 1, 2, 3]) if kind == "wrapper" else chance.choice([1, 2]),
+        "optimizer": chance.choice(["sgd", "sgd", "adam", "ema", "schedule", "clipped", "decayed"]),
+        "eager": chance.random() < 0.3,
+        "per_execution": rarely([2, 3], 1),
+        "at": chance.randint(1, count - 1),
+    }
+    if kind == "wrapper":
+        return Scenario(
+            **common,
+            event=rarely(["save", "interrupt", "flush", "train_on_batch"], "", 0.5),
+            steps=tuple(chance.choice([1, 2, 3, 5]) for _ in range(chance.choice([1, 1, 2]))),
+            callback=chance.random() < 0.7,
+            scaled=rarely(["inside", "outside"], ""),
+            sized=chance.random() < 0.2,
+        )
+    tokens = chance.random() < 0.3
+    rows = ["mse", "mae", "huber", "own", "scalar", "sparse", "binary"]
+    across = ["dice", "masked mean", "over weights", "variance"]
+    layers = ["dense", "layer norm", "regularised", "active", "adds mean"]
+    return Scenario(
+        **common,
+        event=rarely(["save", "recompile", "train_on_batch"], ""),
+        micro=chance.choice([1, 2, 3, 4, 7, 100]),
+        tokens=tokens,
+        layers=tuple(chance.choice(layers) for _ in range(chance.choice([0, 1, 2])))
+        + ((chance.choice(["softmax", "adds sum"]),) if chance.random() < 0.1 else ()),
+        losses=tuple(rarely(across, chance.choice(rows), 0.15) for _ in range(chance.choice([1, 1, 2]))),
+        reduction=rarely(["sum", "mean_with_sample_weight"], "sum_over_batch_size", 0.4),
+        weights=rarely(["ones", "random", "zeros", "signed", "late"], "", 0.5),
+        missing=rarely(["early", "late"], "", 0.3),
+        metrics=chance.random() < 0.3,
+        norm=rarely(["frozen", "micro"], "", 0.15),
+    )
+
+
+def sensible(scenario: Scenario) -> bool:
+    """Whether the oracle can say what is right."""
+    s = scenario
+    if not s.batches or not 1 <= s.at < max(2, len(s.batches)):
+        return False
+    if s.kind == "micro_batched":
+        return True
+    even = len(set(s.batches)) == 1
+    if s.sized and (not even or s.event or len(s.steps) > 1 or s.scaled == "outside"):
+        return False
+    if not s.callback and not s.sized and (not even or len(s.steps) > 1 or s.event in ("interrupt", "flush")):
+        return False
+    return not (s.event and s.per_execution > 1) and (s.event != "train_on_batch" or even)
+
+
+def shrunk(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
+    """The smallest scenario on the way down that still fails."""
+    smaller = True
+    while smaller:
+        smaller = False
+        for candidate in filter(sensible, _simpler(scenario)):
+            if fails(candidate):
+                scenario, smaller = candidate, True
+                break
+    return scenario
+
+
+def _simpler(scenario: Scenario) -> Iterator[Scenario]:
+    for field in dataclasses.fields(scenario):
+        value = getattr(scenario, field.name)
+        if field.name not in ("seed", "kind") and value != field.default:
+            yield dataclasses.replace(scenario, **{field.name: field.default})
+        if isinstance(value, tuple) and len(value) > 1:
+            for index in range(len(value)):
+                yield dataclasses.replace(scenario, **{field.name: value[:index] + value[index + 1 :]})
