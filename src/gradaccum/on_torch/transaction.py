@@ -131,7 +131,8 @@ class Transaction:
         self._unversioned: set[tuple[int, str]] = set()
         self._random: RandomState | None = None
         self._still = False
-        self._mode: list[bool] = []
+        self.modes: list[bool] = []
+        """Of each module, the model's own first: whether it is in training mode, since `open`."""
         self._places: list[_Place] = []
         self._parameters: list[Tensor] = []
         self._outside: list[tuple[Tensor, Tensor | None]] = []
@@ -143,10 +144,10 @@ class Transaction:
         """An update begins: look which parameters and buffers there are, and remember how everything is."""
         found = {id(p): p for p in self._find_parameters()}
         own = len(found)
-        mode, places, modules = [], self._find_others(), list(self._modules)
+        modes, places, modules = [], self._find_others(), list(self._modules)
         seen = set(map(id, modules))
         for module in modules:  # what nn.Module.modules tells, in a fraction of its time: this runs in every update
-            mode.append(module.training)
+            modes.append(module.training)
             for p in module._parameters.values():
                 if p is not None:
                     found[id(p)] = p
@@ -156,8 +157,8 @@ class Transaction:
                 if child is not None and id(child) not in seen:
                     seen.add(id(child))
                     modules.append(child)
-        if mode != self._mode:  # other buffers may move from now on
-            self._mode = mode
+        if modes != self.modes:  # other buffers may move from now on
+            self.modes = modes
             self.forget()
         self._places, self._parameters = places, list(found.values())
         self._outside = [(p, p.grad) for p in self._parameters[own:] if p.requires_grad or p.grad is not None]
@@ -193,8 +194,9 @@ class Transaction:
         self._update = None
 
     def abandon(self) -> None:
-        """No update, or once more: random numbers, buffers and gradients as they were when it began."""
-        assert self._update is not None
+        """No update: random numbers, buffers and gradients as they were when it began. Not after `forget`."""
+        if self._update is None:
+            return
         for p, old in self._outside:
             p.grad = old
         self._outside = []
@@ -208,7 +210,8 @@ class Transaction:
         self._update.put_back()
 
     def forget(self) -> None:
-        """Look anew at what stands still."""
+        """Leave everything as it is now, and look anew at what stands still."""
+        self._update, self._outside = None, []
         self._still_in_micro_batches, self._still_in_updates, self._random = set(), set(), None
         self._compared, self._unversioned = set(), set()
 

@@ -222,6 +222,25 @@ def test_it_is_proven_once_in_each_mode_and_only_for_gradients():
         counts.append(len(calls))
     plain, proven = 3, 3 + 1 + 2 + 2
     assert counts == [plain, proven, plain, proven, plain]
+    calls.clear()
+    small.train()
+    module[1].eval()  # one layer alone
+    small(x)
+    assert len(calls) == proven
+
+
+def test_a_warning_of_the_users_own_is_shown_once_and_not_at_every_call():
+    class Warns(nn.Module):
+        def forward(self, x):
+            warnings.warn("the user's own", stacklevel=1)
+            return x
+
+    small = chunked(nn.Sequential(nn.Linear(5, 3), Warns()), SIZE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(4):
+            loss_of(small(torch.randn(ROWS, 5))).backward()
+    assert len(caught) == 1
 
 
 def test_it_looks_at_fewer_rows_where_memory_runs_out(caplog):

@@ -276,6 +276,28 @@ def converged():
     return model
 
 
+def critic(model, real, fake):
+    return (model(fake) - model(real)).mean()
+
+
+def nearly(scale, dtype):
+    """A batch for a critic: fakes that are the real rows in another order, or the same, and a little."""
+    real = X.to(dtype)
+    return real, real.roll(5, 0) + scale * X.flip(0).to(dtype), real + scale * X.flip(0).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [0.0, 1e-8, 1e-5, 1e-3])
+def test_terms_that_cancel_each_other_are_no_reason_to_refuse(scale, dtype):
+    real, others, same = nearly(scale, dtype)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1)).to(dtype)
+        for fake in (others, same) if scale else (others,):
+            update(model, (real, fake), compute_loss=critic)
+    assert check_equivalence(model, (real, others), compute_loss=critic).ok
+
+
 RIGHT = {
     "dropout": (lambda: net(nn.Dropout(0.5), nn.AlphaDropout(0.1)), (X, Y), {}),
     "stochastic depth": (lambda: net(Apply(lambda h: h * (random.random() < 0.5))), (X, Y), {}),
@@ -393,7 +415,7 @@ def test_everything_is_left_as_found():
         return copy.deepcopy([[t.detach() for t in tensors], moving.calls, moving.log, random.getstate()])
 
     before, state = everything(), moving.generator.get_state()
-    assert step._proof.due(batch)
+    assert step._proof.due(batch, [module.training for module in model.modules()])
     step._proof.run(batch)
     torch.testing.assert_close(everything(), before, rtol=0, atol=0)
     assert torch.equal(moving.generator.get_state(), state)
@@ -435,14 +457,114 @@ def test_it_is_repeated_in_another_mode_and_for_another_structure_and_only_then(
         return len(calls)
 
     proven = passes(X, Y)
-    assert passes(X, Y) == passes(X * 2, Y.flip(0)) == 3 < proven
+    assert passes(X, Y) == proven > 3  # the second batch is proven, too
+    step._proof._batches = 4
+    assert passes(X * 2, Y.flip(0)) == 3
     assert passes(X, Y, torch.ones(ROWS)) == proven
     assert passes(X, Y, torch.ones(ROWS)) == 3
+    step._proof._batches = 8
     assert passes(X, Y, torch.rand(ROWS)) == proven  # weights, perhaps, that were the same for all rows before
     model.eval()
     assert passes(X, Y) == proven
     model.train()
     assert passes(X, Y) == passes(X, Y, torch.rand(ROWS)) == 3
+    model[2].eval()
+    assert passes(X, Y) == proven
+    assert passes(X, Y) == 3
+
+
+def test_it_is_repeated_at_batches_2_4_8_and_every_1024():
+    model = net()
+    calls = counted(model)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=CE, micro_batch_size=8)
+    repeated = []
+    for count in (*range(1, 18), 1023, 1024, 1025, 2048, 3072):
+        step._proof._batches = count - 1
+        calls.clear()
+        step(X, Y)
+        repeated += [count] if len(calls) > 3 else []
+    assert repeated == [1, 2, 4, 8, 16, 1024, 2048, 3072]
+
+
+LATER = {
+    "an index below the classes": (lambda y: y.clamp(min=1), lambda y: y, 0),
+    "an index above the classes": (lambda y: y, lambda y: torch.where(torch.arange(ROWS) % 3 == 0, 255, y), 255),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_it_is_repeated_for_targets_that_are_ignored_for_the_first_time_by(name, unnamed):
+    first, then, index = LATER[name]
+    model = net()
+    step = TrainStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        compute_loss=lambda model, x, y: F.cross_entropy(model(x), y, ignore_index=index),
+        micro_batch_size=8,
+    )
+    for _ in range(3):
+        step(X, first(Y))
+    step._proof._batches = 8
+    with pytest.raises(gradaccum.NotEquivalentError):
+        step(X, then(Y))
+
+
+def test_it_is_repeated_for_one_row_of_many_whose_padding_is_ignored_by_an_index_of_its_own(unnamed):
+    model = nn.Sequential(nn.Linear(6, 40), nn.Unflatten(1, (4, 10)))
+    step = TrainStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        compute_loss=lambda model, x, y: F.cross_entropy(model(x), y, ignore_index=255),
+        micro_batch_size=8,
+    )
+    tokens = torch.randint(4, (ROWS, 10), generator=torch.Generator().manual_seed(3))
+    for _ in range(3):
+        step(X, tokens)
+    tokens[12, 5:] = 255
+    step._proof._batches = 8
+    with pytest.raises(gradaccum.NotEquivalentError):
+        step(X, tokens)
+
+
+def test_it_is_repeated_for_targets_that_are_missing_for_the_first_time(unnamed):
+    model = net()
+
+    def known_mean(model, x, y):
+        return (model(x) - y)[~y.isnan()].square().mean()
+
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), compute_loss=known_mean, micro_batch_size=8)
+    for _ in range(3):
+        step(X, TARGETS)
+    step._proof._batches = 8
+    with pytest.raises(gradaccum.NotEquivalentError):
+        step(X, torch.where(torch.arange(ROWS)[:, None] == 12, float("nan"), TARGETS))
+
+
+def test_pairs_of_rows_that_leave_their_margin_later_are_refused_when_they_do(unnamed):
+    """A hinge over pairs is linear, and so a mean over rows, as long as all pairs are inside of its margin."""
+
+    def pairwise(model, x, y):
+        a, b = (0.2 * model(x)).split(2, 1)
+        return F.relu(1 - a.sum(1)[:, None] + b.sum(1)[None]).mean()
+
+    model = net()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.5), compute_loss=pairwise, micro_batch_size=8)
+    updates = 0
+    with pytest.raises(gradaccum.NotEquivalentError):
+        for _ in range(65):
+            step(X, Y)
+            updates += 1
+    assert updates in (1, 3, 7, 15, 31)
+
+
+@pytest.mark.parametrize("rows", [17, 30, 60])
+def test_what_begins_above_the_rows_of_the_first_proof_is_refused_by_the_second(rows, unnamed):
+    model = net(Apply(lambda h: h * (2 if len(h) >= rows else 1)))
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=CE, micro_batch_size=60)
+    batch = X.repeat(5, 1), Y.repeat(5)
+    step(*batch)
+    with pytest.raises(gradaccum.NotEquivalentError):
+        step(*batch)
 
 
 def test_it_looks_at_few_rows_and_at_fewer_where_memory_is_short():
@@ -470,11 +592,30 @@ def test_what_cannot_be_evaluated_is_said_once(caplog):
     model = net(Apply(lambda h: h.reshape(2, 12, 8).flatten(0, 1)))  # of 24 rows, and no others
     keywords = {"loss_fn": CE, "max_tokens": None, "micro_batch_size": "auto"}
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), **keywords)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="shape"):
-            step(X, Y)
+    with pytest.raises(RuntimeError, match="shape"):
+        step(X, Y)
+    assert not caplog.records  # the error says it
+    model = net(Apply(lambda h: h.reshape(3, 8, 8).flatten(0, 1) if len(h) == 24 else h.reshape(-1, 12, 8)[:, 0]))
+    step = TrainStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=CE, micro_batch_size=24, max_tokens=None
+    )
+    for _ in range(4):
+        step(X.repeat(2, 1), Y.repeat(2))
     (record,) = [record for record in caplog.records if "could not be proven" in record.message]
     assert "16 rows of this batch can't be evaluated" in record.message
+
+
+WRONG = {
+    "losses by name": {"compute_loss": lambda model, x, y: {"one": (CE(model(x), y), len(x))}},
+    "a hook on an exact BatchNorm": {"loss_fn": CE, "batch_norm": "exact"},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_an_error_of_the_update_is_that_error_alone(name, caplog):
+    with pytest.raises((TypeError, ValueError), match="The loss must be a tensor|has hooks"):
+        update(net(with_hook(nn.BatchNorm1d(8))), **WRONG[name])
+    assert not [record for record in caplog.records if "could not be proven" in record.message]
 
 
 def test_without_verify_nothing_is_proven():

@@ -62,7 +62,7 @@ class Chunked(nn.Module):
             pass, `"micro"` once per micro-batch, `"frozen"` never; `"exact"` normalises with the large batch's
             statistics.
         offload: With `batch_norm="exact"`: keep what crosses the BatchNorm layers in host memory.
-        verify: Prove at the first call that needs gradients, once in training and once in eval mode, that a few of its
+        verify: Prove at the first call that needs gradients, and where a module is in another mode, that a few of its
             rows have the same outputs and gradients in micro-batches as at once. BatchNorm that isn't exact is left
             out; what can't be evaluated is said.
 
@@ -83,8 +83,8 @@ class Chunked(nn.Module):
     """
 
     module: nn.Module
-    _unproven: frozenset[bool] = frozenset()
-    """The modes, training or not, in which no call has proven itself."""
+    _proven: frozenset[tuple[bool, int, bool]] | None = None
+    """The modes of modules in which a call has proven itself; None where none is to."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Chunked(nn.Module):
         self.micro_batch_size = checked_count(micro_batch_size, "micro_batch_size")
         self.keep, self.offload = checked_count(keep, "keep", least=0), offload
         self.batch_dims = batch_dims
-        self._unproven = frozenset([True, False] if verify else [])
+        self._proven = frozenset() if verify else None
         self.out_dims = out_dims if out_dims is not None else batch_dims if isinstance(batch_dims, int) else 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -157,9 +157,17 @@ class Chunked(nn.Module):
                 "jvp ...), and its two passes are torch.autograd's. Use backward() or torch.autograd.grad, or "
                 "transform the module inside."
             )
-        if differentiated and self.training in self._unproven and not spans_ranks:
-            self._prove(inputs, dims, is_exact)
-            call.first_outputs = {}
+        if differentiated and self._proven is not None and not call.state.modes <= self._proven:
+            if spans_ranks:
+                logger.warning(
+                    "Whether a chunked %s gives the outputs and gradients of all rows at once is not proven here: the "
+                    "ranks of its SyncBatchNorm wait for each other in every pass. Prove it on one process.",
+                    type(self.module).__name__,
+                )
+            else:
+                self._prove(inputs, dims, is_exact)
+                call.first_outputs = {}
+            self._proven |= call.state.modes
         with self.policy.window(), parametrizations_computed():
             return call.run(tensors, self.keep, differentiated=differentiated)
 
@@ -202,7 +210,6 @@ class Chunked(nn.Module):
                 warn_of_functional_batch_norm(self.module, found.functional, "Use GroupNorm there.")
             for remark in found.remarks:
                 logger.warning(remark)
-        self._unproven -= {self.training}
 
     def _findings(self, inputs: Inputs, dims: BatchDims, is_exact: bool, *, batch_norm: bool) -> Findings:
         choice = "exact" if is_exact else "micro"

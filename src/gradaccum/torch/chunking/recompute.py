@@ -59,13 +59,16 @@ class ModuleState:
         self.buffers: list[tuple[dict[str, Any], str, Tensor]] = []
         self.generators: list[Any] = []
         """Random number generators that are attributes."""
+        self.modes: set[tuple[bool, int, bool]] = set()
+        """Whether each module, by its place, is in training mode, with the root's own mode."""
         self._held: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._held_parameters: list[tuple[dict[str, Any], dict[str, Any]]] = []
         parameters: dict[int, Tensor] = {}
         submodules = list(module.modules())
         seen = set(map(id, submodules))
-        for submodule in submodules:
+        for place, submodule in enumerate(submodules):
             attributes = vars(submodule)
+            self.modes.add((module.training, place, submodule.training))
             then = dict(attributes)
             for name, value in attributes.items():
                 if type(value) in _PLAIN:

@@ -8,6 +8,7 @@ called several times see what they would see of the large batch.
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -276,6 +277,23 @@ class Call:
                 )
 
 
+_NO_GRADIENTS = ("ignore", re.compile("None of the inputs have requires_grad=True"), Warning, None, 0)
+
+
+@contextlib.contextmanager
+def _without_a_word_of_gradients() -> Iterator[None]:
+    """Reentrant checkpoints inside would say so of a first pass, which is without gradients on purpose.
+
+    Not by `warnings.catch_warnings`, after which Python forgets what it has shown and shows it once more.
+    """
+    warnings.filters.insert(0, _NO_GRADIENTS)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            warnings.filters.remove(_NO_GRADIENTS)  # type: ignore[attr-defined]
+
+
 class TwoPasses(torch.autograd.Function):
     """The first passes forward, the second ones backward."""
 
@@ -283,9 +301,7 @@ class TwoPasses(torch.autograd.Function):
     def forward(ctx: Any, call: Call, indices: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call, ctx.indices = call, indices
         ctx.set_materialize_grads(False)
-        with warnings.catch_warnings():
-            # Reentrant checkpoints inside would say so of this pass, which is without gradients on purpose.
-            warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+        with _without_a_word_of_gradients():
             outputs = call.first_passes(indices, tensors[len(call.trained) :])
         ctx.save_for_backward(*tensors, *call.stored_tensors())
         # Autocast keeps half-precision copies of parameters for reuse. In some releases a copy made here, without

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -139,7 +141,10 @@ class _Certificate:
                 large = self.large if batch is None else self.trial.large(batch)
                 if not large.loss.isfinite().all():
                     continue
-                differences = self.trial.accumulated(partition, batch).differences(large)
+                outcome = self.trial.accumulated(partition, batch)
+                differences = outcome.differences(large)
+                if not max(difference.error for difference in differences) <= self.tolerance:
+                    differences = self._relative_to_terms(differences, outcome, large, batch)
             except Exception:
                 if self.trial.by_train_step:
                     raise  # what it says about the model is what there is to know
@@ -155,6 +160,22 @@ class _Certificate:
                 failing.append((error, partition))
         failing.sort(key=lambda entry: -entry[0])
         return list(worst.values()), [partition for _, partition in failing]
+
+    def _relative_to_terms(
+        self, differences: list[Difference], outcome: Outcome, large: Outcome, batch: Batch | None
+    ) -> list[Difference]:
+        """Where large terms cancel each other, errors are relative to the terms, not to what is left of them."""
+        moved = large.moved_by_last_bits(self.trial.parameters, lambda: self.trial.large(batch))
+        eps, distances = torch.finfo(large.loss.dtype).eps, outcome.distances(large)
+        found = []
+        for difference in differences:
+            key = difference.part, difference.name
+            distance, terms = distances.get(key, math.inf), moved.get(key, 0.0) / eps
+            scale = distance / difference.error if difference.error else math.inf
+            if terms > 1000 * scale and math.isfinite(distance):
+                difference = dataclasses.replace(difference, error=distance / terms)
+            found.append(difference)
+        return found
 
     def _allow_for_rounding(self, differences: Sequence[Difference]) -> None:
         error = max(difference.error for difference in differences)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,59 +17,90 @@ __all__ = ["ENOUGH", "Kinds", "telling_rows"]
 
 ENOUGH = 8
 """Rows from which on more of them say nothing new."""
+SMALL = 1 << 16
+"""Numbers in a tensor up to which a look at each of them takes no time beside an update."""
 
 
 class Kinds:
     """Remembers which kinds of batches have been seen.
 
-    A batch is of a new kind where its structure is new, or the model's mode; or where something differs among its rows
-    for the first time: targets below 0, which losses ignore, the length or the side of padding, a weight. Batches of
-    few rows say little, so that larger ones are new after them.
+    A batch is of a new kind where its structure is new, or the mode of one of the model's modules; where its whole
+    numbers are smaller or larger than any before, as an index that losses ignore may be; or where something differs
+    among its rows for the first time: targets below 0, which losses ignore, targets that are missing (NaN), the length
+    or the side of padding, a weight. Batches of few rows say little, so that larger ones are new after them.
 
-    On accelerators what differs among rows is read one update later, so that no update waits for it.
+    On accelerators the rows' values are read one update later, so that no update waits for them.
 
     Example:
         >>> kinds = Kinds()
         >>> even, uneven = Batch((torch.tensor([[1, 2], [3, -100]]),)), Batch((torch.tensor([[1, 2], [3, 4]]),))
-        >>> kinds.new(uneven, True), kinds.add(), kinds.new(uneven, True), kinds.new(even, True)
+        >>> kinds.new(uneven, [True]), kinds.add(), kinds.new(uneven, [True]), kinds.new(even, [True])
         (True, None, False, True)
     """
 
     def __init__(self) -> None:
         self._structures: dict[Any, int] = {}
+        self._modes: list[bool] = []
+        self._known_modes: set[tuple[bool, int, bool]] = set()
+        self._ranges: dict[str, tuple[float, float]] = {}
         self._uneven: set[str] = set()
-        self._suspected: set[str] = set()
         self._pending: dict[str, tuple[Tensor, torch.cuda.Event]] = {}
-        self._latest: tuple[Any, int, set[str]] = None, 0, set()
+        self._latest: tuple[Any, int, list[bool], dict[str, tuple[float, float]], set[str]] = None, 0, [], {}, set()
 
-    def new(self, batch: Batch, training: bool) -> bool:
+    def new(self, batch: Batch, modes: list[bool]) -> bool:
         """Whether this batch is of a new kind.
 
         Args:
             batch: The batch.
-            training: The model's mode.
+            modes: Of each module, the model first: whether it is in training mode.
         """
-        structure = training, tuple([(path, leaf.dtype, len(leaf.shape)) for path, leaf, _ in batch.leaves])
+        structure = modes[0], tuple([(path, leaf.dtype, len(leaf.shape)) for path, leaf, _ in batch.leaves])
         rows = min(batch.rows, ENOUGH)
         first = self._structures.get(structure, 0) < rows
-        self._suspected |= {key for key, (flag, event) in self._pending.items() if event.query() and bool(flag)}
+        switched = modes != self._modes and not self._known_modes.issuperset(_in_the_models(modes))
+        ranges: dict[str, tuple[float, float]] = {}
+        none_ignored = set()
+        for path, leaf in _whole_numbers(batch):
+            low, high = self._ranges.get(path, (math.inf, -math.inf))
+            arrived = self._arrived(path)
+            if first or leaf.is_cpu or (arrived is not None and not low <= arrived[0] <= arrived[1] <= high):
+                least, most = (float(end) for end in leaf.aminmax())
+                if least >= 0:
+                    none_ignored.add(f"ignored {path}")
+                if not low <= least <= most <= high:
+                    ranges[path] = min(low, least), max(high, most)
+            elif arrived is not None or path not in self._pending:
+                self._pending[path] = _read_later(torch.stack([*leaf.aminmax()]))
         uneven = set()
         for key, leaf, vary in _variations(batch):
-            if key in self._uneven or (key.startswith("ignored") and leaf.is_cpu and leaf.min() >= 0):
+            if key in self._uneven or key in none_ignored:
                 continue
-            if first or key in self._suspected or not leaf.is_cuda:
+            arrived = self._arrived(key)
+            if first or leaf.is_cpu or (arrived is not None and arrived[0]):
                 if bool(_differs(vary())):
                     uneven.add(key)
-            elif key not in self._pending or self._pending[key][1].query():
-                self._pending[key] = _read_later(_differs(vary()))
-        self._latest = structure, rows, uneven
-        return first or bool(uneven)
+            elif arrived is not None or key not in self._pending:
+                self._pending[key] = _read_later(_differs(vary()).reshape(1))
+        self._latest = structure, rows, modes, ranges, uneven
+        return first or switched or bool(ranges) or bool(uneven)
+
+    def _arrived(self, key: str) -> list[float] | None:
+        """What was read of an earlier batch, once it is there."""
+        values, event = self._pending.get(key, (None, None))
+        return None if event is None or values is None or not event.query() else values.tolist()
 
     def add(self) -> None:
         """The latest batch's kind is known from now on."""
-        structure, rows, uneven = self._latest
-        self._structures[structure] = rows
+        structure, rows, self._modes, ranges, uneven = self._latest
+        self._structures[structure] = max(rows, self._structures.get(structure, 0))
+        self._known_modes.update(_in_the_models(self._modes))
+        self._ranges.update(ranges)
         self._uneven |= uneven
+
+
+def _in_the_models(modes: list[bool]) -> Iterator[tuple[bool, int, bool]]:
+    """Each module's mode, with the model's."""
+    return ((modes[0], place, mode) for place, mode in enumerate(modes))
 
 
 def telling_rows(batch: Batch, most: int) -> Tensor:
@@ -90,7 +123,11 @@ def telling_rows(batch: Batch, most: int) -> Tensor:
     if len(order) <= most:
         return order
     picked = torch.cat([order[: most // 2], order[-(most - most // 2) :]])
-    for place, (_, _, vary) in enumerate(_variations(batch)):
+    ways = [vary for _, _, vary in _variations(batch)]
+    for _, leaf, dim in batch.leaves:
+        if _is_whole(leaf):
+            ways += [functools.partial(_equal, leaf, dim, end) for end in leaf.aminmax()]
+    for place, vary in enumerate(ways):
         values = vary().cpu()
         others = (values != values[picked[0]]).nonzero().flatten()
         if len(others) and not (values[picked] != values[picked[0]]).any():
@@ -98,19 +135,39 @@ def telling_rows(batch: Batch, most: int) -> Tensor:
     return picked[scores[picked].argsort(stable=True)]
 
 
+def _is_whole(leaf: Any) -> bool:
+    """Whether these are whole numbers that may be targets."""
+    return _is_plain(leaf) and leaf.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not leaf.is_nested and leaf.layout is torch.strided and bool(leaf.numel())
+
+
+def _whole_numbers(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    for path, leaf, _ in batch.leaves:
+        if _is_whole(leaf):
+            yield path, leaf
+
+
 def _variations(batch: Batch) -> Iterator[tuple[str, Tensor, Any]]:
     """What may differ among rows: a name, the tensor, and a function that returns a number for each row."""
     for path, leaf, dim in batch.leaves:
-        if not isinstance(leaf, Tensor) or leaf.is_nested or leaf.layout is not torch.strided or not leaf.numel():
+        if not _is_plain(leaf):
             continue
         named = "mask" in path or "weight" in path
-        whole = not leaf.is_floating_point() and not leaf.is_complex()
-        if whole and leaf.dtype not in (torch.bool, torch.uint8):
+        if leaf.is_floating_point() and leaf.numel() <= SMALL:
+            yield f"missing {path}", leaf, lambda leaf=leaf, dim=dim: _sums(leaf.isnan(), dim)
+        if _is_whole(leaf):
             yield f"ignored {path}", leaf, lambda leaf=leaf, dim=dim: _sums(leaf < 0, dim)
         if (named and leaf.dim() <= 2) or (leaf.is_floating_point() and leaf.dim() == 1):
             yield f"sum {path}", leaf, lambda leaf=leaf, dim=dim: _sums(leaf, dim)
         if named and leaf.dim() == 2:
             yield f"left {path}", leaf, lambda leaf=leaf, dim=dim: leaf.detach().movedim(dim, 0)[:, 0] == 0
+
+
+def _equal(leaf: Tensor, dim: int, value: Tensor) -> Tensor:
+    return _sums(leaf == value, dim)
 
 
 def _sums(leaf: Tensor, dim: int) -> Tensor:

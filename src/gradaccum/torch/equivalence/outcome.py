@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,6 +45,47 @@ class Outcome:
             error = relative_error(self.buffers[name], value) if name in self.buffers else math.inf
             found.append(Difference(name, error, "buffer", value.numel()))
         return found
+
+    def distances(self, other: Outcome) -> dict[tuple[str, str], float]:
+        """`max|self - other|` of each of these, by `(part, name)`."""
+        found = {("loss", "loss"): _distance(self.loss, other.loss)}
+        for name, theirs in other.gradients.items():
+            ours = self.gradients[name]
+            found["gradient", name] = _distance(_zeros(ours, theirs), _zeros(theirs, ours))
+        for name, value in self.buffers.items():
+            if name in other.buffers:
+                found["buffer", name] = _distance(value, other.buffers[name])
+        return found
+
+    def moved_by_last_bits(self, parameters: Sequence[Tensor], again: Callable[[], Outcome]) -> dict[Any, float]:
+        """How far each of these is moved when the last bits of the parameters are: what rounding makes of it.
+
+        Where large terms cancel each other, it makes much. As `distances`; what isn't finite then is left out.
+
+        Args:
+            parameters: All that it was computed with.
+            again: Computes it again.
+        """
+        moved: dict[Any, float] = {}
+        for bits in (1, 2, 3, 5, 7):
+            with _bits_flipped(parameters, bits):
+                outcome = again()
+            for key, distance in outcome.distances(self).items():
+                if math.isfinite(distance):
+                    moved[key] = max(moved.get(key, 0.0), distance)
+        return moved
+
+
+def _zeros(gradient: Tensor | None, other: Tensor | None) -> Tensor:
+    return gradient if gradient is not None else torch.zeros_like(other) if other is not None else torch.zeros(())
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """`max|one - other|`; inf for another shape, or where only one of both is finite."""
+    if one.shape != other.shape:
+        return math.inf
+    difference = (one.double() - other.double())[one.isfinite() | other.isfinite()]
+    return largest(difference) if difference.isfinite().all() else math.inf
 
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
@@ -163,6 +204,26 @@ class ModuleState:
                 owner[key] = tensor
             if not torch.equal(tensor, copy):
                 tensor.copy_(copy)
+
+
+@contextlib.contextmanager
+def _bits_flipped(parameters: Iterable[Tensor], mask: int) -> Iterator[None]:
+    """These last bits of every number in these tensors are the others meanwhile."""
+    numbers = []
+    for parameter in {id(p): p.data for p in parameters}.values():
+        whole = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+        if whole.layout is torch.strided and whole.itemsize in _INTEGERS and whole.is_floating_point():
+            numbers.append(whole.view(_INTEGERS[whole.itemsize]))
+    for each in numbers:
+        each.bitwise_xor_(mask)
+    try:
+        yield
+    finally:
+        for each in numbers:
+            each.bitwise_xor_(mask)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @contextlib.contextmanager

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +22,7 @@ from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms
 from gradaccum.torch.equivalence.causes import suspicion, unusual_batch_norms
 from gradaccum.torch.equivalence.certificate import certify
 from gradaccum.torch.equivalence.kinds import ENOUGH, Kinds, telling_rows
-from gradaccum.torch.equivalence.outcome import ModuleState, Outcome, largest, left_as_found
+from gradaccum.torch.equivalence.outcome import ModuleState, Outcome, left_as_found
 from gradaccum.torch.equivalence.row_randomness import Replay
 from gradaccum.torch.loss import Objective
 
@@ -36,6 +36,10 @@ ENTRIES = 1 << 18
 """Entries of a gradient that are compared, at most."""
 NEARLY = 20
 """Times the tolerance: up to there a difference that isn't there in float64 is one of rounding."""
+TIMES, TIMES_IN_HALF = 32, 2
+"""Times what the last bits of the parameters make of the result: up to there a difference is one of rounding."""
+OFTEN = 1024
+"""Batches after which a proof is repeated at the latest."""
 ATTEMPTS = 8
 """Batches in a row on which there is nothing to compare, before no more is tried."""
 
@@ -77,11 +81,24 @@ class Proof:
         self._exact = batch_norm == "exact" and not synced
         self._scale = scale or (lambda loss: loss)
         self._kinds = Kinds()
-        self._attempts = 0
+        self._batches = self._attempts = 0
+        self._repeated = False
+        self._untold = ""
+        self._told: set[str] = set()
 
-    def due(self, batch: Batch) -> bool:
-        """Whether this batch is of a kind that has not been proven yet, and has rows to be split."""
-        return batch.rows > 1 and self._attempts < ATTEMPTS and self._kinds.new(batch, self.objective.model.training)
+    def due(self, batch: Batch, modes: list[bool]) -> bool:
+        """Whether this batch, which has rows to be split, is to be proven: of a new kind, or the 2nd, 4th, 8th, ...
+
+        Args:
+            batch: The large batch.
+            modes: Of each module, the model first: whether it is in training mode.
+        """
+        self._batches += 1
+        self._untold = ""
+        if batch.rows < 2 or self._attempts >= ATTEMPTS:
+            return False
+        self._repeated = not self._kinds.new(batch, modes)
+        return not self._repeated or self._batches & (self._batches - 1) == 0 or self._batches % OFTEN == 0
 
     def run(self, batch: Batch, size: int | None = None) -> None:
         """Prove that micro-batches of the batch that was `due` make its update. Moves nothing.
@@ -104,6 +121,8 @@ class Proof:
         known = {id(parameter) for parameter in named.values()}
         named.update({f"parameter {i}": p for i, p in enumerate(self._parameters()) if id(p) not in known})
         most = ROWS if size is None else min(ROWS, max(ENOUGH, 2 * size))
+        if size is not None and self._batches == 2:
+            most = max(most, size)  # of what a micro-batch holds, some may begin above so many rows
         if self._prove(batch, most, roots, named) and self.objective.autocast is not None:
             # Rounding hides less without it.
             autocast, self.objective.autocast = self.objective.autocast, None
@@ -144,25 +163,33 @@ class Proof:
         self._attempts = 0
 
     def _could_not(self, rows: int, error: Exception) -> None:
-        logger.warning(
-            "Whether micro-batches make the large batch's update could not be proven: %d rows of this batch can't be "
-            "evaluated, at once or in parts (%s: %s).",
-            rows,
-            type(error).__name__,
-            str(error).strip().partition("\n")[0],
+        if self._repeated:
+            logger.debug("The proof could not be repeated on %d rows: %s", rows, error)
+            return
+        self._untold = (
+            f"Whether micro-batches make the large batch's update could not be proven: {rows} rows of this batch can't "
+            f"be evaluated, at once or in parts ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})."
         )
-        self._known()
+
+    def tell(self) -> None:
+        """The update has been made, so what could not be proven is no error of the batch or the model: say it."""
+        if self._untold:
+            logger.warning(self._untold)
+            self._untold = ""
+            self._known()
 
     def _judge(
         self, few: Batch, differences: list[Difference], wrong: list[Difference], comparison: _Comparison
     ) -> None:
         if all(difference.part == "buffer" for difference in wrong):
-            names = ", ".join(repr(difference.name) for difference in wrong[:5]) + (", ..." if len(wrong) > 5 else "")
-            logger.warning(
-                "The update is the large batch's, but these move once per micro-batch, not once per update: %s. Where "
-                "that matters, move them once per update, after the optimizer's step.",
-                names,
-            )
+            names = [repr(difference.name) for difference in wrong if difference.name not in self._told]
+            self._told.update(difference.name for difference in wrong)
+            if names:
+                logger.warning(
+                    "The update is the large batch's, but these move once per micro-batch, not once per update: %s. "
+                    "Where that matters, move them once per update, after the optimizer's step.",
+                    ", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
+                )
             return
         causes = self._causes(few, wrong, comparison.tolerance)
         if causes is None:
@@ -180,7 +207,8 @@ class Proof:
     def _causes(self, few: Batch, wrong: list[Difference], tolerance: float) -> list[Cause] | None:
         """What makes the difference, by name; None where it is rounding."""
         try:
-            with _in_eval_mode(self.objective.model):
+            with _in_eval_mode(self.objective.model), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of parts that training never sees
                 found = certify(self.objective, few, _no_accumulation, device=self.objective.device)
         except Exception as error:
             logger.debug("The cause can't be looked for on a copy: %s", error)
@@ -191,8 +219,8 @@ class Proof:
         if layers:
             return layers
         errors = [difference.error for difference in wrong if difference.part == "gradient"]
-        if found is not None and found.ok and max(errors, default=0.0) <= NEARLY * tolerance:
-            return None  # large terms of each row cancel each other
+        if found is not None and found.ok and (self._repeated or max(errors, default=0.0) <= NEARLY * tolerance):
+            return None  # it isn't there in float64
         return [suspicion(_roots(self.objective), wrong)]
 
 
@@ -238,28 +266,19 @@ class _Comparison:
         return list(worst.values())
 
     def beyond_rounding(self, differences: list[Difference]) -> list[Difference]:
-        """Those that rounding doesn't make. Where the gradients of parts cancel each other, theirs is the scale."""
+        """Those that rounding doesn't make: where large terms cancel each other, it makes much of the difference."""
         wrong = [d for d in differences if not d.error <= self.tolerance]
-        if not any(d.part == "gradient" for d in wrong) or not all(math.isfinite(d.error) for d in wrong):
+        if not wrong:
             return wrong
-        parts = [part for order, sizes in self.splits for part in order.split(sizes)]
-        scales: dict[str, float] = {}
-        for part in parts:
-            with contextlib.suppress(Exception):  # the loss can't be evaluated on this part
-                for name, gradient in self._split(part, [len(part)]).gradients.items():
-                    if gradient is not None:
-                        scales[name] = max(scales.get(name, 0.0), largest(gradient))
-        whole = {name: 0.0 if g is None else largest(g) for name, g in self._expected.gradients.items()}
-        floors = [1e-3 * max(found.values(), default=0.0) for found in (whole, scales)]
-
-        def error(d: Difference) -> float:
-            if d.part != "gradient":
-                return d.error
-            return d.error * max(whole[d.name], floors[0]) / max(scales.get(d.name, 0.0), floors[1], whole[d.name])
-
-        # What is left of large terms is a few units in their last place.
-        allowed = max(self.tolerance / 100, 4 * torch.finfo(self._replay.precision).eps)
-        return [d for d in wrong if not error(d) <= allowed]
+        times = TIMES if self._replay.precision.itemsize > 2 else TIMES_IN_HALF
+        moved = self._expected.moved_by_last_bits(list(self._parameters.values()), self._whole)
+        allowed = {key: times * distance for key, distance in moved.items()}
+        for split in self.splits:
+            with contextlib.suppress(Exception):  # the loss can't be evaluated on such parts
+                for key, distance in self._split(*split).distances(self._expected).items():
+                    if distance > allowed.get(key, 0.0):
+                        allowed[key] = -1.0
+        return [d for d in wrong if allowed.get((d.part, d.name), -1.0) < 0]
 
     def _whole(self) -> Outcome:
         with self._started(None):

@@ -81,6 +81,11 @@ class Trial:
         if not self._shared:
             raise ValueError("No parameter of the model requires a gradient: there is nothing to compare.")
 
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What is trained."""
+        return list(self._shared.values())
+
     def _convert(self, thing: Any) -> Any:
         return thing.to(device=self.device, dtype=self.dtype if _floating(thing) else None)
 

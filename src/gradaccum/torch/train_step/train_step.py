@@ -69,7 +69,7 @@ class TrainStep:
         memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
         noise_scale: Measure the gradient noise scale while training, for `noise_scale`.
         verify: Prove at the first update, on a few rows, that its micro-batches give what these rows give at once;
-            again where a batch's structure is new, or something differs among its rows for the first time.
+            again where a batch is of a new kind, and at updates 2, 4, 8, ..., 1024, 2048, 3072, ...
         sync: When ranks reduce their gradients: `"window"`, once per update; `"micro_batch"`, on every micro-batch, for
             sharded models whose unsharded gradients don't fit.
 
@@ -227,10 +227,11 @@ class TrainStep:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
         if not self._checked:
             self._check_ranks()
-        self._prove(batch)
         self._transaction.open()
         try:
+            self._prove(batch)
             loss = self._make_update(batch)
+            self._proof.tell()
         except BaseException:
             self.update.abandon()
             self._transaction.abandon()
@@ -278,16 +279,13 @@ class TrainStep:
                 plan = self._run(batch, window, sizes)
                 break
             except StartOver:
-                if sizes is not None:
+                self._transaction.start_over()
+                if sizes is None:
+                    self._prove(batch)
+                else:
                     sizes = [half for size in sizes for half in even_sizes(size, -(-size // 2))]
                 self._clear()
                 window.restart()
-                self._transaction.start_over()
-                if sizes is None:
-                    self._transaction.abandon()
-                    self._prove(batch)
-                    self._transaction.open()
-                    self._clear()
         loss, divisor, weighs = self.global_batch.close(window)
         if weighs:
             global_rows = round(self.ranks.sum_number(batch.rows)) if self.update.noise is not None else batch.rows
@@ -345,9 +343,11 @@ class TrainStep:
 
     def _prove(self, batch: Batch) -> None:
         split = batch.rows > (self.sizers.size or 0) or self.packing is not None or self._whole is not None
-        if self._verify and split and self._proof.due(batch):
+        if self._verify and split and self._proof.due(batch, self._transaction.modes):
             self._plan(batch)  # max_tokens judges the padding
+            self._transaction.abandon()
             self._proof.run(batch, self.sizers.given)
+            self._transaction.open()
 
     def _run_whole(self, piece: Piece, plan: Rows, passes: Passes) -> None:
         """All rows at once, through a model that takes them in micro-batches: smaller ones, where these don't fit."""
