@@ -36,6 +36,27 @@ def test_batches_are_yielded_unchanged_and_in_order():
     assert len(optimizer.batches(given)) == 2
 
 
+@pytest.mark.parametrize("how", ["in the loop", "in a hook"])
+def test_an_update_after_the_loop_is_told_to_who_steps_a_schedule_in_it(how, caplog):
+    model = network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    rate = optimizer.param_groups[0]["lr"]
+    if how == "in a hook":
+        optimizer.register_step_post_hook(lambda *_: schedule.step())
+    batches = split(regression(5), [1, 1, 1, 1, 1])
+    for number, (x, y) in enumerate(optimizer.batches(batches)):
+        if number == 4:
+            continue  # the fourth closes its window after the loop
+        train(model, optimizer, [(x, y)])
+        if how == "in the loop" and optimizer.updated:
+            schedule.step()
+    assert optimizer.updates == 2
+    missed = how == "in the loop"
+    assert optimizer.param_groups[0]["lr"] == rate * (0.5 if missed else 0.25)
+    assert ("An update was made after the loop" in caplog.text) == missed
+
+
 def test_a_generator_of_unknown_length_closes_its_last_window():
     micro_batches = split(regression(11), [2, 3, 1, 4, 1])
     model = network()

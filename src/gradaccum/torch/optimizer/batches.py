@@ -301,7 +301,7 @@ class _Member:
 
     def end(self, batches: Batches) -> None:
         """The loop has used the last batch."""
-        windows = self.windows
+        windows, before = self.windows, self.windows.updates
         if windows.source is not batches:
             return  # another loop has begun since
         windows.fetched_ahead = bool(self._first_unused)
@@ -315,6 +315,8 @@ class _Member:
             windows.flush()  # the last micro-batch was skipped
         windows.keep_up()
         windows.end_epoch()
+        if windows.updates > before:
+            windows.tell_of_schedule()
 
     def break_off(self, batches: Batches, ahead: _Ahead) -> None:
         """The loop was left before its end."""

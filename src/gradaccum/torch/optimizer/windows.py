@@ -64,7 +64,7 @@ class Windows:
         self._rows_beside: float | None = None
         self._said: set[str] = set()
         self._warned_of_rows = False
-        self._warned_of_rates = False
+        self._warned_of_rates = self._told_of_schedule = False
         self.expect_next()
 
     def parameters(self) -> list[Tensor]:
@@ -299,6 +299,18 @@ class Windows:
                     "last one. A scheduler steps once per update: `if optimizer.updated: scheduler.step()`.",
                     stacklevel=5,
                 )
+
+    def tell_of_schedule(self) -> None:
+        """An update came after the loop's body: say so, once, where a learning-rate schedule may be stepped there."""
+        wrapper: Any = getattr(self._step(), "__self__", None)
+        scheduled = hasattr(getattr(wrapper, "step", None), "_wrapped_by_lr_sched")
+        if scheduled and not wrapper._optimizer_step_post_hooks and not self._told_of_schedule:
+            self._told_of_schedule = True
+            logger.warning(
+                "An update was made after the loop, as its last batch was skipped or other ranks had more: where "
+                "`if optimizer.updated: scheduler.step()` does not see it. A hook does: "
+                "optimizer.register_step_post_hook(lambda *_: scheduler.step())."
+            )
 
     # Files.
 
