@@ -29,6 +29,7 @@ def run(program, arguments):
     namespace = {"__name__": "__main__", "__file__": str(path)}
     sys.argv[:] = [str(path), *arguments]
     if path.suffix == ".py":
+        warnings.simplefilter("default")  # warnings are errors in what readers copy
         exec(compile(text, str(path), "exec"), namespace)
         return
     for block in re.finditer(r"^```python\\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
@@ -76,7 +77,7 @@ def blocks(path):
 
 @contextlib.contextmanager
 def interpreter(modules="", **environment):
-    """A function that runs a page or a script in a folder, with warnings as errors and these modules imported."""
+    """A function that runs a page, its warnings as errors, or a script in a folder, with these modules imported."""
     command = [sys.executable, "-W", "error", *_FRAMEWORKS_OWN, "-c", _RUNNER, *modules.split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     with subprocess.Popen(
