@@ -17,6 +17,7 @@ __all__ = [
     "OPTIMIZERS",
     "SCHEDULES",
     "Faulty",
+    "Gone",
     "Injected",
     "Model",
     "halve",
@@ -49,6 +50,10 @@ COLUMNS = 6
 
 class Injected(Exception):
     """An error in the middle of a pass."""
+
+
+class Gone(Exception):
+    """An error that ends a rank's loop."""
 
 
 class _Fault(torch.autograd.Function):

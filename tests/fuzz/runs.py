@@ -17,6 +17,7 @@ import torch._dynamo  # noqa: F401  # before a run's time is limited: torch impo
 import gradaccum
 from gradaccum.errors import NotEquivalentError, WindowError
 from tests.fuzz.chunked_runs import run_chunked
+from tests.fuzz.problem import Gone
 from tests.fuzz.scenario import Scenario
 from tests.fuzz.train_step_runs import run_train_step
 from tests.fuzz.wrapper_runs import run_wrapper
@@ -46,6 +47,8 @@ def outcome(scenario: Scenario, rank: int = 0) -> str:
         try:
             with _limited(LIMIT):
                 wrong = _RUNS[scenario.kind](scenario, rank)
+        except Gone:
+            return "refused: it has left, and the other rank must be told"
         except (WindowError, NotEquivalentError, ValueError, TypeError, NotImplementedError) as error:
             if traceback.extract_tb(error.__traceback__)[-1].filename.startswith(HOME):
                 return f"refused: {type(error).__name__}: {str(error)[:200]}"

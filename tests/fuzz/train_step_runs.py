@@ -15,6 +15,7 @@ from tests.fuzz.loaders import loader_of, parts_of_batch
 from tests.fuzz.problem import (
     OPTIMIZERS,
     SCHEDULES,
+    Gone,
     Injected,
     Model,
     halve,
@@ -214,6 +215,8 @@ def run_train_step(scenario: Scenario, rank: int) -> dict[str, float]:
                 run.used(given)
             run.used.train()
             run.model.fault.calm(scenario.memory)
+        if one.event == "gone":
+            raise Gone
         if one.event == "freeze":
             freeze(run.model), freeze(oracle.model)
         infinite = [float("inf") if other.event == "inf" else 1.0 for other in ones]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradaccum.torch.optim import Optimizer
 from tests.fuzz.loaders import loader_of, parts_of_batch
-from tests.fuzz.problem import OPTIMIZERS, SCHEDULES, Injected, Model, halve, loss_of, parts_of, rows_of
+from tests.fuzz.problem import OPTIMIZERS, SCHEDULES, Gone, Injected, Model, halve, loss_of, parts_of, rows_of
 from tests.fuzz.scenario import MicroBatch, Scenario
 from tests.reference import relative_error
 
@@ -142,6 +142,8 @@ class _Wrapped:
 
     def micro_batch(self, one: MicroBatch, x: Tensor, y: Tensor, seed: int) -> None:
         """The body of a user's loop."""
+        if one.event == "gone":
+            raise Gone
         if one.event == "skip":
             return
         for optimizer in self.optimizers:
