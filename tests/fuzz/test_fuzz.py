@@ -114,6 +114,9 @@ FOUND_ON_RANKS = {
     "a second forward pass after the reduction beside a rank that weighs nothing": Scenario(
         others=((NOTHING,),), engine="ddp", way="batches backward", losses=2
     ),
+    "a sharded head that was used before the window was saved, and not after": Scenario(
+        epochs=((SAVED, ONE),), others=((MicroBatch(event="save", head=1), ONE),), engine="fsdp2"
+    ),
     "a noise scale of windows that one rank only takes part in": Scenario(
         others=((ONE,) * 4,), engine="fsdp2", way="batches backward", noise=True
     ),

@@ -270,9 +270,9 @@ class Shards:
         for index in unused:
             parameters[index].grad = None
 
-    def restored(self) -> None:
-        """The gradients that are there count as used."""
-        self._used |= {p for p in self._trained() if p.grad is not None}
+    def restored(self, parameters: Iterable[Tensor]) -> None:
+        """These parameters have a gradient in the window that came from a checkpoint: they count as used."""
+        self._used.update(parameters)
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for group in self._groups for parameter in group.trained()]

@@ -242,10 +242,10 @@ class Ranks(SingleRank):
         self._engine.reduce()
         self._drop_unused()
 
-    def restored(self) -> None:
+    def restored(self, parameters: Sequence[Tensor]) -> None:
         self._restored = not self.in_step
         if isinstance(self._engine, Shards):
-            self._engine.restored()
+            self._engine.restored(parameters)
 
     # Numbers and objects of all ranks.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -115,8 +115,12 @@ class SingleRank:
     def reduce_pending(self) -> None:
         """Have all that a sharded model's open window has added up in `p.grad`, to be saved. All ranks take part."""
 
-    def restored(self) -> None:
-        """The open window came from a checkpoint: DDP has not seen where its gradients came from."""
+    def restored(self, parameters: Sequence[Tensor]) -> None:
+        """The open window came from a checkpoint: the engine has not seen where its gradients came from.
+
+        Args:
+            parameters: Those that have a gradient there.
+        """
 
     # Numbers and objects of all ranks. All ranks take part.
 

@@ -366,7 +366,6 @@ class Accumulation:
         self.loss.restart()
         if not state["window"]["micro_batches"]:
             return
-        self.ranks.restored()
         self.window.load_state_dict(state["window"], state.get("weights"))
         self.loss.load_state_dict(state, self.sums.parameters()[0].device)
         if self.screened is not None:
@@ -374,6 +373,7 @@ class Accumulation:
         else:
             self.sums.restore(state["gradients"])
             self.loss_scale.restore(state["overflow"])
+        self.ranks.restored([p for i, p in enumerate(self.sums.parameters()) if i in state["gradients"]])
 
     # Misuse.
 
