@@ -15,6 +15,8 @@ from tests.reference import keras_updates, ragged, relative_error, windows_of
 
 BACKEND = keras.backend.backend()
 Batch = tuple[np.ndarray, ...]
+ACTIVITY = "l2" if tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14) else None
+"""An activity regulariser that is a mean over rows: before 3.14, Keras' are sums over them."""
 SHAPES = [(4, 3), (3,), (3, 2)]
 """Of the variables that gradients are made up for."""
 

@@ -112,7 +112,7 @@ class Pool:
 
     def __init__(self, layers: list[Any]) -> None:
         for layer in layers:
-            if layer.renorm:
+            if getattr(layer, "renorm", False):  # Keras before 3.14 has none
                 raise ValueError(f'batch_norm="pooled" does not know renorm=True. Received: layer {layer.name!r}.')
         self.layers = layers
 

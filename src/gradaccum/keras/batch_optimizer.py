@@ -79,9 +79,10 @@ class SizesRule(StepsRule):
                 "trains on to BatchOptimizer."
             )
 
-    def check_epoch(self, counts: Counts, batches: int) -> None:
-        """Whether an epoch may end with these counts, after so many micro-batches."""
-        self.check_batches(batches)
+    def check_epoch(self, counts: Counts, batches: int, doubt: int = 0) -> None:
+        """Whether an epoch may end with these counts, after so many micro-batches, give or take `doubt`."""
+        promised = -(-self.train_size // self.maximum_batch_size)
+        self.check_batches(promised if abs(batches - promised) <= doubt else batches)
         if counts.rows_left != self.train_size:
             raise ValueError(
                 f"`train_size` must be the rows of an epoch. Received: train_size={self.train_size}, where the "

@@ -99,7 +99,8 @@ class GradientAccumulation(keras.callbacks.Callback):
         if self._in_window and not window.read().by_rows:
             logger.warning(
                 "The open window holds %d micro-batches whose rows are not known. Each counts as many rows as the next "
-                "one. Call optimizer.flush() before fit() to close it first.",
+                "one: if they had others, its update is not the large batch's. Call optimizer.flush() before fit() to "
+                "close it first.",
                 self._in_window,
             )
         self._steps = self._next_steps = optimizer.steps
@@ -137,10 +138,11 @@ class GradientAccumulation(keras.callbacks.Callback):
                 self._plan(schedule(self._epoch, int(self._wrapped.iterations)))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._in_window += batch + 1 - self._batches
-        self._batches = batch + 1
         batches = (self.params or {}).get("steps")
-        if batches and batch >= batches - 1:
+        done = min(batch + 1, batches or batch + 1)  # with steps_per_execution, Keras counts beyond the epoch's end
+        self._in_window += done - self._batches
+        self._batches = done
+        if done == batches:
             self._end_epoch()
         elif self._drops_micro_batches and self._in_window >= self._steps:
             # Close it, if it is still open: the next one begins where it would have without the dropped ones.
@@ -183,7 +185,10 @@ class GradientAccumulation(keras.callbacks.Callback):
                 "GradientAccumulation callback."
             )
         if not (self._drops_micro_batches or self._model.stop_training):
-            window.rule.check_epoch(counts, self._batches)
+            # Where data end inside an execution of several steps, Keras counts all of them, or none.
+            known = (self.params or {}).get("steps")
+            doubt = 0 if known else getattr(self._model, "steps_per_execution", 1) - 1
+            window.rule.check_epoch(counts, self._batches, doubt)
 
     def _discard(self) -> None:
         """Forget the window in which an earlier `fit` was interrupted, perhaps between a sum and its count."""

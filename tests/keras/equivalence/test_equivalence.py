@@ -10,6 +10,7 @@ from keras import layers, losses, ops
 import gradaccum.keras
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras import check_equivalence, micro_batched
+from tests.keras.problems import ACTIVITY
 from tests.keras.train_step.test_micro_batched import (
     CLASSES,
     ROWS,
@@ -34,7 +35,7 @@ def compiled(model, **kwargs):
 
 
 def test_equal_models_pass_and_stay_as_they_are():
-    model = compiled(classifier(kernel_regularizer="l2", activity_regularizer="l2"))
+    model = compiled(classifier(kernel_regularizer="l2", activity_regularizer=ACTIVITY))
     before = model.get_weights()
     result = check_equivalence(model, X, CLASSES, WEIGHTS, micro_batch_size=4)
     assert result.raise_if_different() is result

@@ -120,6 +120,8 @@ def sensible(scenario: Scenario) -> bool:
     even = len(set(s.batches)) == 1
     if s.sized and (not even or s.event or len(s.steps) > 1 or s.scaled == "outside"):
         return False
+    if s.event in ("flush", "train_on_batch") and len(s.steps) > 1:
+        return False  # a schedule of epochs outside of epochs
     if not s.callback and not s.sized and (not even or len(s.steps) > 1 or s.event in ("interrupt", "flush")):
         return False
     return not (s.event and s.per_execution > 1) and (s.event != "train_on_batch" or even)
@@ -140,7 +142,8 @@ def shrunk(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
 def _simpler(scenario: Scenario) -> Iterator[Scenario]:
     for field in dataclasses.fields(scenario):
         value = getattr(scenario, field.name)
-        if field.name not in ("seed", "kind") and value != field.default:
+        longer = isinstance(value, tuple) and len(value) < len(field.default)  # and would be shortened again, for ever
+        if field.name not in ("seed", "kind") and value != field.default and not longer:
             yield dataclasses.replace(scenario, **{field.name: field.default})
         if isinstance(value, tuple) and len(value) > 1:
             for index in range(len(value)):

@@ -32,7 +32,11 @@ def check(seed: int, scenario: Scenario) -> None:
         pytest.fail(f"seed {seed}: {small}\n{failure(small) or what}", pytrace=False)
 
 
-@pytest.mark.fuzz
+def test_shrinking_ends() -> None:
+    for seed in range(20):
+        assert len(shrunk(random_scenario(seed), lambda candidate: True).batches) == 1
+
+
 @pytest.mark.parametrize("kind", ["wrapper", "micro_batched"])
 def test_some_random_runs_are_right_or_refused(kind: str, float64: float) -> None:
     for seed in range(SLICE):

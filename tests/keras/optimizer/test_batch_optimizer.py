@@ -207,6 +207,18 @@ def test_more_rows_than_promised_in_as_many_micro_batches_are_an_error():
         model.fit(Batches(split(regression(20), [4] * 5)), shuffle=False, verbose=0)
 
 
+@pytest.mark.skipif(BACKEND == "torch", reason="Keras has no steps_per_execution on PyTorch.")
+@pytest.mark.parametrize("kind", ["a dataset", slow("a generator")])
+def test_steps_per_execution_that_do_not_divide_the_epoch_match_the_desired_batches(kind, fit_bound):
+    model, batches = network(), micro_batches(4, 18)
+    optimizer = BatchOptimizer(sgd(), 4, 8, 18, model)
+    model.compile(optimizer=optimizer, loss="mse", jit_compile=False, steps_per_execution=2)
+    data = Batches(batches) if kind == "a dataset" else (batch for batch in batches)
+    with ignored("ran out of data"):
+        model.fit(data, shuffle=False, verbose=0)
+    assert error(model, plain(network(), sgd(), batches, 2, 1)) <= fit_bound
+
+
 def test_another_model_is_an_error():
     other, (x, y) = network(), regression(18)
     other.compile(optimizer=BatchOptimizer(sgd(), 4, 12, 18, network()), loss="mse")

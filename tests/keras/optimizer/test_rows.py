@@ -49,9 +49,26 @@ def test_a_window_that_train_on_batch_opened_is_closed_by_fit_with_the_callback(
         model.fit(Batches(batches[3:]), shuffle=False, verbose=0, callbacks=[GradientAccumulation()])
     assert error(model, plain(network(), make(), batches, 4, 1)) <= fit_bound
     assert [record.getMessage() for record in caplog.records if record.name == "gradaccum"] == [
-        "The open window holds 3 micro-batches whose rows are not known. Each counts as many rows as the next one. "
-        "Call optimizer.flush() before fit() to close it first."
+        "The open window holds 3 micro-batches whose rows are not known. Each counts as many rows as the next one: if "
+        "they had others, its update is not the large batch's. Call optimizer.flush() before fit() to close it first."
     ]
+
+
+def test_a_window_whose_rows_are_known_too_late_is_inexact_and_named_or_flushed_and_exact(caplog, fit_bound):
+    batches = split(regression(14), [4, 4, 2, 4])
+    for flush, expected in ((False, [batches]), (True, [batches[:2], batches[2:]])):
+        model = wrapped(sgd(), 4)
+        for batch in batches[:2]:
+            model.train_on_batch(*batch)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "gradaccum"):
+            assert not flush or model.optimizer.flush()
+            model.fit(Batches(batches[2:]), shuffle=False, verbose=0, callbacks=[GradientAccumulation()])
+        named = "if they had others, its update is not the large batch's" in caplog.text
+        large = compiled(network(), sgd())
+        keras_updates(large, [join(window) for window in expected])
+        assert (error(model, large) <= fit_bound) == flush
+        assert named != flush
 
 
 class Interrupts(keras.callbacks.Callback):
@@ -102,6 +119,7 @@ def test_a_window_that_fit_with_the_callback_opened_is_closed_without_it(make, t
     with caplog.at_level(logging.WARNING, "gradaccum"):
         loaded = keras.models.load_model(tmp_path / "model.keras")
     assert "weighs micro-batches by their rows. Go on with callbacks=" in caplog.text
+    assert "its update is not the large batch's if they differ" in caplog.text
     for batch in batches[2:]:
         loaded.train_on_batch(*batch)
     assert error(loaded, plain(network(), make(), batches, 3, 1)) <= fit_bound

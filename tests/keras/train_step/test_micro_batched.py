@@ -8,7 +8,7 @@ import pytest
 from keras import layers, losses, ops
 
 from gradaccum.keras.micro_batched import micro_batched
-from tests.keras.problems import slow
+from tests.keras.problems import ACTIVITY, slow
 from tests.reference import relative_error
 
 BACKEND = keras.backend.backend()
@@ -163,12 +163,12 @@ def test_masks_that_only_the_forward_pass_knows_match_plain_fit(float64, weighte
 
 
 def test_masks_beside_other_terms_of_the_loss_match_plain_fit(float64):
-    make = lambda: tagger(kernel_regularizer="l2", activity_regularizer="l2")  # noqa: E731
+    make = lambda: tagger(kernel_regularizer="l2", activity_regularizer=ACTIVITY)  # noqa: E731
     assert_same(make, crossentropy, TOKENS, TAGS, float64)
 
 
 def test_weights_beside_a_term_that_only_the_forward_pass_adds_match_plain_fit(float64):
-    make = lambda: classifier(activity_regularizer="l2")  # noqa: E731
+    make = lambda: classifier(activity_regularizer=ACTIVITY)  # noqa: E731
     compiled = lambda: crossentropy(reduction="mean_with_sample_weight")  # noqa: E731
     assert_same(make, compiled, X, CLASSES, float64, in_logs=IN_FLOAT32, sample_weight=WEIGHTS)
 
@@ -257,7 +257,7 @@ class Subclassed(keras.Model):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.hidden = layers.Dense(6, activation="tanh", kernel_regularizer="l1")
-        self.out = layers.Dense(3, activation="softmax", activity_regularizer="l2")
+        self.out = layers.Dense(3, activation="softmax", activity_regularizer=ACTIVITY)
 
     def call(self, inputs, training=False):
         hidden = self.hidden(inputs)
@@ -270,7 +270,7 @@ def test_an_unbuilt_subclassed_model_with_added_losses_matches_plain_fit(float64
 
 
 def test_regularisers_count_once(float64):
-    make = lambda: classifier(kernel_regularizer="l2", bias_regularizer="l1", activity_regularizer="l2")  # noqa: E731
+    make = lambda: classifier(kernel_regularizer="l2", bias_regularizer="l1", activity_regularizer=ACTIVITY)  # noqa: E731
     # On JAX Keras divides a tanh's activity regulariser by its rows in float32, where only powers of two are exact.
     rows, batch = (16, 8) if BACKEND == "jax" else (ROWS, BATCH)
     assert_same(make, crossentropy, X[:rows], CLASSES[:rows], float64, in_logs=IN_FLOAT32, batch_size=batch)

@@ -13,7 +13,7 @@ from gradaccum.errors import NotEquivalentError
 from gradaccum.keras.micro_batched import micro_batched
 from gradaccum.keras.train_step.data import Sorts, few_rows
 from gradaccum.keras.train_step.proof import Proof, ragged_size
-from tests.keras.problems import BACKEND, Batches
+from tests.keras.problems import ACTIVITY, BACKEND, Batches
 from tests.reference import relative_error
 
 ROWS = 24
@@ -222,7 +222,7 @@ def harmless(heavy):
     else:
         hidden = layers.GlobalAveragePooling1D()(hidden)
     hidden = Sampling(keras.random.SeedGenerator(3))(layers.GaussianNoise(0.1)(layers.Dropout(0.5)(hidden)))
-    return keras.Model(inputs, layers.Dense(3, activity_regularizer="l2")(hidden))
+    return keras.Model(inputs, layers.Dense(3, activity_regularizer=ACTIVITY)(hidden))
 
 
 @pytest.mark.parametrize("heavy", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -58,7 +58,7 @@ def load(window: Window, store: Any) -> None:
             logger.warning(
                 "The open window that was loaded weighs micro-batches by their rows. Go on with "
                 "callbacks=[gradaccum.keras.callbacks.GradientAccumulation()]: without it, each that follows in this "
-                "window weighs as much as their mean.",
+                "window weighs as much as their mean, and its update is not the large batch's if they differ.",
             )
     else:
         window.empty()

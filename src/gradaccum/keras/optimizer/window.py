@@ -129,8 +129,8 @@ class StepsRule:
     def check_batches(self, batches: int) -> None:
         """Whether an epoch may have so many micro-batches."""
 
-    def check_epoch(self, counts: Counts, batches: int) -> None:
-        """Whether an epoch may end with these counts, after so many micro-batches."""
+    def check_epoch(self, counts: Counts, batches: int, doubt: int = 0) -> None:
+        """Whether an epoch may end with these counts, after so many micro-batches, give or take `doubt`."""
 
     def settings(self) -> list[list[int]]:
         """What the length of a window follows from, as numbers for a file; nothing for a callable."""
