@@ -181,6 +181,8 @@ class Batch:
     @functools.cached_property
     def leaves(self) -> list[tuple[str, Any, int]]:
         """The leaves that carry rows: path, tensor, dimension."""
+        if self.flat:
+            return self.described  # type: ignore[return-value]  # with dimension 0 throughout
         return [(path, leaf, dim) for path, leaf, dim in self.described if dim is not None]
 
     @functools.cached_property
@@ -190,7 +192,20 @@ class Batch:
         Raises:
             ValueError: No leaf carries rows, or they disagree; the message lists every path and shape.
         """
+        if self.flat and self.tree:
+            lengths = [len(leaf) for leaf in self.tree]
+            if lengths.count(lengths[0]) == len(lengths):
+                return lengths[0]
         return _agreed_rows(self.tree, self.leaves)
+
+    def ends(self, leaf: torch.Tensor) -> tuple[float, float]:
+        """The smallest and the largest number in one of its leaves."""
+        known: dict[Any, tuple[float, float]] = vars(self).setdefault("_ends", {})
+        found = id(leaf), 0 if leaf.is_inference() else leaf._version
+        if found not in known:
+            least, most = leaf.aminmax()
+            known[found] = least.item(), most.item()
+        return known[found]
 
     def take(self, rows: slice | torch.Tensor) -> Batch:
         """The batch that holds these rows: views for a slice from start to stop, copies for a tensor of indices."""
@@ -222,7 +237,7 @@ class Batch:
         """This batch with another tree, of the same rows."""
         new = copy.copy(self)
         new.tree = tree
-        for found in ("flat", "described", "leaves"):
+        for found in ("flat", "described", "leaves", "_ends"):
             vars(new).pop(found, None)
         return new
 

@@ -173,16 +173,11 @@ class Transaction:
         """The gradients that this update has given to parameters of no optimizer."""
         return [gradient for p, _ in self._outside if (gradient := p.grad) is not None]
 
-    @torch.no_grad()
     def close(self) -> None:
         """The update has been made. Learns which buffers stood still."""
         assert self._update is not None
-        for p, old in self._outside:  # nobody clears them: they add up from update to update
-            if old is not None and p.grad is not None:
-                p.grad = old + p.grad if old.is_sparse or p.grad.is_sparse else old.add_(p.grad)
-            elif old is not None:
-                p.grad = old
-        self._outside = []
+        if self._outside:
+            self._add_up_outside()
         self._update.learn(self._still_in_updates)
         new = [buffer for buffer in self._update.buffers if buffer.place not in self._compared]
         if new:  # what moves through `.data` shows in its value alone
@@ -192,6 +187,15 @@ class Transaction:
             self._still_in_updates -= self._unversioned
             self._still_in_micro_batches -= self._unversioned
         self._update = None
+
+    @torch.no_grad()
+    def _add_up_outside(self) -> None:
+        for p, old in self._outside:  # nobody clears them: they add up from update to update
+            if old is not None and p.grad is not None:
+                p.grad = old + p.grad if old.is_sparse or p.grad.is_sparse else old.add_(p.grad)
+            elif old is not None:
+                p.grad = old
+        self._outside = []
 
     def abandon(self) -> None:
         """No update: random numbers, buffers and gradients as they were when it began. Not after `forget`."""

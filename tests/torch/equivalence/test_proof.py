@@ -11,8 +11,10 @@ from torch import nn
 from torch.utils import checkpoint
 
 import gradaccum
+from gradaccum.on_torch.batch import Batch
 from gradaccum.torch import TrainStep, check_equivalence
 from gradaccum.torch.equivalence import proof
+from gradaccum.torch.equivalence.kinds import Kinds
 
 CE = nn.CrossEntropyLoss()
 ROWS = 24
@@ -524,6 +526,39 @@ def test_it_is_repeated_for_one_row_of_many_whose_padding_is_ignored_by_an_index
     step._proof._batches = 8
     with pytest.raises(gradaccum.NotEquivalentError):
         step(X, tokens)
+
+
+class _OnADevice(torch.Tensor):
+    """What an accelerator's tensor is to those who must not wait for it."""
+
+    is_cpu = False
+
+
+def test_on_accelerators_what_differs_among_rows_is_read_one_batch_later(monkeypatch):
+    later = []
+
+    class Event:
+        def record(self):
+            later.append(self)
+
+        def query(self):
+            return True
+
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda like, device, pin_memory: empty_like(like, device=device))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+
+    def batch(*targets):
+        return Batch((torch.zeros(8, 2).as_subclass(_OnADevice), torch.tensor([*targets]).as_subclass(_OnADevice)))
+
+    kinds = Kinds()
+    assert kinds.new(batch(0, 1, 2, 1, 0, 1, 2, 1), [True])
+    kinds.add()
+    later.clear()
+    with torch.no_grad():
+        found = [kinds.new(batch(0, 1, 2, 1, 0, 1, 2, last), [True]) for last in (1, 1, -100, -100)]
+    assert found == [False, False, False, True]
+    assert len(later) > 2
 
 
 def test_it_is_repeated_for_targets_that_are_missing_for_the_first_time(unnamed):

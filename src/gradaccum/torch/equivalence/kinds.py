@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -59,28 +59,33 @@ class Kinds:
         first = self._structures.get(structure, 0) < rows
         switched = modes != self._modes and not self._known_modes.issuperset(_in_the_models(modes))
         ranges: dict[str, tuple[float, float]] = {}
-        none_ignored = set()
-        for path, leaf in _whole_numbers(batch):
-            low, high = self._ranges.get(path, (math.inf, -math.inf))
-            arrived = self._arrived(path)
-            if first or leaf.is_cpu or (arrived is not None and not low <= arrived[0] <= arrived[1] <= high):
-                least, most = (float(end) for end in leaf.aminmax())
-                if least >= 0:
-                    none_ignored.add(f"ignored {path}")
-                if not low <= least <= most <= high:
-                    ranges[path] = min(low, least), max(high, most)
-            elif arrived is not None or path not in self._pending:
-                self._pending[path] = _read_later(torch.stack([*leaf.aminmax()]))
-        uneven = set()
-        for key, leaf, vary in _variations(batch):
-            if key in self._uneven or key in none_ignored:
+        uneven: set[str] = set()
+        for path, leaf, dim in batch.leaves:
+            if not _is_plain(leaf):
                 continue
-            arrived = self._arrived(key)
-            if first or leaf.is_cpu or (arrived is not None and arrived[0]):
-                if bool(_differs(vary())):
-                    uneven.add(key)
-            elif arrived is not None or key not in self._pending:
-                self._pending[key] = _read_later(_differs(vary()).reshape(1))
+            look = first or leaf.is_cpu
+            none_ignored = False
+            if _is_whole(leaf):
+                low, high = self._ranges.get(path, (math.inf, -math.inf))
+                arrived = None if look else self._arrived(path)
+                if look or (arrived is not None and not low <= arrived[0] <= arrived[1] <= high):
+                    least, most = batch.ends(leaf)
+                    none_ignored = least >= 0
+                    if not low <= least <= most <= high:
+                        ranges[path] = min(low, least), max(high, most)
+                elif arrived is not None or path not in self._pending:
+                    self._pending[path] = _read_later(torch.stack([*leaf.aminmax()]))
+            for key, vary in _variations(path, leaf, dim):
+                if key in self._uneven or (none_ignored and key.startswith(_IGNORED)):
+                    continue
+                if look and key.startswith(_MISSING) and not math.isnan(leaf.sum().item()):
+                    continue  # one operation in place of many, as this runs in every update
+                arrived = None if look else self._arrived(key)
+                if look or (arrived is not None and arrived[0]):
+                    if bool(_differs(vary())):
+                        uneven.add(key)
+                elif arrived is not None or key not in self._pending:
+                    self._pending[key] = _read_later(_differs(vary()).reshape(1))
         self._latest = structure, rows, modes, ranges, uneven
         return first or switched or bool(ranges) or bool(uneven)
 
@@ -123,10 +128,11 @@ def telling_rows(batch: Batch, most: int) -> Tensor:
     if len(order) <= most:
         return order
     picked = torch.cat([order[: most // 2], order[-(most - most // 2) :]])
-    ways = [vary for _, _, vary in _variations(batch)]
-    for _, leaf, dim in batch.leaves:
+    plain = [(path, leaf, dim) for path, leaf, dim in batch.leaves if _is_plain(leaf)]
+    ways = [vary for path, leaf, dim in plain for _, vary in _variations(path, leaf, dim)]
+    for _, leaf, dim in plain:
         if _is_whole(leaf):
-            ways += [functools.partial(_equal, leaf, dim, end) for end in leaf.aminmax()]
+            ways += [functools.partial(_equal, leaf, dim, end) for end in batch.ends(leaf)]
     for place, vary in enumerate(ways):
         values = vary().cpu()
         others = (values != values[picked[0]]).nonzero().flatten()
@@ -135,38 +141,36 @@ def telling_rows(batch: Batch, most: int) -> Tensor:
     return picked[scores[picked].argsort(stable=True)]
 
 
-def _is_whole(leaf: Any) -> bool:
+def _is_whole(leaf: Tensor) -> bool:
     """Whether these are whole numbers that may be targets."""
-    return _is_plain(leaf) and leaf.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+    return leaf.dtype in _WHOLE
+
+
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not leaf.is_nested and leaf.layout is torch.strided and bool(leaf.numel())
 
 
-def _whole_numbers(batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    for path, leaf, _ in batch.leaves:
-        if _is_whole(leaf):
-            yield path, leaf
+_MISSING, _IGNORED = "missing ", "ignored "
 
 
-def _variations(batch: Batch) -> Iterator[tuple[str, Tensor, Any]]:
-    """What may differ among rows: a name, the tensor, and a function that returns a number for each row."""
-    for path, leaf, dim in batch.leaves:
-        if not _is_plain(leaf):
-            continue
-        named = "mask" in path or "weight" in path
-        if leaf.is_floating_point() and leaf.numel() <= SMALL:
-            yield f"missing {path}", leaf, lambda leaf=leaf, dim=dim: _sums(leaf.isnan(), dim)
-        if _is_whole(leaf):
-            yield f"ignored {path}", leaf, lambda leaf=leaf, dim=dim: _sums(leaf < 0, dim)
-        if (named and leaf.dim() <= 2) or (leaf.is_floating_point() and leaf.dim() == 1):
-            yield f"sum {path}", leaf, lambda leaf=leaf, dim=dim: _sums(leaf, dim)
-        if named and leaf.dim() == 2:
-            yield f"left {path}", leaf, lambda leaf=leaf, dim=dim: leaf.detach().movedim(dim, 0)[:, 0] == 0
+def _variations(path: str, leaf: Tensor, dim: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """What may differ among the rows of this tensor: a name, and a function that returns a number for each row."""
+    floating = leaf.is_floating_point()
+    if floating and leaf.numel() <= SMALL:
+        yield _MISSING + path, lambda: _sums(leaf.isnan(), dim)
+    if not floating and leaf.dtype in _WHOLE:
+        yield _IGNORED + path, lambda: _sums(leaf < 0, dim)
+    named = "mask" in path or "weight" in path
+    if (named and leaf.dim() <= 2) or (floating and leaf.dim() == 1):
+        yield f"sum {path}", lambda: _sums(leaf, dim)
+    if named and leaf.dim() == 2:
+        yield f"left {path}", lambda: leaf.detach().movedim(dim, 0)[:, 0] == 0
 
 
-def _equal(leaf: Tensor, dim: int, value: Tensor) -> Tensor:
+def _equal(leaf: Tensor, dim: int, value: float) -> Tensor:
     return _sums(leaf == value, dim)
 
 
@@ -181,7 +185,7 @@ def _differs(values: Tensor) -> Tensor:
 
 def _read_later(flag: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     """A number on the host, and what tells when it has arrived there."""
-    host = torch.empty((), dtype=flag.dtype, pin_memory=True)
+    host = torch.empty_like(flag, device="cpu", pin_memory=True)
     host.copy_(flag, non_blocking=True)
     event = torch.cuda.Event()
     event.record()

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradaccum.on_torch.batch import Batch
+
 __all__ = ["Weight", "divides_by_targets", "divisor", "reduction_of", "summed", "with_known_divisor"]
 
 Weight = float | Tensor
@@ -70,11 +72,16 @@ def divides_by_targets(loss_fn: Any) -> bool:
     return isinstance(loss_fn, _BY_TARGETS) and any(type(loss_fn).forward is loss.forward for loss in _BY_TARGETS)
 
 
-def divisor(loss_fn: Any, targets: Tensor) -> Weight:
+def divisor(loss_fn: Any, targets: Tensor, batch: Batch | None = None) -> Weight:
     """What such a loss divides by on these targets, a tensor where that spares waiting for their device.
 
         sum of weight[t]  over the class indices t that are not ignore_index      (weight is 1 without class weights)
         their number      where targets are class probabilities
+
+    Args:
+        loss_fn: The loss.
+        targets: Class indices, or probabilities.
+        batch: What they are a leaf of, if that may know something of them already.
 
     Example:
         >>> loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0]), ignore_index=-1)
@@ -88,7 +95,7 @@ def divisor(loss_fn: Any, targets: Tensor) -> Weight:
         valid = targets != ignored
         class_weights = loss_fn.weight.detach().to(targets.device)
         return torch.where(valid, class_weights[torch.where(valid, targets, 0)], 0.0).sum()
-    if targets.is_cpu and targets.numel() and ignored < 0 <= int(targets.min()):
+    if targets.is_cpu and targets.numel() and ignored < 0 <= (batch or Batch(())).ends(targets)[0]:
         return float(targets.numel())  # one look in place of two: nothing is ignored, as mostly
     return (targets != ignored).sum()
 

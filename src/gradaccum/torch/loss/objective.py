@@ -167,7 +167,7 @@ class Objective:
             return None
         if self.by_targets(batch):
             targets = self._targets(batch)
-            return None if targets is None else _plain(divisor(self.loss_fn, targets))
+            return None if targets is None else _plain(divisor(self.loss_fn, targets, batch))
         return float(batch.rows)
 
     def forward(self, batch: Batch, summed: bool = False) -> tuple[Tensor, Weight | None]:
