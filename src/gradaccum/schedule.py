@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 import operator
 from collections.abc import Callable, Mapping
@@ -53,7 +54,7 @@ class Schedule:
         steps = self._function(epoch, update)
         return _checked_steps(steps, f"{steps!r} from the callable at epoch={epoch}, update={update}")
 
-    @property
+    @functools.cached_property
     def constant(self) -> int | None:
         """The length of every window, or None where it varies."""
         return self._table[0] if self._table is not None and len(set(self._table.values())) == 1 else None

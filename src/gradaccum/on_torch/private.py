@@ -125,21 +125,23 @@ def missing(samples: Mapping[str, object]) -> list[str]:
 
 # Optimizers.
 
+_GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+
 
 @contextlib.contextmanager
 def global_step_hooks() -> Iterator[tuple[list[Any], list[Any]]]:
     """The hooks of every optimizer's step, before and after it; meanwhile no optimizer calls them by itself."""
     module = sys.modules["torch.optim.optimizer"]  # torch.optim hides it
-    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-    tables = {name: getattr(module, name, {}) for name in names}
-    used = {name: table for name, table in tables.items() if table}
-    for name, table in used.items():
+    before, after = (getattr(module, name, {}) for name in _GLOBAL_HOOKS)
+    if not before and not after:
+        yield [], []
+        return
+    for name, table in zip(_GLOBAL_HOOKS, (before, after), strict=True):
         setattr(module, name, type(table)())
     try:
-        before, after = ([*table.values()] for table in tables.values())
-        yield before, after
+        yield [*before.values()], [*after.values()]
     finally:
-        for name, table in used.items():
+        for name, table in zip(_GLOBAL_HOOKS, (before, after), strict=True):
             setattr(module, name, table)
 
 

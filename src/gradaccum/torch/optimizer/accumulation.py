@@ -13,13 +13,13 @@ from torch import Tensor
 from gradaccum.on_torch.gradients import Arrivals, GradientSum, ScreenedGradientSum, all_finite, clip_norm_, scale_
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.torch.distributed import SingleRank, Total
-from gradaccum.torch.loss import WindowLoss
-from gradaccum.torch.optimizer.guard import (
+from gradaccum.torch.guard import (
     Guard,
     failed_error,
     tampering_error,
     untouched_error,
 )
+from gradaccum.torch.loss import WindowLoss
 from gradaccum.torch.optimizer.loss_scale import LossScale, unscaled_error
 from gradaccum.window import Reduction, Window, mixed_error, uncounted_error
 
@@ -173,8 +173,9 @@ class Accumulation:
         window, guard, one = self.window, self.guard, self.window.micro_batch
         if scaled and scaled[0] is None:
             guard.forget_values()  # `unscale_` has changed them, and raises no version
-        self.check_failed()
-        self.check_sum()
+        if self._failure is not None or guard.failed or guard.tampering() is not None:
+            self.check_failed()
+            self.check_sum()
         in_reach = self.sums.detached is None
         if not in_reach:
             self.sums.reattach()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.gradients import GradientSum, all_require_grad
-from gradaccum.torch.optimizer.guard import Guard
+from gradaccum.torch.guard import Guard
 
 __all__ = ["LossScale", "unscaled_error"]
 
