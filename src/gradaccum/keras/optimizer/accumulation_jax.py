@@ -43,7 +43,12 @@ def close(window: Window) -> None:
     touched = keras.ops.convert_to_numpy(window.touched.value)
     before = jnp.asarray(inner.iterations)
     if touched.any():
-        inner.apply([mean if t else None for mean, t in zip(means, touched)], window.variables)
+        # Not apply(): that of a LossScaleOptimizer assigns inside of a branch.
+        some, inner_variables = [mean if t else None for mean, t in zip(means, touched)], inner.variables
+        values = [[v.value for v in variables] for variables in (inner_variables, window.variables)]
+        weights, state = inner.stateless_apply(values[0], some, values[1])
+        _assign(window.variables, weights)
+        _assign(inner_variables, state)
     updated = jnp.asarray(inner.iterations) != before if window.may_skip else 1
     _assign(window.sums, [jnp.zeros_like(total.value) for total in window.sums])
     _assign(
