@@ -63,6 +63,13 @@ class Net(nn.Linear):
     def forward(self, x):
         raise ValueError("the first line\\nthe second")
 
+class Leaves(nn.Linear):
+    def forward(self, x):
+        raise SystemExit(0)
+
+def leaves_in_forward():
+    return Leaves(6, 3), good()[1], nn.CrossEntropyLoss()
+
 def in_forward():
     return Net(6, 3), good()[1], nn.CrossEntropyLoss()
 
@@ -142,12 +149,13 @@ def test_json_and_html_go_to_files(file, tmp_path):
         ("leaves", ["leaves()", "SystemExit: 7"]),
         ("pair", ["must return (model, batch, loss_fn)", "a tuple of 2"]),
         ("in_forward", ["in_forward: the model", "ValueError: the first line (experiment.py, line 53)"]),
+        ("leaves_in_forward", ["leaves_in_forward: the model", "SystemExit: 0 (experiment.py, line 57)"]),
         ("misfit", ["RuntimeError: mat1 and mat2 shapes cannot be multiplied"]),
         ("one_row", ["at least 2 rows", "Received: 1"]),
         ("no_gradient", ["The loss has no gradient"]),
         ("no_copy", ["The model can't be copied", "_thread.lock"]),
         ("misspelt", ["unexpected keyword argument 'reductoin'"]),
-        ("absent", ["has no function 'absent'", "It has Net, different, good,"]),
+        ("absent", ["has no function 'absent'", "It has Leaves, Net, different, good,"]),
         ("no name", ["path/to/file.py:make"]),
     ],
 )

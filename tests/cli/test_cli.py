@@ -2,8 +2,11 @@
 
 import dataclasses
 import gzip
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -24,7 +27,8 @@ def folder(tmp_path_factory):
 def command(*arguments, **options):
     """`python -m gradaccum ...`, as a user runs it."""
     line = [sys.executable, "-W", "error", "-m", "gradaccum", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120, **options)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.run(line, text=True, timeout=120, **pipes | options)
 
 
 def assert_one_clear_line(result, *parts):
@@ -173,6 +177,63 @@ def test_a_disk_that_takes_no_report_is_told_before_training(folder, tmp_path, t
     assert trained == []
 
 
+def test_a_folder_that_a_link_keeps_from_being_made_is_told_before_training(folder, tmp_path, trained):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    (tmp_path / "into").symlink_to("file/nowhere")
+    for name in ("loop", "into", 300 * "x"):
+        result = CliRunner().invoke(commands, ["demo", "--data", str(folder), "--out", str(tmp_path / name)])
+        assert_one_clear_line(result, f"--out {tmp_path / name}/report.png: ")
+    assert trained == []
+
+
+def test_more_rows_than_there_are_are_told_before_training(folder, tmp_path, trained):
+    arguments = ["--data", str(folder), "--out", str(tmp_path), "--batch-size", "92"]
+    result = CliRunner().invoke(commands, ["demo", *arguments])
+    assert_one_clear_line(result, "--batch-size must be at most the 90 rows of FashionMNIST. Received: 92.")
+    assert trained == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+def test_an_output_that_takes_no_more_is_one_line():
+    with open("/dev/full", "w") as full:
+        result = command("--version", stdout=full)
+    assert result.returncode == 3
+    assert result.stderr == "Error: [Errno 28] No space left on device\n"
+
+
+def test_an_output_that_nobody_reads_is_not_exit_code_1_which_means_different():
+    read, write = os.pipe()
+    os.close(read)
+    result = command("--version", stdout=write)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (3, "")
+
+
+def test_the_report_is_written_before_the_results_are_shown(folder, tmp_path, trained, monkeypatch):
+    def show(report):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("gradaccum.report.Report.show", show)
+    CliRunner().invoke(commands, ["demo", "--data", str(folder), "--out", str(tmp_path)])
+    assert trained == ["a", "b", "c"]
+    assert (tmp_path / "report.html").is_file()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="process groups")
+def test_ctrl_c_while_processes_start_is_one_line(tmp_path):
+    """A terminal sends it to all processes."""
+    line = [sys.executable, "-m", "gradaccum", "demo", "--dataset", "digits", "--out", "out"]
+    with subprocess.Popen(line, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True) as demo:
+        assert demo.stderr is not None
+        assert demo.stderr.readline().startswith("digits from")
+        time.sleep(0.3)
+        os.killpg(demo.pid, signal.SIGINT)
+        rest = demo.stderr.read()
+    assert (demo.returncode, rest.strip()) == (130, "Aborted.")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_disk_that_fills_while_it_trains_costs_the_report_alone(folder, tmp_path, trained, monkeypatch):
     monkeypatch.setattr("gradaccum.cli.demo.checked_output", lambda *arguments: None)
     with full_disk():
@@ -189,11 +250,11 @@ def test_a_framework_that_is_missing_is_told_with_its_extra(monkeypatch):
     assert_one_clear_line(result, "keras is not installed", 'pip install "gradaccum[keras]"')
 
 
-@pytest.mark.parametrize("library", ["click", "rich"])
-def test_a_library_that_is_missing_is_told_with_the_extra(library, tmp_path):
+@pytest.mark.parametrize("library", ["click", "rich", "numpy", "sklearn", "jinja2", "matplotlib"])
+def test_a_library_that_is_missing_is_told_with_the_extra_before_training(library, tmp_path):
     (tmp_path / f"{library}.py").write_text(f"raise ModuleNotFoundError('No module', name='{library}')")
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from gradaccum.__main__ import main; main()"
-    line = [sys.executable, "-c", program, "demo", "--dataset", "digits"]
+    line = [sys.executable, "-c", program, "demo", "--dataset", "digits", "--epochs", "1"]
     result = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.splitlines() == [result.stderr.strip()]

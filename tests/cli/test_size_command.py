@@ -99,6 +99,19 @@ def test_an_error_is_one_line_with_its_reason(file, name, parts):
     assert_one_line(result.stderr, parts)
 
 
+def test_a_keras_model_is_told_to_be_one_where_there_is_no_pytorch(file, monkeypatch):
+    monkeypatch.setattr("gradaccum.cli.group.importlib.util.find_spec", lambda name: None)
+    for model, part in (
+        (type("Model", (), {"__module__": "keras.src.models"})(), "this is a Keras model"),
+        (object(), 'pip install "gradaccum[torch]"'),
+    ):
+        found = model, None, dict[str, object]()
+        monkeypatch.setattr("gradaccum.cli.size.subject", lambda target, found=found: found)
+        result = size(f"{file}:make")
+        assert result.exit_code == 2
+        assert_one_line(result.stderr, [part])
+
+
 def test_in_a_shell_there_is_no_log_of_pytorch_s(file):
     line = [sys.executable, "-W", "error", "-m", "gradaccum", "size", f"{file}:misfit", "--memory", "1GiB"]
     result = subprocess.run(line, capture_output=True, text=True, timeout=120)

@@ -1,7 +1,9 @@
 """`runai.ga.torch`, as Run:AI's readme and the guide print it."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -97,6 +99,37 @@ def test_a_custom_inner_optimizer_finds_the_window_in_itself():
             wrapped.step()
         assert wrapped.optimizer.seen == 2
         assert wrapped.optimizer.runai.step == 0
+
+
+class FilesItself(ReadsTheWindow):
+    """Puts all that it has into files, as scripts for the original do, and takes its step from them."""
+
+    def __getstate__(self):
+        return dict(vars(self))
+
+
+def test_what_the_inner_optimizer_finds_goes_into_files_as_numbers():
+    optimizer = runai.ga.torch.optim.Optimizer(FilesItself(network().parameters(), lr=0.1), steps=2)
+    optimizer.backward(optimizer.param_groups[0]["params"][0].sum())
+    optimizer.step()
+    inner = pickle.loads(pickle.dumps(optimizer.optimizer))
+    assert (inner.runai.steps, inner.runai.step) == (2, 1)
+    whole = pickle.loads(pickle.dumps(optimizer))
+    whole.runai.step = inner.runai.step
+    assert whole.flush()
+    assert (whole.optimizer.runai.step, whole.optimizer.seen) == (0, 2)
+    assert optimizer.flush()
+
+
+def test_the_inner_optimizer_does_not_keep_the_wrapped_one_alive():
+    optimizer = runai.ga.torch.optim.Optimizer(sgd(network()), steps=2)
+    there = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert there() is None
+    finally:
+        gc.enable()
 
 
 def test_the_step_is_set_to_what_it_is_or_refused():

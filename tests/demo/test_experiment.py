@@ -1,6 +1,7 @@
 """The three runs: that they are what they say, and that a difference would be seen."""
 
 import dataclasses
+import multiprocessing
 import os
 
 import numpy as np
@@ -157,6 +158,16 @@ def test_a_failing_run_is_told_with_its_traceback(data):
         perform(setup, data, progress)
 
 
+def test_a_run_whose_command_was_killed_ends_without_a_word(data, monkeypatch, capsys):
+    monkeypatch.setattr("signal.signal", lambda *arguments: None)  # this process is no child
+    here, there = multiprocessing.Pipe(duplex=False)
+    here.close()
+    setup = Setup(framework="nonesuch", epochs=1)  # type: ignore[arg-type]
+    with there, pytest.raises(SystemExit):
+        experiment._child(there, setup, data, plans(setup)[0], 0, 0)
+    assert capsys.readouterr() == ("", "")
+
+
 def _die(pipe, *arguments):
     os._exit(7)
 
@@ -218,6 +229,16 @@ def test_the_report_has_one_table_the_curves_and_the_memory():
     assert all(len(figure.curves) == 3 for figure in curves)
     bars = [block for block in report.blocks if isinstance(block, Bars)]
     assert [len(figure.values) for figure in bars] == [3, 3]
+
+
+def test_the_report_counts_what_was_made():
+    result = outcome()
+    runs = [dataclasses.replace(run, updates=count) for run, count in zip(result.runs, (1, 1, 23), strict=True)]
+    report = findings(dataclasses.replace(result, setup=dataclasses.replace(result.setup, epochs=1), runs=runs))
+    assert "after 1 update their" in report.summary
+    text = next(block.text for block in report.blocks if isinstance(block, Text))
+    assert " 1 epoch of 60,000 rows" in text
+    assert "(c) makes 23 updates where (a) makes 1, with" in text
 
 
 def test_single_precision_of_the_framework_is_allowed_for_and_said():

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pathlib
 
 import pytest
 
@@ -40,6 +41,32 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path):
     assert os.listdir(tmp_path) == ["report.txt"]
 
 
+@pytest.mark.parametrize("during", ["write_bytes", "replace"])
+def test_ctrl_c_leaves_the_old_file_and_nothing_else(during, tmp_path, monkeypatch):
+    path = write(tmp_path / "report.txt", b"old")
+
+    def interrupted(file, *arguments):
+        if during == "write_bytes":
+            with open(file, "wb") as part:
+                part.write(b"ne")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, during, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["report.txt"]
+
+
+def test_a_link_to_a_file_in_a_folder_that_is_not_there_makes_both(tmp_path):
+    (tmp_path / "link").symlink_to("new/a")
+    check_writable(tmp_path / "link")
+    assert os.listdir(tmp_path) == ["link"]
+    write(tmp_path / "link", b"1")
+    assert (tmp_path / "new" / "a").read_bytes() == b"1"
+
+
 def test_what_can_be_written_to_is_left_as_it_was(tmp_path):
     check_writable(tmp_path / "new" / "folder" / "report.txt")
     assert os.listdir(tmp_path) == []
@@ -47,7 +74,9 @@ def test_what_can_be_written_to_is_left_as_it_was(tmp_path):
 
 def test_what_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "file").touch()
-    for path in (tmp_path, tmp_path / "file" / "report.txt", "/proc/self/report.txt"):
+    (tmp_path / "loop").symlink_to("loop")
+    impossible = [tmp_path, tmp_path / "file" / "a", tmp_path / "loop" / "a", tmp_path / (300 * "x") / "a"]
+    for path in (*impossible, tmp_path / (300 * "x"), "/proc/self/report.txt", "/proc/self/new/report.txt"):
         with pytest.raises(OSError) as raised:
             check_writable(path)
         assert raised.value.filename == str(path)

@@ -8,6 +8,7 @@ import click
 
 from gradaccum.cli.group import DIFFERENT, BadInput, checked_output, is_keras, require_framework, save, user_errors
 from gradaccum.cli.user_code import subject
+from gradaccum.extras import require
 
 __all__ = ["check"]
 
@@ -48,16 +49,20 @@ def check(
         checked_output("--json", str(json), ".json")
     if html is not None:
         checked_output("--html", html, ".html")
+    if json != "-":
+        require("rich")
     with user_errors(target):
         model, batch, keywords = subject(target)
         result = _checked(model, batch, {"micro_batch_size": micro_batch_size, **keywords}, device)
-    if json == "-":
-        click.echo(result.to_json())
-    else:
-        result.report().show()
-    for path in (json, html):
-        if path not in (None, "-"):
-            save(result, str(path))
+    try:
+        for path in (json, html):
+            if path not in (None, "-"):
+                save(result, str(path))
+    finally:  # a full disk costs the files, and a closed pipe what is printed
+        if json == "-":
+            click.echo(result.to_json())
+        else:
+            result.report().show()
     context.exit(0 if result.ok else DIFFERENT)
 
 

@@ -7,6 +7,7 @@ import pathlib
 import click
 
 from gradaccum.cli.group import DIFFERENT, BadInput, Failed, checked_output, require_framework, save
+from gradaccum.extras import require
 
 __all__ = ["demo"]
 
@@ -62,6 +63,7 @@ def demo(
 
     Exit code 1 says that the accumulated run differs from the large batch's by more than rounding.
     """
+    require("numpy")
     from gradaccum.demo.data import DataError, load
     from gradaccum.demo.experiment import RunError, Setup, perform
     from gradaccum.demo.findings import findings
@@ -81,9 +83,10 @@ def demo(
             raise BadInput(str(error)) from None
         for name in OUTPUTS:
             checked_output("--out", out / name)
-        progress.say(
-            f"{data.name} from {data.source}: {len(data.train_x):,} rows to train, {len(data.test_x):,} to test"
-        )
+        rows = len(data.train_x)
+        if batch_size > rows:
+            raise BadInput(f"--batch-size must be at most the {rows:,} rows of {data.name}. Received: {batch_size}.")
+        progress.say(f"{data.name} from {data.source}: {rows:,} rows to train, {len(data.test_x):,} to test")
         epochs = epochs or {"digits": 100}.get(data.name, Setup.epochs)
         setup = Setup(framework, batch_size, steps, epochs, dtype, ranks=ranks)  # type: ignore[arg-type]  # click checked the choices
         try:
@@ -91,10 +94,13 @@ def demo(
         except RunError as error:
             raise Failed(str(error)) from None
     report = findings(outcome)
-    click.echo()
-    report.show()
-    click.echo()
+    try:
+        for name in OUTPUTS:
+            save(report, out / name)
+    finally:  # a full disk costs the report, and a closed pipe what is printed
+        click.echo()
+        report.show()
+        click.echo()
     for name in OUTPUTS:
-        save(report, out / name)
         click.echo((out / name).resolve())
     context.exit(0 if outcome.ok else DIFFERENT)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import pathlib
 import sys
 import traceback
@@ -16,6 +17,7 @@ from typing import Any
 import click
 
 from gradaccum.cli.user_code import UserCodeError, one_line, raised_by_user
+from gradaccum.extras import require
 from gradaccum.report import check_writable
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 DIFFERENT = 1
+_DRAWN_WITH = {".html": ("jinja2", "matplotlib"), ".png": ("matplotlib",)}
 
 
 class BadInput(click.ClickException):
@@ -48,6 +51,10 @@ class Commands(click.Group):
             return super().main(args, standalone_mode=False, **extra)
         try:
             code = super().main(args, standalone_mode=False, **extra)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except SystemExit:  # click's 1, where nobody reads the output any more, would say "different"
+            code = Failed.exit_code
         except click.Abort:
             click.echo("Aborted.", err=True)
             code = 130  # as a shell has it for Ctrl-C
@@ -59,6 +66,10 @@ class Commands(click.Group):
             code = error.exit_code
         except ModuleNotFoundError:
             raise  # `gradaccum.__main__` says how to install it
+        except OSError as error:  # of the output: the disk is full, say
+            click.echo(f"Error: {error}", err=True)
+            sys.stdout = io.StringIO()  # what waits for its flush at exit can't be written either
+            code = Failed.exit_code
         except Exception:
             traceback.print_exc()
             code = Failed.exit_code  # 1, Python's own for a traceback, would say "different"
@@ -77,9 +88,16 @@ def is_keras(model: Any) -> bool:
 
 
 def checked_output(option: str, path: str | pathlib.Path, ending: str = "") -> None:
-    """Raises BadInput where nothing can be written to the path, before anything takes long."""
+    """Try all that writing a report to the path takes, before anything takes long.
+
+    Raises:
+        BadInput: It has another ending, or nothing can be written there.
+        ModuleNotFoundError: What draws it is not installed.
+    """
     if not str(path).lower().endswith(ending):
         raise BadInput(f"{option} takes a file name that ends in {ending}. Received: {path}.")
+    for library in _DRAWN_WITH.get(pathlib.Path(path).suffix.lower(), ()):
+        require(library)
     try:
         check_writable(path)
     except OSError as error:
@@ -108,7 +126,9 @@ def user_errors(target: str) -> Iterator[None]:
         raise BadInput(str(error)) from None
     except click.ClickException:
         raise
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, too: its code would be taken for the command's
         if isinstance(error, (TypeError, ValueError)) and not raised_by_user(error):
             raise BadInput(" ".join(str(error).split())) from None
         raise BadInput(f"{target}: the model or its loss raised {one_line(error)}") from None

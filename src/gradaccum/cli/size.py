@@ -32,9 +32,6 @@ def size(context: click.Context, target: str, memory: str | None, margin: float)
 
     Exit code 1 says that not even one row fits.
     """
-    require_framework("torch")
-    from gradaccum.torch.measure import DoesNotFit, estimate_size
-
     with user_errors(target):
         model, batch, keywords = subject(target)
         if is_keras(model):
@@ -42,6 +39,9 @@ def size(context: click.Context, target: str, memory: str | None, margin: float)
                 "gradaccum size estimates PyTorch models, and this is a Keras model. "
                 'gradaccum.keras.micro_batched(model, "auto") finds its size when it trains.'
             )
+        require_framework("torch")
+        from gradaccum.torch.measure import DoesNotFit, estimate_size
+
         known = inspect.signature(estimate_size).parameters
         keywords = {name: value for name, value in keywords.items() if name in known}
         try:

@@ -11,17 +11,20 @@ A framework's side of it is one function, `train(setup, data, plan, initial, not
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
+import multiprocessing.process
 import os
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from typing import Literal
 
 import numpy as np
@@ -237,11 +240,9 @@ def in_a_process(setup: Setup, data: Data, plan: Plan, progress: Progress) -> Ru
         context.Process(target=_child, args=(there if rank == 0 else None, setup, data, plan, rank, port), daemon=True)
         for rank in range(plan.ranks)
     ]
-    for process in processes:
-        process.start()
-    process = processes[0]
-    there.close()
     try:
+        _start(processes, context)
+        there.close()
         while True:
             message = here.recv()
             if isinstance(message, Run):
@@ -250,16 +251,52 @@ def in_a_process(setup: Setup, data: Data, plan: Plan, progress: Progress) -> Ru
                 raise RunError(f"Run {plan.name} failed:\n{message}")
             progress.advance(1, f"accuracy {message.accuracy:.1%}")
     except EOFError:
-        process.join()
-        raise RunError(f"Run {plan.name} ended early, with exit code {process.exitcode}.") from None
+        processes[0].join()
+        raise RunError(f"Run {plan.name} ended early, with exit code {processes[0].exitcode}.") from None
     finally:
         for process in processes:
-            process.terminate()
-            process.join()
+            if process.pid is not None:
+                process.terminate()
+                process.join()
         here.close()
 
 
-def _context(framework: Framework) -> multiprocessing.context.SpawnContext | multiprocessing.context.ForkServerContext:
+_Context = multiprocessing.context.SpawnContext | multiprocessing.context.ForkServerContext
+"""How processes are started."""
+
+
+def _start(processes: Sequence[multiprocessing.process.BaseProcess], context: _Context) -> None:
+    """Start them deaf to Ctrl-C: a terminal sends it to all processes, and this one ends the others."""
+    if context.get_start_method() == "forkserver":
+        with _interrupts_blocked():
+            forkserver.ensure_running()
+        first = context.Process(target=_nothing, daemon=True)  # the server imports PyTorch first, for seconds
+        first.start()
+        first.join()
+    with _interrupts_blocked():
+        for process in processes:
+            process.start()
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Ctrl-C waits meanwhile. What is started meanwhile never gets it."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    resource_tracker.ensure_running()  # which would lift the block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _nothing() -> None:
+    """The work of a process that is started to see others started."""
+
+
+def _context(framework: Framework) -> _Context:
     """Where fresh processes come from: a fork of this one would inherit its memory.
 
     PyTorch's, on Linux, are forks of one that has imported it and done nothing else: the import takes longest.
@@ -280,7 +317,7 @@ def _free_port() -> int:
 def _child(
     pipe: multiprocessing.connection.Connection | None, setup: Setup, data: Data, plan: Plan, rank: int, port: int
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where it could not be blocked
     # What torchrun tells its processes; rank 0 reports for all.
     where = {
         "RANK": rank,
@@ -291,7 +328,14 @@ def _child(
     }
     if plan.ranks > 1:
         os.environ.update({name: str(value) for name, value in where.items()})
-    send: Callable[[object], None] = pipe.send if pipe is not None else lambda message: None
+
+    def send(message: object) -> None:
+        try:
+            if pipe is not None:
+                pipe.send(message)
+        except BrokenPipeError:  # whom it is for was killed
+            sys.exit(1)
+
     try:
         train = importlib.import_module(f"gradaccum.demo.{setup.framework}_experiment").train
         send(train(setup, data, plan, initial_parameters(data.features, setup.seed), send))

@@ -49,9 +49,9 @@ _FRAMEWORKS = {"torch": "PyTorch", "keras": "Keras"}
 
 
 def _verdict(outcome: Outcome) -> str:
+    updates = _count(outcome.runs[0].updates, "update")
     after = (
-        f"after {outcome.runs[0].updates:,} updates their parameters differ by at most {outcome.difference:.1e} "
-        f"({outcome.allowed:.0e} allowed)"
+        f"after {updates} their parameters differ by at most {outcome.difference:.1e} ({outcome.allowed:.0e} allowed)"
     )
     if outcome.gradient_difference is not None:
         after = (
@@ -62,18 +62,24 @@ def _verdict(outcome: Outcome) -> str:
 
 
 def _what_was_done(outcome: Outcome) -> str:
+    large, _, alone = outcome.runs
     setup, small = outcome.setup, outcome.setup.batch_size // outcome.setup.steps
     each = "each in a process of its own"
     if setup.ranks > 1:
         each += f", and (b) in {setup.ranks}, each of which has its part of every window"
     return (
         f"A network of two hidden layers with 512 units, plain SGD with learning rate {setup.learning_rate:g}, "
-        f"{setup.epochs} epochs of {outcome.rows:,} rows from {outcome.data_source}, in {setup.dtype}. (a) takes "
-        f"{setup.batch_size} rows at once. (b) takes {small} rows at a time and wraps its optimizer with "
+        f"{_count(setup.epochs, 'epoch')} of {outcome.rows:,} rows from {outcome.data_source}, in {setup.dtype}. "
+        f"(a) takes {setup.batch_size} rows at once. (b) takes {small} rows at a time and wraps its optimizer with "
         f"{setup.steps // setup.ranks} steps; nothing else differs. (c) takes {small} rows at a time and wraps "
         f"nothing. All three start from the same weights and see the same rows in the same order, {each}. "
-        f"(c) makes {setup.steps} times as many updates with the same learning rate: another training."
+        f"(c) makes {_count(alone.updates, 'update')} where (a) makes {large.updates:,}, with the same learning rate: "
+        "another training."
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _table(outcome: Outcome) -> Table:
@@ -105,7 +111,7 @@ def _remarks(large: Run, accumulated: Run) -> list[str]:
     memory = (
         "Memory is counted in tensors, over one window: activations are a micro-batch's rows and what its forward pass "
         "keeps for the backward pass; the peak has parameters and gradients in it as well. Activations grow with the "
-        f"rows: (b) takes {ratio:.2f} times as much as (a)."
+        f"rows: (b) takes {ratio:.2g} times as much as (a)."
     )
     if accumulated.peak_bytes > large.peak_bytes:
         memory += (

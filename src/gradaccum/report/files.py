@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import itertools
 import os
 import pathlib
-import tempfile
+from collections.abc import Iterator
 
 __all__ = ["check_writable", "write"]
 
@@ -21,35 +24,63 @@ def write(path: str | os.PathLike[str], content: bytes) -> pathlib.Path:
         OSError: It cannot be written; names the file.
     """
     path = pathlib.Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
-            path.write_bytes(content)
-            return path
-        target = path.resolve()  # of a link
-        unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
-        try:
-            unfinished.write_bytes(content)
-            unfinished.replace(target)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    target = _target(path)
+    with _named(path):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and not target.is_file():  # a device or a pipe cannot be replaced
+            target.write_bytes(content)
+        else:
+            with _unfinished(target) as unfinished:
+                unfinished.write_bytes(content)
+                unfinished.replace(target)
     return path
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Try to write beside this `path`, or where its folder would be made. Leaves nothing behind.
+    """Do all that `write` does to this `path`, but for replacing it. Leaves nothing behind.
 
     Raises:
-        OSError: The folder is read-only, the disk is full, `path` is a folder itself, ...; names the file.
+        OSError: The folder is read-only or can't be made, the disk is full, `path` is a folder itself, ...; names the
+            file.
     """
-    path = pathlib.Path(path).absolute()
+    path = pathlib.Path(path)
+    target = _target(path)
+    with _named(path), contextlib.ExitStack() as undo:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if target.exists() and not target.is_file():  # a device or a pipe: whoever reads it would read this
+            return
+        missing = itertools.takewhile(lambda folder: not folder.exists(), target.parents)
+        for folder in reversed(list(missing)):
+            undo.callback(_remove_empty, folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _unfinished(target) as unfinished:
+            unfinished.write_bytes(bytes(ROOM))
+
+
+def _target(path: pathlib.Path) -> pathlib.Path:
+    """What a link leads to. A link to itself is an error when it is used."""
+    return pathlib.Path(os.path.realpath(path))
+
+
+@contextlib.contextmanager
+def _named(path: pathlib.Path) -> Iterator[None]:
     try:
-        if path.is_dir():
-            raise IsADirectoryError(21, "Is a directory")
-        folder = next(parent for parent in path.parents if parent.exists())
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(ROOM))
+        yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+@contextlib.contextmanager
+def _unfinished(target: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A file beside the `target`, which is gone at the end, also where that is an error or Ctrl-C."""
+    file = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
+    try:
+        yield file
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _remove_empty(folder: pathlib.Path) -> None:
+    with contextlib.suppress(OSError):  # it was never made, or somebody uses it by now
+        folder.rmdir()

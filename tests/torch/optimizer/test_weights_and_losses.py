@@ -197,8 +197,35 @@ def test_different_weights_in_one_micro_batch_are_refused():
     model = network()
     optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2)
     optimizer.backward(model(torch.ones(4, 5)).mean(), weight=4)
-    with pytest.raises(ValueError, match=r'weight=3 after 4.*reduction="sum"'):
+    with pytest.raises(ValueError, match=r'weight=3 after 4.*reduction="sum" without weights, .* a_in_window'):
         optimizer.backward(model(torch.ones(4, 5)).mean(), weight=3)
+
+
+def test_the_remedy_for_two_denominators_is_the_large_batchs_update():
+    """As the error says it: a masked loss and one per row, which divide by different counts."""
+
+    def losses(model, x, y):
+        squares = (model(x) - y).square().sum(1)
+        return squares[x[:, 0] > 0], squares.sqrt()
+
+    accumulated, expected = network(), network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(accumulated.parameters()), steps=3, reduction="sum")
+    micro_batches = split(regression(9), [2, 4, 3])
+    a_in_window, b_in_window = (len(each) for each in losses(expected, *join(micro_batches)))
+    assert a_in_window not in (0, b_in_window)
+    for x, y in micro_batches:
+        optimizer.zero_grad()
+        a, b = losses(accumulated, x, y)
+        optimizer.backward(a.sum() / a_in_window + b.sum() / b_in_window)
+        optimizer.step()
+    torch_updates(
+        expected,
+        sgd(expected.parameters()),
+        [join(micro_batches)],
+        lambda model, x, y: sum(each.mean() for each in losses(model, x, y)),
+    )
+    assert optimizer.updates == 1
+    assert relative_error(accumulated.parameters(), expected.parameters()) <= FLOAT64
 
 
 @pytest.mark.parametrize(

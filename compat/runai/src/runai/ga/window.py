@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 from gradaccum import WindowError
@@ -13,11 +14,19 @@ class Window:
     """`optimizer.runai`: its `steps`, and the `step` that it is at. The inner optimizer has it too, as in the original.
 
     Args:
-        optimizer: A wrapped optimizer of gradaccum.
+        optimizer: A wrapped optimizer of gradaccum, or a weak proxy of one.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Files hold the numbers. A wrapped optimizer that is loaded gives its inner one a new window.
+        try:
+            numbers = {"steps": self.steps, "step": self.step}
+        except ReferenceError:  # the wrapped optimizer is gone
+            numbers = {}
+        return types.SimpleNamespace, (), numbers
 
     @property
     def steps(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import keras
@@ -37,7 +38,7 @@ class Optimizer(gradaccum.keras.optimizers.Optimizer):
 
     def _wrap(self, optimizer: Any, *arguments: Any) -> None:
         super()._wrap(optimizer, *arguments)
-        vars(optimizer)["runai"] = self.runai  # for a custom optimizer that reads it in its step
+        vars(optimizer)["runai"] = Window(weakref.proxy(self))  # for a custom optimizer that reads it in its step
 
     def _log_wrapping(self) -> None:
         super()._log_wrapping()

@@ -21,15 +21,10 @@ class _RunAI:
         how = "summed" if kwargs.get("reduction") == "sum" else "averaged"
         name = type(self.inner).__name__
         print(f"Wrapping '{name}' PyTorch optimizer with GA of {self.steps} steps (gradients are {how})")
-        vars(self.inner)["runai"] = self.runai  # for a custom optimizer that reads it in its step
-
-    def __setstate__(self: Any, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[misc]  # torch's
-        vars(self.inner)["runai"] = self.runai
 
     def _hold(self: Any, inner: torch.optim.Optimizer) -> None:
         super()._hold(inner)  # type: ignore[misc]  # of the optimizer beside it
-        inner.runai = Window(weakref.proxy(self))  # type: ignore[attr-defined]  # for a custom one's step to read
+        vars(inner)["runai"] = Window(weakref.proxy(self))  # for a custom optimizer that reads it in its step
 
     @property
     def optimizer(self: Any) -> torch.optim.Optimizer:
