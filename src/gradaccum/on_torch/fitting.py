@@ -54,7 +54,8 @@ class Fitting:
 
         Raises:
             torch.OutOfMemoryError: Even one row does not fit.
-            StartOver: The failed backward pass has left gradients that belong to random numbers already drawn.
+            StartOver: The failed backward pass has left gradients that belong to random numbers already drawn, or the
+                failed micro-batch has moved what nobody knew to move.
         """
         try:
             self.once(piece, plan, passes)
@@ -69,7 +70,7 @@ class Fitting:
         arrived = self._transaction.arrived()
         # Smaller micro-batches draw other dropout masks, which would go with these gradients to no common loss.
         over = bool(arrived) and self._transaction.drew_in_micro_batch()
-        self._transaction.restore()
+        unseen = not self._transaction.restore()
         pieces = plan.failed(piece)
         if over:
             logger.warning(
@@ -79,9 +80,9 @@ class Fitting:
                 pieces[0].size,
             )
             raise StartOver
-        if anew:
+        if anew or unseen:
             logger.warning(
-                "Out of memory with a batch of %d rows: all over again in micro-batches of %d.",
+                "Out of memory with %d rows: all over again in micro-batches of %d.",
                 piece.size,
                 pieces[0].size,
             )

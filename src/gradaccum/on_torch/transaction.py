@@ -19,6 +19,9 @@ logger = logging.getLogger("gradaccum")
 SMALL = 1 << 20
 """Bytes of a buffer whose copy takes no time beside an update."""
 
+SAMPLED = 1 << 10
+"""Numbers of a larger one that are looked at."""
+
 _Place = tuple[dict[str, Any], str]
 
 
@@ -28,6 +31,8 @@ class _Buffer(NamedTuple):
     tensor: Tensor
     version: int
     copy: Tensor | None
+    sample: Tensor | None = None
+    """Some of its numbers, where a copy would be too large."""
 
     @property
     def place(self) -> tuple[int, str]:
@@ -40,10 +45,17 @@ class _Buffer(NamedTuple):
         return self.owner.get(self.name) is not self.tensor or self.tensor._version != self.version or uncounted
 
     def differs(self) -> bool:
-        """Whether its value is another one than when it was copied."""
-        return self.copy is not None and (
-            self.owner.get(self.name) is not self.tensor or not torch.equal(self.tensor, self.copy)
-        )
+        """Whether its value is another one than when it was copied, or sampled."""
+        if self.owner.get(self.name) is not self.tensor:
+            return True
+        if self.sample is not None:
+            return not _same(_sample(self.tensor), self.sample)
+        return self.copy is not None and not _same(self.tensor, self.copy)
+
+    @property
+    def sampled_on_cpu(self) -> bool:
+        # Elsewhere a look would wait for the device.
+        return self.sample is not None and self.sample.is_cpu
 
     def put_back(self, copy: Tensor) -> None:
         self.owner[self.name] = self.tensor
@@ -71,13 +83,13 @@ class _State(NamedTuple):
             if buffer.copy is not None:
                 if buffer.moved or buffer.differs():
                     buffer.put_back(buffer.copy)
-            elif buffer.moved:
+            elif buffer.moved or buffer.differs():
                 copy = earlier.get(buffer.place)
                 if copy is not None:
                     buffer.put_back(copy)
-                elif buffer.tensor._version == buffer.version:  # another one was put in its place
-                    buffer.owner[buffer.name] = buffer.tensor
-                else:
+                    continue
+                buffer.owner[buffer.name] = buffer.tensor  # another one may have been put in its place
+                if buffer.tensor._version != buffer.version or buffer.differs():
                     lost.append(buffer.name)
         if lost:
             logger.warning(
@@ -101,7 +113,8 @@ _NOTHING_MOVES = _State(None, [])
 class Transaction:
     """The random numbers, the buffers and the gradients that a micro-batch moves, in the update that it is part of.
 
-    Before an update, buffers of at most 1 MiB are copied, and larger ones that move; before a micro-batch those that
+    Before an update, buffers of at most 1 MiB are copied, and larger ones that move; of those that don't, a sample is,
+    as what moves through `.data` shows in its value alone. Before a micro-batch those are copied that
     move, such as the statistics of a BatchNorm. A buffer moves until it has been seen to stand still. Random numbers
     are remembered before each micro-batch, unless nobody drew any in the last update. As to gradients: autograd runs
     each parameter's accumulation once per backward pass, and raises the version of `p.grad`; so a changed version means
@@ -179,14 +192,26 @@ class Transaction:
         if self._outside:
             self._add_up_outside()
         self._update.learn(self._still_in_updates)
-        new = [buffer for buffer in self._update.buffers if buffer.place not in self._compared]
+        new = [
+            b
+            for b in self._update.buffers
+            if b.place not in self._compared or (b.sample is not None and b.sample.is_cpu)
+        ]
         if new:  # what moves through `.data` shows in its value alone
-            self._unversioned |= {buffer.place for buffer in new if not buffer.moved and buffer.differs()}
             self._compared |= {buffer.place for buffer in new}
+            self._moved_unseen(new)
         if self._unversioned:
             self._still_in_updates -= self._unversioned
             self._still_in_micro_batches -= self._unversioned
         self._update = None
+
+    def _moved_unseen(self, buffers: Iterable[_Buffer]) -> bool:
+        """Whether some of these have moved without a new version. They count as moving from now on."""
+        unseen = {buffer.place for buffer in buffers if not buffer.moved and buffer.differs()}
+        self._unversioned |= unseen
+        self._still_in_updates -= unseen
+        self._still_in_micro_batches -= unseen
+        return bool(unseen)
 
     @torch.no_grad()
     def _add_up_outside(self) -> None:
@@ -204,13 +229,22 @@ class Transaction:
         for p, old in self._outside:
             p.grad = old
         self._outside = []
-        self._update.put_back()
+        self._put_back_update()
 
     def start_over(self) -> None:
         """The update begins once more: random numbers and buffers as they were when it began, and no gradients."""
         assert self._update is not None
         for p, _ in self._outside:
             p.grad = None
+        self._put_back_update()
+
+    def _put_back_update(self) -> None:
+        assert self._update is not None
+        large = [buffer for buffer in self._update.buffers if buffer.copy is None]
+        self._moved_unseen(large)
+        moving = {buffer.place for buffer in large if buffer.moved}
+        self._still_in_updates -= moving
+        self._still_in_micro_batches -= moving
         self._update.put_back()
 
     def forget(self) -> None:
@@ -240,10 +274,19 @@ class Transaction:
         if self._micro_batch.buffers:
             self._micro_batch.learn(self._still_in_micro_batches)
 
-    def restore(self) -> None:
-        """The micro-batch failed: random numbers and buffers as they were when it began."""
+    def restore(self) -> bool:
+        """The micro-batch failed: random numbers and buffers as they were when it began.
+
+        Returns:
+            Whether that is so of all: a buffer that moves without a new version shows only now, when nobody knows
+            which of the update's micro-batches have moved it. It is copied before each from now on.
+        """
         assert self._micro_batch is not None
+        assert self._update is not None
+        held = {buffer.place for buffer in self._micro_batch.buffers if buffer.copy is not None}
+        unseen = self._moved_unseen(buffer for buffer in self._update.buffers if buffer.place not in held)
         self._micro_batch.put_back(self._update)
+        return not unseen
 
     def drew_in_micro_batch(self) -> bool:
         """Whether random numbers have been drawn since the micro-batch began, or may have been."""
@@ -267,8 +310,23 @@ def _buffers(places: Sequence[_Place], still: Collection[tuple[int, str]] = (), 
         tensor = owner.get(name)
         if tensor is not None:
             copied = (id(owner), name) not in still or tensor.nbytes <= smallest
-            buffers.append(_Buffer(owner, name, tensor, tensor._version, tensor.clone() if copied else None))
+            sample = None if copied or not smallest else _sample(tensor)
+            buffers.append(_Buffer(owner, name, tensor, tensor._version, tensor.clone() if copied else None, sample))
     return buffers
+
+
+def _sample(tensor: Tensor) -> Tensor | None:
+    """Some numbers from all over a large tensor; None where that takes a copy of all."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return None
+    return tensor.detach().view(-1)[:: max(1, tensor.numel() // SAMPLED)].clone()
+
+
+def _same(one: Tensor | None, other: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, NaN among them."""
+    return one is not None and (
+        torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+    )
 
 
 @contextlib.contextmanager
