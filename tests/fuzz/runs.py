@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import signal
 import threading
@@ -32,6 +33,9 @@ LIMIT = 60
 ALLOWED = {"float64": FLOAT64, "float32": FLOAT32, "autocast": 2e-2}
 """Relative errors. Products in bfloat16 are rounded otherwise in micro-batches."""
 
+TIMES = 8
+"""Times what the last bits of the parameters make of the oracle: up to there a difference is one of rounding."""
+
 _RUNS: dict[str, Callable[[Scenario, int], dict[str, float]]] = {
     "chunked": run_chunked,
     "TrainStep": run_train_step,
@@ -55,11 +59,27 @@ def outcome(scenario: Scenario, rank: int = 0) -> str:
             return "".join(traceback.format_exception(error))
         except Exception as error:  # whatever it is, it is not an answer
             return "".join(traceback.format_exception(error))
-    allowed = ALLOWED[scenario.dtype]
-    what_is_wrong = "; ".join(f"{what}: {error}" for what, error in wrong.items() if not error <= allowed)
+    allowed = dict.fromkeys(wrong, ALLOWED[scenario.dtype])
+    if any(not error <= allowed[what] for what, error in wrong.items()):
+        allowed = {what: max(most, TIMES * _rounding(scenario).get(what, 0.0)) for what, most in allowed.items()}
+    what_is_wrong = "; ".join(f"{what}: {error}" for what, error in wrong.items() if not error <= allowed[what])
     if what_is_wrong and scenario.loss == "across" and "could not be proven" in said.lines:
         return "refused: it could not be proven, and that was said"
     return what_is_wrong
+
+
+@functools.lru_cache(1)
+def _rounding(scenario: Scenario) -> dict[str, float]:
+    """How far the oracle moves by itself where the last bits of its parameters are others, as far as that is known.
+
+    BatchNorm over two or three rows leaves gradients that are nearly zero, of which Adam makes updates of full size.
+    """
+    if scenario.kind != "TrainStep" or scenario.engine or scenario.dtype != "float64":
+        return {}
+    with warnings.catch_warnings(), _Said():
+        warnings.simplefilter("ignore")
+        moved = run_train_step(scenario, 0, flipped=(1, 2, 3, 5, 7))
+    return {what: moved.get(what, 0.0) for what in ("parameters", "buffers", "state", "loss")}
 
 
 class _Said(logging.Handler):

@@ -92,6 +92,24 @@ def test_what_was_found_stays_noticed(scenario: Scenario) -> None:
     assert "cleared or replaced" in runs.outcome(scenario)
 
 
+def test_what_rounding_makes_of_the_oracle_itself_is_no_error_and_more_is() -> None:
+    two_rows = Scenario(
+        seed=298,
+        kind="TrainStep",
+        micro=1,
+        optimizer="adamw",
+        norm="exact",
+        epochs=((MicroBatch(), MicroBatch(rows=3), MicroBatch()),),
+    )
+    assert max(runs.run_train_step(two_rows, 0).values()) > 1e-12
+    assert runs.outcome(two_rows) == ""
+    wrong = lambda scenario, rank: {name: 1e-9 for name in ("parameters", "undone")}  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(runs._RUNS, "TrainStep", wrong)
+        assert "parameters" in runs.outcome(two_rows)
+        assert "undone" in runs.outcome(two_rows)
+
+
 ONE, NOTHING, SAVED = MicroBatch(), MicroBatch(weight=0.0), MicroBatch(event="save")
 DECAYS = Scenario(engine="ddp unused", optimizer="adamw")
 """Weight decay moves what has a gradient of 0, and leaves what has none: a head that no rank uses."""

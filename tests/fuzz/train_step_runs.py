@@ -133,6 +133,12 @@ class _Ordinary:
         self.plain = [OPTIMIZERS[scenario.optimizer](part) for part in parts_of(scenario, self.model)]
         self.schedules = [SCHEDULES[scenario.schedule](optimizer) for optimizer in self.plain if scenario.schedule]
 
+    def with_bits_flipped(self, bits: int) -> _Ordinary:
+        """This one, with other last bits in each of its parameters."""
+        for parameter in self.model.parameters():
+            parameter.data.view(torch.int64).bitwise_xor_(bits)
+        return self
+
     def passes(self, one: MicroBatch, x: Any, y: Tensor) -> Tensor:
         """The large batch's, or those of its micro-batches where each is computed by itself. Returns the loss."""
         scenario = self.scenario
@@ -195,9 +201,17 @@ def _moved_once(model: Model, x: Any) -> dict[str, Tensor]:
     return {f"trunk.{name}": buffer for name, buffer in there.named_buffers()}
 
 
-def run_train_step(scenario: Scenario, rank: int) -> dict[str, float]:
-    """What is wrong: relative errors by name."""
+def run_train_step(scenario: Scenario, rank: int, flipped: tuple[int, ...] = ()) -> dict[str, float]:
+    """What is wrong: relative errors by name.
+
+    Args:
+        scenario: The run.
+        rank: Of how many there are.
+        flipped: What is asked in its place: how far the oracle moves where these last bits of its first parameters are
+            the others. That is rounding, whoever computes it.
+    """
     oracle, run = _Ordinary(scenario), _Split(scenario)
+    others = [_Ordinary(scenario).with_bits_flipped(bits) for bits in flipped]
     ranks = [scenario.epochs, *([scenario.others] if scenario.others else [])]
     found = {"parameters": 0.0, "loss": 0.0}
     batches_of = [[one for epoch in epochs for one in epoch] for epochs in ranks]
@@ -218,7 +232,8 @@ def run_train_step(scenario: Scenario, rank: int) -> dict[str, float]:
         if one.event == "gone":
             raise Gone
         if one.event == "freeze":
-            freeze(run.model), freeze(oracle.model)
+            for model in (run.model, *(each.model for each in (oracle, *others))):
+                freeze(model)
         infinite = [float("inf") if other.event == "inf" else 1.0 for other in ones]
         run.model.fault.prepare(one.event, max(1, scenario.micro // 2))
         run.fails_to_step = one.event == "step error"
@@ -236,25 +251,28 @@ def run_train_step(scenario: Scenario, rank: int) -> dict[str, float]:
         if loss is not None:
             x = batches[0][0] if len(batches) == 1 else torch.cat([batch[0] for batch in batches])
             if max(infinite) > 1 or not weight_of(scenario, y):
-                torch.manual_seed(number)
-                oracle.passes(one, x, y)  # it moves buffers, and nothing else
+                for each in (oracle, *others):
+                    torch.manual_seed(number)
+                    each.passes(one, x, y)  # it moves buffers, and nothing else
             else:
                 expected = oracle.step(one, x, y, number)
-                found["loss"] = max(found["loss"], abs((loss / expected - 1).item()))
+                losses = [each.step(one, x, y, number) for each in others] or [loss]
+                found["loss"] = max(found["loss"], *[abs((each / expected - 1).item()) for each in losses])
                 for schedule in run.schedules:
                     schedule.step()
             if scenario.dropout and not torch.equal(random, torch.get_rng_state()):
                 found["random numbers"] = float("inf")
         if one.event == "save":
             run = run.resumed()
-        errors = {
-            "parameters": relative_error(whole(run.model.parameters()), oracle.model.parameters()),
-            "buffers": relative_error(buffers_of(run.model), buffers_of(oracle.model)),
-        }
-        if not scenario.engine and scenario.optimizer != "lbfgs" and scenario.dtype == "float64":
-            pairs = zip(run.inner, oracle.plain, strict=True)
-            errors["state"] = max(apart(state_of(a), state_of(b)) for a, b in pairs)
-        found.update({name: max(error, found.get(name, 0.0)) for name, error in errors.items()})
+        for model, inner in [(each.model, each.plain) for each in others] or [(run.model, run.inner)]:
+            errors = {
+                "parameters": relative_error(whole(model.parameters()), oracle.model.parameters()),
+                "buffers": relative_error(buffers_of(model), buffers_of(oracle.model)),
+            }
+            if not scenario.engine and scenario.optimizer != "lbfgs" and scenario.dtype == "float64":
+                pairs = zip(inner, oracle.plain, strict=True)
+                errors["state"] = max(apart(state_of(a), state_of(b)) for a, b in pairs)
+            found.update({name: max(error, found.get(name, 0.0)) for name, error in errors.items()})
     return found
 
 
