@@ -108,9 +108,9 @@ def test_a_model_with_batch_normalization_trains_and_is_named():
     ]
     model = keras.Sequential(layers)
     with pytest.warns(UserWarning, match="BatchNormalization normalises each micro-batch by itself.*: 'b'"):
-        optimizer = BatchOptimizer(adam(), 4, 8, 18, model)
+        optimizer = BatchOptimizer(adam(), 4, 8, 16, model)
     model.compile(optimizer=optimizer, loss="mse", jit_compile=BACKEND == "jax")
-    x, y = regression(18)
+    x, y = regression(16)
     history = model.fit(x, y, batch_size=4, epochs=5, verbose=0)
     assert history.history["loss"][-1] < history.history["loss"][0]
     assert np.isfinite(model.evaluate(x, y, verbose=0))

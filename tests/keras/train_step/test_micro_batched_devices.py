@@ -74,7 +74,7 @@ several_devices = pytest.mark.skipif(BACKEND == "torch", reason="Keras has no di
 
 
 @several_devices
-@pytest.mark.parametrize("size", [slow(1), 3, "auto"])
+@pytest.mark.parametrize("size", [slow(1), slow(3), "auto"])
 def test_two_devices_match_plain_fit_on_them(fit_bound, size):
     assert both(classifier, crossentropy, X[:ROWS], CLASSES, size) <= 10 * fit_bound  # batches of 16 and 4 rows
 
