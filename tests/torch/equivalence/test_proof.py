@@ -112,6 +112,18 @@ def test_a_loss_is_refused_that_is(name, unnamed):
     refused(net().train("random" not in name), (X, TARGETS), loss_fn=LOSSES[name])
 
 
+def test_rows_that_are_mixed_in_place_are_refused():
+    def across(model, x, y):
+        return CE(model(x), y.copy_(y.flip(0)))
+
+    with pytest.raises(gradaccum.NotEquivalentError):
+        update(net(), (X, Y.clone()), compute_loss=across)
+
+
+def test_a_batch_that_is_edited_in_place_row_by_row_is_no_reason_to_refuse():
+    update(net(), (X.clone(), Y), compute_loss=lambda model, x, y: CE(model(x.mul_(2)), y))
+
+
 def test_a_part_that_is_not_finite_is_a_difference(unnamed):
     y = torch.where(torch.arange(ROWS) < 2, Y, -100)  # every part but one is 0 / 0, and that one is exact
     refused(net(), (X, y), compute_loss=token_mean)

@@ -282,7 +282,8 @@ class _Comparison:
 
     def _whole(self) -> Outcome:
         with self._started(None):
-            loss = self._proof.objective.whole(self._few)
+            few = self._few.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)  # it may be edited
+            loss = self._proof.objective.whole(few)
             self._proof._scale(loss).backward()
             return self._outcome(loss)
 
