@@ -540,6 +540,63 @@ def test_it_is_repeated_for_one_row_of_many_whose_padding_is_ignored_by_an_index
         step(X, tokens)
 
 
+def _marked(row, value):
+    targets = torch.rand(64, 3, generator=torch.Generator().manual_seed(4))
+    targets[row, 1] = value
+    return targets
+
+
+def _masked(row, dtype):
+    mask = torch.ones(64, 3, dtype=dtype)
+    mask[row, 1:] = 0
+    return mask
+
+
+ONE_OF_MANY = {
+    "a number below 0": lambda row: (_marked(row, -1.0), lambda error, y: error[y >= 0].mean()),
+    "a zero": lambda row: (_marked(row, 0.0), lambda error, y: error[y != 0].mean()),
+    "a large number": lambda row: (_marked(row, 9999.0), lambda error, y: error[y != 9999].mean()),
+    "a small number": lambda row: (_marked(row, -7777.0), lambda error, y: error[y != -7777].mean()),
+    "a mask": lambda row: (_masked(row, torch.bool), lambda error, y: error[y].mean()),
+    "a mask of float32": lambda row: (_masked(row, torch.float32), lambda error, y: (error * y).sum() / y.sum()),
+    "a mask of float64": lambda row: (_masked(row, torch.float64), lambda error, y: (error * y).sum() / y.sum()),
+}
+
+
+@pytest.mark.parametrize("row", [5, 20, 40])
+@pytest.mark.parametrize("name", ONE_OF_MANY)
+def test_one_row_of_many_in_which_something_is_left_out_is_among_those_that_are_proven(name, row, unnamed):
+    target, reduce = ONE_OF_MANY[name](row)
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(5))
+    model = nn.Linear(6, 3)
+    step = TrainStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        compute_loss=lambda model, x, y: reduce((model(x) - 0.5).square(), y),
+        micro_batch_size=16,
+    )
+    with pytest.raises(gradaccum.NotEquivalentError):
+        step(x, target)
+
+
+@pytest.mark.parametrize("name", [name for name in ONE_OF_MANY if "large" not in name])
+def test_it_is_repeated_where_something_is_left_out_of_a_row_for_the_first_time(name, unnamed):
+    target, reduce = ONE_OF_MANY[name](5)
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(5))
+    model = nn.Linear(6, 3)
+    step = TrainStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        compute_loss=lambda model, x, y: reduce((model(x) - 0.5).square(), y),
+        micro_batch_size=16,
+    )
+    for _ in range(3):
+        step(x, torch.ones_like(target))
+    step._proof._batches = 8
+    with pytest.raises(gradaccum.NotEquivalentError):
+        step(x, target)
+
+
 class _OnADevice(torch.Tensor):
     """What an accelerator's tensor is to those who must not wait for it."""
 

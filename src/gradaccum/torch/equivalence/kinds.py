@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,8 +27,8 @@ class Kinds:
 
     A batch is of a new kind where its structure is new, or the mode of one of the model's modules; where its whole
     numbers are smaller or larger than any before, as an index that losses ignore may be; or where something differs
-    among its rows for the first time: targets below 0, which losses ignore, targets that are missing (NaN), the length
-    or the side of padding, a weight. Batches of few rows say little, so that larger ones are new after them.
+    among its rows for the first time: numbers below 0, zeros or NaN, which losses ignore and masks leave out, the
+    length or the side of padding, a weight. Batches of few rows say little, so that larger ones are new after them.
 
     On accelerators the rows' values are read one update later, so that no update waits for them.
 
@@ -75,11 +76,14 @@ class Kinds:
                         ranges[path] = min(low, least), max(high, most)
                 elif arrived is not None or path not in self._pending:
                     self._pending[path] = _read_later(torch.stack([*leaf.aminmax()]))
-            for key, vary in _variations(path, leaf, dim):
+            for key, vary in _variations(path, leaf, dim, thorough=first):
                 if key in self._uneven or (none_ignored and key.startswith(_IGNORED)):
                     continue
+                # One operation in place of many, as this runs in every update.
                 if look and key.startswith(_MISSING) and not math.isnan(leaf.sum().item()):
-                    continue  # one operation in place of many, as this runs in every update
+                    continue
+                if look and key.startswith(_ZERO) and leaf.count_nonzero().item() == leaf.numel():
+                    continue
                 arrived = None if look else self._arrived(key)
                 if look or (arrived is not None and arrived[0]):
                     if bool(_differs(vary())):
@@ -128,17 +132,25 @@ def telling_rows(batch: Batch, most: int) -> Tensor:
     if len(order) <= most:
         return order
     picked = torch.cat([order[: most // 2], order[-(most - most // 2) :]])
-    plain = [(path, leaf, dim) for path, leaf, dim in batch.leaves if _is_plain(leaf)]
-    ways = [vary for path, leaf, dim in plain for _, vary in _variations(path, leaf, dim)]
-    for _, leaf, dim in plain:
-        if _is_whole(leaf):
-            ways += [functools.partial(_equal, leaf, dim, end) for end in batch.ends(leaf)]
-    for place, vary in enumerate(ways):
+    places = itertools.cycle(sorted(range(most), key=lambda place: abs(place - most // 2)))  # the least telling first
+    for vary in _ways_to_vary(batch):
         values = vary().cpu()
         others = (values != values[picked[0]]).nonzero().flatten()
         if len(others) and not (values[picked] != values[picked[0]]).any():
-            picked[1 + place % (most - 1)] = others[0]
+            picked[next(places)] = others[0]
     return picked[scores[picked].argsort(stable=True)]
+
+
+def _ways_to_vary(batch: Batch) -> Iterator[Callable[[], Tensor]]:
+    """Functions that return a number for each row; the smallest and the largest values last."""
+    plain = [(path, leaf, dim) for path, leaf, dim in batch.leaves if _is_plain(leaf) and not leaf.is_complex()]
+    for path, leaf, dim in plain:
+        for _, vary in _variations(path, leaf, dim, thorough=True):
+            yield vary
+    for _, leaf, dim in plain:
+        if leaf.dtype is not torch.bool:
+            for end in batch.ends(leaf):
+                yield functools.partial(_equal, leaf, dim, end)
 
 
 def _is_whole(leaf: Tensor) -> bool:
@@ -153,16 +165,25 @@ def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not leaf.is_nested and leaf.layout is torch.strided and bool(leaf.numel())
 
 
-_MISSING, _IGNORED = "missing ", "ignored "
+_MISSING, _IGNORED, _ZERO = "missing ", "ignored ", "zero "
 
 
-def _variations(path: str, leaf: Tensor, dim: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """What may differ among the rows of this tensor: a name, and a function that returns a number for each row."""
-    floating = leaf.is_floating_point()
-    if floating and leaf.numel() <= SMALL:
+def _variations(path: str, leaf: Tensor, dim: int, thorough: bool) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """What may differ among the rows of this tensor: a name, and a function that returns a number for each row.
+
+    Args:
+        path: Of the tensor.
+        leaf: The tensor.
+        dim: Where its rows are.
+        thorough: Whether to look at each number of a large tensor, too.
+    """
+    floating, small = leaf.is_floating_point(), thorough or leaf.numel() <= SMALL
+    if floating and small:
         yield _MISSING + path, lambda: _sums(leaf.isnan(), dim)
-    if not floating and leaf.dtype in _WHOLE:
+    if leaf.dtype in _WHOLE or (floating and small):
         yield _IGNORED + path, lambda: _sums(leaf < 0, dim)
+    if small:
+        yield _ZERO + path, lambda: _sums(leaf == 0, dim)
     named = "mask" in path or "weight" in path
     if (named and leaf.dim() <= 2) or (floating and leaf.dim() == 1):
         yield f"sum {path}", lambda: _sums(leaf, dim)
