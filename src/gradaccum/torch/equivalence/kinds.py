@@ -65,7 +65,7 @@ class Kinds:
             if not _is_plain(leaf):
                 continue
             look = first or leaf.is_cpu
-            none_ignored = False
+            none_ignored, nearest = False, None
             if _is_whole(leaf):
                 low, high = self._ranges.get(path, (math.inf, -math.inf))
                 arrived = None if look else self._arrived(path)
@@ -79,11 +79,11 @@ class Kinds:
             for key, vary in _variations(path, leaf, dim, thorough=first):
                 if key in self._uneven or (none_ignored and key.startswith(_IGNORED)):
                     continue
-                # One operation in place of many, as this runs in every update.
-                if look and key.startswith(_MISSING) and not math.isnan(leaf.sum().item()):
-                    continue
-                if look and key.startswith(_ZERO) and leaf.count_nonzero().item() == leaf.numel():
-                    continue
+                if look and not first and key.startswith((_MISSING, _ZERO)):
+                    if nearest is None:  # one number in place of many, as this runs in every update
+                        nearest = (leaf if leaf.dtype is torch.bool else leaf.abs()).amin().item()
+                    if nearest > 0 or (nearest == 0 and key.startswith(_MISSING)):
+                        continue
                 arrived = None if look else self._arrived(key)
                 if look or (arrived is not None and arrived[0]):
                     if bool(_differs(vary())):
