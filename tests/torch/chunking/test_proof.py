@@ -169,10 +169,11 @@ def test_attributes_and_buffers_that_micro_batches_leave_otherwise_are_said_once
         lambda m, h: h * m.before.weight.sum(),
         lambda m, h: setattr(m, "last", torch.arange(6.0)) or h + m.last,
         lambda m, h: m.moving.copy_(m.moving * 0.9 + 0.1 * h.detach().mean(0)) is None or h,
+        lambda m, h: m.moving.add_(0.1 * F.layer_norm(h.detach(), (6,)).mean()) is None or h,
         lambda m, h: h * torch.from_numpy(np.ones(6)) if np.random.rand() >= 0 else h,  # noqa: NPY002
         lambda m, h: torch.utils.checkpoint.checkpoint(torch.tanh, h, use_reentrant=False),
     ],
-    ids=["noise", "parameters", "cached table", "moving average", "NumPy", "checkpoint"],
+    ids=["noise", "parameters", "cached table", "moving average", "average of zero", "NumPy", "checkpoint"],
 )
 def test_what_is_exact_is_silent_and_moves_nothing(harmless, caplog):
     module, x = Does(harmless), torch.randn(ROWS, 5)
@@ -185,6 +186,24 @@ def test_what_is_exact_is_silent_and_moves_nothing(harmless, caplog):
     assert torch.equal(numbers, torch.get_rng_state())
     assert relative_error(module.state_dict().values(), state.values()) == 0
     assert all(p.grad is None for p in module.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_running_mean_that_is_zero_but_for_rounding_is_silent(dtype, caplog):
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5, bias=False), nn.BatchNorm1d(5)]
+    model, x = nn.Sequential(*layers).to(dtype), torch.randn(40, 4, dtype=dtype)
+    with caplog.at_level(logging.WARNING):
+        chunked(model, 8, batch_norm="exact").verify(x)
+    assert model[3].running_mean.abs().max() == 0  # nothing moved
+    assert not caplog.records
+
+
+def test_a_buffer_that_differs_by_little_beside_large_inputs_is_said(caplog):
+    module = Does(lambda m, h: m.moving.add_(len(h) ** 2) is None or h)
+    with caplog.at_level(logging.WARNING):
+        chunked(module, SIZE).verify(1e6 * torch.randn(ROWS, 5))
+    assert "'moving'" in caplog.text
 
 
 def test_a_generator_out_of_sight_is_an_error_by_the_first_backward():

@@ -232,7 +232,7 @@ class _Comparison:
                 actual, expected = (other if g is None else g for g in (parts.gradients[name], gradient))
                 # A gradient that is zero but for rounding has no relative error of its own: floor its scale.
                 wrong += self._line(f"gradient of {name}", actual, expected, floor=1e-3 * largest)
-        self._remark(whole, parts)
+        self._remark(whole, parts, watches[0].sizes)
         return wrong
 
     def differences_in_float64(self, found: list[str]) -> list[str]:
@@ -262,7 +262,7 @@ class _Comparison:
     def _allowed(self, tensor: Tensor) -> float:
         return rounding(str(self.noise.precision), tensor.device.type)
 
-    def _remark(self, whole: _Result, parts: _Result) -> None:
+    def _remark(self, whole: _Result, parts: _Result, sizes: dict[str, float]) -> None:
         if self.outside:
             self.remarks.append(
                 f"A chunked {type(self.module).__name__} passes gradients to tensors that are neither its parameters "
@@ -270,7 +270,11 @@ class _Comparison:
                 "`.grad` micro-batch by micro-batch, so hooks run for each, and torch.autograd.grad doesn't see them. "
                 "Register them as parameters, or pass them as inputs."
             )
-        moved = [name for name, value in whole.buffers.items() if self._line("", parts.buffers[name], value)]
+        moved = []
+        for name, value in whole.buffers.items():
+            # A mean that is zero but for rounding has the scale of what it is a mean of; a count has its own.
+            size = sizes.get(name.rpartition(".")[0], 0.0) if is_floating(value) else 0.0
+            moved += [name] if self._line("", parts.buffers[name], value, floor=1e-3 * size) else []
         if moved:
             self.remarks.append(
                 f"These buffers of a chunked {type(self.module).__name__} move to the mean of where its micro-batches "

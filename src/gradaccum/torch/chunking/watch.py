@@ -16,7 +16,7 @@ from gradaccum.on_torch.batch import leaves
 from gradaccum.on_torch.random_state import is_generator
 from gradaccum.rounding import rounding
 from gradaccum.torch.chunking.recompute import ModuleState
-from gradaccum.torch.chunking.trees import Inputs
+from gradaccum.torch.chunking.trees import Inputs, is_floating
 from gradaccum.torch.equivalence import relative_error
 
 __all__ = [
@@ -53,6 +53,8 @@ class Watch(TorchFunctionMode):
         self.module, self.neutral = module, neutral
         self.layers: dict[str, list[tuple[Tensor | None, Tensor]]] = {}
         """First input and output of the innermost layers, by path, of one call after the other."""
+        self.sizes: dict[str, float] = {}
+        """The largest number that a module with buffers takes or returns, by path."""
         self.functional: list[str] = []
         """Modules that call `torch.nn.functional.batch_norm` and are no BatchNorm."""
         self._made: list[tuple[TensorWeakRef, str]] = []
@@ -84,6 +86,11 @@ class Watch(TorchFunctionMode):
             while self._running and self._running.pop() != path:
                 pass  # what has been left by an exception, such as those that end recomputations
             self._note(output, path)
+            if layer._buffers:
+                seen = [t.detach() for _, t in leaves((args, output)) if is_floating(t)]
+                finite = [t[t.isfinite()] for t in seen]
+                largest = max([t.abs().max().item() for t in finite if t.numel()] or [0.0])
+                self.sizes[path] = max(self.sizes.get(path, 0.0), largest)
             if isinstance(output, Tensor) and output.dim() and not list(layer.children()):
                 first = args[0].detach() if args and isinstance(args[0], Tensor) else None
                 self.layers.setdefault(path, []).append((first, output.detach()))
