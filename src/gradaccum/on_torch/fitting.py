@@ -12,9 +12,12 @@ from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.transaction import PutAside, Transaction
 from gradaccum.sizes import Piece, Rows, Tokens
 
-__all__ = ["Fitting", "Passes", "StartOver", "nothing_fits"]
+__all__ = ["Fitting", "OneRow", "Passes", "StartOver", "nothing_fits"]
 
 logger = logging.getLogger("gradaccum")
+
+
+_NONE_ALONE = "The model can't take one row alone: all over again in micro-batches that leave none."
 
 
 class Passes(Protocol):
@@ -29,6 +32,10 @@ class Passes(Protocol):
 
 class StartOver(Exception):  # no error: the window runs again
     """The window has to begin again, in the smaller micro-batches that its plan knows of by now."""
+
+
+class OneRow(ValueError):
+    """The model can't take a micro-batch of one row, as BatchNorm can't."""
 
 
 class Fitting:
@@ -53,10 +60,24 @@ class Fitting:
             anew: Start over where it does not fit, whatever has arrived.
 
         Raises:
-            torch.OutOfMemoryError: Even one row does not fit.
-            StartOver: The failed backward pass has left gradients that belong to random numbers already drawn, or the
-                failed micro-batch has moved what nobody knew to move.
+            torch.OutOfMemoryError: Even one row does not fit, or as few as the model can take.
+            ValueError: It can't take one, and memory had no part in that.
+            StartOver: The failed backward pass has left gradients that belong to random numbers already drawn, the
+                failed micro-batch has moved what nobody knew to move, or a split would leave one row alone.
         """
+        try:
+            self._run(piece, plan, passes, anew)
+        except OneRow as error:
+            if not plan.lowered:
+                raise ValueError(str(error)) from error
+            if not plan.refused():
+                raise nothing_fits(error, "more than one row") from error
+        else:
+            return
+        logger.warning(_NONE_ALONE)  # an earlier batch ran out of memory with one row
+        raise StartOver
+
+    def _run(self, piece: Piece, plan: Rows | Tokens, passes: Passes, anew: bool) -> None:
         try:
             self.once(piece, plan, passes)
             return
@@ -71,6 +92,7 @@ class Fitting:
         # Smaller micro-batches draw other dropout masks, which would go with these gradients to no common loss.
         over = bool(arrived) and self._transaction.drew_in_micro_batch()
         unseen = not self._transaction.restore()
+        final = piece.size <= 2 or plan.failed_before(piece)
         pieces = plan.failed(piece)
         if over:
             logger.warning(
@@ -96,7 +118,13 @@ class Fitting:
         try:
             for smaller in pieces:
                 for fitting in plan.fitting(smaller):
-                    self.run(fitting, plan, passes)
+                    self._run(fitting, plan, passes, anew=False)
+        except OneRow as error:
+            if final:
+                plan.refused()
+                raise nothing_fits(error, "more than one row") from error
+            logger.warning(_NONE_ALONE)
+            raise StartOver from None
         finally:
             aside.take_back()
 
@@ -124,10 +152,10 @@ class Fitting:
         plan.record(piece, seconds, base, highest if highest > mark else live)
 
 
-def nothing_fits(error: Exception) -> torch.OutOfMemoryError:
-    """What to say where even one row does not fit."""
+def nothing_fits(error: Exception, rows: str = "one row") -> torch.OutOfMemoryError:
+    """What to say where even one row does not fit, or as few as can be."""
     return torch.OutOfMemoryError(
-        f"Out of memory with a micro-batch of one row: {error}\nNo update was made; parameters, optimizer state and "
+        f"Out of memory with a micro-batch of {rows}: {error}\nNo update was made; parameters, optimizer state and "
         "buffers are as they were. Make the model's activations smaller (gradient checkpointing, half precision), or "
         "the rows shorter."
     )

@@ -73,7 +73,8 @@ class FixedSize:
 
     def failed(self, size: int) -> None:
         """Record that a micro-batch of `size` rows ran out of memory."""
-        self.size = self.ceiling = max(min(size // 2, self.size), 1)
+        smaller = max(size // 2, min(2, size - 1), 1)  # three become two: BatchNorm can't normalise one alone
+        self.size = self.ceiling = min(smaller, self.size)
 
     def close(self) -> None:
         """End the window."""

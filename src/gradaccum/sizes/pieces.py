@@ -79,10 +79,24 @@ class Rows:
         """A micro-batch took so long, and so many bytes at its peak over `base` before it."""
         self.sizer.record(piece.size, seconds, base, peak)
 
+    @property
+    def lowered(self) -> bool:
+        """Whether micro-batches are smaller than they were, since some ran out of memory."""
+        return self.sizer.ceiling is not None and self.rows > 1
+
+    def failed_before(self, piece: Piece) -> bool:
+        """Whether a piece of this size was already known not to fit."""
+        return self.sizer.ceiling is not None and piece.size > self.sizer.ceiling
+
     def failed(self, piece: Piece) -> list[Piece]:
         """This piece ran out of memory; returns smaller ones."""
         self.sizer.failed(piece.size)
         return piece.split(min(self.sizer.size, piece.size - 1))
+
+    def refused(self) -> bool:
+        """One row alone can't be evaluated: two are the fewest from here on. Returns whether that is news."""
+        size, self.sizer.size = self.sizer.size, max(self.sizer.size, 2)
+        return size < 2
 
     def fitting(self, piece: Piece) -> list[Piece]:
         """The piece, or smaller ones where a smaller size has failed meanwhile."""
@@ -120,6 +134,8 @@ class TokenBudget:
     def __init__(self, max_tokens: int, max_rows: int | None = None) -> None:
         self.max_tokens = checked_count(max_tokens, "max_tokens")
         self.max_rows = max_rows
+        self.lowered = False
+        """Whether it is less than was chosen."""
 
 
 class Tokens:
@@ -149,10 +165,24 @@ class Tokens:
     def record(self, piece: Piece, seconds: float, base: float, peak: float) -> None:
         """Nothing to learn."""
 
+    @property
+    def lowered(self) -> bool:
+        """Whether micro-batches are smaller than they were, since some ran out of memory."""
+        return self.budget.lowered
+
+    def failed_before(self, piece: Piece) -> bool:
+        """Whether a piece of this size was already known not to fit."""
+        return piece.tokens > self.budget.max_tokens
+
     def failed(self, piece: Piece) -> list[Piece]:
         """This piece ran out of memory; returns smaller ones."""
+        self.budget.lowered = True
         self.budget.max_tokens = max(min(self.budget.max_tokens, piece.tokens // 2), 1)
         return piece.split(-(-piece.size // 2))
+
+    def refused(self) -> bool:
+        """One row alone can't be evaluated, which is no news for other rows."""
+        return False
 
     def fitting(self, piece: Piece) -> list[Piece]:
         """The piece, or smaller ones where the budget has been lowered since it was packed."""

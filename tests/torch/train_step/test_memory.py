@@ -433,6 +433,77 @@ def test_at_one_row_the_error_is_told_and_everything_is_as_it_was(limits: tuple[
     assert step(*batch).isfinite()
 
 
+class Normalised(nn.Sequential):
+    """Fits up to a number of rows, and can't take a single one while it trains."""
+
+    limit = 99
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+        self.double()
+        self.sizes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sizes.append(len(x))
+        if len(x) > self.limit:
+            raise torch.OutOfMemoryError(OUT)
+        return super().forward(x)
+
+
+def normalised(size: int | str, choice: str) -> tuple[Normalised, TrainStep]:
+    model = Normalised()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    keywords: dict[str, Any] = {"micro_batch_size": size, "batch_norm": choice, "verify": False}
+    return model, TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), **keywords)
+
+
+def rows(count: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 5, dtype=torch.float64), torch.randint(3, (count,))
+
+
+@pytest.mark.parametrize("choice", ["micro", "pooled"])
+@pytest.mark.parametrize(("size", "count"), [(1, 4), (2, 3), (4, 1)])
+def test_a_row_that_batch_norm_would_meet_alone_is_an_error_that_says_what_to_do(
+    size: int, count: int, choice: str
+) -> None:
+    model, step = normalised(size, choice)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r'one row by itself: Expected more than 1.*Use batch_norm="exact"'):
+        step(*rows(count))
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    step(*rows(6)) if size == 2 else model.eval()
+    assert step(*rows(count) if size != 2 else rows(2)).isfinite()  # in eval mode one row is no different
+
+
+@pytest.mark.parametrize("choice", ["micro", "pooled"])
+@pytest.mark.parametrize("size", [3, 4, 5, 8, "auto"])
+def test_out_of_memory_leaves_batch_norm_no_single_row(size: int | str, choice: str) -> None:
+    model, step = normalised(size, choice)
+    model.limit = 2
+    expected, reference = normalised(2, choice)
+    for count in (12, 6, 20):
+        torch.manual_seed(count)
+        x, y = rows(count)
+        step(x, y)
+        reference(x, y)
+    assert relative_error(list(model.parameters()), list(expected.parameters())) <= FLOAT64
+    assert relative_error([model[1].running_var], [expected[1].running_var]) <= FLOAT64
+
+
+@pytest.mark.parametrize(("limit", "count"), [(1, 8), (2, 3), (2, 9), (1, 3), (0, 8)])
+@pytest.mark.parametrize("size", [3, 8, "auto"])
+def test_where_batch_norm_needs_more_rows_than_fit_it_is_out_of_memory(size: int | str, limit: int, count: int) -> None:
+    model, step = normalised(size, "pooled")
+    model.limit = limit
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(torch.OutOfMemoryError, match=r"more than one row: BatchNorm(.|\n)*No update was made|one row"):
+        step(*rows(count))
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    model.limit = 99
+    assert step(*rows(8)).isfinite()
+
+
 def test_any_other_error_leaves_no_half_window() -> None:
     model = Picky(dropout=0.5)
     optimizer = OPTIMIZERS["sgd"](model.parameters())

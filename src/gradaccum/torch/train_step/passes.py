@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 from torch import Tensor
 
 from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.fitting import OneRow
 from gradaccum.on_torch.transaction import Transaction
 from gradaccum.sizes import Piece
 from gradaccum.torch.batch_norm import BatchNormPolicy
@@ -15,6 +17,15 @@ from gradaccum.torch.loss import LossAccumulator, WeightedLoss
 from gradaccum.torch.train_step.update import Update
 
 __all__ = ["Passes"]
+
+
+_NO_CONTEXT = contextlib.nullcontext()
+
+_ONE_ROW = (
+    'BatchNorm can\'t normalise a micro-batch of one row by itself: {error}. Use batch_norm="exact", which normalises '
+    "over the whole batch, or a `micro_batch_size` that leaves no single row: 2 for an even number of rows, 3 or more "
+    "for any. A batch of one row has nothing to normalise over at all."
+)
 
 
 class Passes:
@@ -46,10 +57,13 @@ class Passes:
         """The forward pass of a piece."""
         micro_batch, noise = self.take(piece), self._update.noise
         measured = noise is not None and noise.waiting
-        if self._batch_norm.idle:
-            return self.window.forward(micro_batch, measured)
-        with self._batch_norm.micro_batch():
-            return self.window.forward(micro_batch, measured)
+        try:
+            with _NO_CONTEXT if self._batch_norm.idle else self._batch_norm.micro_batch():
+                return self.window.forward(micro_batch, measured)
+        except ValueError as error:
+            if piece.size == 1 and "more than 1 value per channel" in str(error):  # torch.nn.functional's
+                raise OneRow(_ONE_ROW.format(error=error)) from error
+            raise
 
     def backward(self, piece: Piece, weighted: WeightedLoss) -> None:
         """The backward pass of a piece, which counts from here on."""
