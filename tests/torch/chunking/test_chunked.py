@@ -612,6 +612,26 @@ def live_bytes(module, x):
     return held["most"]
 
 
+def test_it_is_indexed_counted_and_iterated_as_its_module():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    small = chunked(model, 2)
+    assert small[0] is model[0]
+    assert len(small) == 2
+    assert list(small) == list(model)
+    assert model[1] in small
+    names = nn.ModuleDict({"first": nn.Linear(4, 3)})
+    assert list(chunked(names, 2)) == ["first"]
+    assert chunked(names, 2)["first"] is names["first"]
+    plain = chunked(nn.Linear(4, 3), 2)
+    assert plain  # nothing that is empty
+    with pytest.raises(TypeError, match="'Linear' object is not subscriptable"):
+        plain[0]
+    with pytest.raises(TypeError, match="'Linear' object is not iterable"):
+        list(plain)
+    with pytest.raises(TypeError, match=r"'Linear' has no len"):
+        len(plain)
+
+
 def test_activation_memory_does_not_grow_with_the_batch():
     module = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     inside = [live_bytes(chunked(module, 16), torch.randn(rows, 5)) - rows * 8 * 4 for rows in (64, 1024)]

@@ -11,7 +11,7 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -304,6 +304,20 @@ class Chunked(nn.Module):
         if name == "module":  # not there yet, as while unpickling
             raise AttributeError(name)
         return getattr(self.module, name)
+
+    # Python looks these up on the class.
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]  # the module's own error, if it has none
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)  # type: ignore[call-overload]
+
+    def __bool__(self) -> bool:  # without it, by `__len__`
+        return bool(self.module)
 
     def extra_repr(self) -> str:
         return f"{type(self.module).__name__}, micro_batch_size={self.micro_batch_size}"
