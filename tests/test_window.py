@@ -227,7 +227,11 @@ def test_the_length_changes_between_windows():
 # Saving.
 
 
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8), st.integers(0, 8), st.sampled_from(["mean", "sum"]))
+@given(
+    st.lists(st.just(0.0) | st.floats(1e-150, 1e6), min_size=1, max_size=8),
+    st.integers(0, 8),
+    st.sampled_from(["mean", "sum"]),
+)
 def test_a_window_goes_on_from_its_state_bit_for_bit(weights, cut, reduction):
     whole = Window(steps=len(weights), reduction=reduction)
     factors = fill(whole, weights)
@@ -295,7 +299,7 @@ class Scalar:
 
 
 @pytest.mark.parametrize("weight", [0, 7, 2.5, np.float32(2.5), np.int64(3), np.array(4.0), Fraction(1, 2), Scalar(3)])
-def test_a_weight_is_any_finite_number(weight):
+def test_a_weight_is_a_number_of_any_kind(weight):
     assert checked_weight(weight) == float(weight)
     assert type(checked_weight(weight)) is float
 
@@ -304,6 +308,29 @@ def test_a_weight_is_any_finite_number(weight):
 def test_a_weight_that_is_negative_or_not_finite_is_refused(weight):
     with pytest.raises(ValueError, match=r"A weight must be a finite number >= 0. Received: weight="):
         checked_weight(weight)
+
+
+@pytest.mark.parametrize("weight", [5e-324, 1e-320, 9e-151, 2e150, 9e307, 1e308])
+def test_a_weight_whose_total_would_overflow_or_lose_digits_is_refused(weight):
+    with pytest.raises(ValueError, match=r"between 1e-150 and 1e\+150.*Received: weight="):
+        checked_weight(weight)
+
+
+@pytest.mark.parametrize("weight", [10**400, 10**10_000, Fraction(10**400)], ids=["large", "larger", "fraction"])
+def test_a_weight_that_no_float_holds_is_refused_by_name(weight):
+    with pytest.raises(
+        ValueError, match=r"A weight must be a finite number >= 0. Received: weight=more than any float"
+    ):
+        checked_weight(weight)
+
+
+@pytest.mark.parametrize("weights", [[1e150] * 4, [1e-150] * 4, [1e-150, 1e150, 1e150]])
+def test_weights_at_the_ends_of_the_range_have_a_finite_total(weights):
+    window = Window(steps=len(weights))
+    fill(window, weights)
+    largest = sum(weight / weights[0] for weight in weights)
+    assert window.divisor == pytest.approx(largest, rel=1e-12)
+    assert 0 < window.weight < math.inf
 
 
 @pytest.mark.parametrize("weight", ["8", True, False, None, [8], (8,), {8}, 1j, object(), np.arange(3), np.array([])])

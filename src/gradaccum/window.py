@@ -20,6 +20,9 @@ from gradaccum.errors import WindowError
 
 __all__ = ["MicroBatch", "Reduction", "Window", "checked_reduction", "checked_weight", "mixed_error", "uncounted_error"]
 
+LEAST_WEIGHT, LARGEST_WEIGHT = 1e-150, 1e150
+"""What a weight lies between that is not 0: sums and quotients of such numbers neither overflow nor lose digits."""
+
 Reduction = Literal["mean", "sum"]
 """What the user's losses are: means over their micro-batch, or sums over it."""
 
@@ -142,13 +145,13 @@ class Window:
         """Say what the micro-batch in progress weighs, and get the factor with which its gradient joins the sum.
 
         Args:
-            weight: Rows, tokens ...; finite and >= 0. None: what was said before, else the default.
+            weight: Rows, tokens ...; 0, or 1e-150 to 1e150. None: what was said before, else the default.
 
         Returns:
             `weight / unit`; for `reduction="sum"`, 1.
 
         Raises:
-            TypeError, ValueError: `weight` is no finite number >= 0, or another than was said for this micro-batch.
+            TypeError, ValueError: `weight` is no such number, or another than was said for this micro-batch.
         """
         one = self.micro_batch
         given = weight is not None
@@ -225,24 +228,34 @@ class Window:
 
 
 def checked_weight(weight: Any) -> float:
-    """`weight` as a float: a finite number >= 0, or a tensor or array of one element that holds such a number.
+    """`weight` as a float: 0, or a number of 1e-150 to 1e150; or a tensor or array of one element that holds it.
 
     Raises:
         TypeError: Not a number.
-        ValueError: Negative, infinite or NaN.
+        ValueError: Negative, infinite or NaN, or so large or small that a window's total would overflow or lose digits.
 
     Example:
         >>> checked_weight(731)
         731.0
     """
+    overflows = False
     is_number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
     try:
         number = float(weight) if is_number or hasattr(weight, "item") else None
     except (TypeError, ValueError, RuntimeError):  # an array of several elements, or of none
         number = None
+    except OverflowError:  # an integer, or a fraction
+        number, overflows = math.inf, True
     if number is None or not math.isfinite(number) or number < 0:
+        received = "more than any float" if overflows else repr(weight)
         raise (TypeError if number is None else ValueError)(
-            f"A weight must be a finite number >= 0. Received: weight={weight!r} of type {type(weight).__name__}."
+            f"A weight must be a finite number >= 0. Received: weight={received} of type {type(weight).__name__}."
+        )
+    if number and not LEAST_WEIGHT <= number <= LARGEST_WEIGHT:
+        raise ValueError(
+            f"A weight must be 0, or between {LEAST_WEIGHT:g} and {LARGEST_WEIGHT:g}: others overflow a window's "
+            f"total, or lose digits in it. Received: weight={weight!r}. Only the ratios of weights matter: multiply "
+            "all of them by one number."
         )
     return number
 

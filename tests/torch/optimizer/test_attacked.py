@@ -182,6 +182,34 @@ def test_what_fetches_ahead_around_batches_is_refused(around):
         trained(model, optimizer, x, y)
 
 
+@pytest.mark.parametrize("weight", [1e-320, 9e307, 10**400], ids=["subnormal", "large", "no float"])
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip_micro_batch"])
+def test_weights_whose_total_would_overflow_or_lose_digits_are_refused_at_the_entry(weight, nonfinite):
+    model, optimizer = made(nonfinite=nonfinite)
+    with pytest.raises(ValueError, match="A weight must be"):
+        optimizer.backward(nn.functional.cross_entropy(model(X), Y), weight=weight)
+    with pytest.raises(ValueError, match="A weight must be"):
+        for x, y in optimizer.batches(BATCHES, weight=lambda batch: weight):
+            trained(model, optimizer, x, y)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_of(model, x, y):
+        return nn.functional.cross_entropy(model(x), y), weight
+
+    step = TrainStep(model, inner, compute_loss=loss_of, micro_batch_size=5)
+    with pytest.raises(ValueError, match="A weight must be"):
+        step(X, Y)
+
+
+def test_a_loop_of_batches_inside_of_another_one_is_among_the_causes_that_are_named():
+    model, optimizer = made()
+    with pytest.raises(WindowError, match=r"or is another loop over the same optimizer's batches\(\)"):
+        for _ in optimizer.batches(BATCHES):
+            for _ in optimizer.batches(BATCHES):
+                pass
+            trained(model, optimizer, *BATCHES[0])
+
+
 def test_an_optimizer_that_goes_with_an_open_window_says_so(caplog):
     model, optimizer = made()
     for x, y in BATCHES[:4]:

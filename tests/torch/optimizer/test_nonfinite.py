@@ -260,6 +260,113 @@ class TestGradScaler:
         expected = expected_after([micro_batches[:4], micro_batches[4:]])
         assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
 
+    @staticmethod
+    def mixed(how, weights=None, **options):
+        """Micro-batches that come through a GradScaler ("s"), or not ("p"), or have no backward pass ("-")."""
+        micro_batches = split(regression(2 * len(how)), [2] * len(how))
+        model = network()
+        optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=len(how), **options)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        for index, ((x, y), kind) in enumerate(zip(micro_batches, how, strict=True)):
+            optimizer.zero_grad()
+            loss = mse(model, x, y)
+            if kind != "-":
+                optimizer.backward(scaler.scale(loss) if kind == "s" else loss, weight=weights and weights[index])
+            if kind == "s":
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+        return model, optimizer, micro_batches
+
+    @pytest.mark.parametrize("how", ["ps", "sp", "pps", "sps", "psp", "-ps"])
+    def test_a_window_of_scaled_and_unscaled_micro_batches_is_refused(self, how):
+        with pytest.raises(WindowError, match=r"came through a GradScaler's step.*different scales.*enabled=False"):
+            self.mixed(how)
+
+    def test_after_a_window_that_was_refused_for_its_scales_training_goes_on(self):
+        model = network()
+        optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        micro_batches = split(regression(4), [2, 2])
+        mse(model, *micro_batches[0]).backward()
+        optimizer.step()
+        scaler.scale(mse(model, *micro_batches[0])).backward()
+        with pytest.raises(WindowError, match="different scales"):
+            scaler.step(optimizer)
+        optimizer.discard()
+        scaler.update()
+        for x, y in micro_batches:
+            optimizer.zero_grad()
+            scaler.scale(mse(model, x, y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert relative_error(model.parameters(), expected_after([micro_batches]).parameters()) <= FLOAT64
+
+    @pytest.mark.parametrize(
+        ("how", "weights"),
+        [
+            ("ps", [2, 0]),
+            ("sp", [0, 2]),
+            ("sp", [2, 0]),
+            ("ps", [0, 2]),
+            ("pspp", [2, 0, 2, 2]),
+            ("spps", [2, 0, 0, 2]),
+        ],
+    )
+    def test_a_micro_batch_that_weighs_nothing_has_no_say_in_the_scale(self, how, weights):
+        model, optimizer, micro_batches = self.mixed(how, weights)
+        assert optimizer.updates == 1
+        expected = expected_after([[batch for batch, weight in zip(micro_batches, weights, strict=True) if weight]])
+        assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+
+    def test_unscaling_in_a_micro_batch_that_weighs_nothing_is_refused_where_the_others_came_without_a_scaler(self):
+        model = network()
+        optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        mse(model, *regression(2)).backward()
+        optimizer.step()
+        optimizer.backward(scaler.scale(mse(model, *regression(2))), weight=0)
+        scaler.unscale_(optimizer)
+        with pytest.raises(WindowError, match="different scales"):
+            scaler.step(optimizer)
+
+    @pytest.mark.parametrize("how", ["s-ss", "-ss", "ss-"])
+    def test_a_step_without_a_backward_pass_has_no_scale(self, how):
+        model, _, micro_batches = self.mixed(how)
+        plain = network()
+        optimizer = sgd(plain.parameters())
+        for (x, y), kind in zip(micro_batches, how, strict=True):
+            if kind == "s":
+                (mse(plain, x, y) / len(how)).backward()
+        optimizer.step()
+        assert relative_error(model.parameters(), plain.parameters()) <= FLOAT64
+
+    def test_skip_micro_batch_unscales_each_one_by_itself_so_they_may_differ(self):
+        model, _, micro_batches = self.mixed("psps", nonfinite="skip_micro_batch")
+        assert relative_error(model.parameters(), expected_after([micro_batches]).parameters()) <= FLOAT64
+
+    @pytest.mark.parametrize("first", [True, False])
+    def test_a_window_that_is_resumed_may_go_on_with_a_scaler_or_without(self, first):
+        micro_batches = split(regression(8), [2] * 4)
+        model, scaler = network(), torch.amp.GradScaler("cpu", init_scale=16.0)
+        optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=4)
+        for index, (x, y) in enumerate(micro_batches):
+            if index == 2:
+                state = optimizer.state_dict()
+                optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=4)
+                optimizer.load_state_dict(state)
+            optimizer.zero_grad()
+            if first == (index < 2):
+                scaler.scale(mse(model, x, y)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                mse(model, x, y).backward()
+                optimizer.step()
+        assert optimizer.updates == 1
+        assert relative_error(model.parameters(), expected_after([micro_batches]).parameters()) <= FLOAT64
+
     def test_a_window_resumes_under_a_scaler_bit_for_bit(self):
         micro_batches = split(regression(8), [2] * 4)
 

@@ -145,6 +145,58 @@ def test_a_scheduler_that_steps_inside_a_window_is_named():
         optimizer.step()
 
 
+@pytest.mark.parametrize(
+    ("make", "changes", "named"),
+    [
+        (torch.optim.SGD, {"momentum": 0.5}, "momentum from 0 to 0.5"),
+        (
+            torch.optim.SGD,
+            {"weight_decay": 0.1, "maximize": True},
+            "weight_decay from 0 to 0.1, maximize from",
+        ),
+        (torch.optim.SGD, {"dampening": 0.5}, "dampening from 0 to 0.5"),
+        (torch.optim.SGD, {"nesterov": True, "momentum": 0.9}, "momentum from 0 to 0.9, nesterov from False to True"),
+        (torch.optim.Adam, {"betas": (0.5, 0.9)}, r"betas from \(0.9, 0.999\) to \(0.5, 0.9\)"),
+        (torch.optim.Adam, {"eps": 1e-3, "lr": torch.tensor(0.1)}, "lr from 0.001 to 0.1.*, eps from 1e-08 to 0.001"),
+    ],
+)
+def test_hyperparameters_that_change_inside_a_window_are_named_once(make, changes, named):
+    model = network()
+    optimizer = gradaccum.torch.optim.Optimizer(make(model.parameters()), steps=2)
+
+    def window():
+        for change in ({}, changes):
+            optimizer.zero_grad()
+            mse(model, *regression(2)).backward()
+            optimizer.param_groups[0].update(change)
+            optimizer.step()
+
+    before = {name: optimizer.param_groups[0][name] for name in changes}
+    with pytest.warns(UserWarning, match=f"changed, {named}.*inside an open window.*if optimizer.updated") as said:
+        window()
+    assert len(said) == 1
+    optimizer.param_groups[0].update(before)
+    window()  # warnings are errors
+
+
+def test_hyperparameters_that_change_between_windows_are_fine():
+    model = network()
+    inner = torch.optim.AdamW(model.parameters())
+    optimizer = gradaccum.torch.optim.Optimizer(inner, steps=2)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)  # moves lr and betas
+    rates = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        mse(model, *regression(2)).backward()
+        inner.param_groups[0]["betas"] = tuple([*inner.param_groups[0]["betas"]])  # an equal one
+        optimizer.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+        if optimizer.updated:
+            scheduler.step()
+            optimizer.param_groups[0]["weight_decay"] += 0.1
+    assert len(set(rates)) == 3
+
+
 @pytest.mark.parametrize("make", [sgd, adam])
 def test_clipping_sees_the_finished_gradient_once(make):
     micro_batches = split(regression(sum(SIZES)), SIZES)

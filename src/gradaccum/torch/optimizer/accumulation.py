@@ -13,12 +13,7 @@ from torch import Tensor
 from gradaccum.on_torch.gradients import Arrivals, GradientSum, ScreenedGradientSum, all_finite, clip_norm_, scale_
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.torch.distributed import SingleRank, Total
-from gradaccum.torch.guard import (
-    Guard,
-    failed_error,
-    tampering_error,
-    untouched_error,
-)
+from gradaccum.torch.guard import Guard, failed_error, tampering_error, untouched_error
 from gradaccum.torch.loss import WindowLoss
 from gradaccum.torch.optimizer.loss_scale import LossScale, unscaled_error
 from gradaccum.window import Reduction, Window, mixed_error, uncounted_error
@@ -186,6 +181,10 @@ class Accumulation:
             window.weigh(one.default if one.default_given else None)
         elif one.factor != 1.0 and guard.arrivals != one.weighed:
             raise mixed_error()
+        # One that weighs nothing has no say, unless `unscale_` has divided the others' sum in it.
+        has_say = one.weight or (scaled and scaled[0] is None and in_reach)
+        if has_say and self.screened is None and (scaled or not guard.idle):
+            self.loss_scale.check(bool(scaled))
         if scaled:
             self._unscale(*scaled, in_reach=in_reach)
         elif self.sums.restored is not None:
@@ -228,8 +227,9 @@ class Accumulation:
         if self.screened is None:
             if scale is None and not self.window.closes_next:
                 raise unscaled_error()
-            self.loss_scale.add(scale, found_inf, in_reach)
-            self.guard.accept()
+            if self.window.micro_batch.weight or self.loss_scale.in_use or self.ranks.several:
+                self.loss_scale.add(scale, found_inf, in_reach)
+                self.guard.accept()
         elif scale is not None:
             scale_(self.sums.gradients(), scale.reciprocal())
 

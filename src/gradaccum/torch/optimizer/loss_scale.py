@@ -51,6 +51,17 @@ class LossScale:
         self.overflow: Tensor | None = None
         self._due = False
         self._own: Tensor | None = None
+        self._scaled: bool | None = None
+
+    def check(self, scaled: bool) -> None:
+        """A micro-batch that weighs something came through the scaler, or without it: as those before it.
+
+        Raises:
+            WindowError: One of this window came the other way, so that the sum has no one scale.
+        """
+        if self._scaled is not None and scaled != self._scaled:
+            raise _mixed_scales_error()
+        self._scaled = scaled
 
     def restore(self, overflow: bool) -> None:
         """Go on from a checkpoint, whose sums are not scaled."""
@@ -194,4 +205,14 @@ def unscaled_error() -> WindowError:
         "scaler.unscale_() was called inside an open window: the next gradient would come scaled again. Call it when "
         "`optimizer.closes_next`, or not at all: the wrapper unscales, and clips with clip_grad_norm=. discard() "
         "drops the window."
+    )
+
+
+def _mixed_scales_error() -> WindowError:
+    """The sum would be in no one scale."""
+    return WindowError(
+        "Some micro-batches of this window came through a GradScaler's step(optimizer), others through "
+        "optimizer.step(): their gradients are of different scales. Use scaler.scale(loss) and scaler.step(optimizer) "
+        "for all of them, or for none; GradScaler(enabled=False) does without in the same loop. discard() drops the "
+        "window."
     )

@@ -233,8 +233,8 @@ class Optimizer(OptimizerProxy):
 
         Raises:
             TypeError: `weight` is no number.
-            ValueError: `weight` is negative or not finite, or not the one given before for this micro-batch; or `loss`
-                is no scalar.
+            ValueError: `weight` is neither 0 nor between 1e-150 and 1e150, or not the one given before for this
+                micro-batch; or `loss` is no scalar.
             WindowError: An earlier backward pass of this window failed.
 
         Example:
@@ -324,8 +324,8 @@ class Optimizer(OptimizerProxy):
 
         Args:
             loader: Any iterable of batches, sized or not.
-            weight: `weight(batch) -> number`, what the batch's mean loss is a mean over. None: its rows, which all
-                tensors in it must agree on.
+            weight: `weight(batch) -> number`, what the batch's mean loss is a mean over: 0, or 1e-150 to 1e150. None:
+                its rows, which all tensors in it must agree on.
 
         Raises:
             ValueError: The loader yields nothing, or a batch's rows cannot be told.

@@ -58,13 +58,14 @@ class Windows:
         """What a loop of `batches()` over an iterator had fetched ahead when it was broken off."""
         self._step, self._check_steps = step, check_steps
         self._scheduled_for: tuple[int, int] | None = None
-        self._rates: list[Any] = []
+        self._settings: list[dict[str, Any]] = []
+        """Each group's hyperparameters as the window began."""
         self.fetched_ahead = False
         """Whether a loop of `batches()` is over whose first batch had no step."""
         self._rows_beside: float | None = None
         self._said: set[str] = set()
         self._warned_of_rows = False
-        self._warned_of_rates = self._told_of_schedule = False
+        self._warned_of_settings = self._told_of_schedule = False
         self.expect_next()
 
     def parameters(self) -> list[Tensor]:
@@ -131,7 +132,7 @@ class Windows:
             raise _fetched_ahead_error()
         if not accumulation.window.is_open:
             self._settle_steps()
-            self._note_rates()
+            self._note_settings()
             accumulation.guard.window_begins()
         if self.schedule.constant != 1 and not self.ranks.in_step:
             self._check_micro_batch(accumulation)
@@ -270,7 +271,7 @@ class Windows:
     # The update.
 
     def _update(self) -> bool:
-        self._check_rates()
+        self._check_settings()
         try:
             if not self.accumulation.finish():
                 return False
@@ -283,22 +284,27 @@ class Windows:
         self.updates += 1
         return True
 
-    def _note_rates(self) -> None:
-        self._rates = [group.get("lr") for group in self.inner.param_groups]
+    def _note_settings(self) -> None:
+        groups = self.inner.param_groups
+        self._settings = [{name: value for name, value in g.items() if name != "params"} for g in groups]
 
-    def _check_rates(self) -> None:
-        """A learning rate belongs to an update: warn, once, if one has changed inside the window."""
-        if self._warned_of_rates or not self.accumulation.window.is_open:
+    def _check_settings(self) -> None:
+        """Hyperparameters belong to an update: warn, once, if one has changed inside the window."""
+        if self._warned_of_settings or not self.accumulation.window.is_open:
             return
-        for group, before in zip(self.inner.param_groups, self._rates):
-            now = group.get("lr")
-            if now is not before and not isinstance(now, Tensor) and now != before:
-                self._warned_of_rates = True
-                warnings.warn(
-                    f"A learning rate changed from {before:g} to {now:g} inside an open window: the update uses the "
-                    "last one. A scheduler steps once per update: `if optimizer.updated: scheduler.step()`.",
-                    stacklevel=5,
-                )
+        changed = dict[str, str]()
+        for group, before in zip(self.inner.param_groups, self._settings):
+            for name, value in before.items():
+                if name in group and _differ(value, group[name]):
+                    changed.setdefault(name, f"{name} from {value} to {group[name]}")
+        if changed:
+            self._warned_of_settings = True
+            warnings.warn(
+                f"Hyperparameters changed, {', '.join(changed.values())} inside an open window: the update uses the "
+                "last ones. A scheduler steps once per update: `if optimizer.updated: scheduler.step()`; whatever "
+                "else changes them belongs there, too.",
+                stacklevel=5,
+            )
 
     def tell_of_schedule(self) -> None:
         """An update came after the loop's body: say so, once, where a learning-rate schedule may be stepped there."""
@@ -327,8 +333,18 @@ class Windows:
         self.restored = self.accumulation.window.is_open
         self._scheduled_for = (self.epoch, self.updates) if self.restored else None
         if self.restored:
-            self._note_rates()
+            self._note_settings()
         self.expect_next()
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two values of a hyperparameter differ; tensors that are not the same one do."""
+    if one is other:
+        return False
+    try:
+        return isinstance(one, Tensor) or isinstance(other, Tensor) or bool(one != other)
+    except (RuntimeError, TypeError, ValueError):  # arrays, or tensors inside of a tuple
+        return True
 
 
 def _counted_twice_error() -> WindowError:
@@ -344,8 +360,9 @@ def _fetched_ahead_error() -> WindowError:
     """Batches of `batches()` are trained on after the loop."""
     return WindowError(
         "step() came after the loop of batches() was over, whose first batch had none: something around batches() "
-        "fetches ahead, list() or a prefetcher perhaps, so batches were weighed by others' rows. Put batches() around "
-        "it: optimizer.batches(prefetched(loader)). discard() forgets that loop."
+        "fetches ahead, list() or a prefetcher perhaps, or is another loop over the same optimizer's batches(), so "
+        "batches were weighed by others' rows. Put batches() around it: optimizer.batches(prefetched(loader)); and "
+        "have one such loop at a time. discard() forgets that loop."
     )
 
 
