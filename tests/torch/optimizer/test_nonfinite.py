@@ -331,6 +331,25 @@ class TestGradScaler:
         with pytest.raises(WindowError, match="different scales"):
             scaler.step(optimizer)
 
+    @pytest.mark.parametrize("when", ["before step", "before update", "after update"])
+    def test_gradients_that_autograd_grad_asks_for_meanwhile_do_not_keep_the_sum_from_the_next_scale(self, when):
+        micro_batches = split(regression(8), [2] * 4)
+        model = network()
+        optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=4)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+        for x, y in micro_batches:
+            optimizer.zero_grad()
+            scaler.scale(mse(model, x, y)).backward()
+            for now in ("before step", "before update", "after update"):
+                if now == "before update":
+                    scaler.step(optimizer)
+                elif now == "after update":
+                    scaler.update()
+                if now == when:
+                    torch.autograd.grad(mse(model, x, y), list(model.parameters()))
+        assert optimizer.updates == 1
+        assert relative_error(model.parameters(), expected_after([micro_batches]).parameters()) <= FLOAT64
+
     @pytest.mark.parametrize("how", ["s-ss", "-ss", "ss-"])
     def test_a_step_without_a_backward_pass_has_no_scale(self, how):
         model, _, micro_batches = self.mixed(how)

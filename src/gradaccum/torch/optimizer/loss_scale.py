@@ -42,6 +42,8 @@ class LossScale:
         self._live: Tensor | None = None
         self._handle: Any = None
         self._due = False
+        self._rescaled_to = -1
+        """The version of the live scale that the sum was brought to last."""
         self._shown: tuple[Tensor, Tensor, int] | None = None
         self.close()
 
@@ -151,9 +153,12 @@ class LossScale:
 
     def rescale_(self) -> None:
         """Bring the sum to the scale of the backward pass that starts now."""
-        if not self._due or self._live is None or self._scale is None or self.overflow is None:
+        if self._live is None or self._scale is None or self.overflow is None:
             return
-        self._due = False
+        version = self._live._version  # it may change after a pass that only `torch.autograd.grad` has asked for
+        if not self._due and version == self._rescaled_to:
+            return
+        self._due, self._rescaled_to = False, version
         with torch.no_grad(), self._guard.accepting():
             self._sums.scale_(self._live / self._scale)
             overflow = self.overflow > 0
