@@ -722,3 +722,14 @@ def test_transformers_models_raise_no_false_alarm_and_their_token_mean_is_named(
     assert cause.kind == "weight"
     count = {"weight": lambda batch: (batch["labels"][:, 1:] != -100).sum()}
     assert check_equivalence(llama, batch, compute_loss=loss, **count).ok
+
+
+@pytest.mark.parametrize("count", [4, 8, 16])
+def test_rows_that_cancel_each_other_to_zero_are_no_difference(count):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x, y = torch.randn(count, 4, dtype=torch.float64), torch.randn(count, 3, dtype=torch.float64)
+    batch = torch.cat([x, x]), torch.cat([y, -y])
+    assert check_equivalence(model, batch, compute_loss=lambda m, x, y: (m(x) * y).sum(1).mean()).ok
+    wrong = check_equivalence(model, batch, compute_loss=lambda m, x, y: (m(x) * y).sum(1).mean() + m(x).std())
+    assert not wrong.ok

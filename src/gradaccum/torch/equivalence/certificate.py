@@ -17,7 +17,7 @@ from gradaccum.rounding import IN_FLOAT64, rounding
 from gradaccum.sizes import even_sizes
 from gradaccum.torch.batch_norm import BatchNormChoice
 from gradaccum.torch.equivalence.causes import find_causes, hook_cause, input_cause, nondeterminism_cause
-from gradaccum.torch.equivalence.outcome import Outcome
+from gradaccum.torch.equivalence.outcome import Outcome, largest
 from gradaccum.torch.equivalence.trial import Accumulate, Trial
 from gradaccum.torch.loss import Objective
 
@@ -162,20 +162,40 @@ class _Certificate:
         return list(worst.values()), [partition for _, partition in failing]
 
     def _relative_to_terms(
-        self, differences: list[Difference], outcome: Outcome, large: Outcome, batch: Batch | None
+        self,
+        differences: list[Difference],
+        outcome: Outcome,
+        large: Outcome,
+        batch: Batch | None,
     ) -> list[Difference]:
         """Where large terms cancel each other, errors are relative to the terms, not to what is left of them."""
         moved = large.moved_by_last_bits(self.trial.parameters, lambda: self.trial.large(batch))
         eps, distances = torch.finfo(large.loss.dtype).eps, outcome.distances(large)
+        parts = self._largest_of_parts(self.trial.batch if batch is None else batch)
         found = []
         for difference in differences:
             key = difference.part, difference.name
-            distance, terms = distances.get(key, math.inf), moved.get(key, 0.0) / eps
+            distance, terms = distances.get(key, math.inf), max(moved.get(key, 0.0) / eps, parts.get(key, 0.0))
             scale = distance / difference.error if difference.error else math.inf
             if terms > 1000 * scale and math.isfinite(distance):
                 difference = dataclasses.replace(difference, error=distance / terms)
             found.append(difference)
         return found
+
+    def _largest_of_parts(self, batch: Batch) -> dict[tuple[str, str], float]:
+        """The largest number in any micro-batch's loss and gradients: rows may cancel each other whatever rounding."""
+        sizes: dict[tuple[str, str], float] = {}
+        parts = [] if self.trial.by_train_step else [rows for partition in self.partitions for rows in partition]
+        for rows in parts:
+            try:
+                part = self.trial.accumulated([torch.arange(len(rows))], batch.take(rows))
+            except Exception:  # the loss may have its own idea of which rows go together
+                continue
+            gradients = {("gradient", name): gradient for name, gradient in part.gradients.items()}
+            for key, tensor in {("loss", "loss"): part.loss, **gradients}.items():
+                if tensor is not None and tensor.isfinite().all():
+                    sizes[key] = max(sizes.get(key, 0.0), largest(tensor))
+        return sizes
 
     def _allow_for_rounding(self, differences: Sequence[Difference]) -> None:
         error = max(difference.error for difference in differences)
