@@ -244,6 +244,16 @@ def test_several_outputs_have_a_denominator_each(float64, first, second, weighte
     )
 
 
+@pytest.mark.parametrize("batch_size", [slow(8), 9])
+def test_each_outputs_loss_in_the_logs_is_the_mean_over_all_rows(float64, batch_size):
+    compiled = lambda: {**two_losses(), "optimizer": keras.optimizers.SGD(0.0)}  # noqa: E731
+    fit = {"batch_size": batch_size, "epochs": 1}  # and a last batch of fewer rows
+    model, logs = run(two_outputs, compiled, TWO_INPUTS, TWO_TARGETS, MICRO, **fit)
+    distance = np.abs(model.predict(TWO_INPUTS, verbose=0)["value"] - TWO_TARGETS["value"])
+    expected = np.where(distance <= 1, distance**2 / 2, distance - 1 / 2).mean()
+    assert relative_error([logs["value_loss"]], [[expected]]) <= max(float64, IN_FLOAT32)
+
+
 @keras.saving.register_keras_serializable("gradaccum_tests")
 class Subclassed(keras.Model):
     """Unbuilt until it sees data; adds a loss in its call."""

@@ -92,7 +92,8 @@ def test_masks_and_weights_on_two_devices_match_plain_fit(fit_bound, reduction):
 def test_several_outputs_on_two_devices_match_plain_fit(fit_bound):
     x, y = ({name: array[:ROWS] for name, array in some.items()} for some in (TWO_INPUTS, TWO_TARGETS))
     compiled = lambda: {**two_losses(), "jit_compile": BACKEND == "jax"}  # noqa: E731
-    assert both(two_outputs, compiled, x, y, epochs=1) <= 10 * fit_bound
+    # Batches of the same number of rows: on TensorFlow plain fit's logs average each output's loss over batches.
+    assert both(two_outputs, compiled, x, y, epochs=1, batch_size=ROWS // 2) <= 10 * fit_bound
 
 
 def device_flops():

@@ -360,6 +360,10 @@ class TestTwoOptimizersInOneLoop:
     @pytest.mark.parametrize(("sizes", "said"), [([2, 3, 1, 2], 1), ([2, 2, 2, 2], 0), ([2, 2, 3, 3], 0)])
     @pytest.mark.parametrize("weighed", [False, True])
     def test_one_outside_of_batches_is_told_where_its_micro_batches_are_not_alike(self, sizes, said, weighed):
+        left = [gradaccum.torch.optim.Optimizer(sgd(network().parameters()), steps=2) for _ in range(8)]
+        stopped = [iter(optimizer.batches(split(regression(4), [2, 2]))) for optimizer in left]
+        for loop in stopped:  # loops that nobody goes on with
+            next(loop)
         first, second = network(), network()
         inside = gradaccum.torch.optim.Optimizer(sgd(first.parameters()), steps=2)
         outside = gradaccum.torch.optim.Optimizer(sgd(second.parameters()), steps=2)

@@ -87,7 +87,7 @@ def weighed_losses(model: Any, share: Any = 1.0, totals: dict[int, Any] | None =
         yield measured
 
 
-def update_trackers(model: Any, values: list[Any], rows: int | None) -> None:
+def update_trackers(model: Any, values: list[Any], rows: Any) -> None:
     """Tell the trackers of the single losses their values over the whole batch, as plain `fit` does once per update."""
     if compiled_losses(model) is not None:
         for tracker, value in zip(compiled_losses(model).metrics, values):

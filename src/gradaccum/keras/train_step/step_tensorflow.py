@@ -51,7 +51,7 @@ class TensorFlowStep(MicroBatchedStep):
         model = self.model
         window = self._window(data)
         loss_tracker(model).update_state(unscale_loss_for_distribution(window.loss), sample_weight=window.rows)
-        update_trackers(model, window.tracked, rows_of(data))  # no weight where the rows are not known: as Keras does
+        update_trackers(model, window.tracked, window.rows)
         if model.trainable_weights:
             model.optimizer.apply_gradients(zip(window.gradients, model.trainable_weights))
         else:

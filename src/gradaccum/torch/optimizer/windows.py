@@ -62,7 +62,7 @@ class Windows:
         """Each group's hyperparameters as the window began."""
         self.fetched_ahead = False
         """Whether a loop of `batches()` is over whose first batch had no step."""
-        self._rows_beside: float | None = None
+        self._rows_beside: weakref.WeakKeyDictionary[Windows, float] = weakref.WeakKeyDictionary()
         self._said: set[str] = set()
         self._warned_of_rows = False
         self._warned_of_settings = self._told_of_schedule = False
@@ -149,21 +149,23 @@ class Windows:
 
     def _look_beside(self) -> None:
         """Warn, once, if this window counts batches of another optimizer's `batches()` equally, and they differ."""
-        window = self.accumulation.window
-        for other in IN_BATCHES:
-            if other.source is None or other is self or window.weights_given or window.reduction == "sum":
-                continue
-            rows, before = other.accumulation.window.micro_batch.default, self._rows_beside
-            self._rows_beside = rows
-            if window.micro_batches > 1 and before is not None and rows != before:
+        window, before = self.accumulation.window, self._rows_beside
+        if window.weights_given or window.reduction == "sum":
+            return
+        beside = [other for other in IN_BATCHES if other.source is not None and other is not self]
+        self._rows_beside = weakref.WeakKeyDictionary(
+            (other, other.accumulation.window.micro_batch.default) for other in beside
+        )
+        for other, rows in self._rows_beside.items():
+            if window.micro_batches > 1 and rows != before.get(other, rows):
                 self._warned_of_rows = True
                 warnings.warn(
                     "This optimizer steps inside of another one's batches(), which weigh differently (the last two "
-                    f"{before:g} and {rows:g}), and counts its micro-batches equally. Let both share the batches, "
-                    "a.batches(b.batches(loader)), or use backward(loss, weight=...).",
+                    f"{before[other]:g} and {rows:g}), and counts its micro-batches equally. Let both share the "
+                    "batches, a.batches(b.batches(loader)), or use backward(loss, weight=...).",
                     stacklevel=4,
                 )
-            break
+                break
 
     def _check_micro_batch(self, accumulation: Accumulation) -> None:
         """Say, once, what is no error and may be none of the large batch's."""
