@@ -14,12 +14,12 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 export FUZZ_SECONDS ?= 600
 IN_PARALLEL := $(MAKE) --jobs=2 --keep-going --output-sync=target
 
-# A suite is a process of its own: one for each of Keras' backends, three for the rest. The longest come first.
+# A suite is a process of its own: one for each of Keras' backends, four for the rest. The longest come first.
 KERAS_SUITES := test-keras-jax test-keras-tensorflow test-keras-torch
-SUITES := test-keras-jax test-keras-tensorflow test-torch test-keras-torch test-centre test-ranks
+SUITES := test-keras-jax test-keras-tensorflow test-torch test-keras-torch test-centre test-ranks test-integrations
 SELECT := not slow and not gpu and not fuzz
 PYTEST = $(BIN)/python -m pytest -q -m "$(SELECT)"
-RANKS := tests/torch/distributed tests/torch/chunking/test_chunked_distributed.py
+RANKS := tests/torch/distributed tests/torch/chunking/test_chunked_distributed.py tests/integrations/distributed
 # The core of every area: equality with the large batch, on small problems.
 QUICK_TORCH := $(wildcard tests/test_[!d]*.py) tests/sizes tests/compat/test_runai_torch.py tests/cli/test_check_command.py \
 	tests/torch/optimizer/test_contract.py tests/torch/train_step/test_train_step.py \
@@ -68,7 +68,13 @@ test-ranks:
 
 test-centre:
 	$(PYTEST) tests src/gradaccum benchmarks/harness.py --ignore=tests/torch --ignore=src/gradaccum/torch \
-		--ignore=src/gradaccum/on_torch --ignore=tests/keras --ignore=src/gradaccum/keras || test $$? = 5
+		--ignore=src/gradaccum/on_torch --ignore=tests/keras --ignore=src/gradaccum/keras \
+		--ignore=tests/integrations --ignore=src/gradaccum/integrations || test $$? = 5
+
+# Nothing is downloaded: models are built from their configs.
+test-integrations:
+	HF_HUB_OFFLINE=1 $(PYTEST) tests/integrations src/gradaccum/integrations --ignore=tests/integrations/distributed \
+		|| test $$? = 5
 
 $(KERAS_SUITES): test-keras-%:
 	KERAS_BACKEND=$* $(PYTEST) tests/keras src/gradaccum/keras || test $$? = 5

@@ -80,7 +80,7 @@ def test_the_map_names_every_module_and_no_other():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (lines,) = re.findall(r"^src/gradaccum/ .*?(?=^compat/)", text, re.MULTILINE | re.DOTALL)
     parts = re.split(r"^ *([\w/]+/)  ", lines, flags=re.MULTILINE)[1:]
-    shells, named, shell = {"torch/", "keras/"}, {}, ""
+    shells, named, shell = {"torch/", "keras/", "integrations/"}, {}, ""
     for folder, content in zip(parts[::2], parts[1::2], strict=True):
         shell = folder if folder in shells else "" if folder in ("cli/", "demo/", "report/") else shell
         place = folder if folder in shells or not shell else shell + folder

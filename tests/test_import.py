@@ -9,6 +9,7 @@ import textwrap
 import pytest
 
 FRAMEWORKS = {"torch", "keras", "tensorflow", "jax", "jaxlib", "numpy"}
+TRAINERS = {"transformers", "lightning", "accelerate"}
 COMMAND_LINE = {"click", "rich", "matplotlib", "jinja2", "pooch", "sklearn", "psutil"}
 MILLISECONDS = 50.0
 
@@ -36,6 +37,7 @@ def loaded_by(statement, before=""):
     [
         "import gradaccum",
         "import gradaccum.report",
+        "import gradaccum.integrations",
         "import gradaccum.schedule, gradaccum.sizes, gradaccum.window",
         "from gradaccum import Schedule, steps_for, WindowError, NotEquivalentError",
     ],
@@ -43,7 +45,7 @@ def loaded_by(statement, before=""):
 def test_the_centre_loads_no_framework_and_no_library_of_the_command_line(statement):
     names, _ = loaded_by(statement)
     assert "gradaccum" in names
-    assert not names & (FRAMEWORKS | COMMAND_LINE)
+    assert not names & (FRAMEWORKS | COMMAND_LINE | TRAINERS)
 
 
 def test_the_command_line_loads_no_framework_before_a_command_runs():
@@ -62,11 +64,11 @@ def test_the_pytorch_side_loads_no_keras():
     "module",
     [
         "gradaccum.torch", "gradaccum.torch.optim", "gradaccum.keras", "gradaccum.keras.optimizers", "runai.ga.torch",
-        "runai.ga.keras.optimizers",
+        "runai.ga.keras.optimizers", "gradaccum.integrations.transformers",
     ],
 )  # fmt: skip
 def test_without_its_framework_a_shell_says_how_to_install_it(module):
-    framework = "torch" if "torch" in module else "keras"
+    framework = next(name for name in ("torch", "keras", *sorted(TRAINERS)) if name in module.split("."))
     runai = pathlib.Path(__file__).parents[1] / "compat" / "runai" / "src"
     program = f"import sys; sys.path.append({str(runai)!r}); sys.modules[{framework!r}] = None\nimport {module}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 __all__ = ["PrivateName", "require"]
 
+# Libraries with an extra of their own.
+_EXTRAS = ("torch", "keras", "transformers", "lightning", "accelerate")
+
 
 def require(name: str) -> Any:
     """The module of this `name`, imported now.
@@ -24,7 +27,7 @@ def require(name: str) -> Any:
         library = name.partition(".")[0]
         if error.name is None or error.name.partition(".")[0] != library:
             raise
-        extra = library if library in ("torch", "keras") else "cli"
+        extra = library if library in _EXTRAS else "cli"
         raise ModuleNotFoundError(
             f'This needs {library}, which is not installed. Install it with: pip install "gradaccum[{extra}]"',
             name=library,
