@@ -14,9 +14,10 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 export FUZZ_SECONDS ?= 600
 IN_PARALLEL := $(MAKE) --jobs=2 --keep-going --output-sync=target
 
-# A suite is a process of its own: one for each of Keras' backends, four for the rest. The longest come first.
+# A suite is a process of its own: one for each of Keras' backends, five for the rest. The longest come first.
 KERAS_SUITES := test-keras-jax test-keras-tensorflow test-keras-torch
-SUITES := test-keras-jax test-keras-tensorflow test-torch test-keras-torch test-centre test-ranks test-integrations
+SUITES := test-keras-jax test-keras-tensorflow test-torch test-keras-torch test-jax test-centre test-ranks \
+	test-integrations
 SELECT := not slow and not gpu and not fuzz
 PYTEST = $(BIN)/python -m pytest -q -m "$(SELECT)"
 RANKS := tests/torch/distributed tests/torch/chunking/test_chunked_distributed.py tests/integrations/distributed
@@ -27,8 +28,9 @@ QUICK_TORCH := $(wildcard tests/test_[!d]*.py) tests/sizes tests/compat/test_run
 	tests/torch/equivalence/test_equivalence.py::test_the_culprit_is_named_for
 QUICK_KERAS := tests/keras/optimizer/test_windows.py::test_an_epoch_of_windows_matches_the_large_batches \
 	tests/keras/train_step/test_micro_batched.py::test_ragged_batches_match_plain_fit
+QUICK_JAX := tests/jax/train_step/test_value_and_grad.py::test_ragged_micro_batches_match_the_large_batch
 
-.PHONY: demo test test-quick test-slow test-gpu test-fuzz quick-torch quick-keras install install-dev clean lint $(SUITES)
+.PHONY: demo test test-quick test-slow test-gpu test-fuzz quick-torch quick-keras quick-jax install install-dev clean lint $(SUITES)
 
 demo: install
 	$(BIN)/gradaccum demo
@@ -37,7 +39,7 @@ test: install-dev
 	$(IN_PARALLEL) $(SUITES) lint
 
 test-quick: install-dev
-	$(IN_PARALLEL) quick-torch quick-keras lint
+	$(IN_PARALLEL) quick-torch quick-keras quick-jax lint
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -69,12 +71,16 @@ test-ranks:
 test-centre:
 	$(PYTEST) tests src/gradaccum benchmarks/harness.py --ignore=tests/torch --ignore=src/gradaccum/torch \
 		--ignore=src/gradaccum/on_torch --ignore=tests/keras --ignore=src/gradaccum/keras \
-		--ignore=tests/integrations --ignore=src/gradaccum/integrations || test $$? = 5
+		--ignore=tests/integrations --ignore=src/gradaccum/integrations \
+		--ignore=tests/jax --ignore=src/gradaccum/jax || test $$? = 5
 
 # Nothing is downloaded: models are built from their configs.
 test-integrations:
 	HF_HUB_OFFLINE=1 $(PYTEST) tests/integrations src/gradaccum/integrations --ignore=tests/integrations/distributed \
 		|| test $$? = 5
+
+test-jax:
+	$(PYTEST) tests/jax src/gradaccum/jax || test $$? = 5
 
 $(KERAS_SUITES): test-keras-%:
 	KERAS_BACKEND=$* $(PYTEST) tests/keras src/gradaccum/keras || test $$? = 5
@@ -84,6 +90,9 @@ quick-torch:
 
 quick-keras:
 	KERAS_BACKEND=torch $(PYTEST) -x $(QUICK_KERAS)
+
+quick-jax:
+	$(PYTEST) -x $(QUICK_JAX)
 
 test-slow: install-dev
 	$(IN_PARALLEL) SELECT="slow and not gpu and not fuzz" $(SUITES)

@@ -1,4 +1,4 @@
-"""The documentation's Python runs. Keras' pages run in tests/keras, on each backend."""
+"""The documentation's Python runs. Keras' pages run in tests/keras, on each backend; JAX' in tests/jax."""
 
 import re
 
@@ -6,7 +6,10 @@ import pytest
 
 from tests.documents import ROOT, blocks, run
 
-PAGES = [ROOT / "README.md", *(p for p in sorted((ROOT / "docs").glob("*.md")) if not p.name.startswith("keras"))]
+PAGES = [
+    ROOT / "README.md",
+    *(p for p in sorted((ROOT / "docs").glob("*.md")) if not p.name.startswith(("keras", "jax"))),
+]
 EVERY_PAGE = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -80,7 +83,7 @@ def test_the_map_names_every_module_and_no_other():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (lines,) = re.findall(r"^src/gradaccum/ .*?(?=^compat/)", text, re.MULTILINE | re.DOTALL)
     parts = re.split(r"^ *([\w/]+/)  ", lines, flags=re.MULTILINE)[1:]
-    shells, named, shell = {"torch/", "keras/", "integrations/"}, {}, ""
+    shells, named, shell = {"torch/", "keras/", "jax/", "integrations/"}, {}, ""
     for folder, content in zip(parts[::2], parts[1::2], strict=True):
         shell = folder if folder in shells else "" if folder in ("cli/", "demo/", "report/") else shell
         place = folder if folder in shells or not shell else shell + folder

@@ -60,15 +60,21 @@ def test_the_pytorch_side_loads_no_keras():
     assert not names & {"keras", "tensorflow", "jax"}
 
 
+def test_the_jax_side_loads_no_other_framework():
+    names, _ = loaded_by("import gradaccum.jax", before="import jax")
+    assert "gradaccum" in names
+    assert not names & {"torch", "keras", "tensorflow"}
+
+
 @pytest.mark.parametrize(
     "module",
     [
-        "gradaccum.torch", "gradaccum.torch.optim", "gradaccum.keras", "gradaccum.keras.optimizers", "runai.ga.torch",
-        "runai.ga.keras.optimizers", "gradaccum.integrations.transformers",
+        "gradaccum.torch", "gradaccum.torch.optim", "gradaccum.keras", "gradaccum.keras.optimizers", "gradaccum.jax",
+        "runai.ga.torch", "runai.ga.keras.optimizers", "gradaccum.integrations.transformers",
     ],
 )  # fmt: skip
 def test_without_its_framework_a_shell_says_how_to_install_it(module):
-    framework = next(name for name in ("torch", "keras", *sorted(TRAINERS)) if name in module.split("."))
+    framework = next(name for name in ("torch", "keras", "jax", *sorted(TRAINERS)) if name in module.split("."))
     runai = pathlib.Path(__file__).parents[1] / "compat" / "runai" / "src"
     program = f"import sys; sys.path.append({str(runai)!r}); sys.modules[{framework!r}] = None\nimport {module}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -38,14 +38,14 @@ def rooms(module):
     _, area, wing, *_ = [*module.split("."), "", ""]
     if module.startswith("runai"):
         return [("house", "compat")]
-    if area in ("torch", "keras"):
+    if area in ("torch", "keras", "jax"):
         return [("house", area), (area, wing if wing in PLANS[area] else "faces")]
     if area in PLANS["house"] or area == "__main__":
         return [("house", area.replace("__main__", "cli"))]
     return [("house", "centre"), ("centre", area)]
 
 
-PLANS = {name: floors(f"{name}: ") for name in ("house", "torch", "keras", "centre")}
+PLANS = {name: floors(f"{name}: ") for name in ("house", "torch", "keras", "jax", "centre")}
 
 
 def wrong_arrows():

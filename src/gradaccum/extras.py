@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 __all__ = ["PrivateName", "require"]
 
 # Libraries with an extra of their own.
-_EXTRAS = ("torch", "keras", "transformers", "lightning", "accelerate")
+_EXTRAS = ("torch", "keras", "jax", "transformers", "lightning", "accelerate")
 
 
 def require(name: str) -> Any:

@@ -1,0 +1,1 @@
+"""Prove it: whole against split, and what causes a difference."""

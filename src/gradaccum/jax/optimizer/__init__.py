@@ -1,0 +1,1 @@
+"""Wrap the optimizer: one inner update per window."""

@@ -1,0 +1,22 @@
+"""Four devices, double precision, and programs that compile fast."""
+
+import os
+
+# Before JAX starts. Without fusion emitters: they take most of the time it takes to compile a program, which here runs
+# once. The numbers are the same; see tests/keras/conftest.py.
+flags = "--xla_force_host_platform_device_count=4 --xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}".strip()
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+from tests.documents import interpreter  # noqa: E402
+
+jax.config.update("jax_enable_x64", True)
+
+
+@pytest.fixture(scope="session")
+def fresh_process():
+    """Runs a page or a script in a process that has imported JAX and done nothing else: see `interpreter`."""
+    with interpreter("gradaccum.jax optax") as program:
+        yield program

@@ -1,0 +1,13 @@
+"""The Python of JAX' pages runs."""
+
+import pytest
+
+from tests.documents import ROOT
+
+PAGES = sorted((ROOT / "docs").glob("jax*.md"))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_the_pages_blocks_run(path, tmp_path, fresh_process):
+    done = fresh_process(path, tmp_path)
+    assert done.ok, done.stderr
