@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from gradaccum.on_torch.batch import BatchDims
+from gradaccum.on_torch.fitting import Fitting, Passes, StartOver
+from gradaccum.on_torch.memory import Gauge, is_out_of_memory
+from gradaccum.sizes import Piece, Rows
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.chunking import chunked
 
-__all__ = ["EXACT_MICRO_BATCH_SIZE", "WholeBatch"]
+__all__ = ["EXACT_MICRO_BATCH_SIZE", "WholeBatch", "check_exact", "run_at_once"]
+
+logger = logging.getLogger("gradaccum")
 
 EXACT_MICRO_BATCH_SIZE = 32
 """Rows, for "auto": all rows' boundary activations are kept in any case, and larger micro-batches are hardly faster."""
@@ -70,3 +76,38 @@ def _of_the_model(batch_dims: BatchDims, takes_inputs: bool) -> Any:
     if not takes_inputs:
         return 0
     return (batch_dims[0],) if isinstance(batch_dims, (tuple, list)) else (batch_dims,)
+
+
+def check_exact(choice: str, offload: bool, max_tokens: int | None) -> None:
+    """Whether these options of a `TrainStep` go together with what it does about BatchNorm.
+
+    Raises:
+        ValueError: They don't.
+    """
+    if offload and choice != "exact":
+        raise ValueError(
+            "offload=True keeps what crosses exact BatchNorm layers in host memory, so it needs "
+            f'batch_norm="exact". Received: batch_norm={choice!r}.'
+        )
+    if max_tokens is not None and choice == "exact":
+        raise ValueError('batch_norm="exact" needs the whole batch as it is padded. Leave out `max_tokens`.')
+
+
+def run_at_once(whole: WholeBatch, rows: int, plan: Rows, passes: Passes, fitting: Fitting, gauge: Gauge) -> None:
+    """All rows at once, through a model that takes them in micro-batches: smaller ones, where these don't fit.
+
+    Raises:
+        StartOver: They did not fit; smaller ones may.
+    """
+    size = plan.sizer.next_size(rows)
+    try:
+        with whole.in_micro_batches(size):
+            fitting.once(Piece(slice(0, rows)), plan, passes)
+        return
+    except Exception as error:
+        if not is_out_of_memory(error) or size == 1:
+            raise
+    gauge.release()
+    plan.sizer.failed(size)
+    logger.warning("Out of memory with micro-batches of %d rows: all over again with %d.", size, plan.sizer.size)
+    raise StartOver

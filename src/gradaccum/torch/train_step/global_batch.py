@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.gradients import GradientSum
-from gradaccum.torch.distributed import SingleRank, Total
+from gradaccum.torch.distributed import SingleRank, Total, check_detected
 from gradaccum.torch.loss import LossAccumulator, Objective, Weight
 
-__all__ = ["GlobalBatch"]
+__all__ = ["GlobalBatch", "check_members", "check_sizes"]
+
+logger = logging.getLogger("gradaccum")
 
 
 class GlobalBatch:
@@ -59,3 +65,33 @@ class GlobalBatch:
         if not weighs:
             loss = torch.full_like(loss, float("nan"))
         return loss.to(window.sum.dtype), divisor, weighs
+
+
+def check_members(model: nn.Module, parameters: Sequence[Tensor], ranks: SingleRank) -> None:
+    """Whether all ranks are known that share this model's update, and all parameters that they reduce.
+
+    Raises:
+        ValueError: Ranks were found that a wrapper hides.
+    """
+    check_detected(model, parameters, ranks, steps=1)
+    own = set(map(id, parameters))
+    outside = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
+    if outside and ranks.several:
+        logger.warning(
+            "%d parameters that require a gradient are in none of TrainStep's optimizers: their gradients are not "
+            "reduced over the ranks.",
+            len(outside),
+        )
+
+
+def check_sizes(ranks: SingleRank, micro_batch_size: Any, max_tokens: int | None) -> None:
+    """Whether micro-batches of these sizes can run on all ranks at the same time, where they must.
+
+    Raises:
+        ValueError: They have to be tried out, and the model is sharded.
+    """
+    if ranks.in_step and (micro_batch_size == "auto" or max_tokens is not None):
+        raise ValueError(
+            "With a sharded model sizes and padding cannot be tried out: other ranks would wait in these passes. "
+            f"Received: micro_batch_size={micro_batch_size!r}, max_tokens={max_tokens!r}. Give a number of rows."
+        )

@@ -19,16 +19,16 @@ from gradaccum.noise import NoiseScale
 from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.on_torch.fitting import Fitting, StartOver
-from gradaccum.on_torch.memory import Gauge, is_out_of_memory, parse_bytes
+from gradaccum.on_torch.memory import Gauge, parse_bytes
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.transaction import Transaction
 from gradaccum.sizes import GivenSizes, Piece, Rows, Sizers, Tokens, even_sizes
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms
-from gradaccum.torch.distributed import SingleRank, check_detected, detect_ranks
+from gradaccum.torch.distributed import SingleRank, detect_ranks
 from gradaccum.torch.equivalence import Proof
 from gradaccum.torch.loss import LossAccumulator, Objective
-from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch
-from gradaccum.torch.train_step.global_batch import GlobalBatch
+from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch, check_exact, run_at_once
+from gradaccum.torch.train_step.global_batch import GlobalBatch, check_members, check_sizes
 from gradaccum.torch.train_step.padding import Packing, packed_rows
 from gradaccum.torch.train_step.passes import Passes
 from gradaccum.torch.train_step.update import Update
@@ -119,11 +119,7 @@ class TrainStep:
         )
         self.sync = checked_choice("sync", sync, get_args(Sync))
         self._whole: WholeBatch | None = None
-        if offload and self.batch_norm.choice != "exact":
-            raise ValueError(
-                "offload=True keeps what crosses exact BatchNorm layers in host memory, so it needs "
-                f'batch_norm="exact". Received: batch_norm={batch_norm!r}.'
-            )
+        check_exact(self.batch_norm.choice, offload, max_tokens)
         if self.batch_norm.choice == "exact":
             self._whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=offload)
         self.objective = Objective(
@@ -149,10 +145,10 @@ class TrainStep:
         self.sizers = Sizers(micro_batch_size, self.gauge.limit, minimum=2 if batch_norms(model) else 1)
         plain, most = self.objective.on(_inside(model)), self.sizers.size
         self.packing = None if max_tokens is None else Packing(plain, max_tokens, most, judge=verify)
-        if self._whole is not None and self.packing is not None:
-            raise ValueError('batch_norm="exact" needs the whole batch as it is padded. Leave out `max_tokens`.')
         self.updates = 0
         """Updates made so far."""
+        self.proving = False
+        """Whether passes run just now that only prove something: nothing is kept of them."""
         # By hand: a backward pass that runs out of memory halfway through a reduction could not be taken back.
         self.ranks = detect_ranks(
             model,
@@ -162,11 +158,7 @@ class TrainStep:
             dtype=self.update.sums.dtype,
             always=self.sync == "micro_batch",
         )
-        if self.ranks.in_step and (micro_batch_size == "auto" or max_tokens is not None):
-            raise ValueError(
-                "With a sharded model sizes and padding cannot be tried out: other ranks would wait in these passes. "
-                f"Received: micro_batch_size={micro_batch_size!r}, max_tokens={max_tokens!r}. Give a number of rows."
-            )
+        check_sizes(self.ranks, micro_batch_size, max_tokens)
         self._verify = verify and not self._spans_ranks()
         if verify and not self._verify:
             logger.warning(
@@ -216,21 +208,43 @@ class TrainStep:
                 random numbers are then as they were before, as after any other error; where the optimizer's step on a
                 large model cannot be taken back, the message says so.
         """
+        return self._call(batch, self._make_update)
+
+    def backward(self, *batch: Any) -> Tensor:
+        """Leave the finished gradient of this batch in `.grad`, where a plain loop's `loss.backward()` has left it.
+
+        What comes next is up to the loop: clipping (`clip_grad_norm` has been done), `optimizer.step()`, or
+        `scaler.step(optimizer)` on gradients that a `scaler` still scales. Gradients that were there before are
+        replaced; none is left where nothing in the batch weighs anything. Returns and raises what a call of the step
+        does; `updates` counts only those.
+
+        Example:
+            >>> model = nn.Linear(4, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> step = TrainStep(model, optimizer, loss_fn=nn.MSELoss(), micro_batch_size=3)
+            >>> loss = step.backward(torch.randn(10, 4), torch.randn(10, 1))
+            >>> norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            >>> optimizer.step()
+        """
+        return self._call(batch, self._leave_gradients)
+
+    def _call(self, arguments: tuple[Any, ...], run: Callable[[Batch], Tensor]) -> Tensor:
         try:
-            return self._call(self.objective.batch(batch))
+            return self._guarded(self.objective.batch(arguments), run)
         except BaseException:
             self.ranks.leave()
             raise
 
-    def _call(self, batch: Batch) -> Tensor:
+    def _guarded(self, batch: Batch, run: Callable[[Batch], Tensor]) -> Tensor:
         if batch.rows == 0 and not self.ranks.several:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
         if not self._checked:
-            self._check_ranks()
+            check_members(self.model, self.update.parameters(), self.ranks)
+            self._checked = True
         self._transaction.open()
         try:
             self._prove(batch)
-            loss = self._make_update(batch)
+            loss = run(batch)
             self._proof.tell()
         except BaseException:
             self.update.abandon()
@@ -239,19 +253,6 @@ class TrainStep:
         self._transaction.close()
         return loss
 
-    def _check_ranks(self) -> None:
-        self._checked = True
-        parameters = self.update.parameters()
-        check_detected(self.model, parameters, self.ranks, steps=1)
-        own = set(map(id, parameters))
-        outside = [p for p in self.model.parameters() if p.requires_grad and id(p) not in own]
-        if outside and self.ranks.several:
-            logger.warning(
-                "%d parameters that require a gradient are in none of TrainStep's optimizers: their gradients are not "
-                "reduced over the ranks.",
-                len(outside),
-            )
-
     def _make_update(self, batch: Batch) -> Tensor:
         loss, weighs = self.gradients(batch)
         if not weighs:
@@ -259,6 +260,12 @@ class TrainStep:
             return loss
         if self.update.step(loss, lambda: self.gradients(batch)[0]):
             self.updates += 1
+        return loss
+
+    def _leave_gradients(self, batch: Batch) -> Tensor:
+        loss, weighs = self.gradients(batch)
+        if not weighs:
+            self._clear()
         return loss
 
     def gradients(self, batch: Batch, sizes: Sequence[int] | None = None) -> tuple[Tensor, bool]:
@@ -312,7 +319,8 @@ class TrainStep:
             if rows == 0:
                 pass  # other ranks have some
             elif self._all_at_once and isinstance(plan, Rows):
-                self._run_whole(Piece(slice(0, rows)), plan, passes)
+                assert self._whole is not None
+                run_at_once(self._whole, rows, plan, passes, self._fitting, self.gauge)
             else:
                 for piece in plan:
                     run(piece, plan, passes)
@@ -344,26 +352,14 @@ class TrainStep:
     def _prove(self, batch: Batch) -> None:
         split = batch.rows > (self.sizers.size or 0) or self.packing is not None or self._whole is not None
         if self._verify and split and self._proof.due(batch, self._transaction.modes):
-            self._plan(batch)  # max_tokens judges the padding
-            self._transaction.abandon()
-            self._proof.run(batch, self.sizers.given)
+            self.proving = True
+            try:
+                self._plan(batch)  # max_tokens judges the padding
+                self._transaction.abandon()
+                self._proof.run(batch, self.sizers.given)
+            finally:
+                self.proving = False
             self._transaction.open()
-
-    def _run_whole(self, piece: Piece, plan: Rows, passes: Passes) -> None:
-        """All rows at once, through a model that takes them in micro-batches: smaller ones, where these don't fit."""
-        assert self._whole is not None
-        size = plan.sizer.next_size(piece.size)
-        try:
-            with self._whole.in_micro_batches(size):
-                self._fitting.once(piece, plan, passes)
-            return
-        except Exception as error:
-            if not is_out_of_memory(error) or size == 1:
-                raise
-        self.gauge.release()
-        plan.sizer.failed(size)
-        logger.warning("Out of memory with micro-batches of %d rows: all over again with %d.", size, plan.sizer.size)
-        raise StartOver
 
     def _plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Rows | Tokens:
         if self.packing is not None and (sizes is None or len(sizes) > 1):
