@@ -8,9 +8,9 @@ import pytest
 from tests.source import TREES, declared, imported
 
 FACES = [
-    "gradaccum", "gradaccum.report", "gradaccum.torch", "gradaccum.torch.optim", "gradaccum.keras",
-    "gradaccum.keras.callbacks", "gradaccum.keras.optimizers", "gradaccum.jax", "runai.ga.torch.optim",
-    "runai.ga.keras.optimizers",
+    "gradaccum", "gradaccum.report", "gradaccum.torch", "gradaccum.torch.losses", "gradaccum.torch.optim",
+    "gradaccum.keras", "gradaccum.keras.callbacks", "gradaccum.keras.optimizers", "gradaccum.jax",
+    "runai.ga.torch.optim", "runai.ga.keras.optimizers",
 ]  # fmt: skip
 
 

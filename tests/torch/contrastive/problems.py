@@ -1,0 +1,40 @@
+"""The naive oracle: contrastive losses from the whole matrix of pairs."""
+
+import torch
+from torch.nn import functional as F
+
+
+def rows_of(seed, rows, columns, size=6, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(count, size, generator=generator, dtype=torch.float64) for count in (rows, columns))
+    return [F.normalize(t, dim=1).to(dtype).requires_grad_() for t in (a, b)]
+
+
+def plain_info_nce(a, b, temperature, positives=None, ignored=None, symmetric=True):
+    """`positives` and `ignored` as matrices."""
+    scores = a @ b.T / temperature
+    if positives is None:
+        positives = torch.eye(len(a), len(b), dtype=torch.bool)
+    if ignored is not None:
+        scores = scores.masked_fill(ignored & ~positives, -float("inf"))
+    found = []
+    for s, p in ((scores, positives), (scores.T, positives.T)):
+        has = p.any(1)
+        s, p = s[has], p[has]
+        found.append((s.logsumexp(1) - torch.where(p, s, 0.0).sum(1) / p.sum(1)).mean())
+    return sum(found) / 2 if symmetric else found[0]
+
+
+def plain_sigmoid(a, b, temperature, bias, positives=None, ignored=None):
+    scores = a @ b.T / temperature + bias
+    if positives is None:
+        positives = torch.eye(len(a), len(b), dtype=torch.bool)
+    losses = -F.logsigmoid(torch.where(positives, scores, -scores))
+    if ignored is not None:
+        losses = losses.masked_fill(ignored & ~positives, 0.0)
+    return losses.sum() / len(a)
+
+
+def same(of_a, of_b):
+    """Pairs of rows with the same id, as a matrix."""
+    return of_a[:, None] == of_b
