@@ -4,6 +4,7 @@ from gradaccum.extras import require
 
 require("jax")
 
+from gradaccum.jax.optimizer import noise_scale, updated, windowed
 from gradaccum.jax.train_step import grad, value_and_grad
 
-__all__ = ["grad", "value_and_grad"]
+__all__ = ["grad", "noise_scale", "updated", "value_and_grad", "windowed"]
