@@ -94,6 +94,22 @@ def test_edits_that_raise_no_version_are_seen_in_the_first_window(edit, when):
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
 
 
+@pytest.mark.parametrize("steps", [3, 9])
+def test_edits_that_raise_no_version_before_the_windows_last_step_are_seen_however_long_it_is(steps):
+    model = network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=steps)
+    micro_batches = split(regression(steps), [1] * steps)
+    with pytest.raises(WindowError, match="edited inside an open window"):
+        for index, (x, y) in enumerate(micro_batches):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            if index + 1 == steps:
+                for p in model.parameters():
+                    p.grad.data.clamp_(-1e-3, 1e-3)
+            optimizer.step()
+    assert optimizer.updates == 0
+
+
 def test_an_edit_of_one_gradient_alone_is_seen_in_the_first_window():
     model = network()
     optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)

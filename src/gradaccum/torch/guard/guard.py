@@ -20,7 +20,7 @@ __all__ = ["Guard"]
 logger = logging.getLogger("gradaccum")
 
 _COMPARED = 4
-"""In windows that are watched whole, this many micro-batches are compared by value, too; in the first one, all."""
+"""In windows that are watched whole, the first so many micro-batches are compared by value, too, and the last one."""
 
 
 class Guard:
@@ -33,8 +33,8 @@ class Guard:
 
     What raises no version, as `p.grad.data.clamp_()`, or raises it and changes nothing, as reading a norm with
     `clip_grad_norm_(parameters, inf)`, shows where values are compared: a sum and a norm of each gradient, in the first
-    window, and in the first micro-batches of others that are watched whole. After an edit that changed nothing it is
-    all gradients, always.
+    micro-batches of windows that are watched whole, and in the last one. After an edit that changed nothing it is all
+    gradients, always.
 
     A backward pass that has brought a gradient and never came to its end has failed.
 
@@ -80,7 +80,7 @@ class Guard:
         """The sum is empty: whatever comes next begins a new one."""
         self.arrivals = 0
         """Gradients that have arrived at watched parameters since the last micro-batch was counted."""
-        self._counted = 0
+        self._counted, self._last_next = 0, False
         self._settle()
         self._tampering: Tampering | None = None
         self.current_pass: int | None = None
@@ -108,15 +108,18 @@ class Guard:
             watched.arrivals = 0
             watched.finish()
 
-    def counted(self) -> None:
-        """A micro-batch is in, which weighs something."""
+    def counted(self, last_next: bool) -> None:
+        """A micro-batch is in, which weighs something; `last_next` if the next one closes the window."""
         if not self.arrivals and not self._watches_all and all(w.parameter.grad is None for w in self._watched):
             self.watch_all()
             self.accept()
         self.arrivals = 0
-        if self.compares:
+        if self._watches_all:
             self._counted += 1
+            self._last_next = last_next
             self._settle()
+            if not self.compares:
+                self.forget_values()
 
     def window_begins(self) -> None:
         """The parameters are as all micro-batches of the window are to see them."""
@@ -140,8 +143,8 @@ class Guard:
         return all(watched.tampering() is None for watched in self._watched)
 
     def _settle(self) -> None:
-        first = self._windows == 0 or self._counted < _COMPARED
-        self.compares = self._watches_all and (self._reads_norms or first)
+        telling = self._counted < _COMPARED or self._last_next
+        self.compares = self._watches_all and (self._reads_norms or telling)
         """Whether gradients are compared by value."""
 
     @property

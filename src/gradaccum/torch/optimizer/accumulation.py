@@ -197,7 +197,7 @@ class Accumulation:
             self.screened.add()
             guard.accept()  # its gradient has moved into the sum
         if one.weight and not self.ranks.in_step:
-            guard.counted()
+            guard.counted(window.closes_next)
         else:
             guard.arrivals = 0  # what arrives from now on belongs to the next micro-batch
         if self.noise is not None and self.noise.waiting and window.weight > 0 and not self.ranks.reduced:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from gradaccum.on_torch.batch import children, has_rows, leaves, number_of_rows
-from gradaccum.torch.optimizer.windows import IN_BATCHES, Windows
+from gradaccum.torch.optimizer.windows import Windows
 from gradaccum.window import checked_weight
 
 __all__ = ["Batches"]
@@ -217,6 +217,10 @@ class _Contents:
 
 def _tensors(batch: Any) -> list[Tensor]:
     """The plain tensors of a batch, arrays among them."""
+    flat = batch.values() if type(batch) is dict else batch if type(batch) in (tuple, list) else ()
+    found = [leaf for leaf in flat if type(leaf) is Tensor and leaf.layout is torch.strided]
+    if found and len(found) == len(flat):
+        return found
     found = []
     for _, leaf in leaves(batch):
         if type(leaf) is Tensor and leaf.layout is torch.strided:
@@ -228,9 +232,11 @@ def _tensors(batch: Any) -> list[Tensor]:
 
 def _span(tensor: Tensor) -> tuple[int, int] | None:
     """From where to where in memory it lies; None if it is empty."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return (start, start + tensor.nbytes) if start else None
     if not tensor.numel():
         return None
-    start = tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return start, start + (last + 1) * tensor.element_size()
 
@@ -261,7 +267,6 @@ class _Member:
             # The loop before was left by an exception. An iterator goes on where it was; a loader starts over.
             windows.discard()
         windows.source = batches
-        IN_BATCHES.add(windows)
 
     def expect(self, batch: Any, last: bool) -> None:
         """A batch is about to be handed out."""

@@ -52,8 +52,7 @@ class Windows:
         """Whether this epoch has a micro-batch."""
         self.restored = False
         """Whether the open window came from a checkpoint, and no loop of `batches()` has continued it yet."""
-        self.source: object | None = None
-        """The `Batches` whose loop is running."""
+        self._source: object | None = None
         self.left_over: object | None = None
         """What a loop of `batches()` over an iterator had fetched ahead when it was broken off."""
         self._step, self._check_steps = step, check_steps
@@ -113,6 +112,16 @@ class Windows:
         if self.ranks.several:
             self.ranks.expect(self.closes_next, self.steps, self.accumulation.window.micro_batch.last, counts)
 
+    @property
+    def source(self) -> object | None:
+        """The `Batches` whose loop is running."""
+        return self._source
+
+    @source.setter
+    def source(self, source: object | None) -> None:
+        self._source = source
+        (IN_BATCHES.discard if source is None else IN_BATCHES.add)(self)
+
     # Micro-batches.
 
     def count(self, scaled: Sequence[Any] = ()) -> None:
@@ -152,9 +161,8 @@ class Windows:
         window, before = self.accumulation.window, self._rows_beside
         if window.weights_given or window.reduction == "sum":
             return
-        beside = [other for other in IN_BATCHES if other.source is not None and other is not self]
         self._rows_beside = weakref.WeakKeyDictionary(
-            (other, other.accumulation.window.micro_batch.default) for other in beside
+            (other, other.accumulation.window.micro_batch.default) for other in IN_BATCHES if other is not self
         )
         for other, rows in self._rows_beside.items():
             if window.micro_batches > 1 and rows != before.get(other, rows):
@@ -287,17 +295,18 @@ class Windows:
         return True
 
     def _note_settings(self) -> None:
-        groups = self.inner.param_groups
-        self._settings = [{name: value for name, value in g.items() if name != "params"} for g in groups]
+        self._settings = list(map(dict, self.inner.param_groups))
 
     def _check_settings(self) -> None:
         """Hyperparameters belong to an update: warn, once, if one has changed inside the window."""
         if self._warned_of_settings or not self.accumulation.window.is_open:
             return
+        if not _differ(self.inner.param_groups, self._settings):  # next to always
+            return
         changed = dict[str, str]()
         for group, before in zip(self.inner.param_groups, self._settings):
             for name, value in before.items():
-                if name in group and _differ(value, group[name]):
+                if name != "params" and name in group and _differ(value, group[name]):
                     changed.setdefault(name, f"{name} from {value} to {group[name]}")
         if changed:
             self._warned_of_settings = True
@@ -369,4 +378,4 @@ def _fetched_ahead_error() -> WindowError:
 
 
 IN_BATCHES: weakref.WeakSet[Windows] = weakref.WeakSet()
-"""Windows that a loop of `batches()` fills, or has filled."""
+"""Windows that a loop of `batches()` fills."""
