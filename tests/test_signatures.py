@@ -8,6 +8,7 @@ import pytest
 from tests.source import TREES, declared, imported
 
 FACES = [
+    "gradaccum.integrations.transformers",
     "gradaccum", "gradaccum.report", "gradaccum.torch", "gradaccum.torch.losses", "gradaccum.torch.optim",
     "gradaccum.keras", "gradaccum.keras.callbacks", "gradaccum.keras.optimizers", "gradaccum.jax",
     "runai.ga.torch.optim", "runai.ga.keras.optimizers",

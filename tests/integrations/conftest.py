@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 import torch
 
@@ -13,3 +15,11 @@ def leave_torch_as_found():
 @pytest.fixture
 def float64():
     torch.set_default_dtype(torch.float64)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_to_collect():
+    """Each training collects garbage: it need not look at what the imports have left."""
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -4,4 +4,6 @@ from gradaccum.extras import require
 
 require("transformers")
 
-__all__: list[str] = []
+from gradaccum.integrations.transformers.trainer import MicroBatchTrainer
+
+__all__ = ["MicroBatchTrainer"]

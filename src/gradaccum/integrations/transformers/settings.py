@@ -1,0 +1,154 @@
+"""Settings of a Trainer that don't go with micro-batches: each is refused by name, with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import transformers
+
+from gradaccum.extras import PrivateName
+
+__all__ = ["NAMES", "MicroBatches", "check_hooks", "check_settings", "gathers"]
+
+
+class MicroBatches(NamedTuple):
+    """What a trainer was told about its micro-batches."""
+
+    micro_batch_size: int | Literal["auto"] = "auto"
+    max_tokens: int | None = None
+    weight: Callable[[Any], Any] | None = None
+    memory_limit: int | str | None = None
+    verify: bool = True
+
+
+NAMES = (
+    PrivateName("Trainer", "training_step", "runs a batch"),
+    PrivateName("Trainer", "compute_loss", "computes its loss"),
+    PrivateName("Trainer", "_get_num_items_in_batch", "counts what a loss is a mean over"),
+    PrivateName("Trainer", "_save_rng_state", "saves what belongs to a rank"),
+    PrivateName("Trainer", "_load_rng_state", "loads it"),
+)
+"""What is used of transformers' Trainer beyond its public API, or overridden."""
+
+
+def check_hooks(trainer: Any) -> None:
+    """Raise where this version of transformers lacks something that is used.
+
+    Raises:
+        ImportError: It does; the message says what.
+    """
+    missing = [
+        line for name in NAMES if (line := name.missing_from(trainer, f"transformers {transformers.__version__}"))
+    ]
+    if missing:
+        raise ImportError(" ".join(missing) + ' Install one that has it: pip install "gradaccum[transformers]"')
+
+
+def check_settings(trainer: Any, micro_batches: MicroBatches) -> None:
+    """Raise where a setting contradicts micro-batches.
+
+    Raises:
+        ValueError: It does; the message names it.
+    """
+    for line in _wrong(trainer, micro_batches):
+        raise ValueError(line)
+
+
+def gathers(trainer: Any) -> bool:
+    """Whether `compute_loss` gathers over the ranks, as TRL's trainers do for their metrics."""
+    return any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__)
+
+
+def _wrong(trainer: Any, micro_batches: MicroBatches) -> Iterator[str]:
+    args, name = trainer.args, type(trainer).__name__
+    steps = args.gradient_accumulation_steps
+    if steps > 1:
+        rows = args.per_device_train_batch_size
+        yield (
+            f"{name} makes one update per batch, in micro-batches. Received: gradient_accumulation_steps={steps}, "
+            f"which accumulates, too. Remove it, and set per_device_train_batch_size={steps * rows} in place of {rows}."
+        )
+    if args.auto_find_batch_size:
+        yield (
+            "auto_find_batch_size=True makes the batch of an update smaller where memory runs out. Remove it: "
+            f'{name}(micro_batch_size="auto") keeps the update, and finds micro-batches that fit.'
+        )
+    if args.n_gpu > 1:
+        yield (
+            f"DataParallel splits each batch over {args.n_gpu} devices by itself. Start a process per device "
+            f"(torchrun --nproc-per-node={args.n_gpu}), or show the Trainer one device: CUDA_VISIBLE_DEVICES=0."
+        )
+    if trainer.is_deepspeed_enabled:
+        yield (
+            "DeepSpeed keeps gradients of its own, which micro-batches would not reach. Remove `deepspeed`; FSDP2 "
+            '(fsdp="full_shard", fsdp_config={"version": 2}) shards in a way that works.'
+        )
+    yield from _strange_ranks(trainer, micro_batches)
+    optim = str(getattr(args.optim, "value", args.optim))
+    if optim in ("lomo", "adalomo") or optim.endswith("layerwise"):
+        yield (
+            f"optim={optim!r} updates parameters in the backward pass, before the batch's gradient is complete. Choose "
+            f"another, such as optim={optim.removesuffix('_layerwise') if 'layerwise' in optim else 'adafactor'!r}."
+        )
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    if hasattr(optimizer, "micro_batches") and hasattr(optimizer, "inner"):
+        yield (
+            f"{name} makes one update per batch by itself. Received: optimizers=({type(optimizer).__name__}, ...), "
+            "which accumulates, too. Give it the inner optimizer."
+        )
+    if getattr(trainer, "padding_free", False):
+        yield (
+            "padding_free=True (which packing=True brings along) makes one row of the whole batch, which can't be cut. "
+            "Remove it: `max_tokens` leaves padding out of micro-batches."
+        )
+    if args.neftune_noise_alpha is not None and micro_batches.max_tokens is not None:
+        yield (
+            "neftune_noise_alpha makes noise by the length of the padded rows, which `max_tokens` shortens. Remove one "
+            "of them."
+        )
+    if micro_batches.verify and (router := _router(trainer)):
+        yield (
+            f"{router} adds the router's load-balancing loss, which looks across the whole batch: micro-batches would "
+            "balance each by itself. Switch it off, or say with verify=False that this is meant."
+        )
+
+
+def _strange_ranks(trainer: Any, micro_batches: MicroBatches) -> Iterator[str]:
+    args, several = trainer.args, trainer.args.world_size > 1
+    sizes = {"tensor": trainer.get_tp_size(), "context": trainer.get_cp_size(), "sequence": trainer.get_sp_size()}
+    for kind, size in sizes.items():
+        if size > 1:
+            yield (
+                f"{kind}-parallel ranks share the rows of a batch, and micro-batches don't know that. Received: a "
+                f"parallelism_config of {size} {kind}-parallel ranks. Remove it."
+            )
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        yield (
+            "This model was sharded as it was loaded (distributed_config), in a way that micro-batches don't know. "
+            'Load it plainly, and let Accelerate shard it: fsdp_config={"version": 2}.'
+        )
+    if getattr(trainer, "is_fsdp_xla_enabled", False):
+        yield "XLA's FSDP has ranks that micro-batches don't know. Remove `xla` from `fsdp_config`."
+    if several and not args.average_tokens_across_devices:
+        yield (
+            "average_tokens_across_devices=False asks for the mean of the ranks' means, which is not that of the large "
+            "batch. Remove it."
+        )
+    found = micro_batches.micro_batch_size, micro_batches.max_tokens
+    if several and gathers(trainer) and (found[0] == "auto" or found[1] is not None):
+        yield (
+            f"{type(trainer).__name__}.compute_loss gathers metrics over the ranks, so all of them need as many "
+            f"micro-batches. Received: micro_batch_size={found[0]!r}, max_tokens={found[1]!r}. Give a number of rows."
+        )
+
+
+def _router(trainer: Any) -> str:
+    """The setting that adds a router's loss, or nothing."""
+    if getattr(trainer, "aux_loss_enabled", False):
+        return "aux_loss_enabled" if not hasattr(trainer.args, "router_aux_loss_coef") else "router_aux_loss_coef > 0"
+    config = getattr(trainer.model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    if getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", 1.0):
+        return "output_router_logits=True in the model's config"
+    return ""

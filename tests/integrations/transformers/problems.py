@@ -1,0 +1,150 @@
+"""Tiny models built from configs, ragged rows for them, and runs of a Trainer on both."""
+
+import copy
+
+import torch
+import transformers
+
+VOCABULARY, LONGEST = 37, 12
+
+
+def _config(kind, **more):
+    return kind(vocab_size=VOCABULARY, **more)
+
+
+def _bert(cls, **more):
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return cls(_config(transformers.BertConfig, max_position_embeddings=32, **sizes, **more))
+
+
+def _llama_sizes():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return sizes | {"max_position_embeddings": 32}
+
+
+MODELS = {
+    "BERT, a label for each text": lambda: _bert(transformers.BertForSequenceClassification, num_labels=3),
+    "BERT, a number for each text": lambda: _bert(transformers.BertForSequenceClassification, num_labels=1),
+    "BERT, a label for each token": lambda: _bert(transformers.BertForTokenClassification, num_labels=3),
+    "BERT, masked tokens": lambda: _bert(transformers.BertForMaskedLM),
+    "Llama": lambda: transformers.LlamaForCausalLM(_config(transformers.LlamaConfig, **_llama_sizes())),
+    "GPT-2": lambda: transformers.GPT2LMHeadModel(
+        _config(transformers.GPT2Config, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    ),
+    "T5": lambda: transformers.T5ForConditionalGeneration(
+        _config(
+            transformers.T5Config,
+            d_model=16,
+            d_kv=8,
+            d_ff=24,
+            num_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
+            dropout_rate=0.0,
+        )
+    ),
+}
+"""Of each family one."""
+
+
+def model(kind, *, dropout=0.0, seed=0):
+    torch.manual_seed(seed)
+    made = MODELS[kind]()
+    for module in made.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = dropout
+    for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+        if hasattr(made.config, name):
+            setattr(made.config, name, dropout)
+    return made
+
+
+def rows(kind, number=24, seed=1):
+    """Texts of 2 to LONGEST tokens, with labels as the model takes them: few, and of other numbers than the tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def some(most, *shape, least=1):
+        return torch.randint(least, most, shape, generator=generator)
+
+    found = []
+    for _ in range(number):
+        length = int(some(LONGEST + 1, 1, least=2))
+        row = {"input_ids": some(VOCABULARY, length)}
+        if kind == "BERT, a label for each text":
+            row["labels"] = int(some(3, 1, least=0))
+        elif kind == "BERT, a number for each text":
+            row["labels"] = float(torch.randn((), generator=generator))
+        elif kind == "T5":
+            row["labels"] = some(VOCABULARY, int(some(9, 1)))
+        else:
+            labels = some(3 if "token" in kind and "masked" not in kind else VOCABULARY, length, least=0)
+            if kind in ("Llama", "GPT-2"):
+                labels = row["input_ids"].clone()
+            keep = torch.rand(length, generator=generator) < 0.7
+            keep[1] = True
+            row["labels"] = labels.masked_fill(~keep, -100)
+        found.append(row)
+    return found
+
+
+def collate(examples, side="right"):
+    """Padded to the longest of the batch."""
+
+    def padded(name, value):
+        most = max(len(row[name]) for row in examples)
+        return torch.stack([_pad(row[name], most, value, side) for row in examples])
+
+    batch = {"input_ids": padded("input_ids", 0)}
+    lengths = torch.tensor([len(row["input_ids"]) for row in examples])[:, None]
+    columns = torch.arange(batch["input_ids"].shape[1])
+    count = columns if side == "right" else columns.flip(0)
+    batch["attention_mask"] = (count < lengths).long()
+    one = examples[0]["labels"]
+    batch["labels"] = padded("labels", -100) if torch.is_tensor(one) else torch.tensor([r["labels"] for r in examples])
+    return batch
+
+
+def _pad(tensor, most, value, side):
+    filler = tensor.new_full((most - len(tensor),), value)
+    return torch.cat([tensor, filler] if side == "right" else [filler, tensor])
+
+
+def sgd(parameters):
+    """One large step, so that a wrong scale shows; with momentum, so that the first update matters later."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def arguments(folder, **more):
+    defaults = {
+        "per_device_train_batch_size": 10, "num_train_epochs": 1, "seed": 3, "logging_steps": 1, "save_strategy": "no",
+        "use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return transformers.TrainingArguments(str(folder), **(defaults | more))
+
+
+def train(cls, model, data, folder, *, micro=None, resume=None, trainer=None, **more):
+    """Train a copy of the model. Returns the trainer."""
+    trainer = trainer or {}
+    trained = copy.deepcopy(model)
+    if "optimizers" not in trainer and "optim" not in more:
+        optimizer = sgd(trained.parameters())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1.0 / (1 + update))
+        trainer = trainer | {"optimizers": (optimizer, scheduler)}
+    trainer = {"data_collator": collate} | trainer
+    run = cls(trained, arguments(folder, **more), train_dataset=data, **trainer, **(micro or {}))
+    run.remove_callback(transformers.PrinterCallback)
+    run.train(resume_from_checkpoint=resume)
+    return run
+
+
+def logs(trainer, *names):
+    return [[entry[name] for name in names] for entry in trainer.state.log_history if names[0] in entry]
+
+
+def updates(trainer, start):
+    """How far each parameter has moved: a wrong divisor shows there in full.
+
+    But for the biases of keys: a softmax doesn't see them, so that their gradient is rounding alone.
+    """
+    pairs = zip(trainer.model.named_parameters(), start.parameters(), strict=True)
+    return [a.detach() - b.detach() for (name, a), b in pairs if not name.endswith("key.bias")]
