@@ -1,13 +1,14 @@
 """Rows into micro-batches: even sizes, the search for the fastest that fits, and what memory is free."""
 
 from gradaccum.sizes.by_shape import Sizers
-from gradaccum.sizes.even import even_sizes
+from gradaccum.sizes.even import FixedSize, even_sizes
 from gradaccum.sizes.host_memory import container_limits, free_host_memory, process_memory
 from gradaccum.sizes.pieces import GivenSizes, Piece, Rows, TokenBudget, Tokens
 from gradaccum.sizes.search import MARGIN, MemoryLine
 
 __all__ = [
     "MARGIN",
+    "FixedSize",
     "GivenSizes",
     "MemoryLine",
     "Piece",

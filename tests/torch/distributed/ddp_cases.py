@@ -475,6 +475,47 @@ def train_step(
     return oracle.error(model), worst, count.take()
 
 
+def several_losses(rank: int, sizes: Any, micro: Any, told: bool) -> tuple[float, float]:
+    """TrainStep with losses of a denominator each. Returns (error, largest error of the losses)."""
+    model = network()
+    oracle = Oracle(model, "adam")
+
+    def terms(m: nn.Module, x: Tensor, y: Tensor) -> dict[str, Any]:
+        outputs = m(x)
+        found = {
+            "ce": (nn.functional.cross_entropy(outputs, y, ignore_index=1), (y != 1).sum()),
+            "rows": (outputs.square().mean(), len(x)),
+            "rare": (outputs[y == 2].sum() / (y == 2).sum(), (y == 2).sum()),
+        }
+        return {name: term for name, term in found.items() if term[1] > 0}
+
+    def counts(x: Tensor, y: Tensor) -> dict[str, Any]:
+        return {"ce": (y != 1).sum(), "rows": len(x), "rare": (y == 2).sum()}
+
+    def alone(m: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {name: loss for name, (loss, _) in terms(m, x, y).items()}
+
+    def plain(m: nn.Module, rows: Rows) -> Tensor:
+        return sum(alone(m, *rows).values())  # type: ignore[return-value]
+
+    keywords: dict[str, Any] = {"compute_loss": alone, "weight": counts} if told else {"compute_loss": terms}
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    step = TrainStep(DistributedDataParallel(model), optimizer, micro_batch_size=micro[rank], **keywords)
+    ranks, worst = data(sizes), 0.0
+    for i in range(len(sizes[0])):
+        window = [own[i] for own in ranks]
+        window[1] = window[1][0], torch.where(window[1][1] == 2, 0, window[1][1])  # which never has the rare one
+        rows = concatenated(window)
+        expected = {name: loss.item() for name, loss in alone(oracle.model, *rows).items()}
+        oracle.update(rows, plain)
+        total = step(*window[rank]).item()
+        found = {name: loss.item() for name, loss in step.losses.items() if not loss.isnan()}
+        assert found.keys() == expected.keys()
+        worst = max(worst, *(abs(found[name] - mean) / abs(mean) for name, mean in expected.items()))
+        worst = max(worst, abs(total - sum(expected.values())) / abs(sum(expected.values())))
+    return oracle.error(model), worst
+
+
 class OutOfMemory(nn.Module):
     """Runs out of memory with more than so many rows, in its forward or its backward pass."""
 

@@ -27,6 +27,18 @@ def test_a_batch_without_rows_on_one_rank_counts_nothing(ranks: Processes) -> No
         assert loss_error <= FLOAT64
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_each_of_several_losses_is_divided_by_its_weight_on_all_ranks(ranks: Processes, told: bool) -> None:
+    for error, loss_error in ranks.run(cases.several_losses, [[9, 4, 8, 0], [3, 12, 7, 5]], [4, 3], told):
+        assert error <= FLOAT64
+        assert loss_error <= FLOAT64
+    for error, loss_error in ranks.run(
+        cases.several_losses, [[0, 4], [3, 12]], [4, 3], told
+    ):  # one has nothing at first
+        assert error <= FLOAT64
+        assert loss_error <= FLOAT64
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_one_rank_that_runs_out_of_memory_is_exact(ranks: Processes, backward: bool) -> None:
     assert max(ranks.run(cases.out_of_memory, backward)) <= FLOAT64

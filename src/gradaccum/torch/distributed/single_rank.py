@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -131,6 +131,10 @@ class SingleRank:
     def sum_number(self, number: float) -> float:
         """A number's sum over the ranks."""
         return number
+
+    def sum_by_name(self, mine: Mapping[Any, float]) -> dict[Any, float]:
+        """Numbers summed over the ranks, each by its name; some ranks may lack some names."""
+        return dict(mine)
 
     def most_passes(self, passes: int) -> int:
         """The largest number of passes that any rank of a sharded model has in this window; else one's own."""

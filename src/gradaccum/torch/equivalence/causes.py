@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,13 +42,26 @@ def find_causes(
         shared = _shared_input(trial, partitions, tolerance)
         if shared is not None:
             return [shared]
-    cause = _loss_cause(trial, bool(culprits))
-    if cause is not None:
-        causes.append(cause)
+    causes += _loss_causes(trial, bool(culprits))
     causes += _buffer_causes(large, differences, culprits, tolerance)
     if not causes:
         causes += _suspects(trial, large)
     return causes or [_unknown(differences, tolerance)]
+
+
+def _loss_causes(trial: Trial, model_differs: bool) -> list[Cause]:
+    """What is wrong with the loss; of several, with each."""
+    found = []
+    try:
+        for name in trial.terms() or [None]:
+            trial.term = name
+            cause = _loss_cause(trial, model_differs)
+            if cause is not None:
+                of = "" if trial.term is None else f"Of the loss term {trial.term!r}: "
+                found.append(dataclasses.replace(cause, message=of + cause.message))
+    finally:
+        trial.term = None
+    return found
 
 
 def _loss_cause(trial: Trial, model_differs: bool) -> Cause | None:

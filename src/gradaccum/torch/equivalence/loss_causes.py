@@ -172,6 +172,8 @@ def _declared(trial: Trial, split: _Split, part: int) -> float:
     if told is not None:
         return told
     weight = trial.original.total(trial.batch.take(split.rows[part]))
+    if isinstance(weight, dict):
+        weight = weight.get(trial.term, 0.0)
     return 0.0 if weight is None else float(weight)
 
 

@@ -18,7 +18,7 @@ from gradaccum.torch.batch_norm import BatchNormChoice, frozen
 from gradaccum.torch.equivalence.outcome import ModuleState, Outcome
 from gradaccum.torch.equivalence.row_dependence import Outputs, Trace
 from gradaccum.torch.equivalence.row_randomness import Replay
-from gradaccum.torch.loss import LossAccumulator, Objective
+from gradaccum.torch.loss import Objective, Terms, TermsAccumulator, Totals, accumulator, counted
 
 __all__ = ["Accumulate", "Trial"]
 
@@ -56,6 +56,8 @@ class Trial:
         neutral: bool = False,
     ) -> None:
         self.original = objective
+        self.term: Any = None
+        """Of several losses, the name of the one that `raw` evaluates; None for their sum."""
         self._accumulate = accumulate
         self.batch_norm = batch_norm
         self.by_train_step = batch_norm in ("exact", "pooled")
@@ -151,7 +153,9 @@ class Trial:
                 self.replay.start(None)
                 loss = self._accumulate(objective, self._whole(batch), list(map(len, partition)), self.batch_norm)
                 return self._outcome(objective, loss)
-            window = LossAccumulator(objective, batch)
+            window = accumulator(objective, batch)
+            if isinstance(window, TermsAccumulator) and window.totals is None:
+                window = TermsAccumulator(objective, batch, self._totals(partition, batch, batch_dims))
             for rows in partition:
                 self.replay.start(rows)
                 weighted = window.forward(self._whole(batch.take(rows)))
@@ -163,6 +167,17 @@ class Trial:
                     if parameter.grad is not None:
                         parameter.grad /= float(window.divisor)
             return self._outcome(objective, window.loss)
+
+    def _totals(self, partition: Sequence[Tensor], batch: Batch, batch_dims: BatchDims | None) -> Totals:
+        """What each of several losses divides by, as `TrainStep` counts it."""
+        found: list[Terms] = []
+        with self._fresh(batch_dims) as objective, torch.no_grad():
+            for rows in partition:
+                self.replay.start(rows)
+                terms = objective.evaluate(self._whole(batch.take(rows)))[1]
+                assert isinstance(terms, dict)
+                found.append(terms)
+            return counted(objective, found)
 
     def trace(self, rows: Tensor | None, batch: Batch | None = None) -> Trace:
         """What goes into and comes out of every module, for these rows (None: all, at once). Forward pass only."""
@@ -184,17 +199,26 @@ class Trial:
                 objective.forward(self._whole(self.batch))
             return outputs
 
+    def terms(self) -> list[Any]:
+        """The names of the losses, where there are several."""
+        with self._fresh() as objective, torch.no_grad():
+            self.replay.start(None)
+            terms = objective.evaluate(self._whole(self.batch))[1]
+            return list(terms) if isinstance(terms, dict) else []
+
     def raw(self, rows: Tensor | None, outputs: Outputs | None = None) -> tuple[list[Tensor], float | None]:
         """The user's loss as it is, neither weighed nor divided, on these rows: `[loss, gradient, outputs' gradient]`.
 
         With `outputs`, the model's outputs are replaced by the large batch's, so that the loss alone decides. The
-        second value is the weight that `compute_loss` returns, if it does.
+        second value is the weight that `compute_loss` returns, if it does. Of several losses, `term` says which.
         """
         with self._fresh() as objective:
             self.replay.start(rows)
             taken = self._whole(self.batch if rows is None else self.batch.take(rows))
             with outputs.replaced(objective.model, rows) if outputs is not None else contextlib.nullcontext():
                 loss, weight = objective.forward(taken)
+            if isinstance(weight, dict):
+                loss, weight = (loss, None) if self.term is None else weight[self.term]
             if loss.requires_grad:
                 loss.backward()
             vector = [
@@ -246,7 +270,7 @@ def _copy_hooks(
 
 def _rebuilt(original: Objective, things: tuple[Any, ...], batch_dims: BatchDims | None) -> Objective:
     model, loss_fn, compute_loss, weight = things
-    return Objective(
+    new = Objective(
         model,
         loss_fn=loss_fn,
         compute_loss=compute_loss,
@@ -254,6 +278,8 @@ def _rebuilt(original: Objective, things: tuple[Any, ...], batch_dims: BatchDims
         reduction=original.reduction,
         batch_dims=original.batch_dims if batch_dims is None else batch_dims,
     )
+    new.found = original.found
+    return new
 
 
 def _floating(thing: Any) -> bool:

@@ -3,12 +3,21 @@
 from gradaccum.torch.loss.accumulator import LossAccumulator, WeightedLoss
 from gradaccum.torch.loss.divisors import Weight
 from gradaccum.torch.loss.objective import Objective
+from gradaccum.torch.loss.terms import MIXED_TERMS, Term, Terms, Totals
+from gradaccum.torch.loss.terms_accumulator import TermsAccumulator, accumulator, counted
 from gradaccum.torch.loss.window_loss import WindowLoss
 
 __all__ = [
+    "MIXED_TERMS",
     "LossAccumulator",
     "Objective",
+    "Term",
+    "Terms",
+    "TermsAccumulator",
+    "Totals",
     "Weight",
     "WeightedLoss",
     "WindowLoss",
+    "accumulator",
+    "counted",
 ]

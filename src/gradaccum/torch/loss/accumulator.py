@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.fitting import StartOver
 from gradaccum.on_torch.private import run_backward
-from gradaccum.torch.loss.divisors import Weight
-from gradaccum.torch.loss.objective import Objective
+from gradaccum.torch.loss.divisors import Weight, is_zero, ratio, times, where_any
+from gradaccum.torch.loss.objective import Objective, one_weight
+from gradaccum.torch.loss.terms import MIXED_TERMS
 
 __all__ = ["LossAccumulator", "WeightedLoss"]
 
@@ -28,6 +31,8 @@ class WeightedLoss(NamedTuple):
     """Its part of that total; None where there is none."""
     weightless: Tensor | None = None
     """The loss of a micro-batch that weighs nothing, if it had a forward pass."""
+    terms: tuple[dict[Hashable, Tensor], dict[Hashable, Weight]] | None = None
+    """Of several losses, what each adds to the large batch's, and what it weighs."""
 
 
 class LossAccumulator:
@@ -57,15 +62,18 @@ class LossAccumulator:
         >>> torch.testing.assert_close(window.loss, objective.whole(batch).detach())
     """
 
+    attempts = 0
+    """As of a window of several losses."""
+
     def __init__(
         self, objective: Objective, batch: Batch, total: Weight | None = None, unit: Weight | None = None
     ) -> None:
         objective.renew()
         self.objective = objective
-        self.total = objective.total(batch) if total is None else total
+        self.total = one_weight(objective.total(batch)) if total is None else total
         self._summed = objective.reduction == "mean" and objective.weight is None and objective.by_targets(batch)
         # Sums, of a torch.nn loss or of the user's own, are all multiplied by the same.
-        self._one = None if self.total is None else _ratio(1.0, self.total)
+        self._one = None if self.total is None else ratio(1.0, self.total)
         self._given_unit = unit
         self.restart()
 
@@ -96,7 +104,7 @@ class LossAccumulator:
     @property
     def empty(self) -> bool:
         """Whether the window weighs nothing, as far as that is known without waiting for a device."""
-        return _is_zero(self.total if self._divisor is None else self._divisor)
+        return is_zero(self.total if self._divisor is None else self._divisor)
 
     @property
     def loss(self) -> Tensor:
@@ -109,6 +117,14 @@ class LossAccumulator:
             loss = self.sum
             return torch.where(self.total.to(loss.device) > 0, loss, float("nan"))
         return self.sum
+
+    @property
+    def losses(self) -> dict[Hashable, Tensor]:
+        """Each term's mean, where there are several."""
+        return {}
+
+    def check(self) -> None:
+        """All micro-batches are in: nothing was counted before."""
 
     def unit_and_weight(self) -> tuple[float, float] | None:
         """For several ranks: the factor that makes their sums add up, and what this rank's sum weighs then.
@@ -128,7 +144,7 @@ class LossAccumulator:
         if not self._losses:
             parameter = next(self.objective.model.parameters(), torch.zeros(()))
             return torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        return _added([_times(_added(losses), factor) for factor, losses in self._losses.values()])
+        return _added([times(_added(losses), factor) for factor, losses in self._losses.values()])
 
     def forward(self, micro_batch: Batch, share: bool = False) -> WeightedLoss:
         """Run the forward pass of a micro-batch and weigh its loss. Changes nothing here: `add` does.
@@ -139,19 +155,26 @@ class LossAccumulator:
 
         Raises:
             TypeError, ValueError: The loss is no number, or comes with a weight only sometimes.
+            StartOver: It consists of several, which nobody knew.
         """
         objective = self.objective
-        known = None if self._summed and not share else objective.total(micro_batch)
-        if objective.weight is not None and _is_zero(known):
+        known = None if self._summed and not share else one_weight(objective.total(micro_batch))
+        if objective.weight is not None and is_zero(known):
             return WeightedLoss(None)
-        loss, weight = objective.forward(micro_batch, self._summed)
+        loss, weight = objective.evaluate(micro_batch, self._summed)
+        if isinstance(weight, dict):
+            if objective.weight is not None:
+                raise ValueError(f"`weight` must return a number for each of the loss terms {list(weight)}.")
+            if self._losses or self._dtype is not None:
+                raise ValueError(MIXED_TERMS)
+            raise StartOver  # as now is known
         if weight is not None:
-            if _is_zero(weight):
+            if is_zero(weight):
                 return WeightedLoss(None, weight=weight, weightless=loss)
             if self._summed or objective.reduction == "sum":
                 return WeightedLoss(loss, weight=weight)
             unit = self._unit if self._unit is not None else _unit(weight)
-            return WeightedLoss(_where_any(loss, weight), _ratio(weight, unit), weight=weight)
+            return WeightedLoss(where_any(loss, weight), ratio(weight, unit), weight=weight)
         if self._divisor is not None:
             raise ValueError("`compute_loss` must return (loss, weight) always or never. Received: both in one batch.")
         if self._one is None:
@@ -159,10 +182,10 @@ class LossAccumulator:
         assert self.total is not None
         if known is None:
             return WeightedLoss(loss, self._one)
-        ratio = _ratio(known, self.total)
+        part = ratio(known, self.total)
         if self._summed or objective.reduction == "sum":
-            return WeightedLoss(loss, self._one, share=ratio)
-        return WeightedLoss(_where_any(loss, known), ratio, share=ratio)
+            return WeightedLoss(loss, self._one, share=part)
+        return WeightedLoss(where_any(loss, known), part, share=part)
 
     def backward(self, weighted: WeightedLoss, loss: Tensor) -> None:
         """Run the backward pass of a micro-batch.
@@ -180,7 +203,7 @@ class LossAccumulator:
             self._unit = _unit(weighted.weight)  # what arrives of this pass is a multiple of it, should the rest fail
         starts, key = self.objective.starts, (_key(weighted.factor), loss.dtype, loss.device)
         if key not in starts:
-            start = _times(torch.ones_like(loss, requires_grad=False), weighted.factor)
+            start = times(torch.ones_like(loss, requires_grad=False), weighted.factor)
             starts[key] = weighted.factor, start  # with the factor, so that its id stays its own
         run_backward([loss], [starts[key][1]])
 
@@ -197,30 +220,12 @@ class LossAccumulator:
             self._losses[key][1].append(loss.detach())
         weight = weighted.weight
         if weight is not None:
-            share = weight if self._unit is None else _ratio(weight, self._unit)
+            share = weight if self._unit is None else ratio(weight, self._unit)
             self._divisor = share if self._divisor is None else self._divisor + share
-
-
-def _is_zero(weight: Weight | None) -> bool:
-    return isinstance(weight, float) and weight == 0
 
 
 def _unit(weight: Weight) -> Weight:
     return torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else weight
-
-
-def _ratio(weight: Weight, total: Weight) -> Weight:
-    """`weight / total`, in float64; 0 where nothing weighs anything."""
-    if isinstance(weight, Tensor) or isinstance(total, Tensor):
-        weight, total = torch.as_tensor(weight).double(), torch.as_tensor(total).double()
-        weight, total = (x.to(weight.device if total.device.type == "cpu" else total.device) for x in (weight, total))
-        return torch.where(total > 0, weight / total, 0.0)
-    return weight / total if total else 0.0
-
-
-def _where_any(loss: Tensor, weight: Weight) -> Tensor:
-    """The loss; 0 where it is a mean over nothing, which is NaN."""
-    return torch.where(weight.to(loss.device) > 0, loss, 0.0) if isinstance(weight, Tensor) else loss
 
 
 def _added(values: list[Tensor]) -> Tensor:
@@ -230,9 +235,3 @@ def _added(values: list[Tensor]) -> Tensor:
 def _key(factor: Weight) -> Any:
     """What tells factors apart without waiting for a device."""
     return id(factor) if isinstance(factor, Tensor) else factor
-
-
-def _times(value: Tensor, factor: Weight) -> Tensor:
-    if isinstance(factor, Tensor):
-        return value * factor.to(value.device, value.dtype)
-    return value if factor == 1 else value * factor

@@ -16,8 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.on_torch.batch import Batch
+from gradaccum.window import checked_weight
 
-__all__ = ["Weight", "divides_by_targets", "divisor", "reduction_of", "summed", "with_known_divisor"]
+__all__ = [
+    "Weight",
+    "divides_by_targets",
+    "divisor",
+    "is_zero",
+    "plain_weight",
+    "ratio",
+    "reduction_of",
+    "summed",
+    "times",
+    "where_any",
+    "with_known_divisor",
+]
 
 Weight = float | Tensor
 """What a mean loss is a mean over: a number, or a tensor where reading it would wait for its device."""
@@ -110,3 +123,43 @@ def summed(loss_fn: Callable[..., Any], before: Any = None) -> Callable[..., Any
     new: Any = object.__new__(type(loss_fn)) if before is None else before
     new.__dict__.update(loss_fn.__dict__, reduction="sum")
     return new
+
+
+# Arithmetic with weights.
+
+
+def plain_weight(weight: Any) -> Weight:
+    """A weight as a float, or as a tensor where reading it would wait for its device.
+
+    Raises:
+        TypeError, ValueError: No finite number >= 0, as far as that can be told without waiting.
+    """
+    if isinstance(weight, Tensor) and weight.device.type != "cpu" and weight.numel() == 1:
+        return weight.detach().reshape(())
+    return checked_weight(weight.detach() if isinstance(weight, Tensor) else weight)
+
+
+def is_zero(weight: Any) -> bool:
+    """Whether this is 0, as far as that is known without waiting for a device."""
+    return isinstance(weight, float) and weight == 0
+
+
+def ratio(weight: Weight, total: Weight) -> Weight:
+    """`weight / total`, in float64; 0 where nothing weighs anything."""
+    if isinstance(weight, Tensor) or isinstance(total, Tensor):
+        weight, total = torch.as_tensor(weight).double(), torch.as_tensor(total).double()
+        weight, total = (x.to(weight.device if total.device.type == "cpu" else total.device) for x in (weight, total))
+        return torch.where(total > 0, weight / total, 0.0)
+    return weight / total if total else 0.0
+
+
+def where_any(loss: Tensor, weight: Weight) -> Tensor:
+    """The loss; 0 where it is a mean over nothing, which is NaN."""
+    return torch.where(weight.to(loss.device) > 0, loss, 0.0) if isinstance(weight, Tensor) else loss
+
+
+def times(value: Tensor, factor: Weight) -> Tensor:
+    """A tensor multiplied, in its own dtype."""
+    if isinstance(factor, Tensor):
+        return value * factor.to(value.device, value.dtype)
+    return value if factor == 1 else value * factor

@@ -19,13 +19,15 @@ from gradaccum.torch.loss.divisors import (
     Weight,
     divides_by_targets,
     divisor,
+    plain_weight,
     reduction_of,
     summed,
     with_known_divisor,
 )
-from gradaccum.window import checked_reduction, checked_weight
+from gradaccum.torch.loss.terms import Found, Terms, Totals, added, one_number, terms_of, totals_of
+from gradaccum.window import checked_reduction
 
-__all__ = ["Objective"]
+__all__ = ["Objective", "one_weight"]
 
 STARTS = 16
 """Factors that are kept from one window to the next."""
@@ -38,9 +40,9 @@ class Objective:
         model: The model.
         loss_fn: `loss_fn(model(x), y)` on an `(x, y)` batch; tuples of outputs and of targets are unpacked. What a
             `torch.nn` loss divides by is known; any other callable is taken to be a mean over rows.
-        compute_loss: In its place: `compute_loss(model, *batch) -> loss` or `(loss, weight)`.
+        compute_loss: In its place: `compute_loss(model, *batch) -> loss`, `(loss, weight)` or `{name: (loss, weight)}`.
         weight: `weight(*micro_batch) -> number`, what the loss is a mean over, where that isn't rows. Additive: the
-            weight of a batch is the sum of its parts' weights.
+            weight of a batch is the sum of its parts' weights. For terms, `{name: number}`.
         reduction: `"mean"`, or `"sum"` for losses that are sums; those are divided by the weight, if one is given.
         batch_dims: Where the rows are, like `in_dims` of `torch.vmap`.
         autocast: A dtype in which the forward pass runs under `torch.autocast`, or None.
@@ -89,6 +91,7 @@ class Objective:
         self._summed: Any = None
         self.starts: dict[Any, tuple[Weight, Tensor]] = {}
         """Where backward passes start, by factor."""
+        self.found = Found()
         self.compute_loss = compute_loss
         self.weight = weight
         self.batch_dims = batch_dims
@@ -141,10 +144,13 @@ class Objective:
     def whole(self, batch: Batch) -> Tensor:
         """The large batch's loss in one forward pass, as the user's own loop has it."""
         loss, weight = self.forward(batch)
+        if isinstance(weight, dict):
+            totals = None if self.weight is None else self.total(batch)
+            return added(weight, totals if isinstance(totals, dict) else None, self.reduction == "sum")
         if self.reduction == "sum":
-            weight = self.total(batch) if weight is None else weight
-            if weight is not None:
-                loss = loss / weight
+            total = one_weight(self.total(batch)) if weight is None else weight
+            if total is not None:
+                loss = loss / total
         return loss
 
     def renew(self) -> None:
@@ -155,14 +161,17 @@ class Objective:
             assert self.loss_fn is not None
             self._summed = summed(self.loss_fn, self._summed)
 
-    def total(self, batch: Batch) -> Weight | None:
+    def total(self, batch: Batch) -> Weight | Totals | None:
         """What the loss on this batch divides by, as far as the batch tells: a number, or a tensor on its device.
 
+        For terms, one for each.
         None for sums that nothing divides, and where only the forward pass tells. Rows, where nothing says otherwise;
         a `compute_loss` that returns `(loss, weight)` overrules that later.
         """
         if self.weight is not None:
-            return plain_weight(self.weight(*batch.tree))
+            weight = self.weight(*batch.tree)
+            totals = totals_of(weight)
+            return plain_weight(weight) if totals is None else totals
         if self.reduction == "sum":
             return None
         if self.by_targets(batch):
@@ -170,23 +179,36 @@ class Objective:
             return None if targets is None else _plain(divisor(self.loss_fn, targets, batch))
         return float(batch.rows)
 
-    def forward(self, batch: Batch, summed: bool = False) -> tuple[Tensor, Weight | None]:
+    def forward(self, batch: Batch, summed: bool = False) -> tuple[Tensor, Weight | Terms | None]:
         """The loss of a batch and, where only the forward pass tells, its weight.
 
         Args:
             batch: The arguments after the model.
             summed: Take a `torch.nn` loss as a sum, whatever its own reduction.
 
+        Returns:
+            Of several losses their sum, and the terms.
+
         Raises:
             TypeError, ValueError: The loss is not one number that depends on the model.
         """
+        loss, weight = self.evaluate(batch, summed)
+        return (added(weight), weight) if isinstance(weight, dict) else (loss, weight)
+
+    def evaluate(self, batch: Batch, summed: bool = False) -> tuple[Tensor, Weight | Terms | None]:
+        """What `forward` returns, where the terms need not be added up: one of them stands for their sum."""
         if self.autocast is None:
             result = self._result(batch.tree, summed)
         else:
             with torch.autocast(self.device.type, self.autocast):
                 result = self._result(batch.tree, summed)
+        self.found.terms = False
         if type(result) is Tensor and result.dim() == 0:  # as most are
             return result, None
+        terms = terms_of(result, self.weight is not None)
+        if terms is not None:
+            self.found.terms = True
+            return next(iter(terms.values())).loss, terms
         weight = None
         if isinstance(result, tuple) and not hasattr(result, "_fields"):
             if len(result) != 2:
@@ -196,13 +218,7 @@ class Objective:
                 raise ValueError("`compute_loss` returns (loss, weight), and `weight` is given too. Use one of them.")
             weight = plain_weight(weight)
         loss = result if isinstance(result, Tensor) else getattr(result, "loss", result)
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"The loss must be a tensor. Received: {loss!r} of type {type(loss).__name__}.")
-        if loss.numel() != 1:
-            raise ValueError(
-                f"The loss must be one number, the mean or the sum over its rows. Received: shape {tuple(loss.shape)}."
-            )
-        return loss.reshape(()) if loss.dim() else loss, weight
+        return one_number(loss), weight
 
     def _result(self, batch: tuple[Any, ...], summed: bool) -> Any:
         if self.compute_loss is not None:
@@ -236,15 +252,18 @@ def _plain(weight: Weight) -> Weight:
     return weight if isinstance(weight, float) else plain_weight(weight)
 
 
-def plain_weight(weight: Any) -> Weight:
-    """A weight as a float, or as a tensor where reading it would wait for its device.
+def one_weight(weight: Any) -> Any:
+    """The weight of a single loss.
 
     Raises:
-        TypeError, ValueError: No finite number >= 0, as far as that can be told without waiting.
+        ValueError: `weight` says one for each of several terms.
     """
-    if isinstance(weight, Tensor) and weight.device.type != "cpu" and weight.numel() == 1:
-        return weight.detach().reshape(())
-    return checked_weight(weight.detach() if isinstance(weight, Tensor) else weight)
+    if isinstance(weight, dict):
+        raise ValueError(
+            f"`weight` names the loss terms {list(weight)}, and the loss is one number. Return {{name: loss}} from "
+            "`compute_loss`, or a number from `weight`."
+        )
+    return weight
 
 
 def _unpacked(values: Any) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,20 @@ from torch import Tensor, nn
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.gradients import GradientSum
 from gradaccum.torch.distributed import SingleRank, Total, check_detected
-from gradaccum.torch.loss import LossAccumulator, Objective, Weight
+from gradaccum.torch.loss import LossAccumulator, Objective, Terms, TermsAccumulator, Totals, Weight, counted
 
-__all__ = ["GlobalBatch", "check_members", "check_sizes"]
+__all__ = ["GlobalBatch", "Window", "check_members", "check_sizes", "inside", "spans_ranks"]
 
 logger = logging.getLogger("gradaccum")
+
+_NOT_COUNTED = (
+    "What several losses divide by must be known before the first backward pass, and here a pass that counts it would "
+    "have to run on all ranks at once. Return {name: loss} from `compute_loss`, and let the batch tell, with "
+    "weight=lambda *batch: {name: number}."
+)
+
+Window = LossAccumulator | TermsAccumulator
+"""What adds up the losses and the gradients of a large batch."""
 
 
 class GlobalBatch:
@@ -31,18 +40,67 @@ class GlobalBatch:
         self.ranks = ranks
         self._sums = sums
         self._unit = 1.0
+        self._met = False
+        """Whether the ranks have told each other what kind of loss they have."""
 
-    def open(self, objective: Objective, batch: Batch) -> LossAccumulator:
+    def open(self, objective: Objective, batch: Batch, count: Callable[[], list[Terms] | None]) -> Window:
         """A window over this rank's rows, whose parts are shares of all ranks' loss, where their weight is known.
 
         They must be so in the backward pass already: it spans the ranks where SyncBatchNorm does.
+
+        Args:
+            objective: The loss.
+            batch: This rank's rows.
+            count: Runs forward passes to find the terms of the loss; None where that must not be, or need not.
         """
-        mine = objective.total(batch) if self.ranks.several else None
+        mine = objective.total(batch) if self.ranks.several or objective.weight is not None else None
+        if isinstance(mine, dict):
+            return self._of_terms(objective, batch, mine, None)
+        unknown = self.ranks.several and not self._met
+        if objective.weight is None and (objective.found.terms or unknown):
+            forwarded = count()
+            totals = None if forwarded is None else counted(objective, forwarded if objective.found.terms else [])
+            if objective.found.terms and totals is None:
+                if self.ranks.several:
+                    raise ValueError(_NOT_COUNTED)
+                return TermsAccumulator(objective, batch, None)
+            window = self._of_terms(objective, batch, totals or {}, totals)
+            if window.totals or objective.found.terms:
+                objective.found.terms = True
+                return window
+        if not self.ranks.several:
+            return LossAccumulator(objective, batch)
         # What a sharded model adds up over the ranks on the way has one unit from the start.
         unit = 1.0 if self.ranks.in_step else None
-        return LossAccumulator(objective, batch, None if mine is None else self.ranks.sum_number(float(mine)), unit)
+        total = None if mine is None else self.ranks.sum_number(float(mine))
+        return LossAccumulator(objective, batch, total, unit)
 
-    def close(self, window: LossAccumulator) -> tuple[Tensor, Weight | None, bool]:
+    def anew(
+        self, window: Window, objective: Objective, batch: Batch, count: Callable[[], list[Terms] | None]
+    ) -> Window:
+        """The window that begins once more, with the arguments of `open`. Exchanges nothing with other ranks.
+
+        Raises:
+            ValueError: What several losses divide by, over all ranks, would have to be exchanged.
+        """
+        if not self.ranks.several:
+            new = self.open(objective, batch, count)
+            new.attempts = window.attempts
+            return new
+        if objective.found.terms and isinstance(window, LossAccumulator):
+            raise ValueError(_NOT_COUNTED)
+        window.restart()
+        return window
+
+    def _of_terms(self, objective: Objective, batch: Batch, mine: Totals, own: Totals | None) -> TermsAccumulator:
+        self._met = True
+        if not self.ranks.several:
+            return TermsAccumulator(objective, batch, mine, own)
+        totals = self.ranks.sum_by_name({name: float(total) for name, total in mine.items()})
+        rows = self.ranks.sum_number(batch.rows) if totals else 0.0
+        return TermsAccumulator(objective, batch, dict(totals), own, rows)
+
+    def close(self, window: Window) -> tuple[Tensor, Weight | None, bool]:
         """The loss over all ranks' rows; what the summed gradients are to be divided by; whether anything weighs.
 
         Raises:
@@ -55,16 +113,18 @@ class GlobalBatch:
         if known is not None and not self.ranks.in_step:
             self._sums.scale_(factor / self._unit)
         total = self.ranks.total(Total(weight, given=known is not None, largest=weight))
-        loss = self.ranks.sum(window.sum.double() * factor)
+        sums = self.ranks.sum(window.sum.double() * factor)
         unit, self._unit = self._unit, 1.0 if self.ranks.in_step else total.largest or self._unit
         if total.given:
             weighs, divisor = total.weight > 0, total.weight / unit / self.ranks.size
-            loss = loss / total.weight if weighs else loss
+            sums = sums / total.weight if weighs else sums
         else:
             weighs, divisor = not window.empty, 1 / self.ranks.size
-        if not weighs:
-            loss = torch.full_like(loss, float("nan"))
-        return loss.to(window.sum.dtype), divisor, weighs
+        sums = sums.to(window.sum.dtype)
+        if isinstance(window, TermsAccumulator):
+            window.take(sums)
+            sums = sums.sum()
+        return sums if weighs else torch.full_like(sums, float("nan")), divisor, weighs
 
 
 def check_members(model: nn.Module, parameters: Sequence[Tensor], ranks: SingleRank) -> None:
@@ -95,3 +155,14 @@ def check_sizes(ranks: SingleRank, micro_batch_size: Any, max_tokens: int | None
             "With a sharded model sizes and padding cannot be tried out: other ranks would wait in these passes. "
             f"Received: micro_batch_size={micro_batch_size!r}, max_tokens={max_tokens!r}. Give a number of rows."
         )
+
+
+def spans_ranks(model: nn.Module, ranks: SingleRank, *, exact: bool) -> bool:
+    """Whether a forward pass of one rank needs the others; `exact`: with exact BatchNorm."""
+    layers = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    return ranks.in_step or (ranks.several and exact and layers)
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """The model that DistributedDataParallel replicates."""
+    return model.get_submodule("module") if isinstance(model, nn.parallel.DistributedDataParallel) else model

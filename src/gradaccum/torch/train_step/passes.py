@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from gradaccum.on_torch import random_state
 from gradaccum.on_torch.batch import Batch
-from gradaccum.on_torch.fitting import OneRow
-from gradaccum.on_torch.transaction import Transaction
-from gradaccum.sizes import Piece
+from gradaccum.on_torch.fitting import Fitting, OneRow, StartOver
+from gradaccum.on_torch.memory import is_out_of_memory
+from gradaccum.on_torch.transaction import Transaction, as_found
+from gradaccum.sizes import Piece, Rows, Tokens
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.distributed import SingleRank
-from gradaccum.torch.loss import LossAccumulator, WeightedLoss
+from gradaccum.torch.loss import MIXED_TERMS, LossAccumulator, Objective, Term, Terms, TermsAccumulator, WeightedLoss
 from gradaccum.torch.train_step.update import Update
 
-__all__ = ["Passes"]
+__all__ = ["Passes", "count_terms"]
 
 
 _NO_CONTEXT = contextlib.nullcontext()
@@ -42,7 +45,7 @@ class Passes:
 
     def __init__(
         self,
-        window: LossAccumulator,
+        window: LossAccumulator | TermsAccumulator,
         take: Callable[[Piece], Batch],
         update: Update,
         batch_norm: BatchNormPolicy,
@@ -90,3 +93,82 @@ class Passes:
         self._ranks.scale(0.0, idle=True)
         loss.backward()
         self._ranks.scale(1.0)
+
+
+def count_terms(
+    objective: Objective,
+    take: Callable[[Piece], Batch],
+    plan: Callable[[], Rows | Tokens],
+    fitting: Fitting,
+    batch_norm: BatchNormPolicy,
+    modules: list[nn.Module],
+) -> list[Terms]:
+    """Forward passes alone, to see what several losses divide by. Random numbers and buffers stay as they are.
+
+    Args:
+        objective: The loss.
+        take: Returns the micro-batch of a piece.
+        plan: Returns the pieces.
+        fitting: Runs them.
+        batch_norm: What is done about BatchNorm.
+        modules: Whose buffers may move.
+
+    Returns:
+        The terms of each micro-batch; nothing where the loss turns out to be a single one.
+    """
+    device, everything = objective.device, [inner for module in modules for inner in module.modules()]
+    while True:
+        counting, pieces = _Counting(objective, take, batch_norm), plan()
+        kept = random_state.kept(random_state.all_generators([device]))
+        try:
+            with kept, as_found(everything, device), batch_norm.window():
+                for piece in pieces:
+                    fitting.run(piece, pieces, counting)
+                    if not objective.found.terms:
+                        break
+            return counting.found
+        except StartOver:
+            continue
+
+
+class _Counting:
+    """Forward passes that find out what the terms of a loss weigh, before the passes that count.
+
+    Without gradients, unless the loss needs some of its own, as a gradient penalty does.
+
+    Args:
+        objective: The loss.
+        take: Returns the micro-batch of a piece.
+        batch_norm: What is done about BatchNorm.
+    """
+
+    def __init__(self, objective: Objective, take: Callable[[Piece], Batch], batch_norm: BatchNormPolicy) -> None:
+        self._objective, self._take, self._batch_norm = objective, take, batch_norm
+        self.found: list[Terms] = []
+        """The terms of each micro-batch, without graphs."""
+
+    def forward(self, piece: Piece) -> Terms | None:
+        """The forward pass of a piece. Returns its terms; None where the loss is a single one."""
+        with self._batch_norm.micro_batch():
+            if not self._objective.found.needs_gradients:
+                try:
+                    return self._terms(piece, False)
+                except RuntimeError as error:
+                    if is_out_of_memory(error) or "does not require grad" not in str(error):
+                        raise
+                    self._objective.found.needs_gradients = True
+            return self._terms(piece, True)
+
+    def _terms(self, piece: Piece, gradients: bool) -> Terms | None:
+        with torch.set_grad_enabled(gradients):
+            _, terms = self._objective.evaluate(self._take(piece))
+        if not isinstance(terms, dict):
+            if self.found:
+                raise ValueError(MIXED_TERMS)
+            return None
+        return {name: Term(term.loss.detach(), term.weight) for name, term in terms.items()}
+
+    def backward(self, piece: Piece, terms: Terms | None) -> None:
+        """There is none: the piece is counted."""
+        if terms is not None:
+            self.found.append(terms)

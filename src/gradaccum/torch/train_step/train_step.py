@@ -22,15 +22,15 @@ from gradaccum.on_torch.fitting import Fitting, StartOver
 from gradaccum.on_torch.memory import Gauge, parse_bytes
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.transaction import Transaction
-from gradaccum.sizes import GivenSizes, Piece, Rows, Sizers, Tokens, even_sizes
-from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms
+from gradaccum.sizes import Rows, Tokens, even_sizes
+from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
 from gradaccum.torch.distributed import SingleRank, detect_ranks
 from gradaccum.torch.equivalence import Proof
-from gradaccum.torch.loss import LossAccumulator, Objective
+from gradaccum.torch.loss import Objective, Terms
+from gradaccum.torch.train_step.cutting import Cutting
 from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch, check_exact, run_at_once
-from gradaccum.torch.train_step.global_batch import GlobalBatch, check_members, check_sizes
-from gradaccum.torch.train_step.padding import Packing, packed_rows
-from gradaccum.torch.train_step.passes import Passes
+from gradaccum.torch.train_step.global_batch import GlobalBatch, Window, check_members, check_sizes, inside, spans_ranks
+from gradaccum.torch.train_step.passes import Passes, count_terms
 from gradaccum.torch.train_step.update import Update
 
 __all__ = ["TrainStep"]
@@ -51,12 +51,14 @@ class TrainStep:
             whole window.
         loss_fn: `loss_fn(model(x), y)` on an `(x, y)` batch; tuples of outputs and of targets are unpacked. What a
             `torch.nn` loss divides by is known; any other callable is taken to be a mean over rows, and verified.
-        compute_loss: In its place: `compute_loss(model, *batch) -> loss` or `(loss, weight)`.
+        compute_loss: In its place: `compute_loss(model, *batch) -> loss` or `(loss, weight)`; or several losses, each
+            with its own denominator, `{name: (loss, weight)}` or a list of pairs, which are added up.
         micro_batch_size: Rows, or `"auto"`: the fastest size that fits, found during the first updates, each of which
             is exact.
         max_tokens: Padded tokens of a micro-batch: rows with an attention mask are sorted by length, trimmed and
             packed.
-        weight: `weight(*micro_batch) -> number`: what the loss is a mean over, where that isn't rows. Additive.
+        weight: `weight(*micro_batch) -> number`: what the loss is a mean over, where that isn't rows. Additive. Of
+            several losses `{name: number}`, which saves a counting pass: `compute_loss` returns `{name: loss}` then.
         reduction: `"mean"`, or `"sum"` for losses that are sums; those are divided by the weight, if one is given.
         batch_dims: Where the rows are, like `in_dims` of `torch.vmap`; None marks what every micro-batch shares.
         clip_grad_norm: Largest 2-norm of the finished gradient. `grad_norm` tells the norm before.
@@ -142,11 +144,12 @@ class TrainStep:
         )
         if self._whole is not None and micro_batch_size == "auto":
             micro_batch_size = EXACT_MICRO_BATCH_SIZE
-        self.sizers = Sizers(micro_batch_size, self.gauge.limit, minimum=2 if batch_norms(model) else 1)
-        plain, most = self.objective.on(_inside(model)), self.sizers.size
-        self.packing = None if max_tokens is None else Packing(plain, max_tokens, most, judge=verify)
+        plain = self.objective.on(inside(model))
+        self.cutting = Cutting(plain, self.gauge, micro_batch_size, max_tokens, judge=verify)
         self.updates = 0
         """Updates made so far."""
+        self.losses: dict[Any, Tensor] = {}
+        """Of several losses, the mean of each over the last large batch, by name: detached scalars."""
         self.proving = False
         """Whether passes run just now that only prove something: nothing is kept of them."""
         # By hand: a backward pass that runs out of memory halfway through a reduction could not be taken back.
@@ -159,7 +162,7 @@ class TrainStep:
             always=self.sync == "micro_batch",
         )
         check_sizes(self.ranks, micro_batch_size, max_tokens)
-        self._verify = verify and not self._spans_ranks()
+        self._verify = verify and not spans_ranks(self.model, self.ranks, exact=self._whole is not None)
         if verify and not self._verify:
             logger.warning(
                 "Whether micro-batches make the large batch's update is not proven here: in this model the ranks wait "
@@ -181,7 +184,7 @@ class TrainStep:
     @property
     def micro_batch_size(self) -> int | None:
         """Rows of a micro-batch at the moment; None before `"auto"` has seen a batch."""
-        return self.sizers.size
+        return self.cutting.sizers.size
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -255,11 +258,13 @@ class TrainStep:
 
     def _make_update(self, batch: Batch) -> Tensor:
         loss, weighs = self.gradients(batch)
+        losses = self.losses
         if not weighs:
             logger.info("Nothing in this batch of %d rows weighs anything: no update.", batch.rows)
             return loss
         if self.update.step(loss, lambda: self.gradients(batch)[0]):
             self.updates += 1
+        self.losses = losses  # a closure may have evaluated others since
         return loss
 
     def _leave_gradients(self, batch: Batch) -> Tensor:
@@ -280,25 +285,27 @@ class TrainStep:
             The loss, and whether the batch weighs anything.
         """
         self._clear()
-        window = self.global_batch.open(self.objective, batch)
+        window = self.global_batch.open(self.objective, batch, lambda: self._count(batch, sizes, True))
         while True:
             try:
                 plan = self._run(batch, window, sizes)
+                window.check()
                 break
             except StartOver:
                 self._transaction.start_over()
-                if sizes is None:
-                    self._prove(batch)
-                else:
-                    sizes = [half for size in sizes for half in even_sizes(size, -(-size // 2))]
-                self._clear()
-                window.restart()
+            if sizes is None:
+                self._prove(batch)
+            else:
+                sizes = [half for size in sizes for half in even_sizes(size, -(-size // 2))]
+            self._clear()
+            count = functools.partial(self._count, batch, sizes, False)
+            window = self.global_batch.anew(window, self.objective, batch, count)
         loss, divisor, weighs = self.global_batch.close(window)
+        self.losses = window.losses
         if weighs:
             global_rows = round(self.ranks.sum_number(batch.rows)) if self.update.noise is not None else batch.rows
             self.update.finish(divisor, global_rows, mean=window.is_mean, outside=self._transaction.outside)
-        if isinstance(plan, Rows) and batch.rows:
-            self.sizers.close(plan.sizer, batch.rows)
+        self.cutting.close(plan, batch)
         return loss, weighs
 
     def _clear(self) -> None:
@@ -306,13 +313,13 @@ class TrainStep:
         self.ranks.clear()
         self.ranks.expect(closes=False, steps=1)
 
-    def _run(self, batch: Batch, window: LossAccumulator, sizes: Sequence[int] | None) -> Rows | Tokens:
+    def _run(self, batch: Batch, window: Window, sizes: Sequence[int] | None) -> Rows | Tokens:
         """Run all micro-batches of a batch. Returns the plan that they followed."""
-        rows, plan = batch.rows, self._plan(batch, sizes)
-        take = functools.partial(self._take, batch)
+        rows, plan = batch.rows, self.cutting.plan(batch, sizes)
+        take = functools.partial(self.cutting.take, batch)
         passes = Passes(window, take, self.update, self.batch_norm, self.ranks, self._transaction)
         # In the middle of a sharded model's pass the other ranks wait: it cannot be run again.
-        anew = self._verify and sizes is None and rows <= (self.sizers.size or 0)  # nothing was proven
+        anew = self._verify and sizes is None and rows <= (self.cutting.sizers.size or 0)  # nothing was proven
         run = self._fitting.once if self.ranks.in_step else functools.partial(self._fitting.run, anew=anew)
         missing = self.ranks.most_passes(own := len(list(plan))) - own if self.ranks.in_step else 0
         with self.batch_norm.window():
@@ -328,14 +335,25 @@ class TrainStep:
                 passes.idle(batch.take(slice(0, min(rows, self.micro_batch_size or rows))))
         return plan
 
+    def _count(self, batch: Batch, sizes: Sequence[int] | None, first: bool) -> list[Terms] | None:
+        """What several losses divide by, counted; None where the micro-batches' own passes tell in time."""
+        if self.ranks.several and (
+            self._all_at_once or spans_ranks(self.model, self.ranks, exact=self._whole is not None)
+        ):
+            return None  # it would have to run on all ranks at once
+        plan = functools.partial(self.cutting.without_measuring, batch, sizes)
+        if not self.ranks.several and (self._all_at_once or (first and len(list(plan())) == 1)):
+            return None
+        objective, take = self.objective.on(inside(self.objective.model)), functools.partial(self.cutting.take, batch)
+        return count_terms(objective, take, plan, self._fitting, self.batch_norm, self._modules())
+
     def _rehearsed(self, batch: Batch, sizes: Sequence[int]) -> Tensor:
         """What `gradients` does, by this rank alone: nothing is clipped, measured or learned."""
         update = self.update
         held = self.ranks, self.global_batch, self.objective, update.noise, update.clip_grad_norm
         self.ranks = SingleRank()
         self.global_batch = GlobalBatch(self.ranks, update.sums)
-        inside: nn.Module = _inside(self.model) if self._whole is None else self._whole.chunks
-        self.objective = self._proof.objective.on(inside)
+        self.objective = self._proof.objective.on(inside(self.model) if self._whole is None else self._whole.chunks)
         update.noise = update.clip_grad_norm = None
         self._transaction.open()
         try:
@@ -350,47 +368,25 @@ class TrainStep:
         return self._whole is not None and self._whole.needed
 
     def _prove(self, batch: Batch) -> None:
-        split = batch.rows > (self.sizers.size or 0) or self.packing is not None or self._whole is not None
+        split = self._whole is not None or self.cutting.splits(batch)
         if self._verify and split and self._proof.due(batch, self._transaction.modes):
             self.proving = True
             try:
-                self._plan(batch)  # max_tokens judges the padding
+                self.cutting.plan(batch)  # max_tokens judges the padding
                 self._transaction.abandon()
-                self._proof.run(batch, self.sizers.given)
+                self._proof.run(batch, self.cutting.sizers.given)
             finally:
                 self.proving = False
             self._transaction.open()
-
-    def _plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Rows | Tokens:
-        if self.packing is not None and (sizes is None or len(sizes) > 1):
-            return self.packing.plan(batch, sizes)
-        return Rows(self.sizers.of(batch.leaves), batch.rows) if sizes is None else GivenSizes(sizes)
-
-    def _take(self, batch: Batch, piece: Piece) -> Batch:
-        """The micro-batch of a piece."""
-        if isinstance(piece.rows, slice):
-            return batch.take(piece.rows)
-        assert self.packing is not None
-        return packed_rows(batch, piece, self.packing.left)
-
-    def _spans_ranks(self) -> bool:
-        """Whether a forward pass of one rank needs the others."""
-        layers = any(isinstance(module, nn.SyncBatchNorm) for module in self.model.modules())
-        return self.ranks.in_step or (self.ranks.several and self._whole is not None and layers)
 
     def _modules(self) -> list[nn.Module]:
         return [module for module in (self.model, self.objective.loss_fn) if isinstance(module, nn.Module)]
 
     def state_dict(self) -> dict[str, Any]:
         """The counters and the sizes that have been found, as plain numbers. Model and optimizer have their own."""
-        return {"updates": self.updates, "sizes": self.sizers.state_dict()}
+        return {"updates": self.updates, "sizes": self.cutting.sizers.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` wrote."""
         self.updates = state["updates"]
-        self.sizers.load_state_dict(state["sizes"])
-
-
-def _inside(model: nn.Module) -> nn.Module:
-    """The model that DistributedDataParallel replicates."""
-    return model.get_submodule("module") if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        self.cutting.sizers.load_state_dict(state["sizes"])

@@ -1,0 +1,477 @@
+"""Several losses, each with a denominator of its own: the update is that of their means over the large batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradaccum import NotEquivalentError
+from gradaccum.torch import TrainStep, check_equivalence
+from tests.reference import FLOAT64, relative_error, torch_updates
+from tests.torch.train_step.test_train_step import OPTIMIZERS
+
+ROWS = 13
+
+
+class Tagger(nn.Module):
+    """A class for each token, and one for each row."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(5, 7, dtype=torch.float64)
+        self.dropout = nn.Dropout(dropout)
+        self.tokens, self.row = (nn.Linear(7, outputs, dtype=torch.float64) for outputs in (3, 2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.dropout(self.body(x).tanh())
+        return self.tokens(hidden), self.row(hidden.mean(1))
+
+
+def batches(count: int = 3, rows: int = ROWS) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Tokens of which many are ignored, in whole rows too, and a class for some rows."""
+    torch.manual_seed(1)
+    data = []
+    for _ in range(count):
+        y, z = torch.randint(3, (rows, 4)), torch.randint(2, (rows,))
+        y[torch.rand(rows, 4) < 0.4] = -100
+        y[2:5] = -100  # a micro-batch of two rows without a token
+        z[torch.rand(rows) < 0.5] = -100
+        data.append((torch.randn(rows, 4, 5, dtype=torch.float64), y, z))
+    return data
+
+
+def losses(model: Any, x: Tensor, y: Tensor, z: Tensor) -> dict[str, tuple[Tensor, Any]]:
+    tokens, row = model(x)
+    return {
+        "tokens": (F.cross_entropy(tokens.transpose(1, 2), y), (y != -100).sum()),  # 0 / 0 where there is none
+        "row": (0.5 * F.cross_entropy(row, z), int((z != -100).sum())),
+        "z": (1e-2 * tokens.logsumexp(-1).square().mean(), len(x)),
+    }
+
+
+def large(model: Any, *batch: Any) -> Tensor:
+    return sum(loss for loss, _ in losses(model, *batch).values())  # type: ignore[return-value]
+
+
+def counts(x: Tensor, y: Tensor, z: Tensor) -> dict[str, Any]:
+    return {"tokens": (y != -100).sum(), "row": (z != -100).sum(), "z": len(x)}
+
+
+def alone(model: Any, *batch: Any) -> dict[str, Tensor]:
+    return {name: loss for name, (loss, _) in losses(model, *batch).items()}
+
+
+def assert_same(model: nn.Module, data: Any, plain: Any = large, make: Any = OPTIMIZERS["sgd"], **keywords: Any) -> Any:
+    """The parameters and the loss of ordinary steps, and each term's mean."""
+    reference = copy.deepcopy(model)
+    expected = torch_updates(reference, make(reference.parameters()), data, plain)
+    step = TrainStep(model, make(model.parameters()), **{"compute_loss": losses, **keywords})
+    found = []
+    for batch in data:
+        before = copy.deepcopy(model)
+        found.append(step(*batch).item())
+        if keywords.get("compute_loss", losses) in (losses, alone):
+            means = {name: loss for name, (loss, _) in losses(before, *batch).items()}
+            assert list(step.losses) == list(means)
+            assert [mean.isnan() for mean in means.values()] == [mean.isnan() for mean in step.losses.values()]
+            known = [(step.losses[name], mean) for name, mean in means.items() if not mean.isnan()]
+            assert relative_error(*zip(*known, strict=True)) <= FLOAT64
+            assert not any(mean.requires_grad or mean.dim() for mean in step.losses.values())
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    assert relative_error([torch.tensor(found)], [torch.tensor(expected)]) <= FLOAT64
+    return step
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5, 13, "auto"])
+@pytest.mark.parametrize("told", [False, True])
+def test_every_split_makes_the_sum_of_the_large_batchs_means(size: Any, told: bool) -> None:
+    keywords = {"compute_loss": alone, "weight": counts} if told else {}
+    for make in OPTIMIZERS.values():
+        assert_same(Tagger(), batches(), make=make, micro_batch_size=size, **keywords)
+
+
+def test_a_list_of_pairs_has_its_means_by_index() -> None:
+    step = assert_same(
+        Tagger(), batches(), compute_loss=lambda *batch: list(losses(*batch).values()), micro_batch_size=4
+    )
+    assert list(step.losses) == [0, 1, 2]
+    one = TrainStep(
+        nn.Linear(5, 1), torch.optim.SGD(nn.Linear(5, 1).parameters()), compute_loss=lambda m, x: m(x).mean()
+    )
+    one(torch.randn(3, 5))
+    assert one.losses == {}
+
+
+def summed(model: Any, x: Tensor, y: Tensor, z: Tensor) -> dict[str, tuple[Tensor, Any]]:
+    tokens, row = model(x)
+    return {
+        "tokens": (F.cross_entropy(tokens.transpose(1, 2), y, reduction="sum"), (y != -100).sum()),
+        "row": (F.cross_entropy(row, z, reduction="sum"), (z != -100).sum()),
+    }
+
+
+def test_sums_are_divided_each_by_its_own_total() -> None:
+    def plain(*batch: Any) -> Any:
+        return sum(loss / weight for loss, weight in summed(*batch).values())
+
+    assert_same(Tagger(), batches(), plain, compute_loss=summed, reduction="sum", micro_batch_size=3)
+
+
+def test_a_term_that_is_missing_somewhere_weighs_nothing_there() -> None:
+    def some(model: Any, x: Tensor, y: Tensor, z: Tensor) -> dict[str, Any]:
+        found = losses(model, x, y, z)
+        return {name: term for name, term in found.items() if term[1] > 0}
+
+    assert_same(Tagger(), batches(), compute_loss=some, micro_batch_size=1)
+
+    def told(x: Tensor, y: Tensor, z: Tensor) -> dict[str, Any]:
+        return {name: count for name, count in counts(x, y, z).items() if count}
+
+    def there(*batch: Any) -> dict[str, Any]:
+        return {name: loss for name, (loss, _) in some(*batch).items()}
+
+    assert_same(Tagger(), batches(), compute_loss=there, weight=told, micro_batch_size=1)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_term_of_total_weight_0_adds_nothing(told: bool) -> None:
+    keywords = {"compute_loss": alone, "weight": counts} if told else {"compute_loss": losses}
+    data = [(x, y.fill_(-100), z) for x, y, z in batches()]
+
+    def plain(model: Any, *batch: Any) -> Any:
+        return sum(loss for name, (loss, _) in losses(model, *batch).items() if name != "tokens")
+
+    for size in (4, 13):
+        step = assert_same(Tagger(), data, plain, micro_batch_size=size, **{**keywords, "verify": True})
+        assert step.losses["tokens"].isnan()
+
+
+def test_nothing_that_weighs_anything_is_no_update(caplog: pytest.LogCaptureFixture) -> None:
+    model = Tagger()
+    before = copy.deepcopy(model)
+    step = TrainStep(
+        model,
+        OPTIMIZERS["sgd"](model.parameters()),
+        compute_loss=lambda *batch: {"tokens": losses(*batch)["tokens"]},
+        micro_batch_size=4,
+    )
+    caplog.set_level("INFO", logger="gradaccum")
+    x, y, z = batches()[0]
+    assert step(x, y.fill_(-100), z).isnan()
+    assert step.losses["tokens"].isnan()
+    assert step.updates == 0
+    assert "weighs anything: no update" in caplog.text
+    assert relative_error(model.parameters(), before.parameters()) == 0
+
+
+def drop(rate: float, **keywords: Any) -> tuple[nn.Module, list[float], Tensor]:
+    """Three updates with dropout, from one random state; the parameters, the losses, and the next random numbers."""
+    model = Tagger(rate)
+    step = TrainStep(model, OPTIMIZERS["adam"](model.parameters()), micro_batch_size=4, **keywords)
+    torch.manual_seed(7)
+    found = [step(*batch).item() for batch in batches()]
+    return model, found, torch.rand(3)
+
+
+def test_counting_leaves_random_numbers_as_they_were() -> None:
+    counted, found, after = drop(0.5, compute_loss=losses)
+    told, expected, expected_after = drop(0.5, compute_loss=alone, weight=counts)
+    assert found == expected
+    assert torch.equal(after, expected_after)
+    assert relative_error(counted.parameters(), told.parameters()) == 0
+
+
+def test_counting_moves_no_buffer() -> None:
+    class Moving(Tagger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+            self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            self.seen += len(x)
+            return super().forward(self.norm(x))
+
+    for batch_norm in ("micro", "pooled", "frozen"):
+        models = []
+        for keywords in ({"compute_loss": losses}, {"compute_loss": alone, "weight": counts}):
+            models.append(model := Moving())
+            step = TrainStep(
+                model, OPTIMIZERS["sgd"](model.parameters()), micro_batch_size=4, batch_norm=batch_norm, **keywords
+            )
+            for batch in batches():
+                step(*batch)
+        assert models[0].seen == 3 * ROWS
+        counted, told = (list(model.state_dict().values()) for model in models)
+        assert relative_error(counted, told) == 0
+
+
+def masked(model: Any, x: Tensor, y: Tensor, z: Tensor) -> dict[str, tuple[Tensor, Any]]:
+    """Which tokens count is drawn in the forward pass."""
+    counts = torch.rand(y.shape) < 0.5
+    found = F.cross_entropy(model(x)[0].transpose(1, 2), y.clamp(min=0), reduction="none")
+    return {"drawn": ((found * counts).sum() / counts.sum(), counts.sum()), "z": losses(model, x, y, z)["z"]}
+
+
+def test_weights_that_are_drawn_in_the_forward_pass() -> None:
+    model = Tagger()
+    reference = copy.deepcopy(model)
+    step = TrainStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), compute_loss=masked, micro_batch_size=5, verify=False
+    )
+    batch = batches()[0]
+    torch.manual_seed(3)
+    step(*batch)
+    torch.manual_seed(3)
+    parts = [masked(reference, *(t[rows] for t in batch)) for rows in (slice(0, 5), slice(5, 9), slice(9, 13))]
+    drawn = sum(part["drawn"][0] * part["drawn"][1] for part in parts) / sum(part["drawn"][1] for part in parts)
+    rest = sum(part["z"][0] * part["z"][1] for part in parts) / ROWS
+    (drawn + rest).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+
+
+def test_weights_that_change_from_pass_to_pass_are_refused() -> None:
+    calls = []
+
+    def fickle(model: Any, x: Tensor, y: Tensor, z: Tensor) -> dict[str, Any]:
+        calls.append(len(x))
+        return {"tokens": (model(x)[0].mean(), len(calls)), "z": (model(x)[0].square().mean(), len(x))}
+
+    model = Tagger()
+    step = TrainStep(
+        model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=fickle, micro_batch_size=4, verify=False
+    )
+    with pytest.raises(ValueError, match="weights of the loss term 'tokens' add up to"):
+        step(*batches()[0])
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("limits", [(3, 99), (99, 3)])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_running_out_of_memory_keeps_the_totals(limits: tuple[int, int], dropout: float) -> None:
+    from tests.torch.train_step.test_memory import Fragile
+
+    def terms(model: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
+        outputs = model(x)
+        return {
+            "ce": (F.cross_entropy(outputs, y, ignore_index=1), (y != 1).sum()),
+            "z": (outputs.square().mean(), len(x)),
+        }
+
+    torch.manual_seed(1)
+    data = [(torch.randn(13, 5, dtype=torch.float64), torch.randint(0, 3, (13,))) for _ in range(2)]
+    models = []
+    for size in (7, 13):
+        model = Fragile(*limits, dropout=dropout).train(dropout == 0)
+        models.append(model)
+        reference = copy.deepcopy(model)
+        reference.forward_limit = reference.backward_limit = 99
+        optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+        step = TrainStep(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), compute_loss=terms, micro_batch_size=size, verify=False
+        )
+        expected = torch_updates(reference, optimizer, data, lambda *b: sum(loss for loss, _ in terms(*b).values()))
+        found = [step(*batch).item() for batch in data]
+        assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+        assert relative_error([torch.tensor(found)], [torch.tensor(expected)]) <= FLOAT64
+        assert step.micro_batch_size <= 3
+
+
+def test_a_micro_batch_of_all_rows_needs_no_counting_pass() -> None:
+    seen = []
+    for size, passes in ((64, 1), (7, 4)):
+        model = Tagger()
+        step = TrainStep(
+            model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=losses, micro_batch_size=size, verify=False
+        )
+        step(*batches()[0])  # finds out that there are several
+        model.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+        step(*batches()[1])
+        assert len(seen) == passes
+        assert seen == [False] * (passes // 2) + [True] * (passes - passes // 2)
+        seen.clear()
+
+
+def test_losses_with_gradients_of_their_own_are_counted_with_gradients() -> None:
+    def penalised(model: Any, x: Tensor, y: Tensor, z: Tensor) -> dict[str, Any]:
+        x = x.detach().requires_grad_()
+        tokens = model(x)[0]
+        (slope,) = torch.autograd.grad(tokens.square().sum(), x, create_graph=True)
+        return {"tokens": losses(model, x, y, z)["tokens"], "penalty": (slope.square().mean(), len(x))}
+
+    def plain(*batch: Any) -> Any:
+        return sum(loss for loss, _ in penalised(*batch).values())
+
+    assert_same(Tagger(), batches(), plain, compute_loss=penalised, micro_batch_size=4)
+
+
+def test_a_scaler_an_autocast_and_a_wider_sum() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    step = assert_same(Tagger(), batches(), scaler=scaler, micro_batch_size=4)
+    assert step.updates == 3
+    model = Tagger().to(torch.bfloat16)
+    data = [(x.bfloat16(), y, z) for x, y, z in batches()]
+    reference = copy.deepcopy(model).double()
+    gradient = torch.autograd.grad(
+        large(reference, *[t.double() if t.is_floating_point() else t for t in data[0]]), list(reference.parameters())
+    )
+    step = TrainStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        compute_loss=losses,
+        micro_batch_size=2,
+        autocast=torch.bfloat16,
+        accumulate_dtype=torch.float32,
+    )
+    step(*data[0])
+    assert relative_error([p.grad for p in model.parameters()], gradient) < 0.03
+
+
+def test_lbfgs_evaluates_all_terms_each_time() -> None:
+    model = Tagger()
+    reference = copy.deepcopy(model)
+    optimizer, own = (torch.optim.LBFGS(m.parameters(), max_iter=4) for m in (reference, model))
+    step = TrainStep(model, own, compute_loss=losses, micro_batch_size=5)
+    for batch in batches():
+
+        def closure(batch: Any = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss = large(reference, *batch)
+            loss.backward()
+            return loss
+
+        expected = {name: loss for name, (loss, _) in losses(reference, *batch).items()}
+        optimizer.step(closure)
+        step(*batch)
+        assert relative_error(step.losses.values(), expected.values()) <= 1e-9
+    assert relative_error(model.parameters(), reference.parameters()) <= 1e-9
+
+
+def test_exact_batch_norm_gives_the_terms_all_rows_at_once() -> None:
+    class Normed(Tagger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(self.norm(x))
+
+    assert_same(Normed(), batches(), micro_batch_size=4, batch_norm="exact")
+
+
+def test_text_that_is_packed_by_tokens() -> None:
+    from tests.torch.train_step.test_padding import Attention, text, token_mean, valid
+
+    def terms(model: Any, batch: Any) -> dict[str, Any]:
+        outputs = model(batch["input_ids"], batch["attention_mask"])
+        found = (batch["attention_mask"] * outputs.logsumexp(-1).square()).sum(1).mean()
+        return {"tokens": (token_mean(model, batch), valid(batch)), "z": (1e-2 * found, len(outputs))}
+
+    def plain(*batch: Any) -> Any:
+        return sum(loss for loss, _ in terms(*batch).values())
+
+    assert_same(Attention(), [(text("right", seed),) for seed in range(3)], plain, compute_loss=terms, max_tokens=24)
+
+
+def test_the_noise_scale_is_measured() -> None:
+    model = Tagger()
+    step = TrainStep(
+        model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=losses, micro_batch_size=4, noise_scale=True
+    )
+    for batch in batches(count=6):
+        step(*batch)
+    assert step.noise_scale.value > 0
+
+
+# What is refused.
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "alone": (lambda m, x: {"a": (m(x).mean(), 1), "b": m(x).mean()}, "loss term 'b' comes without its weight"),
+    "alone in a list": (lambda m, x: [m(x).mean(), m(x).mean()], "loss term 0 comes without its weight"),
+    "negative": (lambda m, x: {"a": (m(x).mean(), -1)}, "loss term 'a': A weight must be a finite number >= 0"),
+    "not finite": (lambda m, x: {"a": (m(x).mean(), float("nan"))}, "loss term 'a': A weight must be"),
+    "no number": (lambda m, x: {"a": (m(x).mean(), "3")}, "loss term 'a': A weight must be"),
+    "no tensor": (lambda m, x: {"a": (1.0, 3)}, "loss term 'a' must be a tensor"),
+    "no scalar": (lambda m, x: {"a": (m(x), 3)}, "loss term 'a' must be one number"),
+    "none": (lambda m, x: {}, "has no terms"),
+    "sometimes": (lambda m, x: {"a": (m(x).mean(), 1)} if len(x) == 4 else m(x).mean(), "always or never"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_loss_with_its_weight_is_an_error_that_names_the_term(case: str) -> None:
+    compute_loss, message = WRONG[case]
+    model = nn.Linear(5, 1)
+    step = TrainStep(
+        model, torch.optim.SGD(model.parameters()), compute_loss=compute_loss, micro_batch_size=4, verify=False
+    )
+    with pytest.raises((TypeError, ValueError), match=message):
+        step(torch.randn(7, 5))
+
+
+TOLD: dict[str, tuple[Any, Any, str]] = {
+    "a pair": (lambda m, x: {"a": (m(x).mean(), 1)}, lambda x: {"a": 1}, "'a' comes as .loss, weight."),
+    "unknown": (
+        lambda m, x: {"a": m(x).mean(), "b": m(x).mean()},
+        lambda x: {"a": 1},
+        "nothing about the loss term 'b'",
+    ),
+    "missing": (lambda m, x: {"a": m(x).mean()}, lambda x: {"a": 1, "b": 2}, "says 2 for the loss term 'b'"),
+    "one loss": (lambda m, x: m(x).mean(), lambda x: {"a": 1}, "`weight` names loss terms"),
+    "one weight": (lambda m, x: {"a": m(x).mean()}, lambda x: 1, "a number for each of the loss terms"),
+    "negative": (lambda m, x: {"a": m(x).mean()}, lambda x: {"a": -1}, "loss term 'a': A weight must be"),
+}
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_weights_from_the_batch_name_the_terms_that_there_are(case: str) -> None:
+    compute_loss, weight, message = TOLD[case]
+    model = nn.Linear(5, 1)
+    step = TrainStep(
+        model,
+        torch.optim.SGD(model.parameters()),
+        compute_loss=compute_loss,
+        weight=weight,
+        micro_batch_size=4,
+        verify=False,
+    )
+    with pytest.raises((TypeError, ValueError), match=message):
+        step(torch.randn(7, 5))
+
+
+def by_rows(model: Any, x: Tensor, y: Tensor, z: Tensor) -> dict[str, Any]:
+    """The tokens' mean with the wrong weight."""
+    return {
+        name: (loss, len(x) if name == "tokens" else weight) for name, (loss, weight) in losses(model, x, y, z).items()
+    }
+
+
+def uneven() -> tuple[Tensor, Tensor, Tensor]:
+    x, y, z = batches(rows=16)[0]
+    return (
+        x,
+        torch.where(torch.arange(16)[:, None] % 3 == 0, y.clamp(min=0), y.index_fill(0, torch.arange(2, 5), 1)),
+        z.clamp(min=0),
+    )
+
+
+def test_the_proof_and_the_check_name_the_term_whose_weight_is_wrong() -> None:
+    batch = uneven()
+    assert check_equivalence(Tagger(), batch, compute_loss=losses).raise_if_different().max_error <= FLOAT64
+    assert check_equivalence(Tagger(), batch, compute_loss=alone, weight=counts).ok
+    assert check_equivalence(Tagger(dropout=0.5), batch, compute_loss=losses).ok
+    result = check_equivalence(Tagger(), batch, compute_loss=by_rows)
+    assert not result.ok
+    assert [cause.message.split(":")[0] for cause in result.causes] == ["Of the loss term 'tokens'"]
+    assert "mean over" in result.causes[0].message
+    model = Tagger()
+    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=by_rows, micro_batch_size=4)
+    with pytest.raises(NotEquivalentError, match="Of the loss term 'tokens'"):
+        step(*batch)
