@@ -2,5 +2,6 @@
 
 from gradaccum.torch.optimizer.optimizer import Optimizer
 from gradaccum.torch.optimizer.proxy import needs_closure
+from gradaccum.torch.optimizer.rows import BatchWeight
 
-__all__ = ["Optimizer", "needs_closure"]
+__all__ = ["BatchWeight", "Optimizer", "needs_closure"]

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
-from gradaccum.on_torch.batch import children, has_rows, leaves, number_of_rows
+from gradaccum.on_torch.batch import has_rows, leaves
+from gradaccum.torch.optimizer.rows import BatchWeight
 from gradaccum.torch.optimizer.windows import Windows
-from gradaccum.window import checked_weight
 
 __all__ = ["Batches"]
 
@@ -30,8 +29,6 @@ class Batches:
     def __init__(self, loader: Iterable[Any], windows: Windows, weight: Callable[[Any], float] | None = None) -> None:
         if not isinstance(loader, Iterable):
             raise TypeError(f"`loader` must be iterable. Received: loader of type {type(loader).__name__}.")
-        if weight is not None and not callable(weight):
-            raise TypeError(f"`weight` must be a callable: weight(batch) -> number. Received: weight={weight!r}.")
         self.loader: Iterable[Any] = loader.loader if isinstance(loader, Batches) else loader
         others = loader.members if isinstance(loader, Batches) else []
         if any(windows is other.windows for other in others):
@@ -246,11 +243,9 @@ class _Member:
 
     def __init__(self, windows: Windows, weight: Callable[[Any], float] | None) -> None:
         self.windows = windows
-        self.weight = weight
+        self.weigh = BatchWeight(weight)
         self._over = True
         self._first_unused: bool | None = None
-        self._rows_in_front = False
-        """Whether a batch has shown that its tensors have their rows in front."""
 
     def begin(self, batches: Batches, resumed: bool) -> None:
         """The first batch is there."""
@@ -270,23 +265,7 @@ class _Member:
 
     def expect(self, batch: Any, last: bool) -> None:
         """A batch is about to be handed out."""
-        if self.weight is not None:
-            self._expect(checked_weight(self.weight(batch)), True, last)
-        else:
-            self._expect(float(self._rows(batch)), False, last)
-
-    def _rows(self, batch: Any) -> int:
-        rows = _rows_of_tensors(batch) if type(batch) in (tuple, list) else None
-        try:
-            if rows is None:
-                rows = _number_of_rows(batch)
-            if rows not in (1, 3, 4):
-                self._rows_in_front = True
-            elif not self._rows_in_front:
-                _check_channels(batch)
-        except ValueError as error:
-            raise ValueError(f"{error}\nPass weight= to batches(): weight(batch) -> the number of its rows.") from None
-        return rows
+        self._expect(self.weigh(batch), self.weigh.given, last)
 
     def _expect(self, weight: float, given: bool, last: bool) -> None:
         windows, ranks = self.windows, self.windows.ranks
@@ -334,49 +313,3 @@ class _Member:
         windows.end_epoch()
         if not ahead.is_over:
             windows.left_over = ahead
-
-
-def _number_of_rows(batch: Any) -> int:
-    rows = set(_rows_of_leaves(batch))
-    return rows.pop() if len(rows) == 1 else number_of_rows(batch)  # whose error lists what there is
-
-
-def _rows_of_leaves(node: Any) -> Iterator[int]:
-    if isinstance(node, PackedSequence):
-        yield int(node.batch_sizes[0])
-        return
-    inside = children(node)
-    for _, _, child in inside or ():
-        yield from _rows_of_leaves(child)
-    if inside is None and has_rows(node):
-        yield int(node.shape[0])
-
-
-def _check_channels(node: Any) -> None:
-    """Raise if the tensors of a list look like images of different size: their first dimension is the channels."""
-    inside = children(node)
-    if not inside:
-        return
-    items = [child for _, _, child in inside]
-    images = all(isinstance(item, Tensor) and item.dim() == 3 and item.is_floating_point() for item in items)
-    if isinstance(node, (list, tuple)) and images and len({item.shape[1:] for item in items}) > 1:
-        raise ValueError(
-            f"A list of {len(items)} tensors of shapes {[tuple(item.shape) for item in items]} may be images of "
-            "different sizes, whose first dimension is channels, not rows."
-        )
-    for item in items:
-        _check_channels(item)
-
-
-def _rows_of_tensors(batch: Iterable[Any]) -> int | None:
-    """The rows of a flat sequence of tensors, as most loaders yield; None if this is none, or they disagree."""
-    rows = None
-    for leaf in batch:
-        if not isinstance(leaf, Tensor):
-            return None
-        if leaf.dim():
-            if rows is None:
-                rows = len(leaf)
-            elif rows != len(leaf):
-                return None
-    return rows

@@ -1,0 +1,339 @@
+"""Lightning: its own accumulation under automatic optimization, with every window divided by what it really weighs.
+
+Lightning counts the micro-batches and steps once per window; the callback tells it how many, and corrects what it
+computes:  (1/N) sum_i g_i  becomes  sum_i w_i g_i / sum_i w_i,  over all ranks, before hooks, clipping and the
+optimizer see it. A full window of equal batches is left as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from gradaccum.errors import WindowError
+from gradaccum.integrations.lightning.checks import Varying, check, check_optimizer
+from gradaccum.integrations.lightning.ranks import mean, over_ranks, reduce_
+from gradaccum.on_torch.gradients import scale_
+from gradaccum.schedule import Schedule, Steps
+from gradaccum.torch.batch_norm import warn_of_batch_norm
+from gradaccum.torch.guard import Guard
+from gradaccum.torch.optimizer import BatchWeight
+from gradaccum.window import Window
+
+__all__ = ["GradientAccumulation"]
+
+logger = logging.getLogger("gradaccum")
+
+
+class GradientAccumulation(Callback):
+    """Makes the large batch's update once per window of batches, under `Trainer.fit` with automatic optimization.
+
+    Each batch is a micro-batch. A window's update sees  sum_i w_i g_i / sum_i w_i,  summed over all ranks: the gradient
+    of the mean loss over all of the window's rows, whether the window is full or short and the batches equal or ragged.
+    Optimizer, schedulers, `gradient_clip_val`, `trainer.global_step`, `max_steps` and hooks go by updates. An epoch's
+    last window closes with the epoch.
+
+    Args:
+        steps: Batches in a window: an int >= 1, or `{epoch: steps}` with epoch 0 in it.
+        weight: `weight(batch) -> number`, what the batch's mean loss is a mean over: valid tokens, or the sum of class
+            weights. 0 leaves the batch out, even if its loss is NaN. None: the batch's rows.
+
+    Raises:
+        TypeError: `steps` or `weight` is of the wrong type.
+        ValueError: `steps` is below 1, or a table without epoch 0. From `fit`: something else accumulates as well, or
+            the optimizer, the module or the strategy cannot be corrected; the message says what to remove.
+
+    Example:
+        >>> class Module(LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(3, 1)
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.Adam(self.parameters())
+        ...     def training_step(self, batch, index):
+        ...         x, y = batch
+        ...         return torch.nn.functional.mse_loss(self.layer(x), y)
+        >>> callback = GradientAccumulation(4)                       # Trainer(..., callbacks=[callback])
+        >>> callback.micro_batches
+        0
+    """
+
+    def __init__(self, steps: Steps, *, weight: Callable[[Any], float] | None = None) -> None:
+        self._schedule = Schedule(steps)
+        if self._schedule.function is not None:
+            raise TypeError(
+                "`steps` must be an int >= 1 or {epoch: steps} here: Lightning counts windows from an epoch's first "
+                f"batch, so that their length cannot change inside of it. Received: steps={steps!r}. An optimizer "
+                "that is wrapped in configure_optimizers takes a callable."
+            )
+        self._weigh = BatchWeight(weight, "GradientAccumulation()")
+        self._window = Window()
+        self._unit: float | None = None
+        """What all ranks' sums are multiples of: the largest weight of the first batches."""
+        self._trainer: Trainer | None = None
+        self._guard: Guard | None = None
+        self._restored: dict[str, Any] | None = None
+        self._expected = False
+        """Whether the batch in use has had no backward pass."""
+        self._silenced: list[Any] = []
+        """Hooks that keep a batch which weighs nothing out of the sum."""
+        self._without: list[Tensor] = []
+        """Parameters that had no gradient before it."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Batches in the open window."""
+        return self._window.micro_batches
+
+    # Before training.
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._let_go()  # of training that has failed
+        check(trainer, pl_module, self)
+        logger.info("Lightning's Trainer with GA of %s steps", self._schedule)
+        self._trainer = trainer
+        # Read by `estimated_stepping_batches` in configure_optimizers.
+        constant = self._schedule.constant
+        trainer.accumulate_grad_batches = constant if constant is not None else Varying()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.accumulate_grad_batches = self._schedule(trainer.current_epoch)
+        if self._schedule.constant != 1:
+            check_optimizer(trainer)
+            warn_of_batch_norm(pl_module, "GroupNorm and frozen BatchNorm don't differ.")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # In the middle of an epoch Lightning goes on without on_train_epoch_start.
+        trainer.accumulate_grad_batches = self._schedule(trainer.current_epoch)
+        self._guard = Guard(self._parameters)
+        if is_overridden("on_train_batch_start", pl_module):
+            self._flush_where_the_rest_is_skipped(trainer, pl_module)
+        self._begin()
+        if self._restored is not None:
+            restored, self._restored = self._restored, None
+            self._restore(restored, trainer)
+
+    def _flush_where_the_rest_is_skipped(self, trainer: Trainer, module: LightningModule) -> None:
+        """The module's on_train_batch_start may end the epoch by returning -1, after which schedulers step."""
+        hook = module.on_train_batch_start
+
+        @functools.wraps(hook)
+        def on_train_batch_start(*args: Any, **kwargs: Any) -> Any:
+            response = hook(*args, **kwargs)
+            if response == -1 and self._window.is_open:
+                self._flush(trainer)
+            return response
+
+        module.on_train_batch_start = on_train_batch_start
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.fit_loop._skip_backward:
+            trainer.accumulate_grad_batches = self._schedule(trainer.current_epoch)
+
+    # One batch.
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.fit_loop._skip_backward:
+            return
+        if batch_idx % trainer.accumulate_grad_batches == 0 and self._window.is_open:
+            self._discard("its last batch was None, or training_step returned None for it under a GradScaler")
+        weight = self._weigh(batch)
+        if self._unit is None:
+            largest = over_ranks(trainer, torch.tensor(weight), "max").item()
+            self._unit = self._window.unit = largest or None
+        self._window.expect(weight, self._weigh.given)
+        self._expected = True
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if not self._expected:
+            raise ValueError(
+                "The closure of a batch was evaluated again: by an optimizer that searches along a line, or by the "
+                "module's optimizer_step. It would have to run the whole window again. Remove GradientAccumulation, or "
+                "use gradaccum.torch.TrainStep under manual optimization."
+            )
+        self._check_sum()
+        factor = self._window.weigh()
+        if factor == 0:
+            parameters = [p for p in self._parameters() if p.requires_grad]
+            self._without = [p for p in parameters if p.grad is None]
+            self._silenced = [p.register_hook(torch.zeros_like) for p in parameters]
+        elif factor != 1:
+            loss.mul_(factor)  # Lightning's own copy, the mean over N, which the backward pass starts from
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._guard is not None
+        self._window.add()
+        self._expected = False
+        closes = not trainer.fit_loop._should_accumulate()
+        for hook in self._silenced:
+            hook.remove()
+        if not closes or trainer.world_size == 1:
+            for parameter in self._without:
+                parameter.grad = None
+        if self._silenced:
+            self._guard.accept()
+        self._silenced, self._without = [], []
+        self._guard.counted(self.micro_batches + 1 >= trainer.accumulate_grad_batches)
+        if closes:
+            self._finish(trainer)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if not self._window.is_open:
+            return
+        # The last batch had no backward pass. Under a GradScaler Lightning makes no update then.
+        if getattr(trainer.precision_plugin, "scaler", None) is None:
+            self._check_sum()
+            self._finish(trainer)
+
+    def _check_sum(self) -> None:
+        """Raise if somebody has changed the gradients of the open window.
+
+        Raises:
+            WindowError: They are not what autograd has added up.
+        """
+        assert self._guard is not None
+        if not self._window.is_open:
+            return
+        found = self._guard.tampering()
+        if found is not None:
+            raise WindowError(
+                f"The gradients were {found} inside an open window, perhaps in on_after_backward. "
+                "Until the window closes, p.grad holds an undivided sum. Use Trainer(gradient_clip_val=...), or edit "
+                "the finished gradient in on_before_optimizer_step."
+            )
+
+    def _finish(self, trainer: Trainer) -> None:
+        """Turn what Lightning and the ranks' reduction have left into the mean over all rows of the window."""
+        assert self._guard is not None
+        window, ranks = self._window, trainer.world_size
+        total = over_ranks(trainer, torch.tensor(window.divisor, dtype=torch.float64), "sum").item()
+        gradients = [p.grad for p in self._parameters() if p.grad is not None]
+        if not total:
+            logger.warning("No update: this window of %d micro-batches weighs nothing", window.micro_batches)
+            for parameter in self._parameters():
+                parameter.grad = None
+        else:
+            factor = trainer.accumulate_grad_batches * ranks / total
+            if factor != 1:
+                scale_(gradients, factor)
+        self._begin()
+
+    def _begin(self) -> None:
+        """An empty window."""
+        self._window.close()
+        self._window.unit = self._unit
+        if self._guard is not None:
+            self._guard.close()
+
+    # The end of an epoch.
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._window.is_open:  # training stops inside of it
+            self._flush(trainer, schedulers=True)
+
+    def _flush(self, trainer: Trainer, schedulers: bool = False) -> None:
+        """Make the open window's update, short as it is, as Lightning makes that of an epoch's last batch."""
+        loop = trainer.fit_loop.epoch_loop
+        progress = loop.batch_progress
+        last, progress.is_last_batch = progress.is_last_batch, True
+        self._check_sum()
+        if trainer.world_size > 1:
+            reduce_(trainer, self._parameters())
+        self._finish(trainer)
+        try:
+            # No pass is left to be made. The loss is there because None would mean that there is nothing to unscale.
+            loop.automatic_optimization._optimizer_step(loop.batch_idx, lambda: torch.zeros(()))
+            if schedulers:
+                loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+        finally:
+            progress.is_last_batch = last
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad()
+
+    def _discard(self, why: str) -> None:
+        logger.warning("Discarding an open window of %d micro-batches: %s", self.micro_batches, why)
+        self._begin()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._window.is_open:  # which a checkpoint may still be taken of
+            logger.warning(
+                "Training has ended inside an open window of %d micro-batches, which has made no update",
+                self.micro_batches,
+            )
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Leave Trainer, module and parameters as they were found."""
+        trainer, guard = self._trainer, self._guard
+        if trainer is not None:
+            trainer.accumulate_grad_batches = 1
+            trainer.lightning_module.__dict__.pop("on_train_batch_start", None)
+        if guard is not None:
+            guard.remove()
+        self._guard = self._trainer = None
+
+    # Files.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The open window with its gradients. All ranks call it, and get the same: the mean of theirs."""
+        state: dict[str, Any] = {"unit": self._unit}
+        trainer, guard = self._trainer, self._guard
+        if trainer is None or guard is None or not self._window.is_open:
+            return state
+        if guard.failed:
+            logger.warning("The checkpoint leaves out the open window, in which a backward pass has failed")
+            return state
+        self._check_sum()
+        gradients = [None if p.grad is None else p.grad.detach().clone() for p in self._parameters()]
+        weight = torch.tensor(self._window.weight, dtype=torch.float64)
+        if trainer.world_size > 1:
+            gradients = mean(trainer, gradients, self._parameters())
+            weight = over_ranks(trainer, weight, "sum") / trainer.world_size
+        state["window"] = {
+            "steps": trainer.accumulate_grad_batches,
+            "micro_batches": self.micro_batches,
+            "weight": weight.item(),
+            "gradients": {index: gradient for index, gradient in enumerate(gradients) if gradient is not None},
+        }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._unit = state_dict["unit"]
+        self._restored = state_dict.get("window")
+
+    def _restore(self, window: dict[str, Any], trainer: Trainer) -> None:
+        """Go on with the window that the checkpoint was taken in."""
+        steps = trainer.accumulate_grad_batches
+        if window["steps"] != steps:
+            raise WindowError(
+                f"The checkpoint was taken inside a window of {window['steps']} steps ({window['micro_batches']} of "
+                f"them done), and GradientAccumulation has steps={steps} there. Resume with {window['steps']}, or from "
+                "a checkpoint taken when a window was closed."
+            )
+        parameters = self._parameters()
+        for index, gradient in window["gradients"].items():
+            parameter = parameters[index]
+            parameter.grad = gradient.to(parameter.device).clone()
+        count = window["micro_batches"]
+        self._window.weights, self._window.weight = [window["weight"] / count] * count, window["weight"]
+        assert self._guard is not None
+        self._guard.accept()
+
+    def _parameters(self) -> list[Tensor]:
+        trainer = self._trainer
+        optimizers: Sequence[torch.optim.Optimizer] = [] if trainer is None else trainer.optimizers
+        return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]

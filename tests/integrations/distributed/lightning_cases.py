@@ -1,0 +1,141 @@
+"""What each rank does in the tests of Lightning's Trainer. Every case compares itself with one ordinary process."""
+
+import logging
+import os
+import warnings
+
+import torch
+
+from tests.reference import relative_error, torch_updates
+from tests.torch.problems import mse, network, regression, sgd
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of its dependencies, about each other
+    import lightning.pytorch as lightning
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from gradaccum.integrations.lightning import GradientAccumulation
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+SIZES = ([2, 2, 5, 1, 3], [4, 1, 1, 3, 2])
+"""Rows of each batch of an epoch, on each rank."""
+
+
+def batches(rank):
+    x, y = (t.double() for t in regression(40))
+    start = 20 * rank
+    found = []
+    for size in SIZES[rank]:
+        found.append((x[start : start + size], y[start : start + size]))
+        start += size
+    return found
+
+
+def windows(steps, count=5, left_out=()):
+    """All ranks' rows of each window of an epoch."""
+    for start in range(0, count, steps):
+        indices = range(start, min(start + steps, count))
+        rows = [batches(rank)[index] for rank in (0, 1) for index in indices if (rank, index) not in left_out]
+        yield tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
+
+
+class Rows:
+    """A loader that begins its first epoch in the middle."""
+
+    def __init__(self, found, start=0):
+        self.found, self.start = found, start
+
+    def __len__(self):
+        return len(self.found)
+
+    def __iter__(self):
+        found, self.start = self.found[self.start :], 0
+        yield from found
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = network(dtype=torch.float64)
+
+    def configure_optimizers(self):
+        return sgd(self.parameters())
+
+    def training_step(self, batch, index):
+        return mse(self.network, *batch)
+
+
+class SaveAt(lightning.Callback):
+    def __init__(self, index, path):
+        self.index, self.path = index, path
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if index == self.index and trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path)
+
+
+class StopAt(lightning.Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        trainer.should_stop = index == 3
+
+
+def fit(rank, steps, module, rows=None, callbacks=(), checkpoint=None, weight=None, ddp=None, **keywords):
+    os.environ.update(
+        TORCHELASTIC_RUN_ID="1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+        GROUP_RANK="0",
+    )  # fmt: skip
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy=DDPStrategy(**(ddp or {})), use_distributed_sampler=False, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[*callbacks, GradientAccumulation(steps, weight=weight)], **{"max_epochs": 2} | keywords,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, Rows(batches(rank)) if rows is None else rows, ckpt_path=checkpoint, weights_only=False)
+    return trainer
+
+
+def error(module, large, **keywords):
+    model = network(dtype=torch.float64)
+    torch_updates(model, sgd(model.parameters()), large, mse, **keywords)
+    return relative_error(module.network.parameters(), model.parameters())
+
+
+def train(rank, steps, **keywords):
+    """Returns (error, updates)."""
+    module = Module()
+    trainer = fit(rank, steps, module, **keywords)
+    clip = keywords.get("gradient_clip_val")
+    return error(module, [*windows(steps)] * 2, clip_grad_norm=clip), trainer.global_step
+
+
+def weigh_nothing(rank, steps, silent):
+    """Some batches, given as (rank, index), weigh nothing, and their loss is NaN. Returns the error."""
+    rows = [(x, y * float("nan")) if (rank, index) in silent else (x, y) for index, (x, y) in enumerate(batches(rank))]
+    module = Module()
+    fit(
+        rank,
+        steps,
+        module,
+        Rows(rows),
+        weight=lambda batch: 0 if batch[1].isnan().any() else len(batch[0]),
+        max_epochs=1,
+    )
+    return error(module, [*windows(steps, left_out=silent)])
+
+
+def stop(rank, steps):
+    """Training stops inside a window. Returns (error, updates)."""
+    module = Module()
+    trainer = fit(rank, steps, module, callbacks=[StopAt()])
+    return error(module, [*windows(steps, 4)]), trainer.global_step
+
+
+def resume(rank, steps, index, folder):
+    """Returns (error of the resumed training, updates)."""
+    path = os.path.join(folder, "middle.ckpt")
+    fit(rank, steps, Module(), callbacks=[SaveAt(index, path)])
+    module = Module()
+    trainer = fit(rank, steps, module, Rows(batches(rank), index + 1), checkpoint=path, max_epochs=3)
+    return error(module, [*windows(steps)] * 3), trainer.global_step

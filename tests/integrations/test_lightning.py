@@ -1,0 +1,705 @@
+"""`GradientAccumulation` under Lightning's Trainer: each window's update is that of its rows as one batch."""
+
+import contextlib
+import functools
+import logging
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from gradaccum import WindowError
+from gradaccum.torch import TrainStep
+from gradaccum.torch.optim import Optimizer
+from tests.documents import ROOT
+from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
+from tests.torch.problems import adam, classes, mse, network, regression, sgd
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of its dependencies, about each other
+    import lightning.pytorch as lightning
+    from lightning.pytorch.callbacks import (
+        EarlyStopping,
+        GradientAccumulationScheduler,
+        ModelCheckpoint,
+        StochasticWeightAveraging,
+        WeightAveraging,
+    )
+    from lightning.pytorch.plugins import MixedPrecision
+
+    from gradaccum.integrations.lightning import GradientAccumulation
+
+pytestmark = [
+    pytest.mark.usefixtures("float64"),
+    # Lightning's own, and those about it.
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*overfit_batches:UserWarning"),
+]
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+ROWS = 23
+BATCHES = [slice(i, min(i + 2, ROWS)) for i in range(0, ROWS, 2)]  # 11 of 2 rows and one of 1
+
+
+def data(dtype=None):
+    return tuple(t.to(dtype or torch.get_default_dtype()) for t in regression(ROWS))
+
+
+def loader(batch_size=2, rows=ROWS, kind=DataLoader):
+    return kind(TensorDataset(*(t[:rows] for t in data())), batch_size=batch_size)
+
+
+def windows(steps, batches=None, count=None):
+    """The rows of each window of an epoch."""
+    batches = BATCHES[:count] if batches is None else batches
+    return [
+        slice(batches[i].start, batches[min(i + steps, len(batches)) - 1].stop) for i in range(0, len(batches), steps)
+    ]
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, make=sgd, loss=mse, skipped=()):
+        super().__init__()
+        self.network, self.make, self.loss, self.skipped = network(), make, loss, skipped
+
+    def configure_optimizers(self):
+        return self.make(self.network.parameters())
+
+    def training_step(self, batch, index):
+        return None if index in self.skipped else self.loss(self.network, *batch)
+
+
+def trainer(callbacks=(), **keywords):
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return lightning.Trainer(**{"max_epochs": 1, "accelerator": "cpu", "callbacks": [*callbacks]} | quiet | keywords)
+
+
+def fit(module, steps=4, batches=None, checkpoint=None, callbacks=(), weight=None, validation=None, **keywords):
+    one = trainer([*callbacks, GradientAccumulation(steps, weight=weight)], **keywords)
+    one.fit(module, loader() if batches is None else batches, validation, ckpt_path=checkpoint, weights_only=False)
+    return one
+
+
+def error(module, large, make=sgd, loss=mse, rows=None, **keywords):
+    model, rows = network(), rows or data()
+    torch_updates(model, make(model.parameters()), [tuple(t[w] for t in rows) for w in large], loss, **keywords)
+    return relative_error(module.network.parameters(), model.parameters())
+
+
+# Windows.
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("steps", [1, 3, 4, 5, 100])
+def test_short_and_ragged_windows_make_the_large_batches_updates(steps, make):
+    module = Module(make)
+    one = fit(module, steps, max_epochs=2)
+    large = windows(steps) * 2
+    assert one.global_step == len(large), "updates"
+    assert error(module, large, make) <= FLOAT64
+    assert one.accumulate_grad_batches == 1, "as it was"
+
+
+def test_lightnings_own_accumulation_differs():
+    """Or the test above would show nothing."""
+    module = Module()
+    trainer(accumulate_grad_batches=5).fit(module, loader())
+    assert error(module, windows(5)) > 1e-3
+
+
+def test_in_float32_as_well():
+    torch.set_default_dtype(torch.float32)
+    module = Module()
+    fit(module, 5, max_epochs=2)
+    assert error(module, windows(5) * 2) <= FLOAT32
+
+
+def test_a_schedule_changes_the_windows_with_the_epochs():
+    module = Module()
+    one = fit(module, {0: 8, 1: 5, 3: 1}, max_epochs=4)
+    large = windows(8) + windows(5) * 2 + windows(1)
+    assert one.global_step == len(large)
+    assert error(module, large) <= FLOAT64
+
+
+def test_batches_weigh_what_weight_says():
+    def loss(model, x, y):
+        return nn.functional.cross_entropy(model(x), y, ignore_index=0)
+
+    x, y = classes(ROWS)
+    rows = (x.double(), y)
+    module = Module(loss=loss)
+    fit(module, 4, DataLoader(TensorDataset(*rows), batch_size=5), weight=lambda batch: (batch[1] != 0).sum())
+    assert error(module, [slice(0, 20), slice(20, ROWS)], loss=loss, rows=rows) <= FLOAT64
+
+
+@pytest.mark.parametrize("ignored", [0, 1, 3, 5])
+def test_a_batch_of_weight_zero_is_left_out_even_where_its_loss_is_nan(ignored):
+    def loss(model, x, y):
+        return nn.functional.cross_entropy(model(x), y, ignore_index=9)
+
+    x, y = classes(12)
+    y[2 * ignored : 2 * ignored + 2] = 9
+    rows = (x.double(), y)
+    module = Module(loss=loss)
+    fit(module, 4, DataLoader(TensorDataset(*rows), batch_size=2), weight=lambda batch: (batch[1] != 9).sum())
+    assert error(module, [slice(0, 8), slice(8, 12)], loss=loss, rows=rows) <= FLOAT64
+
+
+def test_a_window_that_weighs_nothing_makes_no_update(caplog):
+    module = Module()
+    before = [p.detach().clone() for p in module.network.parameters()]
+    fit(module, 6, loader(rows=12), weight=lambda batch: 0)
+    assert relative_error(module.network.parameters(), before) == 0
+    assert "No update: this window of 6 micro-batches weighs nothing" in caplog.text
+
+
+@pytest.mark.parametrize("skipped", [0, 2, 3, 11])
+def test_a_training_step_that_returns_none_leaves_its_rows_out(skipped):
+    module = Module(skipped=[skipped])
+    one = fit(module, 4)
+    large = [[r for r in range(w.start, w.stop) if r // 2 != skipped] for w in windows(4)]
+    assert one.global_step == 3
+    assert error(module, large) <= FLOAT64
+
+
+def test_a_training_step_that_returns_none_may_end_the_epoch():
+    module = Module(skipped=[11])
+    fit(module, 11)
+    assert error(module, [slice(0, 22)]) <= FLOAT64
+
+
+def test_iterable_datasets_without_length_close_the_last_window():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([tuple(t[w] for t in data()) for w in BATCHES])
+
+    module = Module()
+    one = fit(module, 5, DataLoader(Stream(), batch_size=None), max_epochs=2)
+    assert one.global_step == 6
+    assert error(module, windows(5) * 2) <= FLOAT64
+
+
+@pytest.mark.parametrize(
+    ("limits", "large"),
+    [
+        ({"limit_train_batches": 6}, windows(4, count=6)),
+        ({"limit_train_batches": 0.5}, windows(4, count=6)),
+        ({"overfit_batches": 3, "max_epochs": 2}, windows(4, count=3) * 2),
+        ({"max_steps": 4, "max_epochs": -1}, (windows(4) * 2)[:4]),
+        ({"fast_dev_run": 3}, windows(4, count=3)),
+    ],
+)  # fmt: skip
+def test_limits_go_by_updates_and_batches_as_they_say(limits, large):
+    module = Module()
+    assert fit(module, 4, **limits).global_step == len(large)
+    assert error(module, large) <= FLOAT64
+
+
+# Where training stops inside a window.
+
+
+class StopAt(lightning.Callback):
+    def __init__(self, index):
+        self.index = index
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        trainer.should_stop = index == self.index
+
+
+class Scheduled(Module):
+    interval, frequency = "step", 1
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": self.interval, "frequency": self.frequency}]
+
+
+def halving(large):
+    """The oracle's parameters where the learning rate halves after each update."""
+    model = network()
+    inner = sgd(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    torch_updates(model, inner, [tuple(t[w] for t in data()) for w in large], mse, after_update=scheduler.step)
+    return model.parameters()
+
+
+def test_training_that_is_stopped_inside_a_window_makes_its_update():
+    module = Scheduled()
+    one = fit(module, 4, callbacks=[StopAt(5)])
+    assert one.global_step == 2
+    assert module.lr_schedulers().last_epoch == 2
+    assert relative_error(module.network.parameters(), halving(windows(4, count=6))) <= FLOAT64
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_an_epoch_that_the_module_ends_inside_a_window_makes_its_update(interval):
+    class Ending(Scheduled):
+        def on_train_batch_start(self, batch, index):
+            return -1 if index == 6 else None
+
+    Ending.interval = interval
+    module = Ending()
+    one = fit(module, 4, max_epochs=2)
+    assert one.global_step == 4
+    assert "on_train_batch_start" not in vars(module)
+    if interval == "step":
+        assert relative_error(module.network.parameters(), halving(windows(4, count=6) * 2)) <= FLOAT64
+    else:
+        model = network()
+        inner = sgd(model.parameters())
+        for _ in range(2):
+            torch_updates(model, inner, [tuple(t[w] for t in data()) for w in windows(4, count=6)], mse)
+            inner.param_groups[0]["lr"] /= 2
+        assert relative_error(module.network.parameters(), model.parameters()) <= FLOAT64
+
+
+def test_early_stopping_stops_between_updates_that_are_exact():
+    class Validated(Module):
+        def validation_step(self, batch, index):
+            self.log("quality", float(self.trainer.global_step))
+
+    module = Validated()
+    stopping = EarlyStopping("quality", patience=1, mode="min")
+    one = fit(
+        module, 5, callbacks=[stopping], validation=loader(rows=2), val_check_interval=3, num_sanity_val_steps=0,
+        max_epochs=3,
+    )  # fmt: skip
+    assert one.global_step == 2  # validated after 3 batches, and after 6: inside a window
+    assert error(module, windows(5, count=6)) <= FLOAT64
+
+
+def test_an_error_inside_a_window_leaves_a_line(caplog):
+    class Failing(Module):
+        def training_step(self, batch, index):
+            if index == 5:
+                raise OSError("lost")
+            return super().training_step(batch, index)
+
+    with pytest.raises(OSError, match="lost"):
+        fit(Failing(), 4)
+    assert "Training has ended inside an open window of 1 micro-batches, which has made no update" in caplog.text
+
+
+def test_a_trainer_whose_training_has_failed_can_be_used_again():
+    module, accumulation = Module(), GradientAccumulation(5)
+    one = trainer([accumulation])
+    with pytest.raises(TypeError):
+        one.fit(module, [(None, torch.ones(2))] * 2)
+    one.fit(module, loader())
+    assert error(module, windows(5)) <= FLOAT64
+
+
+# What goes by updates.
+
+
+@pytest.mark.parametrize("frequency", [1, 2])
+def test_a_scheduler_of_steps_steps_once_per_update(frequency):
+    module = Scheduled()
+    fit(module, 5, max_epochs=2)
+    assert module.lr_schedulers().last_epoch == 6
+    assert relative_error(module.network.parameters(), halving(windows(5) * 2)) <= FLOAT64
+
+
+def test_a_scheduler_of_epochs_steps_after_the_epochs_last_update():
+    module = type("Epochs", (Scheduled,), {"interval": "epoch"})()
+    fit(module, 5, max_epochs=2)
+    model = network()
+    inner = sgd(model.parameters())
+    for _ in range(2):
+        torch_updates(model, inner, [tuple(t[w] for t in data()) for w in windows(5)], mse)
+        inner.param_groups[0]["lr"] /= 2
+    assert relative_error(module.network.parameters(), model.parameters()) <= FLOAT64
+
+
+@pytest.mark.parametrize(("how", "largest"), [("norm", 0.05), ("value", 0.01)])
+def test_gradient_clip_val_clips_the_large_batches_gradient(how, largest):
+    module = Module()
+    fit(module, 5, gradient_clip_val=largest, gradient_clip_algorithm=how)
+    model = network()
+    inner = sgd(model.parameters())
+    clip = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}[how]
+    inner.register_step_pre_hook(lambda *_: clip(model.parameters(), largest) and None)
+    torch_updates(model, inner, [tuple(t[w] for t in data()) for w in windows(5)], mse)
+    assert relative_error(module.network.parameters(), model.parameters()) <= FLOAT64
+    assert error(module, windows(5)) > 1e-3, "it clipped"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_hooks_before_the_optimizers_step_see_the_large_batches_gradient(first):
+    norms = []
+
+    class Norm(lightning.Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            norms.append(nn.utils.get_total_norm([p.grad for p in module.network.parameters()]).item())
+
+    module = Module()
+    accumulation = GradientAccumulation(5)
+    trainer([Norm(), accumulation] if first else [accumulation, Norm()]).fit(module, loader())
+    model, expected = network(), []
+    inner = sgd(model.parameters())
+    inner.register_step_pre_hook(
+        lambda *_: expected.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+    )
+    torch_updates(model, inner, [tuple(t[w] for t in data()) for w in windows(5)], mse)
+    assert norms == pytest.approx(expected, rel=FLOAT64)
+
+
+def test_weight_averaging_averages_once_per_update():
+    count = []
+
+    def average(mean, new, number):
+        count.append(int(number))
+        return new
+
+    callback = WeightAveraging(avg_fn=average)
+    callback.on_train_epoch_end = callback.on_train_end = lambda *_: None  # they would average, and swap
+    fit(Module(), 5, callbacks=[callback])
+    assert len(count) / len([*network().parameters()]) == 2, "the first of three is a copy"
+
+
+@pytest.mark.filterwarnings("ignore:.*in eval mode:UserWarning")
+@pytest.mark.parametrize("accumulation_first", [True, False])
+def test_stochastic_weight_averaging_averages_exact_epochs(accumulation_first):
+    """With its pass over the data for BatchNorm, in which nothing is updated."""
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3))
+
+    def epochs(steps, batches):
+        module = Module()
+        module.network = make()
+        module.network[1].eval().requires_grad_(False)
+        averaging = StochasticWeightAveraging(0.1, swa_epoch_start=1)
+        callbacks = [GradientAccumulation(steps), averaging]
+        one = trainer(callbacks if accumulation_first else callbacks[::-1], max_epochs=3)
+        one.fit(module, batches)
+        return module.network
+
+    plain, windowed = epochs(1, loader(10)), epochs(5, loader(2))
+    assert relative_error(windowed.parameters(), plain.parameters()) <= FLOAT64
+
+
+def test_estimated_stepping_batches_are_the_updates(tmp_path):
+    found = []
+
+    class Asking(Module):
+        def configure_optimizers(self):
+            found.append(self.trainer.estimated_stepping_batches)
+            return super().configure_optimizers()
+
+    assert fit(Asking(), 5, max_epochs=2).global_step == found[0] == 6
+    with pytest.raises(ValueError, match="Count the updates of each epoch yourself"):
+        fit(Asking(), {0: 5, 1: 2}, max_epochs=2)
+
+
+# Precision.
+
+
+class Scaled(MixedPrecision):
+    """16-bit precision's GradScaler, and float64 all the same."""
+
+    def __init__(self, scale=8.0):
+        super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale))
+
+    def autocast_context_manager(self):
+        return contextlib.nullcontext()
+
+
+def test_under_a_gradscaler_windows_are_exact_and_clipped():
+    module = Module()
+    one = fit(module, 5, plugins=[Scaled()], gradient_clip_val=0.05, callbacks=[StopAt(7)])
+    assert one.global_step == 2
+    assert error(module, windows(5, count=8), clip_grad_norm=0.05) <= FLOAT64
+
+
+def test_an_overflow_costs_one_window_and_halves_the_scale_once():
+    def loss(model, x, y):
+        return mse(model, x, y) * (float("inf") if torch.equal(x[0], data()[0][4]) else 1)
+
+    module, plugin = Module(loss=loss), Scaled()
+    fit(module, 5, plugins=[plugin])
+    assert plugin.scaler.get_scale() == 4
+    assert error(module, windows(5)[1:]) <= FLOAT64
+
+
+def test_under_a_gradscaler_none_for_a_windows_last_batch_discards_it_by_name(caplog):
+    """Lightning makes no step then."""
+    module = Module(skipped=[4])
+    fit(module, 5, plugins=[Scaled()])
+    assert "Discarding an open window of 4 micro-batches: its last batch was None, or training_step" in caplog.text
+    assert error(module, windows(5)[1:]) <= FLOAT64
+
+
+def test_in_mixed_precision_windows_sum_and_divide_in_the_parameters_precision():
+    """Weights that are powers of two, under which bfloat16 rounds the same."""
+    torch.set_default_dtype(torch.float32)
+    module, model = Module(), network()
+    fit(module, 4, precision="bf16-mixed")
+    inner = sgd(model.parameters())
+    for window in (BATCHES[:4], BATCHES[4:8], BATCHES[8:]):
+        inner.zero_grad()
+        for rows in window:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = mse(model, *(t[rows] for t in data()))
+            (loss * (rows.stop - rows.start)).backward()
+        for parameter in model.parameters():
+            parameter.grad /= window[-1].stop - window[0].start
+        inner.step()
+    assert relative_error(module.network.parameters(), model.parameters()) <= FLOAT32
+
+
+# Files.
+
+
+class Resumable(DataLoader):
+    """Goes on where it was, as torchdata's StatefulDataLoader."""
+
+    start = 0
+
+    def __iter__(self):
+        batches, self.start = [*super().__iter__()][self.start :], 0
+        return iter(batches)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        self.start = state["batch"]
+
+
+class SaveAt(lightning.Callback):
+    def __init__(self, index, path):
+        self.index, self.path = index, path
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if index == self.index and trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("index", [4, 5, 7, 10])
+@pytest.mark.parametrize("plugins", [[], [Scaled]], ids=["plain", "GradScaler"])
+def test_resumed_inside_a_window_training_is_the_same_bit_for_bit(tmp_path, index, plugins):
+    path = tmp_path / "middle.ckpt"
+    whole = Module(adam)
+    steps = {0: 3, 1: 5}
+    fit(whole, steps, max_epochs=3, callbacks=[SaveAt(index, path)], plugins=[make() for make in plugins])
+    resumed, batches = Module(adam), Resumable(TensorDataset(*data()), batch_size=2)
+    batches.load_state_dict({"batch": index + 1})
+    one = fit(resumed, steps, batches, path, max_epochs=3, plugins=[make() for make in plugins])
+    assert one.global_step == 4 + 3 + 3
+    assert error(resumed, windows(3) + windows(5) * 2, adam) <= FLOAT64
+    assert relative_error(resumed.network.parameters(), whole.network.parameters()) == 0
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
+def test_model_checkpoint_saves_by_updates_and_resumes(tmp_path):
+    checkpoints = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    fit(Module(), 5, max_epochs=2, callbacks=[checkpoints])
+    assert {path.stem for path in tmp_path.iterdir()} == {"step=2", "step=4", "step=6"}
+    module = Module()
+    fit(module, 5, max_epochs=3, callbacks=[checkpoints], checkpoint=tmp_path / "step=6.ckpt")
+    assert error(module, windows(5) * 3) <= FLOAT64
+
+
+def test_resuming_inside_a_window_of_another_length_is_refused(tmp_path):
+    path = tmp_path / "middle.ckpt"
+    fit(Module(), 5, max_epochs=2, callbacks=[SaveAt(5, path)])
+    with pytest.raises(
+        WindowError, match=r"inside a window of 5 steps \(1 of them done\).*steps=4 there. Resume with 5"
+    ):
+        fit(Module(), 4, Resumable(TensorDataset(*data()), batch_size=2), path, max_epochs=2)
+
+
+# Refused.
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.5, True, "4", {}, {2: 4}])
+def test_steps_are_checked(steps):
+    with pytest.raises((TypeError, ValueError), match="`steps` must be"):
+        GradientAccumulation(steps)
+
+
+def test_a_callable_schedule_is_refused():
+    with pytest.raises(TypeError, match="counts windows from an epoch's first batch"):
+        GradientAccumulation(lambda epoch, update: 4)
+
+
+def test_a_weight_that_is_none_is_refused():
+    with pytest.raises(TypeError, match="`weight` must be a callable"):
+        GradientAccumulation(4, weight=3)
+
+
+def test_accumulation_that_is_configured_twice_is_refused():
+    with pytest.raises(ValueError, match=r"accumulate_grad_batches=2. Remove it from the Trainer"):
+        fit(Module(), accumulate_grad_batches=2)
+    with pytest.raises(ValueError, match=r"Remove one of them: GradientAccumulation, GradientAccumulationScheduler"):
+        fit(Module(), callbacks=[GradientAccumulationScheduler({0: 2})])
+    with pytest.raises(RuntimeError, match="Found more than one stateful callback of type `GradientAccumulation`"):
+        fit(Module(), callbacks=[GradientAccumulation(2)])
+
+
+def test_a_wrapped_optimizer_and_the_callback_are_refused_together():
+    with pytest.raises(ValueError, match=r"Remove the callback, or return the inner optimizer"):
+        fit(Module(lambda parameters: Optimizer(sgd(parameters), steps=3)))
+
+
+def test_manual_optimization_is_refused_with_several_optimizers_as_well():
+    module = Module()
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match=r"automatic_optimization=False. Remove the callback, and wrap each optimizer"):
+        fit(module)
+
+
+def test_an_optimizer_that_evaluates_its_closure_again_is_refused():
+    with pytest.raises(ValueError, match=r"LBFGS re-evaluates its closure.*TrainStep under manual optimization"):
+        fit(Module(torch.optim.LBFGS))
+
+    class Twice(torch.optim.SGD):
+        def step(self, closure=None):
+            closure()
+            closure()
+
+    with pytest.raises(ValueError, match="The closure of a batch was evaluated again"):
+        fit(Module(lambda parameters: Twice(parameters, lr=0.1)))
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter` step flavor:UserWarning")
+def test_a_training_step_that_fetches_its_batches_is_refused():
+    class Fetching(Module):
+        def training_step(self, dataloader_iter):
+            batch, *_ = next(dataloader_iter)
+            return mse(self.network, *batch)
+
+    with pytest.raises(ValueError, match="Take the batch: training_step"):
+        fit(Fetching())
+
+
+def test_gradients_that_are_edited_inside_a_window_are_noticed():
+    class Clipping(Module):
+        def on_after_backward(self):
+            nn.utils.clip_grad_norm_(self.network.parameters(), 1e-3)
+
+    with pytest.raises(WindowError, match=r"edited inside an open window.*gradient_clip_val"):
+        fit(Clipping(), 4)
+
+
+def test_batch_norm_is_named():
+    module = Module()
+    module.network = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    with pytest.warns(UserWarning, match="BatchNorm1d"):
+        fit(module, 4, loader(rows=22))
+
+
+def test_batches_whose_rows_cannot_be_told_need_a_weight():
+    def loss(model, x, y):
+        return mse(model, x[0], y)
+
+    module = Module(loss=loss)
+    batches = [(torch.stack([x, x]), y) for x, y in loader(rows=12, batch_size=4)]
+    with pytest.raises(ValueError, match=r"Pass weight= to GradientAccumulation\(\)"):
+        fit(module, 2, batches)
+
+
+def test_a_lightning_that_lacks_a_name_is_refused(monkeypatch):
+    from lightning.pytorch.loops.fit_loop import _FitLoop
+
+    monkeypatch.delattr(_FitLoop, "_should_accumulate")
+    with pytest.raises(
+        ValueError, match=r"lightning 2.*has no fit_loop._should_accumulate.*remove GradientAccumulation"
+    ):
+        fit(Module())
+
+
+def test_strategies_that_it_does_not_know_are_refused(monkeypatch):
+    monkeypatch.setattr("gradaccum.integrations.lightning.checks.SingleDeviceStrategy", ())
+    with pytest.raises(ValueError, match=r"a single device and with strategy='ddp'. Received: SingleDeviceStrategy"):
+        fit(Module())
+
+
+# The page, and optimizers that are wrapped.
+
+
+def test_the_pages_examples_run(monkeypatch):
+    names = {"__name__": "page", "rows": TensorDataset(torch.randn(22, 3), torch.randn(22, 1))}
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    monkeypatch.setattr(lightning, "Trainer", functools.partial(lightning.Trainer, **quiet))
+    for code in re.findall(r"^```py\n(.*?)^```$", (ROOT / "docs" / "lightning.md").read_text("utf-8"), re.M | re.S):
+        exec(code, names)
+    assert names["trainer"].global_step == names["manual"].global_step == 6
+
+
+def test_train_step_under_manual_optimization_makes_the_large_batches_updates():
+    class Manual(Module):
+        automatic_optimization = False
+
+        def on_fit_start(self):
+            self.train_step = TrainStep(self.network, self.optimizers(), loss_fn=nn.MSELoss(), micro_batch_size=2)
+
+        def training_step(self, batch, index):
+            self.train_step(*batch)
+
+    module = Manual()
+    one = trainer()
+    one.fit(module, loader(10))
+    assert one.global_step == 3
+    assert error(module, windows(5)) <= FLOAT64
+
+
+def test_two_wrapped_optimizers_under_manual_optimization_make_the_large_batches_updates():
+    """A network that is trained against another, as in a GAN."""
+
+    def losses(one, other, x, y):
+        return mse(one, x, y), nn.functional.mse_loss(other(x), one(x).detach())
+
+    class Two(lightning.LightningModule):
+        automatic_optimization = False
+
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = network(0), network(1)
+
+        def configure_optimizers(self):
+            return Optimizer(sgd(self.one.parameters()), steps=5), Optimizer(sgd(self.other.parameters()), steps=3)
+
+        def training_step(self, batch, index):
+            for optimizer, loss in zip(self.optimizers(), losses(self.one, self.other, *batch), strict=True):
+                optimizer.zero_grad()
+                optimizer.backward(loss, weight=len(batch[0]))
+            for optimizer in self.optimizers():
+                optimizer.step()
+
+        def on_train_epoch_end(self):
+            for optimizer in self.optimizers():
+                optimizer.flush()
+
+    module, one, other = Two(), network(0), network(1)
+    trainer().fit(module, loader())
+    first, second = sgd(one.parameters()), sgd(other.parameters())
+    gradients = {0: [], 1: []}
+    for index, rows in enumerate(BATCHES):
+        batch = tuple(t[rows] for t in data())
+        for which, (model, loss) in enumerate(zip((one, other), losses(one, other, *batch), strict=True)):
+            found = torch.autograd.grad(loss * len(batch[0]), [*model.parameters()])
+            gradients[which].append((len(batch[0]), found))
+        for which, (model, optimizer, steps) in enumerate([(one, first, 5), (other, second, 3)]):
+            if len(gradients[which]) == steps or index == len(BATCHES) - 1:
+                total = sum(weight for weight, _ in gradients[which])
+                for parameter, *parts in zip(model.parameters(), *(g for _, g in gradients[which]), strict=True):
+                    parameter.grad = sum(parts) / total
+                optimizer.step()
+                gradients[which] = []
+    assert relative_error(module.one.parameters(), one.parameters()) <= FLOAT64
+    assert relative_error(module.other.parameters(), other.parameters()) <= FLOAT64
