@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import gradaccum.jax
 from tests.reference import relative_error
 
 
@@ -41,3 +42,13 @@ def tree_error(actual, expected):
     """`relative_error` over the leaves of two pytrees of the same structure."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     return relative_error(jax.tree.leaves(actual), jax.tree.leaves(expected))
+
+
+def at_once(loss_fn, **keywords):
+    """The large batch's loss and gradients: the oracle. Compiled, as operations by themselves take longer."""
+    return jax.jit(jax.value_and_grad(loss_fn, **keywords))
+
+
+def in_micro_batches(loss_fn, micro_batch_size, **keywords):
+    """The same in micro-batches."""
+    return jax.jit(gradaccum.jax.value_and_grad(loss_fn, micro_batch_size=micro_batch_size, **keywords))

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import gc
-import re
-from typing import Any
 
 import torch
 
-from gradaccum.sizes import container_limits, free_host_memory, process_memory
+from gradaccum.sizes import container_limits, free_host_memory, parse_bytes, process_memory
 
 __all__ = ["Gauge", "container_limits", "free_host_memory", "is_out_of_memory", "parse_bytes", "process_memory"]
 
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4} | {
-    "ki": 1024,
-    "mi": 1024**2,
-    "gi": 1024**3,
-    "ti": 1024**4,
-}
 _MESSAGES = (
     "can't allocate memory",  # DefaultCPUAllocator
     "not enough memory",
@@ -32,32 +24,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
-
-
-def parse_bytes(size: Any) -> int | None:
-    """`memory_limit` in bytes; None stays None.
-
-    Raises:
-        TypeError, ValueError: Neither a positive number of bytes nor a string such as "4GiB" or "500 MB".
-
-    Example:
-        >>> parse_bytes("4GiB"), parse_bytes("1.5 MB"), parse_bytes(1024)
-        (4294967296, 1500000, 1024)
-    """
-    if size is None:
-        return None
-    must = '`memory_limit` must be a positive number of bytes or a string such as "4GiB".'
-    received = f"Received: memory_limit={size!r}."
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", size.lower())
-        if match is None or match[2] not in _UNITS:
-            raise ValueError(f"{must} {received}")
-        size = int(float(match[1]) * _UNITS[match[2]])
-    elif isinstance(size, bool) or not isinstance(size, (int, float)):
-        raise TypeError(f"{must} {received}")
-    if size < 1:
-        raise ValueError(f"{must} {received}")
-    return int(size)
 
 
 class Gauge:

@@ -2,7 +2,7 @@
 
 from gradaccum.sizes.by_shape import Sizers
 from gradaccum.sizes.even import FixedSize, even_sizes
-from gradaccum.sizes.host_memory import container_limits, free_host_memory, process_memory
+from gradaccum.sizes.host_memory import container_limits, free_host_memory, parse_bytes, process_memory
 from gradaccum.sizes.pieces import GivenSizes, Piece, Rows, TokenBudget, Tokens
 from gradaccum.sizes.search import MARGIN, MemoryLine
 
@@ -19,5 +19,6 @@ __all__ = [
     "container_limits",
     "even_sizes",
     "free_host_memory",
+    "parse_bytes",
     "process_memory",
 ]

@@ -1,13 +1,21 @@
-"""How much memory the host, or the container that this process runs in, has free. Read from Linux' own files."""
+"""How much memory the host, or the container that this process runs in, has free, from Linux's files; byte counts."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
-__all__ = ["container_limits", "free_host_memory", "process_memory"]
+__all__ = ["container_limits", "free_host_memory", "parse_bytes", "process_memory"]
 
 NO_LIMIT = 1 << 60
 """cgroup v1 says 'no limit' with a number near 2**63."""
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4} | {
+    "ki": 1024,
+    "mi": 1024**2,
+    "gi": 1024**3,
+    "ti": 1024**4,
+}
 
 
 def process_memory(status: Path = Path("/proc/self/status")) -> dict[str, int]:
@@ -77,3 +85,29 @@ def _available(root: Path) -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def parse_bytes(size: Any) -> int | None:
+    """`memory_limit` in bytes; None stays None.
+
+    Raises:
+        TypeError, ValueError: Neither a positive number of bytes nor a string such as "4GiB" or "500 MB".
+
+    Example:
+        >>> parse_bytes("4GiB"), parse_bytes("1.5 MB"), parse_bytes(1024)
+        (4294967296, 1500000, 1024)
+    """
+    if size is None:
+        return None
+    must = '`memory_limit` must be a positive number of bytes or a string such as "4GiB".'
+    received = f"Received: memory_limit={size!r}."
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", size.lower())
+        if match is None or match[2] not in _UNITS:
+            raise ValueError(f"{must} {received}")
+        size = int(float(match[1]) * _UNITS[match[2]])
+    elif isinstance(size, bool) or not isinstance(size, (int, float)):
+        raise TypeError(f"{must} {received}")
+    if size < 1:
+        raise ValueError(f"{must} {received}")
+    return int(size)

@@ -1,1 +1,6 @@
-"""Where the rows of a batch are: pytrees and axes."""
+"""Where the rows of a batch are, and how micro-batches are taken from it."""
+
+from gradaccum.jax.batch.rows import Batch, Group, spread
+from gradaccum.jax.batch.types import as_varying, devices_of, like, varying_axes, zeros
+
+__all__ = ["Batch", "Group", "as_varying", "devices_of", "like", "spread", "varying_axes", "zeros"]

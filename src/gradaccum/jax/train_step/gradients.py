@@ -5,51 +5,157 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
+from gradaccum.jax.train_step.accumulate import accumulated
+from gradaccum.jax.train_step.call import Call
+from gradaccum.jax.train_step.options import Options, checked_options
 
 __all__ = ["grad", "value_and_grad"]
 
 
-def value_and_grad(loss_fn: Callable[..., Any], *, micro_batch_size: int) -> Callable[..., Any]:
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    micro_batch_size: int,
+    argnums: int | tuple[int, ...] = 0,
+    batch_argnums: int | tuple[int, ...] = 1,
+    in_axes: Any = 0,
+    weight: Callable[..., Any] | None = None,
+    reduction: str = "mean",
+    has_aux: bool = False,
+    aux: Any = "concat",
+    rng_argnum: int | None = None,
+    state_argnum: int | None = None,
+    accumulate_dtype: Any = None,
+    memory_limit: int | str | None = None,
+) -> Callable[..., Any]:
     """Like `jax.value_and_grad(loss_fn)`, in the memory of a micro-batch.
 
+    The function that it returns takes the arguments of `loss_fn` and gives the loss and gradients of the whole batch,
+
+        loss = sum_i w_i loss_i / sum_i w_i,    gradients = sum_i w_i gradients_i / sum_i w_i,
+
+    with w_i the rows of micro-batch i, or its `weight`. It belongs inside your own `jax.jit`, `jax.vmap`, `lax.scan` or
+    `jax.shard_map`: the micro-batches run in a `lax.scan`, one body for each of at most two sizes.
+
     Args:
-        loss_fn: `loss_fn(params, batch)` returns the mean loss over the batch's rows.
+        loss_fn: `loss_fn(params, batch, ...)` returns the mean loss over the batch's rows, a scalar; or
+            `{name: (loss, weight)}`, means with a denominator each: then the loss that is returned is
+            `{name: loss}`, and the gradients are those of their sum.
         micro_batch_size: Rows that one forward and backward pass may hold.
+        argnums: Which arguments to differentiate, as for `jax.grad`. Gradients of a batch have its rows.
+        batch_argnums: Which arguments are cut into micro-batches: pytrees of arrays.
+        in_axes: The axis of their rows, as for `jax.vmap`: an int, or a pytree prefix of the batch (one for each, where
+            `batch_argnums` is a tuple). None marks what every micro-batch has whole.
+        weight: `weight(*batch)` with the batch arguments returns what the loss of these rows is a mean over, if that
+            isn't rows: `lambda batch: batch["mask"].sum()`. A micro-batch of weight 0 is left out, even if its loss is
+            0 / 0.
+        reduction: `"mean"`, or `"sum"` for a loss that is a sum over rows.
+        has_aux: `loss_fn` returns `(loss, aux)`; the value is `(loss, aux)`, too.
+        aux: What becomes of the aux of the micro-batches: `"concat"` (it has a row for each row), `"sum"`, `"mean"`
+            (weighed as the loss), `"last"`, or a pytree prefix of these.
+        rng_argnum: An argument that is a key, or a pytree of keys: each micro-batch gets one that is split off. A batch
+            that is a single micro-batch gets the key itself.
+        state_argnum: An argument that is state, such as BatchNorm's statistics. `loss_fn` returns `(loss, new_state)`,
+            or `(loss, (new_state, aux))` with `has_aux`, and the value is that, too. A micro-batch gets the state that
+            the one before has returned.
+        accumulate_dtype: The floating-point dtype that gradients and losses are summed in; default: their own, and
+            float32 for narrower ones. What is returned has the dtype of the parameters.
+        memory_limit: For `micro_batch_size="auto"`: bytes, or a string such as `"4GiB"`.
+
+    Raises:
+        TypeError, ValueError: An option, the batch or what `loss_fn` returns isn't as described; when the function is
+            traced, and with the argument's name.
 
     Example:
+        >>> import jax, jax.numpy as jnp, optax
         >>> def loss_fn(params, batch):
-        ...     return ((batch @ params) ** 2).mean()
-        >>> loss, grads = value_and_grad(loss_fn, micro_batch_size=2)(jnp.ones(3), jnp.ones((4, 3)))
-        >>> float(loss), grads.tolist()
-        (9.0, [6.0, 6.0, 6.0])
+        ...     x, y = batch
+        ...     return ((x @ params - y) ** 2).mean()
+        >>> optimizer = optax.adam(1e-3)
+        >>> grad_fn = value_and_grad(loss_fn, micro_batch_size=16)
+        >>> @jax.jit
+        ... def update(params, state, batch):
+        ...     loss, grads = grad_fn(params, batch)
+        ...     updates, state = optimizer.update(grads, state, params)
+        ...     return optax.apply_updates(params, updates), state, loss
+        >>> params = jnp.zeros(3)
+        >>> params, state, loss = update(params, optimizer.init(params), (jnp.ones((100, 3)), jnp.ones(100)))
+        >>> float(loss)
+        1.0
     """
-    plain = jax.value_and_grad(loss_fn)
+    options = checked_options(
+        loss_fn,
+        micro_batch_size=micro_batch_size,
+        argnums=argnums,
+        batch_argnums=batch_argnums,
+        in_axes=in_axes,
+        weight=weight,
+        reduction=reduction,
+        has_aux=has_aux,
+        aux=aux,
+        rng_argnum=rng_argnum,
+        state_argnum=state_argnum,
+        accumulate_dtype=accumulate_dtype,
+        memory_limit=memory_limit,
+    )
 
-    def value_and_grad_of(params: Any, batch: Any) -> Any:
-        rows = jax.tree.leaves(batch)[0].shape[0]
-        total: Any = None
-        for start in range(0, rows, micro_batch_size):
-            micro_batch = jax.tree.map(lambda leaf: leaf[start : start + micro_batch_size], batch)  # noqa: B023  # used at once
-            weight = jax.tree.leaves(micro_batch)[0].shape[0] / rows
-            weighed = jax.tree.map(lambda number: weight * number, plain(params, micro_batch))  # noqa: B023
-            total = weighed if total is None else jax.tree.map(jnp.add, total, weighed)
-        return total
+    def value_and_grad_of(*args: Any, **kwargs: Any) -> Any:
+        return _computed(options, args, kwargs)
 
-    return value_and_grad_of
+    return _named(value_and_grad_of, loss_fn)
 
 
-def grad(loss_fn: Callable[..., Any], *, micro_batch_size: int) -> Callable[..., Any]:
-    """The gradient of `value_and_grad`, with the same keywords, as `jax.grad` has it.
+def grad(
+    loss_fn: Callable[..., Any],
+    *,
+    micro_batch_size: int,
+    argnums: int | tuple[int, ...] = 0,
+    batch_argnums: int | tuple[int, ...] = 1,
+    in_axes: Any = 0,
+    weight: Callable[..., Any] | None = None,
+    reduction: str = "mean",
+    has_aux: bool = False,
+    aux: Any = "concat",
+    rng_argnum: int | None = None,
+    state_argnum: int | None = None,
+    accumulate_dtype: Any = None,
+    memory_limit: int | str | None = None,
+) -> Callable[..., Any]:
+    """The gradients of `value_and_grad` alone, as `jax.grad`: `(gradients, aux)` with `has_aux`, or with a new state.
 
     Args:
-        loss_fn: As in `value_and_grad`.
-        micro_batch_size: As in `value_and_grad`.
+        loss_fn, micro_batch_size, argnums, batch_argnums, in_axes, weight, reduction: As for `value_and_grad`.
+        has_aux, aux, rng_argnum, state_argnum, accumulate_dtype, memory_limit: As for `value_and_grad`.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> grad(lambda w, x: ((x @ w) ** 2).mean(), micro_batch_size=2)(jnp.ones(3), jnp.ones((4, 3))).tolist()
         [6.0, 6.0, 6.0]
     """
-    both = value_and_grad(loss_fn, micro_batch_size=micro_batch_size)
-    return lambda *args: both(*args)[1]
+    keywords = {name: given for name, given in locals().items() if name != "loss_fn"}
+    both = value_and_grad(loss_fn, **keywords)
+
+    def grad_of(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = both(*args, **kwargs)
+        return (gradients, value[1]) if has_aux or state_argnum is not None else gradients
+
+    return _named(grad_of, loss_fn)
+
+
+def _computed(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    call = Call(options, args, kwargs)
+    assert isinstance(options.micro_batch_size, int)
+    losses, state, aux, gradients = accumulated(call, options.micro_batch_size)
+    value = losses.get("", losses)
+    if options.state_argnum is not None:
+        value = (value, (state, aux) if options.has_aux else state)
+    elif options.has_aux:
+        value = (value, aux)
+    return value, gradients if isinstance(options.argnums, tuple) else gradients[0]
+
+
+def _named(function: Callable[..., Any], loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function by the name of the loss, for profiles and tracebacks."""
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    function.__name__ = function.__qualname__ = f"{function.__name__}_{name}"
+    return function

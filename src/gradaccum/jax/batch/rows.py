@@ -1,0 +1,194 @@
+"""The batch arguments of a call: which axis of each leaf has the rows, and which rows make a micro-batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradaccum.jax.batch.types import devices_of
+from gradaccum.sizes import even_sizes
+
+__all__ = ["Batch", "Group", "spread"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Micro-batches of one size, one behind the other."""
+
+    start: int
+    """The first row, within each block."""
+    size: int
+    """Rows of a micro-batch, all blocks together."""
+    count: int
+    """Micro-batches."""
+
+
+class Batch:
+    """The batch arguments of a call.
+
+    Micro-batches are as even as they can be, so there are at most two sizes. Their rows follow each other in the batch.
+    Only where the batch is spread over several devices, each micro-batch takes its rows from all of them: the batch is
+    seen as `blocks` parts of equal length, and a micro-batch has the same rows of each part.
+
+    Args:
+        arguments: The batch arguments.
+        in_axes: For each of them, a pytree prefix of axes, as for `jax.vmap`. None marks what is shared.
+        names: What messages call each of them.
+
+    Raises:
+        ValueError: The leaves' rows disagree, a leaf has no such axis, or there are no rows at all.
+        TypeError: `in_axes` is no prefix of the arguments, or a leaf with rows is no array.
+
+    Example:
+        >>> batch = Batch((jnp.arange(5),), (0,), ("batch",))
+        >>> batch.rows, batch.groups(2)
+        (5, [Group(start=0, size=2, count=2), Group(start=4, size=1, count=1)])
+        >>> batch.micro_batch(Group(0, 2, 2), 1)
+        (Array([2, 3], dtype=...),)
+    """
+
+    def __init__(self, arguments: tuple[Any, ...], in_axes: tuple[Any, ...], names: tuple[str, ...]) -> None:
+        leaves: list[Any] = []
+        self.axes: list[int | None] = []
+        """The axis of each leaf's rows; None for what is shared."""
+        self._ends = [0]
+        paths: list[str] = []
+        for argument, prefix, name in zip(arguments, in_axes, names, strict=True):
+            found, _ = jax.tree_util.tree_flatten_with_path(argument)
+            leaves += [leaf for _, leaf in found]
+            paths += [name + jax.tree_util.keystr(path) for path, _ in found]
+            self.axes += _axes(argument, prefix, name)
+            self._ends.append(len(leaves))
+        self.structure = jax.tree.structure(arguments)
+        self.leaves = leaves
+        self.rows = self._counted(paths)
+        """Rows of the whole batch."""
+        self.devices = math.lcm(*(devices_of(leaf) for leaf, axis in zip(leaves, self.axes) if axis is not None))
+        """Devices that the batch may be spread over."""
+        self.blocks = 1
+        """Parts of the batch that each micro-batch has rows of."""
+
+    def _counted(self, paths: list[str]) -> int:
+        lengths = set()
+        for position, (leaf, axis) in enumerate(zip(self.leaves, self.axes)):
+            if axis is None:
+                continue
+            try:
+                shape = jnp.shape(leaf)
+            except TypeError:
+                raise TypeError(
+                    f"{paths[position]} has no rows: it is no array. Received: {leaf!r}. Mark it with None in "
+                    f"`in_axes` if every micro-batch is to have it whole."
+                ) from None
+            if not -len(shape) <= axis < len(shape):
+                raise ValueError(
+                    f"{paths[position]} has no axis {axis} for its rows: its shape is {shape}. Say in `in_axes` where "
+                    "its rows are, or None if every micro-batch is to have it whole."
+                )
+            self.axes[position] = axis % len(shape)
+            lengths.add(shape[axis])
+        if not lengths:
+            raise ValueError("The batch has no leaf with rows. Check `batch_argnums` and `in_axes`.")
+        if len(lengths) > 1:
+            lines = [
+                f"  {path}: {jnp.shape(leaf)[axis]} rows in axis {axis} of {jnp.shape(leaf)}"
+                for path, leaf, axis in zip(paths, self.leaves, self.axes)
+                if axis is not None
+            ]
+            raise ValueError(
+                "The leaves of the batch have different numbers of rows:\n"
+                + "\n".join(lines)
+                + "\nSay in `in_axes` where each has its rows, None for what every micro-batch is to have whole."
+            )
+        (rows,) = lengths
+        if rows == 0:
+            raise ValueError("The batch is empty: it has 0 rows.")
+        return rows
+
+    def axes_of(self, position: int) -> list[int | None]:
+        """The axis of each leaf of one of the arguments."""
+        return self.axes[self._ends[position] : self._ends[position + 1]]
+
+    def groups(self, micro_batch_size: int) -> list[Group]:
+        """The micro-batches, of at most this many rows; sets the `blocks` that they are taken from."""
+        most = min(micro_batch_size, self.rows)
+        self.blocks = max(d for d in _divisors(self.devices) if d <= most and self.rows % d == 0)
+        sizes = even_sizes(self.rows // self.blocks, most // self.blocks)
+        groups, start = [], 0
+        for size in sorted(set(sizes), reverse=True):
+            count = sizes.count(size)
+            groups.append(Group(start, size * self.blocks, count))
+            start += size * count
+        return groups
+
+    def micro_batch(self, group: Group, index: Any) -> tuple[Any, ...]:
+        """The arguments with the rows of one micro-batch; `index` may be traced."""
+        size = group.size // self.blocks
+        start = group.start + index * size
+
+        def rows_of(leaf: Any, axis: int | None) -> Any:
+            if axis is None or group.size == self.rows:
+                return leaf
+            leaf = jnp.asarray(leaf)
+            if self.blocks == 1:
+                return jax.lax.dynamic_slice_in_dim(leaf, start, size, axis)
+            before, after = leaf.shape[:axis], leaf.shape[axis + 1 :]
+            parts = leaf.reshape(*before, self.blocks, self.rows // self.blocks, *after)
+            parts = jax.lax.dynamic_slice_in_dim(parts, start, size, axis + 1)
+            return parts.reshape(*before, group.size, *after)
+
+        return jax.tree.unflatten(self.structure, [rows_of(*pair) for pair in zip(self.leaves, self.axes)])
+
+    def joined(self, parts: list[Any], axis: int = 0) -> Any:
+        """The rows of all micro-batches, in the order of the batch.
+
+        Args:
+            parts: For each group an array with an entry for each micro-batch: (count, ..., size, ...).
+            axis: Where an entry has its rows.
+        """
+        pieces = []
+        for part in parts:
+            count, shape = part.shape[0], part.shape[1:]
+            before, size, after = shape[:axis], shape[axis] // self.blocks, shape[axis + 1 :]
+            part = part.reshape(count, *before, self.blocks, size, *after)
+            part = jnp.moveaxis(part, 0, axis + 1)
+            pieces.append(part.reshape(*before, self.blocks, count * size, *after))
+        whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis + 1)
+        return whole.reshape(*whole.shape[:axis], self.rows, *whole.shape[axis + 2 :])
+
+
+def _axes(argument: Any, prefix: Any, name: str) -> list[int | None]:
+    """The axis of each leaf of the argument."""
+    for axis in jax.tree.leaves(prefix, is_leaf=_is_none):
+        if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
+            raise TypeError(f"`in_axes` must hold ints and None, as for jax.vmap. Received: in_axes={prefix!r}.")
+    return spread(prefix, argument, "in_axes", name)
+
+
+def spread(prefix: Any, tree: Any, option: str, name: str) -> list[Any]:
+    """For each leaf of the tree, what a pytree prefix of it says.
+
+    Example:
+        >>> spread({"x": 0, "y": None}, {"x": (1.0, 2.0), "y": 3.0}, "in_axes", "batch")
+        [0, 0, None]
+    """
+    found: list[Any] = []
+    try:
+        jax.tree.map(
+            lambda value, part: found.extend([value] * len(jax.tree.leaves(part))), prefix, tree, is_leaf=_is_none
+        )
+    except ValueError as error:
+        raise TypeError(f"`{option}` is no pytree prefix of {name}: {error}") from None
+    return found
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

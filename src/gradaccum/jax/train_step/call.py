@@ -1,0 +1,240 @@
+"""One call of the user's loss on a micro-batch: its arguments in, losses, weights, state and aux out, checked."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gradaccum.jax.batch import Batch, Group, as_varying, varying_axes
+from gradaccum.jax.train_step.options import Options
+
+__all__ = ["Call", "Outcome"]
+
+_NEED_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+class Outcome(NamedTuple):
+    """What one call of the loss gave."""
+
+    losses: dict[str, Any]
+    """Scalars; by the name "" where the loss is one number."""
+    weights: dict[str, Any]
+    """What each is a mean over; empty where the loss is one number."""
+    state: Any
+    aux: Any
+
+
+class Call:
+    """The loss with the arguments of one call of `value_and_grad`.
+
+    Args:
+        options: What the user asked for.
+        args: The arguments of the call.
+        kwargs: Its keywords; every micro-batch has them.
+        batch: Its batch, if it is known.
+    """
+
+    def __init__(
+        self, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch | None = None
+    ) -> None:
+        self.options = options
+        self.args = args
+        self.kwargs = kwargs
+        for name in ("argnums", "batch_argnums", "rng_argnum", "state_argnum"):
+            given = getattr(options, name)
+            largest = max(given) if isinstance(given, tuple) else given
+            if largest is not None and largest >= len(args):
+                raise TypeError(
+                    f"`{name}` is {given}, but loss_fn was called with {len(args)} positional arguments, 0 to "
+                    f"{len(args) - 1}."
+                )
+        numbers = options.batches
+        names = ("batch",) if len(numbers) == 1 else tuple(f"argument {number}" for number in numbers)
+        self.batch = batch or Batch(tuple(args[number] for number in numbers), options.axes, names)
+        self.state = None if options.state_argnum is None else args[options.state_argnum]
+        self.key = None if options.rng_argnum is None else args[options.rng_argnum]
+
+    def arguments(self, micro_batch: tuple[Any, ...], state: Any, key: Any) -> list[Any]:
+        """The arguments for one micro-batch."""
+        values = list(self.args)
+        for number, argument in zip(self.options.batches, micro_batch, strict=True):
+            values[number] = argument
+        if self.options.state_argnum is not None:
+            values[self.options.state_argnum] = state
+        if self.options.rng_argnum is not None:
+            values[self.options.rng_argnum] = key
+        return values
+
+    def replaced(self, number: int, argument: Any) -> Call:
+        """The same call with another argument."""
+        return Call(self.options, (*self.args[:number], argument, *self.args[number + 1 :]), self.kwargs, self.batch)
+
+    def kinds(self, group: Group) -> Outcome:
+        """The shapes and dtypes of what the loss gives for a micro-batch of this group."""
+        try:
+            return jax.eval_shape(
+                lambda: self.outcome(self.arguments(self.batch.micro_batch(group, 0), self.state, self.key))
+            )
+        except jax.errors.JAXTypeError as error:
+            if not isinstance(error, _NEED_VALUES):
+                raise
+            raise TypeError(
+                "`loss_fn` (or `weight`) can't be traced: the micro-batches run in a compiled loop, so it can't "
+                f"look at values. {str(error).splitlines()[0]}"
+            ) from error
+
+    def state_like(self, state: Any, kinds: Any) -> Any:
+        """The state as every micro-batch takes and returns it."""
+
+        def alike(leaf: Any, kind: Any) -> Any:
+            leaf = jnp.asarray(leaf)
+            if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+                leaf = jax.lax.convert_element_type(leaf, leaf.dtype)  # no longer the weak type of a Python number
+            return as_varying(leaf, varying_axes(kind))
+
+        return jax.tree.map(alike, state, kinds)
+
+    def outcome(self, values: list[Any]) -> Outcome:
+        """What the loss gives for these arguments."""
+        options = self.options
+        returned = options.loss_fn(*values, **self.kwargs)
+        state = aux = None
+        if options.has_aux or options.state_argnum is not None:
+            returned, beside = self._pair(returned)
+            if options.state_argnum is None:
+                aux = beside
+            elif not options.has_aux:
+                state = beside
+            else:
+                if not isinstance(beside, tuple | list) or len(beside) != 2:
+                    raise TypeError(
+                        "`loss_fn` must return (loss, (new_state, aux)), as `state_argnum` and `has_aux` are given. "
+                        f"Received beside the loss: {_kind(beside)}."
+                    )
+                state, aux = beside
+        if options.state_argnum is not None:
+            self._check_state(state, values[options.state_argnum])
+        losses, weights = self._losses(returned)
+        if options.weight is not None and not set(options.differentiated).isdisjoint(options.batches):
+            weights = {"": self.weight(values)}  # it is an error if it depends on what is differentiated
+        return Outcome(losses, weights, state, aux)
+
+    def weight(self, values: list[Any]) -> Any:
+        """What the loss of these arguments is a mean over, by the user's `weight`."""
+        assert self.options.weight is not None
+        return _checked_weight(self.options.weight(*(values[number] for number in self.options.batches)), "`weight`")
+
+    def _pair(self, returned: Any) -> tuple[Any, Any]:
+        options = self.options
+        if isinstance(returned, tuple | list) and len(returned) == 2:
+            return returned[0], returned[1]
+        second = "new_state" if options.state_argnum is not None else "aux"
+        if options.state_argnum is not None and options.has_aux:
+            second = "(new_state, aux)"
+        asked = "`state_argnum`" if options.state_argnum is not None else "`has_aux`"
+        raise TypeError(f"`loss_fn` must return (loss, {second}), as {asked} says. Received: {_kind(returned)}.")
+
+    def _losses(self, returned: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        if not isinstance(returned, dict):
+            return {"": _checked_loss(returned, "`loss_fn`")}, {}
+        if self.options.reduction == "sum" or self.options.weight is not None:
+            asked = "reduction='sum'" if self.options.reduction == "sum" else "weight="
+            raise TypeError(
+                f"`loss_fn` returned a dict of losses, each with a weight of its own; {asked} is for a single loss."
+            )
+        losses, weights = {}, {}
+        for name, term in returned.items():
+            if not isinstance(term, tuple | list) or len(term) != 2:
+                raise TypeError(
+                    f"`loss_fn` may return {{name: (loss, weight)}}: the weight is what the loss is a mean over. "
+                    f"Received for {name!r}: {_kind(term)}."
+                )
+            losses[name] = _checked_loss(term[0], f"`loss_fn`, as the loss {name!r},")
+            weights[name] = _checked_weight(term[1], f"`loss_fn`, as the weight of {name!r},")
+        if not losses:
+            raise TypeError("`loss_fn` returned an empty dict of losses.")
+        return losses, weights
+
+    def _check_state(self, new: Any, old: Any) -> None:
+        def kinds(state: Any) -> Any:
+            return jax.tree_util.tree_flatten_with_path(jax.tree.map(_kind, state))
+
+        (found, structure), (expected, old_structure) = kinds(new), kinds(old)
+        if structure != old_structure:
+            raise TypeError(
+                "`loss_fn` must return a new state of the same structure as the state of `state_argnum`. Received: "
+                f"{structure}. Expected: {old_structure}."
+            )
+        lines = [
+            f"  state{jax.tree_util.keystr(path)}: {before} -> {after}"
+            for (path, after), (_, before) in zip(found, expected)
+            if before != after
+        ]
+        if lines:
+            raise TypeError(
+                "`loss_fn` must return a new state of the shapes and dtypes of the state that `state_argnum` names, "
+                "so that the next micro-batch can take it:\n" + "\n".join(lines)
+            )
+
+
+def _kind(value: Any) -> str:
+    """What a message calls this value: `float32[3,4]`, or its type."""
+    if isinstance(value, dict | tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    try:
+        return f"{jnp.result_type(value)}[{','.join(map(str, jnp.shape(value)))}]"
+    except TypeError:
+        return type(value).__name__
+
+
+def _checked_loss(value: Any, who: str) -> Any:
+    must = f"{who} must return a scalar, the mean or sum over the rows it is given. Received: {_kind(value)}."
+    if isinstance(value, tuple | list):
+        raise TypeError(f"{must} Pass has_aux=True if what stands beside the loss is to be returned with it.")
+    try:
+        shape, dtype = jnp.shape(value), jnp.result_type(value)
+    except TypeError:
+        raise TypeError(must) from None
+    if shape != ():
+        raise TypeError(f"{must} Take the mean over all of its entries.")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{who} must return a real floating-point number. Received: {_kind(value)}.")
+    return jnp.asarray(value)
+
+
+def _checked_weight(value: Any, who: str) -> Any:
+    try:
+        shape, dtype = jnp.shape(value), jnp.result_type(value)
+    except TypeError:
+        shape, dtype = None, None
+    if shape != () or jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{who} must return a real number: what the loss of the rows it is given is a mean over, such as "
+            f"mask.sum(). Received: {_kind(value)}."
+        )
+    return _constant(jnp.asarray(value))
+
+
+@jax.custom_jvp
+def _constant(weight: Any) -> Any:
+    """The weight; an error where it is differentiated."""
+    return weight
+
+
+def _differentiated(primals: Any, tangents: Any) -> Any:
+    if isinstance(tangents[0], jax.custom_derivatives.SymbolicZero):
+        return primals[0], tangents[0]
+    raise ValueError(
+        "The weight of a loss depends on what is differentiated, so the weighted mean has a gradient through it that "
+        "`weight` leaves out. If the large batch's loss takes it for a constant, too, return "
+        "jax.lax.stop_gradient(weight)."
+    )
+
+
+_constant.defjvp(_differentiated, symbolic_zeros=True)

@@ -1,0 +1,150 @@
+"""What the user asks of `value_and_grad`, checked."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gradaccum.schedule import checked_count
+from gradaccum.sizes import parse_bytes
+
+__all__ = ["AUX", "Options", "checked_options"]
+
+AUX = ("concat", "sum", "mean", "last")
+
+
+class Options(NamedTuple):
+    """The keywords of `value_and_grad`, checked."""
+
+    loss_fn: Callable[..., Any]
+    micro_batch_size: int | str
+    argnums: int | tuple[int, ...]
+    batch_argnums: int | tuple[int, ...]
+    in_axes: Any
+    weight: Callable[..., Any] | None
+    reduction: str
+    has_aux: bool
+    aux: Any
+    rng_argnum: int | None
+    state_argnum: int | None
+    accumulate_dtype: Any
+    memory_limit: int | None
+
+    @property
+    def differentiated(self) -> tuple[int, ...]:
+        """`argnums` as a tuple."""
+        return self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """`batch_argnums` as a tuple."""
+        return self.batch_argnums if isinstance(self.batch_argnums, tuple) else (self.batch_argnums,)
+
+    @property
+    def axes(self) -> tuple[Any, ...]:
+        """`in_axes` for each batch argument."""
+        if not isinstance(self.batch_argnums, tuple):
+            return (self.in_axes,)
+        if isinstance(self.in_axes, tuple | list):
+            if len(self.in_axes) != len(self.batch_argnums):
+                raise ValueError(
+                    "`in_axes` must be one for all, or one for each of `batch_argnums`. Received: "
+                    f"in_axes={self.in_axes!r}, batch_argnums={self.batch_argnums}."
+                )
+            return tuple(self.in_axes)
+        return (self.in_axes,) * len(self.batch_argnums)
+
+    def sum_dtype(self, dtype: Any) -> Any:
+        """The dtype that numbers of this dtype are summed in: at least float32, or `accumulate_dtype`."""
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            return dtype
+        if self.accumulate_dtype is not None:
+            if jnp.issubdtype(dtype, jnp.complexfloating):
+                return jnp.promote_types(self.accumulate_dtype, jnp.complex64)
+            return self.accumulate_dtype
+        return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
+
+
+def checked_options(loss_fn: Any, **keywords: Any) -> Options:
+    """The options.
+
+    Raises:
+        TypeError, ValueError: One of them is of the wrong kind, or contradicts another; the message names it.
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"`loss_fn` must be a function. Received: {loss_fn!r}.")
+    size = keywords["micro_batch_size"]
+    if isinstance(size, str):
+        if size != "auto":
+            raise ValueError(f'`micro_batch_size` must be an int >= 1 or "auto". Received: {size!r}.')
+    else:
+        size = checked_count(size, "micro_batch_size")
+    keywords["memory_limit"] = parse_bytes(keywords["memory_limit"])
+    if keywords["memory_limit"] is not None and size != "auto":
+        raise ValueError(
+            f'`memory_limit` is for micro_batch_size="auto", which looks for the size that fits. Received: '
+            f"micro_batch_size={size}."
+        )
+    roles: dict[str, tuple[int, ...]] = {}
+    for name in ("argnums", "batch_argnums", "rng_argnum", "state_argnum"):
+        roles[name] = _numbers(name, keywords[name], several=name.endswith("argnums"))
+        if name.endswith("argnums"):
+            keywords[name] = roles[name] if isinstance(keywords[name], tuple | list) else roles[name][0]
+    for name, other in [
+        ("batch_argnums", "rng_argnum"), ("batch_argnums", "state_argnum"), ("rng_argnum", "state_argnum"),
+        ("argnums", "rng_argnum"), ("argnums", "state_argnum"),
+    ]:  # fmt: skip
+        if both := set(roles[name]) & set(roles[other]):
+            raise ValueError(f"Argument {min(both)} of loss_fn can't be in both `{name}` and `{other}`.")
+    _check_loss(keywords["weight"], keywords["reduction"])
+    if keywords["accumulate_dtype"] is not None:
+        keywords["accumulate_dtype"] = _dtype(keywords["accumulate_dtype"])
+    for how in jax.tree.leaves(keywords["aux"]):
+        if how not in AUX:
+            raise ValueError(
+                f"`aux` must be one of {', '.join(map(repr, AUX))}, or a pytree of these. Received: {how!r}."
+            )
+    return Options(loss_fn=loss_fn, **keywords)
+
+
+def _numbers(name: str, given: Any, several: bool) -> tuple[int, ...]:
+    """The arguments' numbers: one, or several where that is allowed."""
+    if given is None and not several:
+        return ()
+    numbers = given if several and isinstance(given, tuple | list) else (given,)
+    kind = "an int >= 0, or a tuple of such ints" if several else "an int >= 0, or None"
+    if not numbers or any(isinstance(number, bool) for number in numbers):
+        raise TypeError(f"`{name}` must be {kind}. Received: {name}={given!r}.")
+    try:
+        found = tuple(operator.index(number) for number in numbers)
+    except TypeError:
+        raise TypeError(f"`{name}` must be {kind}. Received: {name}={given!r}.") from None
+    if min(found) < 0 or len(set(found)) < len(found):
+        raise ValueError(f"`{name}` must be {kind}, each once. Received: {name}={given!r}.")
+    return found
+
+
+def _check_loss(weight: Any, reduction: Any) -> None:
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'`reduction` must be "mean" or "sum". Received: {reduction!r}.')
+    if weight is not None and not callable(weight):
+        raise TypeError(
+            "`weight` must be a function of the batch arguments that returns what the loss is a mean over. Received: "
+            f"{weight!r}."
+        )
+    if weight is not None and reduction == "sum":
+        raise ValueError('`weight` is what a mean is over; a sum, reduction="sum", has none.')
+
+
+def _dtype(given: Any) -> Any:
+    try:
+        dtype = jnp.dtype(given)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"`accumulate_dtype` must be a floating-point dtype. Received: {given!r}.")
+    return dtype
