@@ -78,7 +78,7 @@ class Batch:
             if axis is None:
                 continue
             try:
-                shape = jnp.shape(leaf)
+                shape = jax.typeof(leaf).shape
             except TypeError:
                 raise TypeError(
                     f"{paths[position]} has no rows: it is no array. Received: {leaf!r}. Mark it with None in "

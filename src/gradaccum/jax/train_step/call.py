@@ -59,6 +59,12 @@ class Call:
         self.batch = batch or Batch(tuple(args[number] for number in numbers), options.axes, names)
         self.state = None if options.state_argnum is None else args[options.state_argnum]
         self.key = None if options.rng_argnum is None else args[options.rng_argnum]
+        wrong = [leaf for leaf in jax.tree.leaves(self.key) if not _is_key(leaf)]
+        if wrong or (options.rng_argnum is not None and not jax.tree.leaves(self.key)):
+            raise TypeError(
+                "`rng_argnum` must name a key, or a pytree of keys, such as jax.random.key(0). Received: "
+                f"{_kind(wrong[0] if wrong else self.key)}."
+            )
 
     def arguments(self, micro_batch: tuple[Any, ...], state: Any, key: Any) -> list[Any]:
         """The arguments for one micro-batch."""
@@ -78,9 +84,7 @@ class Call:
     def kinds(self, group: Group) -> Outcome:
         """The shapes and dtypes of what the loss gives for a micro-batch of this group."""
         try:
-            return jax.eval_shape(
-                lambda: self.outcome(self.arguments(self.batch.micro_batch(group, 0), self.state, self.key))
-            )
+            return jax.eval_shape(lambda: self._weighed(group))
         except jax.errors.JAXTypeError as error:
             if not isinstance(error, _NEED_VALUES):
                 raise
@@ -88,6 +92,12 @@ class Call:
                 "`loss_fn` (or `weight`) can't be traced: the micro-batches run in a compiled loop, so it can't "
                 f"look at values. {str(error).splitlines()[0]}"
             ) from error
+
+    def _weighed(self, group: Group) -> Outcome:
+        values = self.arguments(self.batch.micro_batch(group, 0), self.state, self.key)
+        if self.options.weight is not None:
+            self.weight(values)
+        return self.outcome(values)
 
     def state_like(self, state: Any, kinds: Any) -> Any:
         """The state as every micro-batch takes and returns it."""
@@ -183,37 +193,48 @@ class Call:
             )
 
 
+def _is_key(leaf: Any) -> bool:
+    """Whether this is one key: of a key type, or the raw numbers that `jax.random.PRNGKey` gives."""
+    try:
+        jax.eval_shape(jax.random.split, leaf)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def _kind(value: Any) -> str:
     """What a message calls this value: `float32[3,4]`, or its type."""
     if isinstance(value, dict | tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
+    kind = _type(value)
+    return type(value).__name__ if kind is None else f"{kind.dtype}[{','.join(map(str, kind.shape))}]"
+
+
+def _type(value: Any) -> Any:
+    """Its shape and dtype; None if it is no array and no number."""
     try:
-        return f"{jnp.result_type(value)}[{','.join(map(str, jnp.shape(value)))}]"
+        return jax.typeof(value)
     except TypeError:
-        return type(value).__name__
+        return None
 
 
 def _checked_loss(value: Any, who: str) -> Any:
     must = f"{who} must return a scalar, the mean or sum over the rows it is given. Received: {_kind(value)}."
     if isinstance(value, tuple | list):
         raise TypeError(f"{must} Pass has_aux=True if what stands beside the loss is to be returned with it.")
-    try:
-        shape, dtype = jnp.shape(value), jnp.result_type(value)
-    except TypeError:
-        raise TypeError(must) from None
-    if shape != ():
+    kind = _type(value)
+    if kind is None:
+        raise TypeError(must)
+    if kind.shape != ():
         raise TypeError(f"{must} Take the mean over all of its entries.")
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if not jnp.issubdtype(kind.dtype, jnp.floating):
         raise TypeError(f"{who} must return a real floating-point number. Received: {_kind(value)}.")
     return jnp.asarray(value)
 
 
 def _checked_weight(value: Any, who: str) -> Any:
-    try:
-        shape, dtype = jnp.shape(value), jnp.result_type(value)
-    except TypeError:
-        shape, dtype = None, None
-    if shape != () or jnp.issubdtype(dtype, jnp.complexfloating):
+    kind = _type(value)
+    if kind is None or kind.shape != () or jnp.issubdtype(kind.dtype, jnp.complexfloating):
         raise TypeError(
             f"{who} must return a real number: what the loss of the rows it is given is a mean over, such as "
             f"mask.sum(). Received: {_kind(value)}."
