@@ -12,6 +12,14 @@ PATHS = {
 }
 TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in PATHS.items()}
 
+FACES = [
+    "gradaccum.integrations.transformers",
+    "gradaccum", "gradaccum.report", "gradaccum.torch", "gradaccum.torch.losses", "gradaccum.torch.optim",
+    "gradaccum.keras", "gradaccum.keras.callbacks", "gradaccum.keras.optimizers", "gradaccum.jax",
+    "runai.ga.torch.optim", "runai.ga.keras.optimizers",
+]  # fmt: skip
+"""Where users import from."""
+
 
 def imported(tree):
     """`(module, name)` for every import of ours, in functions and under TYPE_CHECKING too; no name for a module."""
@@ -29,3 +37,18 @@ def declared(module):
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return set(ast.literal_eval(node.value))
     return set()
+
+
+def definition(module, name):
+    """The class or function of this name, wherever the module imports it from, and where; None for other names."""
+    for node in TREES[module].body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return module, node
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name and isinstance(node.value, ast.Name):
+            return definition(module, node.value.id)
+    for source, imported_name in imported(TREES[module]):
+        if imported_name == name:
+            return definition(source, name)
+        if imported_name is None and source.rpartition(".")[2] == name and source != f"{module}.{name}":
+            return definition(source, name)  # a module, and what it is named after
+    return None

@@ -5,26 +5,9 @@ import re
 
 import pytest
 
-from tests.source import TREES, declared, imported
+from tests.source import FACES, declared, definition
 
-FACES = [
-    "gradaccum.integrations.transformers",
-    "gradaccum", "gradaccum.report", "gradaccum.torch", "gradaccum.torch.losses", "gradaccum.torch.optim",
-    "gradaccum.keras", "gradaccum.keras.callbacks", "gradaccum.keras.optimizers", "gradaccum.jax",
-    "runai.ga.torch.optim", "runai.ga.keras.optimizers",
-]  # fmt: skip
-
-
-def definition(module, name):
-    """The class or function of this name, wherever the module imports it from; None for other names."""
-    for node in TREES[module].body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-            return node
-    sources = [source for source, imported_name in imported(TREES[module]) if imported_name == name]
-    return definition(sources[0], name) if sources else None
-
-
-PUBLIC = {f"{face}.{name}": found for face in FACES for name in declared(face) if (found := definition(face, name))}
+PUBLIC = {f"{face}.{name}": found[1] for face in FACES for name in declared(face) if (found := definition(face, name))}
 
 
 def parameters(function):

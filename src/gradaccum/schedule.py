@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import numbers
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Union
 
-__all__ = ["Schedule", "Steps", "checked_count", "steps_for"]
+__all__ = ["Schedule", "Steps", "checked_count", "signature_with_steps", "steps_for"]
 
 Steps = Union[int, Mapping[int, int], Callable[[int, int], int], "Schedule"]
 """What users may pass as `steps`."""
@@ -173,3 +174,23 @@ def _checked_table(table: Mapping[int, int]) -> dict[int, int]:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def signature_with_steps(inner: Callable[..., Any], keywords: Mapping[str, inspect.Parameter]) -> inspect.Signature:
+    """How an optimizer is made that is wrapped by name: as `inner`, with `steps` and the wrapper's keywords.
+
+    Example:
+        >>> str(signature_with_steps(lambda lr=0.1, **kwargs: None, {}))
+        '(lr=0.1, *, steps: Steps, **kwargs)'
+    """
+    own = inspect.signature(inner).parameters
+    steps = inspect.Parameter("steps", inspect.Parameter.KEYWORD_ONLY, annotation=_Name("Steps"))
+    added = [steps, *(p for name, p in keywords.items() if name not in own)]
+    rest = [p for p in own.values() if p.kind is p.VAR_KEYWORD]
+    return inspect.Signature([p for p in own.values() if p.kind is not p.VAR_KEYWORD] + added + rest)
+
+
+class _Name(str):
+    """An annotation that is shown without quotes."""
+
+    __repr__ = str.__str__

@@ -14,7 +14,7 @@ import keras
 
 from gradaccum.keras.batch_optimizer import BatchOptimizer
 from gradaccum.keras.optimizer import LossScaledOptimizer, Optimizer
-from gradaccum.schedule import Schedule, Steps
+from gradaccum.schedule import Schedule, Steps, signature_with_steps
 
 __all__ = ["BatchOptimizer", "Optimizer"]
 
@@ -36,7 +36,8 @@ def _named(inner: type[Any]) -> type[Optimizer]:
         f"`keras.optimizers.{inner.__name__}`, wrapped in `Optimizer`: `{inner.__name__}(steps=4, ...)`, or steps "
         f"first.\n\nTakes the arguments of `keras.optimizers.{inner.__name__}`."
     )
-    wrapped = type(inner.__name__, (base,), {"__init__": __init__, "__doc__": doc, "__module__": __name__})
+    names = {"__init__": __init__, "__doc__": doc, "__module__": __name__}
+    wrapped = type(inner.__name__, (base,), {**names, "__signature__": signature_with_steps(inner, {})})
     return keras.saving.register_keras_serializable(package="gradaccum")(wrapped)
 
 

@@ -16,15 +16,18 @@ from typing import Any
 
 import torch
 
-from gradaccum.schedule import Schedule, Steps
+from gradaccum.schedule import Schedule, Steps, signature_with_steps
 from gradaccum.torch.optimizer import Optimizer
 
 __all__ = ["Optimizer"]
 
 
+_OWN = {name: p for name, p in inspect.signature(Optimizer).parameters.items() if p.kind is p.KEYWORD_ONLY}
+"""The wrapper's keywords."""
+
+
 def _named(inner: type[torch.optim.Optimizer]) -> type[Optimizer]:
     """`inner`, wrapped: its own arguments, and `steps` first or by keyword."""
-    own = {name for name, p in inspect.signature(Optimizer).parameters.items() if p.kind is p.KEYWORD_ONLY}
 
     def __init__(self: Optimizer, *args: Any, steps: Steps | None = None, **kwargs: Any) -> None:
         if steps is None:
@@ -35,7 +38,7 @@ def _named(inner: type[torch.optim.Optimizer]) -> type[Optimizer]:
                     f"{inner.__name__}(4, model.parameters())."
                 )
             steps, args = args[0], args[1:]
-        wrapping = {name: kwargs.pop(name) for name in own & kwargs.keys()}
+        wrapping = {name: kwargs.pop(name) for name in _OWN.keys() & kwargs.keys()}
         Schedule(steps)  # a wrong one shall be told before the inner optimizer is made
         Optimizer.__init__(self, inner(*args, **kwargs), steps, **wrapping)
 
@@ -43,7 +46,13 @@ def _named(inner: type[torch.optim.Optimizer]) -> type[Optimizer]:
         f"`torch.optim.{inner.__name__}`, wrapped in `Optimizer`: `{inner.__name__}(params, ..., steps=4)`, or steps "
         f"first.\n\nTakes the arguments of `torch.optim.{inner.__name__}`, and those of `Optimizer` by keyword."
     )
-    return type(inner.__name__, (Optimizer,), {"__init__": __init__, "__doc__": doc, "__module__": __name__})
+    names = {
+        "__init__": __init__,
+        "__doc__": doc,
+        "__module__": __name__,
+        "__signature__": signature_with_steps(inner, _OWN),
+    }
+    return type(inner.__name__, (Optimizer,), names)
 
 
 def __getattr__(name: str) -> type[Optimizer]:
