@@ -1,5 +1,6 @@
 """transformers' Trainer is refused at the first step, with advice that can be followed there; its models are exact."""
 
+import functools
 import math
 
 import pytest
@@ -8,6 +9,7 @@ import transformers
 from torch import nn
 
 from gradaccum import NotEquivalentError, WindowError
+from gradaccum.integrations.transformers import MicroBatchTrainer
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
@@ -31,11 +33,11 @@ def data():
     return tuple(t.double() for t in regression(24))
 
 
-def train(model, optimizer, folder, **arguments):
+def train(model, optimizer, folder, trainer=transformers.Trainer, **arguments):
     arguments = {"per_device_train_batch_size": 2, "num_train_epochs": 1, "max_grad_norm": 0} | arguments
     quiet = {"use_cpu": True, "report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
     rows = [{"x": x, "labels": y} for x, y in zip(*data())]
-    trainer = transformers.Trainer(
+    trainer = trainer(
         model,
         transformers.TrainingArguments(str(folder), **quiet, **arguments),
         train_dataset=rows,
@@ -61,7 +63,7 @@ def test_windows_are_refused_before_anything_has_changed(tmp_path, arguments):
     model = Model()
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = Optimizer(sgd(model.parameters()), steps=3)
-    with pytest.raises(WindowError, match=r"transformers' Trainer.*gradient_accumulation_steps.*TrainStep"):
+    with pytest.raises(WindowError, match=r"transformers' Trainer.*MicroBatchTrainer, without gradient_accum"):
         train(model, optimizer, tmp_path, **arguments)
     assert optimizer.updates == 0
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -73,9 +75,10 @@ def test_windows_of_one_are_the_plain_trainers(tmp_path):
     assert error(model, [slice(i, i + 2) for i in range(0, 24, 2)]) <= FLOAT64
 
 
-def test_the_advice_to_let_the_trainer_accumulate_gives_the_large_batch(tmp_path):
+def test_the_advice_to_use_micro_batch_trainer_gives_the_large_batch(tmp_path):
     model = Model()
-    train(model, sgd(model.parameters()), tmp_path, gradient_accumulation_steps=3)
+    trainer = functools.partial(MicroBatchTrainer, micro_batch_size=2)
+    train(model, sgd(model.parameters()), tmp_path, trainer, per_device_train_batch_size=6)
     assert error(model, [slice(i, i + 6) for i in range(0, 24, 6)]) <= FLOAT64
 
 

@@ -60,9 +60,9 @@ def _inside_the_trainer() -> str | None:
         if frame.f_globals.get("__name__") == "transformers.trainer":
             return (
                 "transformers' Trainer clips p.grad and calls model.zero_grad() after every micro-batch, where an "
-                "open window holds its sum. Pass the Trainer the inner optimizer, and either let it accumulate itself "
-                "(TrainingArguments(gradient_accumulation_steps=...)), or write the loop with optimizer.batches(), or "
-                "call gradaccum.torch.TrainStep in it, which has no open windows between its calls."
+                "open window holds its sum. Pass the inner optimizer to a Trainer that splits its batches exactly, "
+                "gradaccum.integrations.transformers.MicroBatchTrainer, without gradient_accumulation_steps; or write "
+                "the loop with optimizer.batches(), or with gradaccum.torch.TrainStep."
             )
         frame = frame.f_back
     return None

@@ -1,0 +1,168 @@
+"""What a Trainer does around its batches sees one finished gradient for each: clips, schedules, checkpoints, logs."""
+
+import os
+
+import pytest
+import torch
+import transformers
+
+from gradaccum.integrations.transformers import MicroBatchTrainer
+from tests.integrations.transformers.problems import logs, model, rows, train, updates
+from tests.reference import FLOAT64, relative_error
+
+KIND, TOKENS = "BERT, a label for each text", "BERT, a label for each token"
+MICRO = {"micro_batch_size": 4}
+
+
+def both(kind, folder, micro=MICRO, trainer=None, double=True, **more):
+    start = model(kind).double() if double else model(kind)
+    runs = [
+        train(cls, start, rows(kind), folder, micro=how, trainer=trainer, **more)
+        for cls, how in ((transformers.Trainer, None), (MicroBatchTrainer, micro))
+    ]
+    return start, *runs
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"max_grad_norm": 0.05},
+        {"max_grad_norm": 0.0},
+        {"train_sampling_strategy": "group_by_length"},
+        {
+            "optim": "adamw_torch",
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 2,
+            "learning_rate": 0.01,
+            "max_steps": 7,
+        },
+        {"optim": "sgd", "activation_checkpointing": True, "learning_rate": 0.1},
+        {"dataloader_drop_last": True, "torch_empty_cache_steps": 1},
+        pytest.param(
+            {"optim": "sgd", "learning_rate": 0.1, "torch_compile": True, "torch_compile_backend": "eager"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=lambda more: " ".join(more),
+)
+def test_the_trainers_own_settings_act_on_the_large_batchs_gradient(more, tmp_path):
+    start, expected, found = both(KIND, tmp_path, **more)
+    assert relative_error(updates(found, start), updates(expected, start)) <= FLOAT64
+    names = "loss", "grad_norm", "learning_rate", "epoch"
+    assert relative_error([torch.tensor(logs(found, *names))], [torch.tensor(logs(expected, *names))]) <= 1e-6
+
+
+class Events(transformers.TrainerCallback):
+    """What was called, at which update, and with which gradient."""
+
+    def __init__(self):
+        self.seen, self.norms = [], []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+        self.norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+
+
+def _noting(name):
+    def note(self, args, state, control, **_):
+        self.seen.append((name, state.global_step))
+
+    return note
+
+
+for event in (
+    "on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end", "on_optimizer_step", "on_step_end",
+    "on_evaluate", "on_save", "on_log", "on_epoch_end", "on_train_end",
+):  # fmt: skip
+    setattr(Events, event, _noting(event))
+
+
+def test_callbacks_evaluation_and_saves_come_when_they_do_for_the_stock_trainer(tmp_path):
+    seen = []
+    more = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.1}
+
+    for cls, micro in ((transformers.Trainer, None), (MicroBatchTrainer, MICRO)):
+        events = Events()
+        trainer = {"callbacks": [events], "eval_dataset": rows(KIND, 8, seed=2)}
+        run = train(cls, model(KIND).double(), rows(KIND), tmp_path, micro=micro, trainer=trainer, **more)
+        seen.append((events, logs(run, "eval_loss")))
+    (stock, stock_losses), (found, losses) = seen
+    assert found.seen == stock.seen
+    assert found.seen.count(("on_save", 2)) == 1
+    assert relative_error([torch.stack(found.norms)], [torch.stack(stock.norms)]) <= FLOAT64
+    assert relative_error([torch.tensor(losses)], [torch.tensor(stock_losses)]) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("saved", "micro"),
+    [(2, MICRO), (3, MICRO), (2, {"max_tokens": 36})],
+    ids=["mid-epoch", "epoch's end", "max_tokens"],
+)
+def test_a_resumed_run_goes_on_bit_for_bit_dropout_included(saved, micro, tmp_path):
+    more = {"optim": "adamw_torch", "learning_rate": 0.01, "num_train_epochs": 2, "save_strategy": "steps"}
+    start = model(TOKENS, dropout=0.3)
+    whole = train(MicroBatchTrainer, start, rows(TOKENS), tmp_path, micro=micro, save_steps=saved, **more)
+    checkpoint = os.path.join(tmp_path, f"checkpoint-{saved}")
+    torch.manual_seed(99)
+    resumed = train(
+        MicroBatchTrainer, start, rows(TOKENS), tmp_path, micro=micro, resume=checkpoint, save_steps=100, **more
+    )
+    assert whole.state.global_step == resumed.state.global_step == 6
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+    assert logs(whole, "loss", "grad_norm")[saved:] == logs(resumed, "loss", "grad_norm")[saved:]
+
+
+def test_the_sizes_that_auto_has_found_are_saved_and_loaded(tmp_path):
+    micro = {"micro_batch_size": "auto"}
+    more = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 2, "optim": "sgd"}
+    start = model(KIND)
+    whole = train(MicroBatchTrainer, start, rows(KIND), tmp_path, micro=micro, **more)
+    resumed = train(
+        MicroBatchTrainer, start, rows(KIND), tmp_path, micro=micro, resume=str(tmp_path / "checkpoint-6"), **more
+    )
+    assert whole._step.micro_batch_size is not None
+    resumed._load_rng_state(str(tmp_path / "checkpoint-6"))
+    assert resumed._step_state["sizes"] == whole._step.state_dict()["sizes"]
+
+
+def test_bf16_is_no_further_from_the_stock_trainer_than_that_is_from_float32(tmp_path):
+    start, exact, _ = both(KIND, tmp_path, double=False)
+    _, stock, found = both(KIND, tmp_path, double=False, bf16=True)
+    rounding = relative_error([_flat(stock, start)], [_flat(exact, start)])
+    assert relative_error([_flat(found, start)], [_flat(stock, start)]) <= rounding
+    assert 1e-4 < rounding < 0.2
+
+
+def _flat(trainer, start):
+    return torch.cat([update.flatten() for update in updates(trainer, start)])
+
+
+def test_training_twice_and_evaluating_in_between_goes_on_as_the_stock_trainer_does(tmp_path):
+    trained = []
+    start = model(KIND).double()
+    for cls, micro in ((transformers.Trainer, None), (MicroBatchTrainer, MICRO)):
+        run = train(cls, start, rows(KIND), tmp_path, micro=micro, optim="sgd", learning_rate=0.1)
+        run.evaluate(rows(KIND, 8, seed=2))
+        run.train()
+        trained.append(updates(run, start))
+    assert relative_error(trained[1], trained[0]) <= FLOAT64
+
+
+def test_a_batch_without_any_label_makes_no_update(tmp_path):
+    data = [row | {"labels": torch.full_like(row["labels"], -100)} for row in rows(TOKENS, 10)]
+    start = model(TOKENS).double()
+    found = train(MicroBatchTrainer, start, data, tmp_path, micro=MICRO)
+    assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), start.parameters(), strict=True))
+
+
+def test_running_out_of_memory_costs_a_micro_batch_and_no_update(tmp_path):
+    class Full(MicroBatchTrainer):
+        def compute_loss(self, model, inputs, *arguments, **keywords):
+            if len(inputs["input_ids"]) > 3 and not self._step.proving:
+                raise torch.OutOfMemoryError("out of memory")
+            return super().compute_loss(model, inputs, *arguments, **keywords)
+
+    start = model(KIND).double()
+    expected = train(transformers.Trainer, start, rows(KIND), tmp_path)
+    found = train(Full, start, rows(KIND), tmp_path, micro={"micro_batch_size": 8})
+    assert found._step.micro_batch_size <= 3
+    assert relative_error(updates(found, start), updates(expected, start)) <= FLOAT64
