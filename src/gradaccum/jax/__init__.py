@@ -4,7 +4,8 @@ from gradaccum.extras import require
 
 require("jax")
 
+from gradaccum.jax.chunking import chunked
 from gradaccum.jax.optimizer import noise_scale, updated, windowed
 from gradaccum.jax.train_step import grad, value_and_grad
 
-__all__ = ["grad", "noise_scale", "updated", "value_and_grad", "windowed"]
+__all__ = ["chunked", "grad", "noise_scale", "updated", "value_and_grad", "windowed"]

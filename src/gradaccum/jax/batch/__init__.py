@@ -1,6 +1,18 @@
 """Where the rows of a batch are, and how micro-batches are taken from it."""
 
+from gradaccum.jax.batch.arguments import argument_numbers, axes_of_each
 from gradaccum.jax.batch.rows import Batch, Group, spread
 from gradaccum.jax.batch.types import as_varying, devices_of, like, varying_axes, zeros
 
-__all__ = ["Batch", "Group", "as_varying", "devices_of", "like", "spread", "varying_axes", "zeros"]
+__all__ = [
+    "Batch",
+    "Group",
+    "argument_numbers",
+    "as_varying",
+    "axes_of_each",
+    "devices_of",
+    "like",
+    "spread",
+    "varying_axes",
+    "zeros",
+]

@@ -15,7 +15,8 @@ class WindowedState(NamedTuple):
 
     Args:
         inner_state: The inner optimizer's own; it changes once per update.
-        sums: `sum_i w_i g_i` of the open window, a leaf for each parameter.
+        sums: `sum_i w_i g_i` of the open window, a leaf for each parameter. What is in it between windows counts for
+            nothing: the next one begins anew.
         weight: `sum_i w_i` of the open window.
         micro_batches: Micro-batches in the open window.
         steps: The length of the open window, set when it opens.

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradaccum.jax.batch import zeros
 from gradaccum.jax.optimizer.length import steps_of
 from gradaccum.jax.optimizer.noise import add_micro_batch, close_window, empty_noise
 from gradaccum.jax.optimizer.state import WindowedState, refuse_accumulating
@@ -124,7 +125,13 @@ class _Window:
         is_first = state.micro_batches == 0
         opened = steps_of(self.schedule, state.epoch, state.updates)
         sums = jax.tree.map(
-            lambda total, g: g if total is None else _add(total, g, factor, counts), state.sums, grads, is_leaf=_is_none
+            # A new window begins by assignment: a NaN of the last one must not survive as 0 * NaN.
+            lambda total, g: (
+                g if total is None else _add(jnp.where(is_first, jnp.zeros_like(total), total), g, factor, counts)
+            ),
+            state.sums,
+            grads,
+            is_leaf=_is_none,
         )
         noise = state.noise
         if noise is not None:
@@ -141,7 +148,9 @@ class _Window:
             steps=jnp.where(is_first, opened, state.steps).astype(jnp.int32),
             noise=noise,
         )
-        like = jax.tree.map(lambda g, p: p if g is None else g, grads, state.sums, is_leaf=_is_none)
+        like = params
+        if params is None:
+            like = jax.tree.map(lambda g, total: total if g is None else g, grads, state.sums, is_leaf=_is_none)
         return self._close_if(state.micro_batches >= state.steps, state, params, like, extra)
 
     def flush(self, state: WindowedState, params: Any, **extra: Any) -> tuple[Any, WindowedState]:
@@ -174,13 +183,12 @@ class _Window:
 
         def wait() -> tuple[Any, Any, Any]:
             updates, _, _ = jax.eval_shape(update)
-            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), updates), state.inner_state, state.noise
+            return jax.tree.map(zeros, updates), state.inner_state, state.noise
 
         if isinstance(makes, jax.core.Tracer):
             updates, inner_state, noise = jax.lax.cond(makes, update, wait)
         else:  # outside of jit each cond would be compiled anew
             updates, inner_state, noise = update() if makes else wait()
-        # By assignment: a NaN must not survive as 0 * NaN.
         empty = jax.tree.map(lambda number: jnp.where(closes, jnp.zeros_like(number), number), _of_the_window(state))
         state = state._replace(inner_state=inner_state, noise=noise, updates=state.updates + makes, updated=makes)
         return updates, state._replace(**empty)
@@ -207,7 +215,7 @@ class _Window:
 
 
 def _of_the_window(state: WindowedState) -> dict[str, Any]:
-    names = ("sums", "weight", "micro_batches", "value_sum", "value_weight")
+    names = ("weight", "micro_batches", "value_sum", "value_weight")
     return {name: getattr(state, name) for name in names}
 
 

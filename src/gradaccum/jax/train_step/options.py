@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from gradaccum.jax.batch import argument_numbers, axes_of_each
 from gradaccum.schedule import checked_count
 from gradaccum.sizes import parse_bytes
 
@@ -47,16 +47,7 @@ class Options(NamedTuple):
     @property
     def axes(self) -> tuple[Any, ...]:
         """`in_axes` for each batch argument."""
-        if not isinstance(self.batch_argnums, tuple):
-            return (self.in_axes,)
-        if isinstance(self.in_axes, tuple | list):
-            if len(self.in_axes) != len(self.batch_argnums):
-                raise ValueError(
-                    "`in_axes` must be one for all, or one for each of `batch_argnums`. Received: "
-                    f"in_axes={self.in_axes!r}, batch_argnums={self.batch_argnums}."
-                )
-            return tuple(self.in_axes)
-        return (self.in_axes,) * len(self.batch_argnums)
+        return axes_of_each(self.in_axes, self.batch_argnums)
 
     def sum_dtype(self, dtype: Any) -> Any:
         """The dtype that numbers of this dtype are summed in: at least float32, or `accumulate_dtype`."""
@@ -91,7 +82,8 @@ def checked_options(loss_fn: Any, **keywords: Any) -> Options:
         )
     roles: dict[str, tuple[int, ...]] = {}
     for name in ("argnums", "batch_argnums", "rng_argnum", "state_argnum"):
-        roles[name] = _numbers(name, keywords[name], several=name.endswith("argnums"))
+        optional = keywords[name] is None and not name.endswith("argnums")
+        roles[name] = () if optional else argument_numbers(name, keywords[name])
         if name.endswith("argnums"):
             keywords[name] = roles[name] if isinstance(keywords[name], tuple | list) else roles[name][0]
     for name, other in [
@@ -109,23 +101,6 @@ def checked_options(loss_fn: Any, **keywords: Any) -> Options:
                 f"`aux` must be one of {', '.join(map(repr, AUX))}, or a pytree of these. Received: {how!r}."
             )
     return Options(loss_fn=loss_fn, **keywords)
-
-
-def _numbers(name: str, given: Any, several: bool) -> tuple[int, ...]:
-    """The arguments' numbers: one, or several where that is allowed."""
-    if given is None and not several:
-        return ()
-    numbers = given if several and isinstance(given, tuple | list) else (given,)
-    kind = "an int >= 0, or a tuple of such ints" if several else "an int >= 0, or None"
-    if not numbers or any(isinstance(number, bool) for number in numbers):
-        raise TypeError(f"`{name}` must be {kind}. Received: {name}={given!r}.")
-    try:
-        found = tuple(operator.index(number) for number in numbers)
-    except TypeError:
-        raise TypeError(f"`{name}` must be {kind}. Received: {name}={given!r}.") from None
-    if min(found) < 0 or len(set(found)) < len(found):
-        raise ValueError(f"`{name}` must be {kind}, each once. Received: {name}={given!r}.")
-    return found
 
 
 def _check_loss(weight: Any, reduction: Any) -> None:
