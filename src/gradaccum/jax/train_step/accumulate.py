@@ -18,8 +18,8 @@ __all__ = ["accumulated"]
 
 def accumulated(call: Call, micro_batch_size: int) -> tuple[Any, Any, Any, tuple[Any, ...]]:
     """The losses by name, the new state, the aux and the gradients of the whole batch."""
-    groups = call.batch.groups(micro_batch_size)
-    if len(groups) == groups[0].count == 1:
+    groups = call.batch.groups(max(micro_batch_size // call.devices, 1))
+    if len(groups) == groups[0].count == 1 and not call.axes:
         outcome, gradients = _gradients(call, list(call.args), {})
         return outcome.losses, outcome.state, Beside(call, groups, outcome).of_one(outcome.aux), gradients
     return _Accumulation(call, groups).run()
@@ -76,12 +76,14 @@ class _Accumulation:
 
     def _scan(self, group: Group, sums: Any, state: Any, xs: Any) -> Any:
         def body(carry: Any, x: Any) -> Any:
-            sums, state = carry
-            index, (key, factors) = x
-            state, added, part = self._visit(group, index, state, key, factors)
-            return (self._sum(sums, added), state), part
+            index, sums, state = carry
+            state, added, part = self._visit(group, index, state, *x)
+            return (index + 1, self._sum(sums, added), state), part
 
-        return jax.lax.scan(body, (sums, state), (jnp.arange(group.count), xs))
+        # Counted in the carry: as `xs`, the numbers would be an array that grows with the micro-batches.
+        start = jnp.zeros((), jnp.int32)
+        (_, sums, state), parts = jax.lax.scan(body, (start, sums, state), xs, length=group.count)
+        return (sums, state), parts
 
     def _visit(self, group: Group, index: Any, state: Any, key: Any, factors: Any) -> tuple[Any, Any, Any]:
         """A micro-batch: the new state, what is added to the sums, and what has a row for each of its rows."""
@@ -137,7 +139,8 @@ class _Accumulation:
         """What the sums of a group are to be multiplied by."""
         if name in ("last", "sums") or (self.options.reduction == "sum" and name != "means"):
             return 1.0
-        return 1 / self.count if self.factors else group.size / self.call.batch.rows
+        part = 1 / self.count if self.factors else group.size / self.call.batch.rows
+        return part / self.call.devices
 
     def _in_units_of(self, sums: Any, group: Group) -> Any:
         """The sums of the group before, as if its micro-batches had been of this one's size."""
@@ -148,7 +151,7 @@ class _Accumulation:
 
     def _finished(self, sums: Any, state: Any, parts: list[Any]) -> tuple[Any, Any, Any, tuple[Any, ...]]:
         last = self.groups[-1]
-        sums = {name: _scaled(part, self._unit(last, name)) for name, part in sums.items()}
+        sums = self.call.of_all_devices({name: _scaled(part, self._unit(last, name)) for name, part in sums.items()})
         losses = {name: loss.astype(self.kinds.losses[name].dtype) for name, loss in sums["losses"].items()}
         summed = iter(sums["gradients"])
         rows = iter(zip(*(part["gradients"] for part in parts)))

@@ -38,14 +38,24 @@ class Call:
         args: The arguments of the call.
         kwargs: Its keywords; every micro-batch has them.
         batch: Its batch, if it is known.
+        axes: Mesh axes of the devices that have rows of the batch, where these are the rows of one of them.
+        devices: How many they are.
     """
 
     def __init__(
-        self, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch | None = None
+        self,
+        options: Options,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batch: Batch | None = None,
+        axes: tuple[str, ...] = (),
+        devices: int = 1,
     ) -> None:
         self.options = options
         self.args = args
         self.kwargs = kwargs
+        self.axes = axes
+        self.devices = devices
         for name in ("argnums", "batch_argnums", "rng_argnum", "state_argnum"):
             given = getattr(options, name)
             largest = max(given) if isinstance(given, tuple) else given
@@ -79,7 +89,12 @@ class Call:
 
     def replaced(self, number: int, argument: Any) -> Call:
         """The same call with another argument."""
-        return Call(self.options, (*self.args[:number], argument, *self.args[number + 1 :]), self.kwargs, self.batch)
+        args = (*self.args[:number], argument, *self.args[number + 1 :])
+        return Call(self.options, args, self.kwargs, self.batch, self.axes, self.devices)
+
+    def of_all_devices(self, number: Any) -> Any:
+        """The sum of this number over the devices that have rows of the batch."""
+        return jax.lax.psum(number, self.axes) if self.axes else number
 
     def kinds(self, group: Group) -> Outcome:
         """The shapes and dtypes of what the loss gives for a micro-batch of this group."""

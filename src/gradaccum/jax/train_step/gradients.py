@@ -7,6 +7,7 @@ from typing import Any
 
 from gradaccum.jax.train_step.accumulate import accumulated
 from gradaccum.jax.train_step.call import Call
+from gradaccum.jax.train_step.devices import data_axes, on_each_device
 from gradaccum.jax.train_step.options import Options, checked_options
 
 __all__ = ["grad", "value_and_grad"]
@@ -145,13 +146,21 @@ def grad(
 def _computed(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = Call(options, args, kwargs)
     assert isinstance(options.micro_batch_size, int)
-    losses, state, aux, gradients = accumulated(call, options.micro_batch_size)
+    losses, state, aux, gradients = _on_its_devices(call, options.micro_batch_size)
     value = losses.get("", losses)
     if options.state_argnum is not None:
         value = (value, (state, aux) if options.has_aux else state)
     elif options.has_aux:
         value = (value, aux)
     return value, gradients if isinstance(options.argnums, tuple) else gradients[0]
+
+
+def _on_its_devices(call: Call, micro_batch_size: int) -> Any:
+    def computed(call: Call) -> Any:
+        return accumulated(call, micro_batch_size)
+
+    axes = data_axes(call)
+    return on_each_device(call, axes, computed, lambda: computed(call)) if axes else computed(call)
 
 
 def _named(function: Callable[..., Any], loss_fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,10 +40,10 @@ def factors_of(call: Call, groups: list[Group], kinds: Outcome, state: Any, keys
         for name, weight in found.items():
             dtype = jnp.promote_types(kinds.losses[name].dtype, jnp.float32)
             weights.setdefault(name, []).append(weight.astype(dtype))
-    return {name: _normalised(jnp.concatenate(each)) for name, each in weights.items()}
+    return {name: _normalised(call, jnp.concatenate(each)) for name, each in weights.items()}
 
 
-def _normalised(weights: Any) -> Any:
-    total = weights.sum()
+def _normalised(call: Call, weights: Any) -> Any:
+    total = call.of_all_devices(weights.sum())
     none = total == 0
-    return jnp.where(none, jnp.ones_like(weights), weights * len(weights) / jnp.where(none, 1, total))
+    return jnp.where(none, jnp.ones_like(weights), weights * (len(weights) * call.devices) / jnp.where(none, 1, total))
