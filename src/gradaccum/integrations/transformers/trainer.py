@@ -108,10 +108,10 @@ class MicroBatchTrainer(transformers.Trainer):
                     f"{type(self).__name__}.training_step asks compute_loss for the outputs of the large batch, which "
                     "are never there at once. Leave out return_outputs=True in training."
                 )
+            step = self._step_on(model, own)
+            batch = self._as_batch(inputs)
+            assert self._denominator is not None
             with self._own_tokens_alone():
-                batch = self._as_batch(inputs)
-                step = self._step_on(model, own)
-                assert self._denominator is not None
                 self._denominator.look_at(batch)
                 try:
                     loss = step.backward(batch)
