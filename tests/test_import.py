@@ -71,7 +71,7 @@ def test_the_jax_side_loads_no_other_framework():
     [
         "gradaccum.torch", "gradaccum.torch.optim", "gradaccum.keras", "gradaccum.keras.optimizers", "gradaccum.jax",
         "runai.ga.torch", "runai.ga.keras.optimizers", "gradaccum.integrations.transformers",
-        "gradaccum.integrations.lightning",
+        "gradaccum.integrations.lightning", "gradaccum.integrations.accelerate",
     ],
 )  # fmt: skip
 def test_without_its_framework_a_shell_says_how_to_install_it(module):

@@ -72,11 +72,12 @@ def test_batches_of_a_prepared_loader_know_rows_and_the_epochs_end():
     assert training.error([slice(0, 15), slice(15, 24)]) <= FLOAT64
 
 
-def test_accelerates_own_accumulation_makes_one_micro_batch_of_several_passes():
+def test_accelerates_own_accumulation_is_refused():
     training = Training(accumulated=2)
-    training.run(training.accelerator.prepare(loader(2)))
-    assert training.optimizer.updates == 2
-    assert training.error([slice(0, 12), slice(12, 24)]) <= FLOAT64
+    with pytest.raises(
+        ValueError, match=r"Accelerator\(gradient_accumulation_steps=2\) accumulates as well.*Remove it"
+    ):
+        training.run(training.accelerator.prepare(loader(2)))
 
 
 def test_accelerates_clipping_is_refused_and_the_wrappers_clips_the_large_batches_gradient():

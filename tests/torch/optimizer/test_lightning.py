@@ -128,11 +128,9 @@ def test_manual_optimization_weighs_ragged_batches_and_closes_the_epochs_last_wi
     assert error(module, [slice(0, 15), slice(15, 24)] * 2) <= FLOAT64
 
 
-def test_lightnings_own_accumulation_makes_one_micro_batch_of_several_passes():
-    module = Module()
-    fit(module, loader(), accumulate_grad_batches=2)
-    assert module.optimizers().updates == 2
-    assert error(module, [slice(0, 12), slice(12, 24)]) <= FLOAT64
+def test_lightnings_own_accumulation_is_refused():
+    with pytest.raises(ValueError, match=r"Trainer\(accumulate_grad_batches=2\) accumulates as well.*Remove it"):
+        fit(Module(), loader(), accumulate_grad_batches=2)
 
 
 def test_gradient_clip_val_is_refused_and_the_wrappers_clips_the_large_batches_gradient():

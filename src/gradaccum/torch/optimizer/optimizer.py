@@ -21,6 +21,7 @@ from gradaccum.torch.optimizer.accumulation import Accumulation, Nonfinite
 from gradaccum.torch.optimizer.batches import Batches
 from gradaccum.torch.optimizer.proxy import (
     OptimizerProxy,
+    check_first_step,
     check_steps_of,
     checked_inner,
     evaluated,
@@ -30,7 +31,6 @@ from gradaccum.torch.optimizer.proxy import (
     needs_closure,
     overflows_easily,
     parameters_of,
-    warn_of_hooks,
 )
 from gradaccum.torch.optimizer.windows import Windows
 from gradaccum.window import Reduction, checked_reduction
@@ -277,7 +277,7 @@ class Optimizer(OptimizerProxy):
         if not self._checked:
             check_detected(self._model, windows.parameters(), windows.ranks, windows.schedule.constant)
             if windows.schedule.constant != 1:
-                warn_of_hooks(windows.parameters())
+                check_first_step(windows.parameters())
             self._checked = True
         windows.count(self._scaled)
         return result

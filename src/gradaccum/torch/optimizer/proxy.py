@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,6 +19,7 @@ from gradaccum.torch.optimizer.loss_scale import LossScale
 
 __all__ = [
     "OptimizerProxy",
+    "check_first_step",
     "check_steps_of",
     "checked_inner",
     "evaluated",
@@ -27,7 +29,6 @@ __all__ = [
     "needs_closure",
     "overflows_easily",
     "parameters_of",
-    "warn_of_hooks",
 ]
 
 
@@ -198,6 +199,40 @@ def left_out(closure: Callable[[], Any], result: Any) -> bool:
     return result is None and bool(getattr(module, "automatic_optimization", False))
 
 
+def check_first_step(parameters: Iterable[Tensor]) -> None:
+    """Raise, or warn, for what is around a wrapped optimizer, or on its parameters, and makes its windows inexact."""
+    _check_alone()
+    _warn_of_hooks(parameters)
+
+
+def _check_alone() -> None:
+    """Raise if a framework that calls `step()` accumulates as well: it would take the mean of batches of any size.
+
+    Raises:
+        ValueError: Accelerate or Lightning does; the message names the setting.
+    """
+    frame: Any = sys._getframe(1)
+    for _ in range(12):  # hooks and profilers lie in between
+        frame = frame.f_back
+        if frame is None:
+            return
+        name, caller = frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
+        steps, setting = 1, ""
+        if name == "accelerate.optimizer":
+            steps = getattr(getattr(caller, "gradient_state", None), "num_steps", 1)
+            setting = f"Accelerator(gradient_accumulation_steps={steps})"
+        elif name.endswith("pytorch.core.optimizer") or name == "pytorch_lightning.core.optimizer":
+            module = getattr(getattr(caller, "_strategy", None), "lightning_module", None)
+            if module is not None and module.automatic_optimization:
+                steps = module.trainer.accumulate_grad_batches
+                setting = f"Trainer(accumulate_grad_batches={steps})"
+        if steps != 1:
+            raise ValueError(
+                f"{setting} accumulates as well as this optimizer, and takes the mean of batches as if they were of "
+                "one size. Remove it: the optimizer accumulates by itself."
+            )
+
+
 def overflows_easily(inner: torch.optim.Optimizer) -> bool:
     """Whether a sum of gradients may overflow where their mean does not."""
     return any(p.dtype is torch.float16 and not hasattr(p, "to_local") for p in parameters_of(inner))
@@ -265,7 +300,7 @@ def _refuse(method: str, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def warn_of_hooks(parameters: Iterable[Tensor]) -> None:
+def _warn_of_hooks(parameters: Iterable[Tensor]) -> None:
     """Name hooks of the user's on gradients: they see a micro-batch's, not the finished one."""
     hooked = [
         index
@@ -279,5 +314,5 @@ def warn_of_hooks(parameters: Iterable[Tensor]) -> None:
             "the first). They are called for every micro-batch, with its part of the window's gradient: that is exact "
             "for hooks that multiply by a constant or a mask, not for those that clip or clamp. Pass clip_grad_norm= "
             "to the wrapper, or edit the finished gradient in a hook: register_step_pre_hook.",
-            stacklevel=4,
+            stacklevel=5,
         )

@@ -1,0 +1,246 @@
+"""Accelerate: a wrapped optimizer that an Accelerator knows, with its loss scale, its clipping and its files."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from gradaccum.extras import PrivateName, require
+
+require("accelerate")
+
+import accelerate
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradaccum.errors import WindowError
+from gradaccum.schedule import Steps
+from gradaccum.torch.optim import Optimizer
+
+__all__ = ["PreparedOptimizer", "prepare_optimizer"]
+
+_NAMES = (
+    PrivateName("accelerator", "_optimizers", "saves the optimizer, and links schedulers to it"),
+    PrivateName("accelerator", "_models", "holds the prepared model"),
+    PrivateName("accelerator", "clip_grad_norm_", "is led to the finished gradient"),
+    PrivateName("accelerator", "clip_grad_value_", "the same"),
+    PrivateName("accelerator", "gradient_state.num_steps", "tells whether Accelerate accumulates as well"),
+)
+_KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_CLIPPING: dict[str, Callable[..., Any]] = {
+    "clip_grad_norm_": torch.nn.utils.clip_grad_norm_,
+    "clip_grad_value_": torch.nn.utils.clip_grad_value_,
+}
+
+
+def prepare_optimizer(
+    accelerator: Accelerator,
+    optimizer: torch.optim.Optimizer,
+    steps: Steps,
+    *,
+    model: nn.Module | None = None,
+    **options: Any,
+) -> PreparedOptimizer:
+    """Wrap an optimizer, and have the Accelerator know it as if `accelerator.prepare` had returned it.
+
+    Call it after `accelerator.prepare(model)`. Then the loop is Accelerate's own, over `optimizer.batches(loader)`.
+
+    Args:
+        accelerator: The one that has prepared the model, and accumulates nothing itself.
+        optimizer: The inner optimizer, not prepared.
+        steps: Micro-batches in a window: an int >= 1, `{epoch: steps}`, or a callable `(epoch, update) -> steps`.
+        model: The prepared model. None: the one that has the optimizer's parameters.
+        **options: What `gradaccum.torch.optim.Optimizer` takes: `clip_grad_norm`, `nonfinite`, `reduction` ...
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: The optimizer is prepared or wrapped already, Accelerate accumulates as well, the model is not
+            prepared yet, or the Accelerator's way to distribute is not known here.
+
+    Example:
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = accelerator.prepare(torch.nn.Linear(3, 1))
+        >>> optimizer = prepare_optimizer(accelerator, torch.optim.SGD(model.parameters(), lr=0.1), steps=4)
+        >>> for x in optimizer.batches(accelerator.prepare(torch.utils.data.DataLoader(torch.ones(40, 3), 6))):
+        ...     accelerator.backward(model(x).square().mean())
+        ...     _ = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> optimizer.updates                # windows of 4 and 3 micro-batches
+        2
+    """
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(f"`accelerator` must be an Accelerator. Received: {type(accelerator).__name__}.")
+    for name in _NAMES:
+        missing = name.missing_from(accelerator, f"accelerate {accelerate.__version__}")
+        if missing:
+            raise ValueError(f"{missing} Use accelerate 1.10 or later.")
+    if getattr(optimizer, "_is_accelerate_prepared", False) or isinstance(optimizer, AcceleratedOptimizer):
+        raise ValueError(
+            "This optimizer is prepared already. Remove it from accelerator.prepare(...), and pass the plain one: "
+            f"prepare_optimizer(accelerator, inner, steps). Received: {type(optimizer).__name__}."
+        )
+    _check_alone(accelerator.gradient_state)
+    if accelerator.distributed_type not in _KNOWN:
+        raise ValueError(
+            "prepare_optimizer works on one device, and with DistributedDataParallel. Received: an Accelerator of type "
+            f"{accelerator.distributed_type.value}. Remove its plugin; for fully_shard use "
+            "gradaccum.torch.optim.Optimizer(..., model=model) in a loop without Accelerate."
+        )
+    if model is None:
+        model = _model_of(accelerator, optimizer)
+    if accelerator.num_processes > 1 and not any(
+        isinstance(module, DistributedDataParallel) for module in (model.modules() if model is not None else ())
+    ):
+        raise ValueError(
+            "The optimizer's parameters are in no model that this Accelerator has prepared. Prepare the model first: "
+            "model = accelerator.prepare(model); then prepare_optimizer(accelerator, inner, steps)."
+        )
+    prepared = PreparedOptimizer(Optimizer(optimizer, steps, model=model, **options), accelerator)
+    accelerator._optimizers.append(prepared)
+    _lead_clipping(accelerator)
+    return prepared
+
+
+class PreparedOptimizer(AcceleratedOptimizer):
+    """What `prepare_optimizer` returns: Accelerate's optimizer around a wrapped one, with the properties of both.
+
+    `step`, `zero_grad` and `backward` go through the Accelerator's GradScaler, where it has one; everything else is the
+    wrapper's: `batches`, `flush`, `updated`, `updates`, `inner` ...
+
+    Args:
+        optimizer: The wrapped optimizer.
+        accelerator: Whose scaler it takes.
+    """
+
+    optimizer: Optimizer
+
+    def __init__(self, optimizer: Optimizer, accelerator: Accelerator) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=accelerator.scaler)
+        self._is_accelerate_prepared = True
+        self._several = accelerator.num_processes > 1
+        self._clips: dict[tuple[Any, ...], Callable[[], Any]] = {}
+        self._norm: Tensor | None = None
+        optimizer.register_step_pre_hook(self._clip)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "optimizer" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.optimizer, name)
+
+    @property
+    def steps(self) -> int:
+        """Micro-batches of this window; of the next one, when none is open. Settable then."""
+        return self.optimizer.steps
+
+    @steps.setter
+    def steps(self, steps: Steps) -> None:
+        self.optimizer.steps = steps
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last `step()` made no update: a prepared scheduler steps otherwise."""
+        return not self.optimizer.updated
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """2-norm of the last finished gradient before it was clipped, by the Accelerator or by the wrapper."""
+        return self._norm if self._norm is not None else self.optimizer.grad_norm
+
+    def backward(self, loss: Tensor, weight: float | None = None, **how: Any) -> None:
+        """Add this micro-batch's gradient to the open window, as `accelerator.backward` does, weighed.
+
+        Args:
+            loss: Scalar, the mean over this micro-batch.
+            weight: What that mean is over: rows, or valid tokens. 0 skips the micro-batch.
+            **how: As for `gradaccum.torch.optim.Optimizer.backward`.
+        """
+        self.optimizer.backward(loss if self.scaler is None else self.scaler.scale(loss), weight, **how)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Count a micro-batch; with the one that closes the window, make the update."""
+        _check_alone(self.gradient_state)
+        super().step(closure)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return self.optimizer.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self.optimizer.register_step_post_hook(hook)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state dict, and the open window beside it.
+
+        Raises:
+            WindowError: A window is open on several ranks: Accelerate writes the state of one of them.
+        """
+        if self._several and self.optimizer.micro_batches:
+            raise WindowError(
+                f"save_state() was called inside a window, {self.optimizer.micro_batches} of "
+                f"{self.optimizer.steps} micro-batches, and writes one rank's optimizer, so that the other ranks' part "
+                "of the window would be lost. Call it when `optimizer.updated` is True."
+            )
+        return self.optimizer.state_dict()
+
+    def later(self, name: str, parameters: list[Tensor], *args: Any, **keywords: Any) -> None:
+        """Clip the finished gradient of these parameters, when this window closes."""
+        self._clips[(name, *map(id, parameters))] = functools.partial(_CLIPPING[name], parameters, *args, **keywords)
+
+    def _clip(self, *_: Any) -> None:
+        clips, self._clips, self._norm = self._clips, {}, None
+        for clip in clips.values():
+            norm = clip()
+            self._norm = self._norm if norm is None else norm
+
+
+def _check_alone(state: Any) -> None:
+    if state.num_steps != 1:
+        raise ValueError(
+            "Accelerate and gradaccum both accumulate. Received: Accelerator(gradient_accumulation_steps="
+            f"{state.num_steps}). Remove it, and GradientAccumulationPlugin(num_steps=...), from the Accelerator."
+        )
+
+
+def _model_of(accelerator: Accelerator, optimizer: Any) -> nn.Module | None:
+    own = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+    models = accelerator._models
+    if accelerator.num_processes > 1:
+        # Accelerate keeps the modules inside. By type, without isinstance: other objects may be proxies.
+        models = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    return next((m for m in models if any(id(p) in own for p in m.parameters())), None)
+
+
+def _lead_clipping(accelerator: Accelerator) -> None:
+    """Have the Accelerator's clipping wait for the finished gradient of optimizers that were prepared here."""
+    for name in _CLIPPING:
+        original = getattr(accelerator, name)
+        if getattr(original, "__wrapped__", None) is None:
+            setattr(accelerator, name, _led(accelerator, name, original))
+
+
+def _led(accelerator: Accelerator, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **keywords: Any) -> Any:
+        found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        owners = [o for o in accelerator._optimizers if _ids(o) & {id(p) for p in found}]
+        prepared = [o for o in owners if isinstance(o, PreparedOptimizer)]
+        if not prepared:
+            return original(found, *args, **keywords)
+        if len(owners) > 1:
+            raise ValueError(
+                f"accelerator.{name} was given parameters of {len(owners)} optimizers, whose windows close apart. Call "
+                "it for the parameters of each."
+            )
+        prepared[0].later(name, found, *args, **keywords)
+        return None  # the norm is not known before the window closes: `grad_norm`
+
+    return clip
+
+
+def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -1,0 +1,25 @@
+"""Accelerate on two real processes: a window's update is that of all ranks' rows."""
+
+import pytest
+
+from tests.integrations.distributed import accelerate_cases as cases
+from tests.reference import FLOAT64
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_ragged_and_short_windows_make_the_update_of_all_ranks_rows(ranks, steps, clip):
+    for error, updates in ranks.run(cases.train, steps, clip):
+        assert error <= FLOAT64
+        assert updates == 2 * -(-5 // steps)
+
+
+def test_a_model_that_is_prepared_after_the_optimizer_is_refused(ranks):
+    for said in ranks.run(cases.prepare_too_early):
+        assert "in no model that this Accelerator has prepared. Prepare the model first" in said
+
+
+def test_saving_inside_a_window_of_several_ranks_is_refused(ranks, tmp_path):
+    for index, said in ranks.run(cases.save, str(tmp_path)):
+        assert index == 0
+        assert "inside a window, 1 of 2 micro-batches, and writes one rank's optimizer" in said

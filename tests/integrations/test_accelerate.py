@@ -1,0 +1,272 @@
+"""`prepare_optimizer`: Accelerate's own loop makes the large batch's updates."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from gradaccum import WindowError
+from gradaccum.integrations.accelerate import prepare_optimizer
+from gradaccum.torch.optim import Optimizer
+from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
+from tests.torch.problems import adam, classes, mse, network, regression, sgd
+
+
+@pytest.fixture(autouse=True)
+def accelerates_own_state(float64):
+    """Accelerate keeps its state, that of accumulation too, for the whole process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+ROWS = 23
+WINDOWS = [slice(0, 15), slice(15, 23)]  # batches of 5, 5, 5 and of 5, 3
+
+
+def data(dtype=None):
+    return tuple(t.to(dtype or torch.get_default_dtype()) for t in regression(ROWS))
+
+
+def loader(batch_size=5, rows=None):
+    return DataLoader(TensorDataset(*(rows or data())), batch_size=batch_size)
+
+
+class Training:
+    """The loop of Accelerate's guide."""
+
+    def __init__(self, make=sgd, scale=None, steps=3, **options):
+        self.accelerator = Accelerator(cpu=True)
+        if scale is not None:  # mixed_precision="fp16" makes one, on a GPU only
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        self.model, self.loader = self.accelerator.prepare(network(), loader())
+        self.inner = make(self.model.parameters())
+        self.optimizer = prepare_optimizer(self.accelerator, self.inner, steps, **options)
+
+    def run(self, batches=None, bad=None, clip=None, value=None, schedule=None, loss=mse, how=None):
+        for index, batch in enumerate(self.optimizer.batches(self.loader) if batches is None else batches):
+            with self.accelerator.accumulate(self.model):
+                found = loss(self.model, *batch)
+                (how or self.accelerator.backward)(found * float("inf") if index == bad else found)
+                if self.accelerator.sync_gradients and clip is not None:
+                    assert self.accelerator.clip_grad_norm_(self.model.parameters(), clip) is None
+                if value is not None:
+                    self.accelerator.clip_grad_value_(self.model.parameters(), value)
+                self.optimizer.step()
+                if schedule is not None:
+                    schedule.step()
+                self.optimizer.zero_grad()
+        return self
+
+    def error(self, windows=WINDOWS, make=sgd, rows=None, loss=mse, hook=None, **keywords):
+        model, rows = network(), rows or data()
+        inner = make(model.parameters())
+        if hook is not None:
+            inner.register_step_pre_hook(lambda *_: hook(model.parameters()) and None)
+        torch_updates(model, inner, [tuple(t[w] for t in rows) for w in windows], loss, **keywords)
+        return relative_error(self.model.parameters(), model.parameters())
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_ragged_and_short_windows_make_the_large_batches_updates(make, scale):
+    training = Training(make, scale).run().run()
+    assert training.optimizer.updates == 4
+    assert training.error(WINDOWS * 2, make) <= FLOAT64
+
+
+def test_accelerates_own_accumulation_differs():
+    """Or the test above would show nothing."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model, rows = accelerator.prepare(network(), loader())
+    optimizer = accelerator.prepare(sgd(model.parameters()))
+    for batch in rows:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse(model, *batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    plain = network()
+    torch_updates(plain, sgd(plain.parameters()), [tuple(t[w] for t in data()) for w in WINDOWS], mse)
+    assert relative_error(model.parameters(), plain.parameters()) > 1e-3
+
+
+def test_in_bfloat16_autocast_windows_sum_and_divide_in_the_parameters_precision():
+    """Weights that are powers of two, under which bfloat16 rounds the same."""
+    torch.set_default_dtype(torch.float32)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(network())
+    optimizer = prepare_optimizer(accelerator, sgd(model.parameters()), 3)
+    batches = [tuple(t[rows] for t in data()) for rows in (slice(0, 4), slice(4, 8), slice(8, 10))]
+    for batch in optimizer.batches(batches):
+        accelerator.backward(mse(model, *batch))
+        optimizer.step()
+    plain = network()
+    for x, y in batches:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = plain(x)
+        (nn.functional.mse_loss(outputs.float(), y) * len(x)).backward()
+    for parameter in plain.parameters():
+        parameter.grad /= 10
+    sgd(plain.parameters()).step()
+    assert relative_error(model.parameters(), plain.parameters()) <= FLOAT32
+
+
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_losses_are_weighed_by_what_they_are_means_over(scale):
+    def loss(model, x, y):
+        return nn.functional.cross_entropy(model(x), y, ignore_index=0)
+
+    x, y = classes(ROWS)
+    rows = (x.double(), y)
+    training = Training(scale=scale)
+    for batch in loader(rows=rows):
+        training.optimizer.backward(loss(training.model, *batch), weight=(batch[1] != 0).sum())
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    training.optimizer.flush()
+    assert training.error(rows=rows, loss=loss) <= FLOAT64
+
+
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_accelerates_clipping_clips_the_large_batches_gradient(scale):
+    training = Training(scale=scale).run(clip=0.05)
+    assert training.error(clip_grad_norm=0.05) <= FLOAT64
+    training = Training(scale=scale).run(value=0.01)
+    assert training.error(hook=lambda parameters: nn.utils.clip_grad_value_(parameters, 0.01)) <= FLOAT64
+
+
+def test_grad_norm_is_that_of_the_finished_gradient_before_clipping():
+    norms = []
+    training = Training()
+    training.optimizer.register_step_post_hook(lambda *_: norms.append(training.optimizer.grad_norm.item()))
+    training.run(clip=0.05)
+    expected = []
+    training.error(hook=lambda parameters: expected.append(nn.utils.clip_grad_norm_(parameters, 0.05).item()))
+    assert norms == pytest.approx(expected, rel=FLOAT64)
+
+
+def test_the_wrappers_options_are_taken():
+    assert Training(clip_grad_norm=0.05).run().error(clip_grad_norm=0.05) <= FLOAT64
+
+
+def test_clipping_of_other_parameters_is_accelerates_own():
+    training = Training()
+    other = network(1)
+    mse(other, *data()).backward()
+    assert training.accelerator.clip_grad_norm_(other.parameters(), 1e-3) > 1e-3
+    assert nn.utils.get_total_norm([p.grad for p in other.parameters()]) <= 1e-3
+
+
+def test_clipping_of_two_optimizers_at_once_is_refused():
+    training = Training()
+    other = network(1)
+    prepare_optimizer(training.accelerator, sgd(other.parameters()), 2)
+    with pytest.raises(ValueError, match="parameters of 2 optimizers, whose windows close apart"):
+        training.accelerator.clip_grad_norm_([*training.model.parameters(), *other.parameters()], 1.0)
+
+
+def test_a_prepared_scheduler_steps_once_per_update():
+    training = Training()
+    scheduler = training.accelerator.prepare(torch.optim.lr_scheduler.StepLR(training.optimizer, 1, 0.5))
+    training.run(schedule=scheduler)
+    model = network()
+    inner = sgd(model.parameters())
+    alone = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    torch_updates(model, inner, [tuple(t[w] for t in data()) for w in WINDOWS], mse, after_update=alone.step)
+    assert scheduler.scheduler.last_epoch == 2
+    assert relative_error(training.model.parameters(), model.parameters()) <= FLOAT64
+
+
+def test_an_overflow_costs_one_window_and_halves_the_scale_once():
+    training = Training(scale=8.0).run(bad=1)
+    assert training.optimizer.updates == 1
+    assert training.accelerator.scaler.get_scale() == 4.0
+    assert training.error(WINDOWS[1:]) <= FLOAT64
+
+
+@pytest.mark.parametrize("scale", [None, 8.0])
+@pytest.mark.parametrize("seen", [1, 2, 3, 4])
+def test_save_state_and_load_state_keep_the_open_window(tmp_path, seen, scale):
+    before = Training(adam, scale)
+    batches = [*loader()]
+    before.run(batches[:seen])
+    before.accelerator.save_state(tmp_path)
+    after = Training(adam, scale)
+    after.accelerator.load_state(tmp_path)
+    assert after.optimizer.micro_batches == seen % 3
+    for training in (before, after):
+        training.run(batches[seen:])
+        training.optimizer.flush()
+    assert relative_error(after.model.parameters(), before.model.parameters()) == 0
+    assert after.optimizer.updates == 2
+
+
+def test_steps_and_flush_and_batches_are_the_wrappers():
+    training = Training(steps={0: 5, 1: 2})
+    assert (training.optimizer.steps, training.optimizer.inner) == (5, training.inner)
+    training.run()
+    assert training.optimizer.steps == 2
+    training.optimizer.steps = 4
+    assert training.optimizer.optimizer.steps == 4
+    assert isinstance(training.optimizer, torch.optim.Optimizer)
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        training.optimizer.no_such_thing  # noqa: B018
+    assert training.accelerator.prepare(training.optimizer) is training.optimizer
+
+
+# Refused.
+
+
+def test_accumulation_that_is_configured_twice_is_refused():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=2\). Remove it"):
+        prepare_optimizer(accelerator, sgd(network().parameters()), 3)
+
+
+def test_accumulation_that_is_configured_later_is_refused():
+    training = Training()
+    training.accelerator.gradient_accumulation_steps = 2
+    with pytest.raises(ValueError, match=r"both accumulate. Received: Accelerator\(gradient_accumulation_steps=2\)"):
+        training.run()
+
+
+def test_an_optimizer_that_is_prepared_or_wrapped_twice_is_refused():
+    training = Training()
+    with pytest.raises(ValueError, match=r"prepared already. Remove it from accelerator.prepare"):
+        prepare_optimizer(training.accelerator, training.optimizer, 3)
+    with pytest.raises(ValueError, match=r"prepared already. Remove it from accelerator.prepare"):
+        prepare_optimizer(training.accelerator, training.accelerator.prepare(sgd(network().parameters())), 3)
+    with pytest.raises(ValueError, match="wrapped already"):
+        prepare_optimizer(training.accelerator, Optimizer(sgd(network().parameters()), 2), 3)
+
+
+def test_arguments_of_other_types_are_refused():
+    with pytest.raises(TypeError, match="`accelerator` must be an Accelerator. Received: SGD"):
+        prepare_optimizer(sgd(network().parameters()), Accelerator(cpu=True), 3)
+    with pytest.raises(TypeError, match="`optimizer` must be a torch.optim.Optimizer"):
+        prepare_optimizer(Accelerator(cpu=True), "adam", 3)
+
+
+def test_an_accelerate_that_lacks_a_name_is_refused(monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.delattr(Accelerator, "clip_grad_value_")
+    with pytest.raises(ValueError, match=r"accelerate 1.*has no clip_grad_value_ in its accelerator"):
+        prepare_optimizer(accelerator, sgd(network().parameters()), 3)
+
+
+def test_ways_to_distribute_that_it_does_not_know_are_refused(monkeypatch):
+    monkeypatch.setattr("gradaccum.integrations.accelerate._KNOWN", ())
+    with pytest.raises(ValueError, match=r"Received: an Accelerator of type NO. Remove its plugin"):
+        prepare_optimizer(Accelerator(cpu=True), sgd(network().parameters()), 3)
+
+
+def test_gradients_that_are_edited_otherwise_inside_a_window_are_noticed():
+    training = Training()
+    with pytest.raises(WindowError, match="edited inside an open window"):
+        for batch in training.loader:
+            training.accelerator.backward(mse(training.model, *batch))
+            nn.utils.clip_grad_norm_(training.model.parameters(), 1e-3)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
