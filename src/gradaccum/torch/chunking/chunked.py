@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,9 +17,9 @@ import torch
 from torch import nn
 
 from gradaccum.errors import NotEquivalentError
-from gradaccum.on_torch.batch import BatchDims, number_of_rows
+from gradaccum.on_torch.batch import BatchDims, number_of_rows, take
 from gradaccum.schedule import checked_count
-from gradaccum.sizes import even_sizes
+from gradaccum.sizes import TokenBudget, even_sizes
 from gradaccum.torch.batch_norm import (
     BatchNormChoice,
     BatchNormPolicy,
@@ -30,10 +29,12 @@ from gradaccum.torch.batch_norm import (
     warn_of_functional_batch_norm,
 )
 from gradaccum.torch.chunking.exact_batch_norm import ExactCall
-from gradaccum.torch.chunking.proof import Findings, prove, proving
-from gradaccum.torch.chunking.recompute import parametrizations_computed
-from gradaccum.torch.chunking.trees import Inputs, tensors_of
+from gradaccum.torch.chunking.proof import Findings, prove
+from gradaccum.torch.chunking.recompute import check_not_sharded_inside, checked_module, parametrizations_computed
+from gradaccum.torch.chunking.trees import Inputs, by_name, tensors_of
 from gradaccum.torch.chunking.two_passes import Call
+from gradaccum.torch.chunking.watch import proving
+from gradaccum.torch.padding import Left, Packs, can_take_positions
 
 __all__ = ["Chunked", "chunked"]
 
@@ -54,7 +55,9 @@ class Chunked(nn.Module):
         module: Its outputs must have a row for every row of its inputs, and a row's output must depend on that row
             only; `verify` checks that.
         micro_batch_size: Rows whose activations fit, at most.
-        keep: Micro-batches that keep their activations and are not recomputed.
+        max_tokens: Padded tokens of a micro-batch: rows with an attention mask are sorted by length, trimmed to the
+            longest of their micro-batch and packed. Outputs come in the rows' order.
+        keep: Micro-batches that keep their activations and are not recomputed; with `max_tokens` the shortest rows'.
         batch_dims: Like `torch.vmap`'s `in_dims`, over the positional arguments, or a dict by argument name: the
             dimension that holds the rows; None for what all micro-batches share.
         out_dims: The same for the outputs; default: `batch_dims` where that is an int, else 0.
@@ -83,14 +86,18 @@ class Chunked(nn.Module):
     """
 
     module: nn.Module
-    _proven: frozenset[tuple[bool, int, bool]] | None = None
-    """The modes of modules in which a call has proven itself; None where none is to."""
+    max_tokens: int | None = None
+    _left: Left = "cut"
+    """What happens to padding on the left."""
+    _proven: frozenset[Any] | None = None
+    """The modes of modules, and the sides with padding, in which a call has proven itself; None where none is to."""
 
     def __init__(
         self,
         module: nn.Module,
         micro_batch_size: int,
         *,
+        max_tokens: int | None = None,
         keep: int = 0,
         batch_dims: BatchDims = 0,
         out_dims: BatchDims | None = None,
@@ -100,7 +107,7 @@ class Chunked(nn.Module):
     ) -> None:
         policy = BatchNormPolicy(
             batch_norm,
-            _checked(module),
+            checked_module(module),
             moved_once=True,
             remedy='Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.',
         )
@@ -113,6 +120,8 @@ class Chunked(nn.Module):
                 '`offload` keeps what crosses BatchNorm layers in host memory, which batch_norm="exact" alone does. '
                 f"Received: offload={offload!r}, batch_norm={batch_norm!r}."
             )
+        if max_tokens is not None and batch_norm == "exact":
+            raise ValueError('batch_norm="exact" needs the whole batch as it is padded. Leave out `max_tokens`.')
         training = module.training
         super().__init__()
         self.__dict__["module"] = module  # not as a submodule, which would prefix every key
@@ -121,6 +130,8 @@ class Chunked(nn.Module):
         self.training = training
         self.policy = policy
         self.micro_batch_size = checked_count(micro_batch_size, "micro_batch_size")
+        self.max_tokens = None if max_tokens is None else checked_count(max_tokens, "max_tokens")
+        self._left = "keep" if verify else "cut"  # until it is proven that it can be cut off
         self.keep, self.offload = checked_count(keep, "keep", least=0), offload
         self.batch_dims = batch_dims
         self._proven = frozenset() if verify else None
@@ -134,19 +145,21 @@ class Chunked(nn.Module):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if proving():  # inside of another one, which looks at a few rows
             return self.module(*args, **kwargs)
-        inputs = Inputs(args, kwargs)
+        inputs = self._inputs(args, kwargs)
         dims = self._dims_of(inputs)
-        sizes = even_sizes(number_of_rows(inputs, dims), self.micro_batch_size)
-        _check_not_sharded_inside(self.module)
+        rows = number_of_rows(inputs, dims)
+        packs = None if self.max_tokens is None else self._packs(inputs, self._left)
+        sizes = even_sizes(rows, self.micro_batch_size) if packs is None else packs.sizes
+        check_not_sharded_inside(self.module)
         is_exact = self.policy.choice == "exact" and bool(batch_norms(self.module))
         if is_exact:
             check_plain(self.module)
         # A SyncBatchNorm's ranks exchange statistics in one way, also where one of them has a single micro-batch.
         spans_ranks = is_exact and any(ranks_of(layer) > 1 for _, layer in batch_norms(self.module))
-        if len(sizes) <= 1 and not spans_ranks:
+        if len(sizes) <= 1 and not spans_ranks and (packs is None or not packs.padded):
             with self.policy.recomputation():
                 return self.module(*args, **kwargs)
-        call = self._call(is_exact, self.module, inputs, dims, sizes, self.policy)
+        call = self._call(is_exact, self.module, inputs, dims, sizes, self.policy, packs)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in call.state.parameters):
             raise ValueError("`module` has lazy parameters without a shape yet: call it on a few rows first.")
         tensors = tensors_of(inputs)
@@ -157,7 +170,8 @@ class Chunked(nn.Module):
                 "jvp ...), and its two passes are torch.autograd's. Use backward() or torch.autograd.grad, or "
                 "transform the module inside."
             )
-        if differentiated and self._proven is not None and not call.state.modes <= self._proven:
+        modes = call.state.modes | (frozenset() if packs is None else packs.padded)
+        if differentiated and self._proven is not None and not modes <= self._proven:
             if spans_ranks:
                 logger.warning(
                     "Whether a chunked %s gives the outputs and gradients of all rows at once is not proven here: the "
@@ -165,9 +179,12 @@ class Chunked(nn.Module):
                     type(self.module).__name__,
                 )
             else:
-                self._prove(inputs, dims, is_exact)
+                self._prove(inputs, dims, is_exact, packs)
+                if packs is not None:
+                    packs = self._packs(inputs, self._left)
+                    call = self._call(is_exact, self.module, inputs, dims, packs.sizes, self.policy, packs)
                 call.first_outputs = {}
-            self._proven |= call.state.modes
+            self._proven |= modes
         with self.policy.window(), parametrizations_computed():
             return call.run(tensors, self.keep, differentiated=differentiated)
 
@@ -179,15 +196,30 @@ class Chunked(nn.Module):
         dims: BatchDims,
         sizes: list[int],
         policy: BatchNormPolicy,
+        packs: Packs | None = None,
     ) -> Call:
-        kind = functools.partial(ExactCall, offload=self.offload) if is_exact else Call
+        kind = functools.partial(ExactCall, offload=self.offload) if is_exact else functools.partial(Call, packs=packs)
         return kind(module, policy, inputs, dims, self.out_dims, sizes)
 
-    def _prove(self, inputs: Inputs, dims: BatchDims, is_exact: bool) -> None:
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        inputs = Inputs(args, kwargs)
+        if self.max_tokens is None:
+            return inputs
+        return by_name(inputs, inspect.signature(self.module.forward), "attention_mask")
+
+    def _packs(self, inputs: Inputs, left: Left, sizes: list[int] | None = None) -> Packs:
+        assert self.max_tokens is not None
+        return Packs(inputs, TokenBudget(self.max_tokens, self.micro_batch_size), left, sizes)
+
+    def _prove(self, inputs: Inputs, dims: BatchDims, is_exact: bool, packs: Packs | None) -> None:
         """The first call in this mode: prove it, or say why it can't be proven."""
         name = type(self.module).__name__
         try:
-            found = self._findings(inputs, dims, is_exact, batch_norm=self.policy.choice == "exact")
+            batch_norm = self.policy.choice == "exact"
+            if packs is None:
+                found = self._findings(inputs, dims, is_exact, batch_norm=batch_norm)
+            else:
+                found = self._findings_of_packs(inputs, dims, packs, batch_norm=batch_norm)
         except NotEquivalentError as error:
             raise NotEquivalentError(
                 f"{error}\nFound on a few rows, before the call was made. verify=False leaves this proof out."
@@ -211,15 +243,39 @@ class Chunked(nn.Module):
             for remark in found.remarks:
                 logger.warning(remark)
 
-    def _findings(self, inputs: Inputs, dims: BatchDims, is_exact: bool, *, batch_norm: bool) -> Findings:
+    def _findings(
+        self, inputs: Inputs, dims: BatchDims, is_exact: bool, *, batch_norm: bool, left: Left | None = None
+    ) -> Findings:
+        """What the proof finds; of packed rows, where it is said what happens to padding on the left."""
         choice = "exact" if is_exact else "micro"
 
         def call_of(module: nn.Module, few: Inputs, sizes: list[int]) -> Call:
-            call = self._call(is_exact, module, few, self._dims_of(few), sizes, BatchNormPolicy(choice, module))
+            packs = None if left is None else self._packs(few, left, sizes)
+            call = self._call(is_exact, module, few, self._dims_of(few), sizes, BatchNormPolicy(choice, module), packs)
             call.first_outputs = {}
             return call
 
-        return prove(self.module, call_of, inputs, dims, exact=is_exact, batch_norm=batch_norm)
+        return prove(self.module, call_of, inputs, dims, exact=is_exact, batch_norm=batch_norm, trims=left is not None)
+
+    def _findings_of_packs(self, inputs: Inputs, dims: BatchDims, packs: Packs, *, batch_norm: bool) -> Findings:
+        """The same of packed rows; finds out how padding on the left can be cut off."""
+        ordered = take(inputs, packs.order, dims)  # a few of them are of any length
+        ways: list[Left] = ["cut", "number", "keep"] if "left" in packs.padded else [self._left]
+        for way in ways:
+            if way != "number" or can_take_positions(inputs, self.module):
+                try:
+                    found = self._findings(ordered, dims, False, batch_norm=batch_norm, left=way)
+                except NotEquivalentError as error:
+                    wrong = error
+                else:
+                    self._left = way
+                    return found
+        self._findings(ordered, dims, False, batch_norm=batch_norm)  # raises, if rows depend on each other
+        raise NotEquivalentError(
+            "Cutting off columns of nothing but padding changes the outputs or their gradients. Either padded "
+            f"positions count in them: leave them out by the attention mask, where tokens are pooled, say. Or the "
+            f"model looks at them in spite of the mask. Leave out `max_tokens`, or fix that.\n{wrong}"
+        )
 
     def verify(self, *args: Any, **kwargs: Any) -> None:
         """Prove with these inputs that micro-batches give the outputs and gradients of a few of their rows at once.
@@ -232,10 +288,15 @@ class Chunked(nn.Module):
         Example:
             >>> chunked(nn.Linear(4, 2), 32).verify(torch.randn(256, 4))
         """
-        inputs = Inputs(args, kwargs)
+        inputs = self._inputs(args, kwargs)
         dims = self._dims_of(inputs)
         is_exact = self.policy.choice == "exact" and bool(batch_norms(self.module))
-        for remark in self._findings(inputs, dims, is_exact, batch_norm=self.policy.choice != "frozen").remarks:
+        batch_norm = self.policy.choice != "frozen"
+        if self.max_tokens is None:
+            found = self._findings(inputs, dims, is_exact, batch_norm=batch_norm)
+        else:
+            found = self._findings_of_packs(inputs, dims, self._packs(inputs, self._left), batch_norm=batch_norm)
+        for remark in found.remarks:
             logger.warning(remark)
 
     def _dims_of(self, inputs: Inputs) -> BatchDims:
@@ -323,38 +384,9 @@ class Chunked(nn.Module):
         return f"{type(self.module).__name__}, micro_batch_size={self.micro_batch_size}"
 
 
-_OWN = {*vars(nn.Module()), "module", "policy", "micro_batch_size", "keep", "offload", "batch_dims", "out_dims"}
+_OWN = {*vars(nn.Module()), "module", "policy", "micro_batch_size", "max_tokens", "keep", "offload", "batch_dims",
+        "out_dims"}  # fmt: skip
 """Attributes of a `Chunked` itself; all others are those of its module."""
 
 Chunked.__module__ = "gradaccum.torch.chunked"  # where pickles look for it, wherever it lives
 chunked = Chunked
-
-
-def _checked(module: Any) -> nn.Module:
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"`module` must be a torch.nn.Module, so that its parameters are known. "
-            f"Received: {module!r} of type {type(module).__name__}."
-        )
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            "`module` is a DistributedDataParallel, which expects one forward pass per backward pass. Chunk what "
-            "it wraps: DistributedDataParallel(chunked(encoder, ...))."
-        )
-    for path, layer in module.named_modules():
-        if isinstance(layer, torch.jit.ScriptModule):
-            raise ValueError(
-                f"{path or 'The module'!r} is a TorchScript module, whose parameters can't be put in place of each "
-                "other. Chunk the module that it was made of."
-            )
-    return module
-
-
-def _check_not_sharded_inside(module: nn.Module) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    for path, layer in module.named_modules() if fsdp is not None else ():
-        if isinstance(layer, fsdp.FSDPModule):  # type: ignore[union-attr]  # not None here
-            raise ValueError(
-                f"{path or 'The module'!r} inside a chunked module is sharded by fully_shard, which would reduce the "
-                "gradients of each micro-batch by itself. Shard around it: fully_shard(chunked(encoder, ...))."
-            )

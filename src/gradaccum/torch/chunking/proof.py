@@ -7,7 +7,7 @@ import copy
 import gc
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,34 +32,18 @@ from gradaccum.torch.chunking.watch import (
     generators_of,
     gradients_kept,
     leaves_besides,
+    noted,
     same_values,
 )
 from gradaccum.torch.equivalence import Replay, relative_error
 
-__all__ = ["Findings", "prove", "proving"]
+__all__ = ["Findings", "prove"]
 
 ROWS = 8
 """Rows that are looked at, at most."""
 
 CallOf = Callable[[nn.Module, Inputs, list[int]], Call]
 """Makes the call of a module on these inputs in micro-batches of these sizes."""
-
-
-_running: list[nn.Module] = []
-
-
-def proving() -> bool:
-    """Whether a proof is running."""
-    return bool(_running)
-
-
-@contextlib.contextmanager
-def _noted(module: nn.Module) -> Iterator[None]:
-    _running.append(module)
-    try:
-        yield
-    finally:
-        _running.pop()
 
 
 class Findings(NamedTuple):
@@ -79,6 +63,7 @@ def prove(
     *,
     exact: bool,
     batch_norm: bool,
+    trims: bool = False,
     most: int = ROWS,
 ) -> Findings:
     """Prove that micro-batches give the outputs and gradients of a few of these rows at once. Moves nothing.
@@ -92,6 +77,7 @@ def prove(
         batch_dims: Where their rows are.
         exact: Whether BatchNorm is the large batch's.
         batch_norm: Whether BatchNorm that isn't counts; else it is left out of the comparison.
+        trims: Whether columns of padding are cut off.
         most: Rows to look at; half as many wherever memory runs out.
 
     Raises:
@@ -103,13 +89,14 @@ def prove(
         raise ValueError(f"Two rows at least are needed to compare two chunkings. Received: {rows}.")
     count = min(rows, most)
     try:
-        comparison, wrong = _compared(module, call_of, inputs, batch_dims, count, exact, batch_norm)
+        comparison, wrong = _compared(module, call_of, inputs, batch_dims, count, exact, batch_norm, trims)
     except Exception as error:
         if not is_out_of_memory(error) or count <= 2:
             raise
         comparison = None
     if comparison is None:  # out of reach of the error's frames, which hold what took the memory
-        return prove(module, call_of, inputs, batch_dims, exact=exact, batch_norm=batch_norm, most=max(2, count // 2))
+        fewer = max(2, count // 2)
+        return prove(module, call_of, inputs, batch_dims, exact=exact, batch_norm=batch_norm, trims=trims, most=fewer)
     name = type(module).__name__
     if wrong and comparison.drawn:
         raise ValueError(
@@ -131,7 +118,14 @@ def prove(
 
 
 def _compared(
-    module: nn.Module, call_of: CallOf, inputs: Inputs, batch_dims: BatchDims, count: int, exact: bool, batch_norm: bool
+    module: nn.Module,
+    call_of: CallOf,
+    inputs: Inputs,
+    batch_dims: BatchDims,
+    count: int,
+    exact: bool,
+    batch_norm: bool,
+    trims: bool,
 ) -> tuple[_Comparison, list[str]]:
     """The comparison of so many rows, made, and what differs."""
     picked = torch.linspace(0, number_of_rows(inputs, batch_dims) - 1, count).round().long()
@@ -140,7 +134,7 @@ def _compared(
     generators = all_generators(accelerators([*tensors_of(few), *module.parameters()]))
     with (
         kept([*generators, *generators_of(module, few)]),
-        _noted(module),
+        noted(module),
         containers_kept(module),
         torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext(),
         parametrizations_computed(),
@@ -148,7 +142,8 @@ def _compared(
         torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself),
         torch.enable_grad(),
     ):
-        for neutral in (exact, True):  # once more, with the mean in place of noise that belongs to no row
+        # Once more, with the mean in place of noise that belongs to no row; at once where columns are cut off.
+        for neutral in (exact or trims, True):
             comparison = _Comparison(module, call_of, few, count, exact, batch_norm, neutral=neutral)
             wrong = comparison.differences()
             if neutral or not comparison.noise.unreplayed:
@@ -251,13 +246,12 @@ class _Comparison:
 
     def _differ(self, whole: Tensor | None, *parts: Tensor | None) -> bool:
         """Whether the rows of the parts are others than those of the whole; not where that can't be told."""
-        if (
-            whole is None
-            or not whole.dim()
-            or sum(len(part) if part is not None else 0 for part in parts) != len(whole)
-        ):
+        kept = [part for part in parts if part is not None]
+        if whole is None or not whole.dim() or sum(len(part) for part in kept) != len(whole):
             return False
-        return bool(self._line("", torch.cat([part for part in parts if part is not None]), whole))
+        if any(part.shape[1:] != whole.shape[1:] for part in kept):  # columns were cut off
+            return False
+        return bool(self._line("", torch.cat(kept), whole))
 
     def _allowed(self, tensor: Tensor) -> float:
         return rounding(str(self.noise.precision), tensor.device.type)

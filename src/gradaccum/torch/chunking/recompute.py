@@ -7,6 +7,7 @@ module's own generators), autocast, and the buffers that the module moves.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import is_
@@ -17,7 +18,15 @@ from torch import Tensor, nn
 
 from gradaccum.on_torch.random_state import RandomState, is_generator
 
-__all__ = ["Buffers", "Conditions", "ModuleState", "accelerators", "parametrizations_computed"]
+__all__ = [
+    "Buffers",
+    "Conditions",
+    "ModuleState",
+    "accelerators",
+    "check_not_sharded_inside",
+    "checked_module",
+    "parametrizations_computed",
+]
 
 
 _NO_CONTEXT = contextlib.nullcontext()
@@ -275,3 +284,39 @@ class Buffers:
         for key, value in self.moved.items():
             original = self.originals[key]
             (original.data if key in self.uncounted else original).copy_(value)
+
+
+def checked_module(module: Any) -> nn.Module:
+    """A module that can be run again, in micro-batches.
+
+    Raises:
+        TypeError, ValueError: It can't.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"`module` must be a torch.nn.Module, so that its parameters are known. "
+            f"Received: {module!r} of type {type(module).__name__}."
+        )
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "`module` is a DistributedDataParallel, which expects one forward pass per backward pass. Chunk what "
+            "it wraps: DistributedDataParallel(chunked(encoder, ...))."
+        )
+    for path, layer in module.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{path or 'The module'!r} is a TorchScript module, whose parameters can't be put in place of each "
+                "other. Chunk the module that it was made of."
+            )
+    return module
+
+
+def check_not_sharded_inside(module: nn.Module) -> None:
+    """Raise a ValueError if `fully_shard` was called on a part of the module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for path, layer in module.named_modules() if fsdp is not None else ():
+        if isinstance(layer, fsdp.FSDPModule):  # type: ignore[union-attr]  # not None here
+            raise ValueError(
+                f"{path or 'The module'!r} inside a chunked module is sharded by fully_shard, which would reduce the "
+                "gradients of each micro-batch by itself. Shard around it: fully_shard(chunked(encoder, ...))."
+            )

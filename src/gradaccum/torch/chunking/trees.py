@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from gradaccum.on_torch.batch import leaves, map_leaves
 
-__all__ = ["Inputs", "as_leaf", "copied", "is_floating", "tensors_of", "with_tensors", "without_tensors"]
+__all__ = ["Inputs", "as_leaf", "by_name", "copied", "is_floating", "tensors_of", "with_tensors", "without_tensors"]
 
 
 class Inputs(NamedTuple):
@@ -18,6 +19,19 @@ class Inputs(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+def by_name(inputs: Inputs, signature: inspect.Signature, name: str) -> Inputs:
+    """The same inputs, all of them by name, where the one of that name was given by its position.
+
+    Example:
+        >>> by_name(Inputs((1, 2), {}), inspect.signature(lambda ids, mask: None), "mask")
+        Inputs(args=(), kwargs={'ids': 1, 'mask': 2})
+    """
+    names = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][: len(inputs.args)]
+    if name not in names or len(names) < len(inputs.args):
+        return inputs
+    return Inputs((), {**dict(zip(names, inputs.args, strict=True)), **inputs.kwargs})
 
 
 _PLACEHOLDER = torch.empty(0)

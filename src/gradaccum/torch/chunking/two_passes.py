@@ -33,6 +33,7 @@ from gradaccum.torch.chunking.recompute import (
 )
 from gradaccum.torch.chunking.trees import Inputs, tensors_of, with_tensors, without_tensors
 from gradaccum.torch.equivalence import relative_error
+from gradaccum.torch.padding import Packs
 
 __all__ = ["Call"]
 
@@ -47,6 +48,7 @@ class Call:
         batch_dims: Where the inputs' rows are.
         out_dims: Where the outputs' rows are.
         sizes: Rows of each micro-batch.
+        packs: How padded rows are packed into these; None: in order, as they are.
     """
 
     def __init__(
@@ -57,8 +59,9 @@ class Call:
         batch_dims: BatchDims,
         out_dims: BatchDims,
         sizes: list[int],
+        packs: Packs | None = None,
     ) -> None:
-        self.module, self.policy, self.state = module, policy, ModuleState(module)
+        self.module, self.policy, self.state, self.packs = module, policy, ModuleState(module), packs
         self.batch_dims, self.out_dims = batch_dims, out_dims
         of_tensors = [entry for entry in described(inputs, batch_dims) if isinstance(entry[1], Tensor)]
         for path, tensor, dim in of_tensors:
@@ -77,12 +80,15 @@ class Call:
         self.slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self.skeletons = [self.skeleton] * len(sizes)
         if any(has_rows(leaf) and not isinstance(leaf, Tensor) for _, leaf in leaves(inputs)):  # arrays
-            self.skeletons = [without_tensors(take(inputs, rows, batch_dims)) for rows in self.slices]
+            ordered = inputs if packs is None else take(inputs, packs.order, batch_dims)
+            self.skeletons = [without_tensors(take(ordered, rows, batch_dims)) for rows in self.slices]
         self.devices = accelerators([*(leaf for _, leaf, _ in of_tensors), *self.state.parameters])
         self.conditions: dict[Any, Conditions] = {}
         """What each first pass started from, by what it ran."""
         self._next: Conditions | None = None
         """What the next first pass starts from, while that is to be remembered."""
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        """Of each output the shape of a row."""
         self.first_outputs: dict[int, list[Tensor]] | None = None
         """Of each micro-batch, for second passes to be compared with, where that is wanted: set to `{}`."""
         self.trained: list[Tensor] = []
@@ -100,10 +106,16 @@ class Call:
             differentiated: Whether backward may come, and recompute the others.
         """
         recomputed = max(len(self.slices) - keep, 0) if differentiated else 0
+        if self.packs is not None:
+            tensors = [
+                tensor if dim is None else tensor.index_select(dim, self.packs.order.to(tensor.device))
+                for tensor, dim in zip(tensors, self.dims, strict=True)
+            ]
         with self.buffers_moved_once():
             parts = [self.in_two_passes(range(recomputed), tensors)] if recomputed else []
             parts += [self.first_pass(tensors, index) for index in range(recomputed, len(self.slices))]
-            return parts[0] if len(parts) == 1 else concatenate(parts, self.out_dims)
+            outputs = parts[0] if len(parts) == 1 else concatenate(parts, self.out_dims)
+        return outputs if self.packs is None else take(outputs, self.packs.back, self.out_dims)
 
     def in_two_passes(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> Any:
         """The outputs of these micro-batches, whose activations backward recomputes."""
@@ -250,7 +262,8 @@ class Call:
 
     def inputs_of(self, pieces: Sequence[Tensor], index: int) -> Inputs:
         """The inputs of a micro-batch, from its tensors."""
-        return with_tensors(self.skeletons[index], pieces)
+        inputs = with_tensors(self.skeletons[index], pieces)
+        return inputs if self.packs is None else self.packs.trimmed(inputs, index)
 
     @contextlib.contextmanager
     def buffers_moved_once(self) -> Iterator[None]:
@@ -275,6 +288,14 @@ class Call:
                     f"{tuple(leaf.shape)} for {rows} rows, looked for in {where}. Return one value per row and reduce "
                     "over them outside, or name the dimension in `out_dims`."
                 )
+            if self.packs is not None and isinstance(leaf, Tensor) and dim is not None:
+                shape = (*leaf.shape[:dim], *leaf.shape[dim + 1 :])
+                if self._shapes.setdefault(path, shape) != shape:
+                    raise ValueError(
+                        "With `max_tokens` each micro-batch has columns of its own, so outputs must have none: pool "
+                        f"over tokens in the chunked module. Received: rows of output{path} of shapes "
+                        f"{self._shapes[path]} and {shape}."
+                    )
 
 
 _NO_GRADIENTS = ("ignore", re.compile("None of the inputs have requires_grad=True"), Warning, None, 0)

@@ -26,8 +26,27 @@ __all__ = [
     "generators_of",
     "gradients_kept",
     "leaves_besides",
+    "noted",
+    "proving",
     "same_values",
 ]
+
+_running: list[nn.Module] = []
+
+
+def proving() -> bool:
+    """Whether a proof is running."""
+    return bool(_running)
+
+
+@contextlib.contextmanager
+def noted(module: nn.Module) -> Iterator[None]:
+    """Around the proof of a module."""
+    _running.append(module)
+    try:
+        yield
+    finally:
+        _running.pop()
 
 
 class Watch(TorchFunctionMode):

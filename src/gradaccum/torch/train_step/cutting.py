@@ -11,7 +11,8 @@ from gradaccum.on_torch.memory import Gauge
 from gradaccum.sizes import FixedSize, GivenSizes, Piece, Rows, Sizers, Tokens
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.loss import Objective
-from gradaccum.torch.train_step.padding import Packing, packed_rows
+from gradaccum.torch.padding import packed_rows
+from gradaccum.torch.train_step.padding import Packing
 
 __all__ = ["Cutting"]
 

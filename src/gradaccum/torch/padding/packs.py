@@ -1,0 +1,64 @@
+"""The padded rows of one call, sorted by length and packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gradaccum.sizes import TokenBudget, Tokens
+from gradaccum.torch.padding.columns import Left, cut, extents, mask_of
+
+__all__ = ["Packs"]
+
+
+class Packs:
+    """How padded rows are packed into micro-batches of at most so many tokens.
+
+    Args:
+        tree: A batch with an attention mask.
+        budget: Padded tokens, and rows, of a micro-batch.
+        left: What happens to padding on the left.
+        sizes: Rows of the micro-batches, in order; None: as many as the budget allows.
+
+    Raises:
+        ValueError: There is no attention mask.
+
+    Example:
+        >>> lengths = torch.tensor([1, 3, 2, 3])
+        >>> packs = Packs({"attention_mask": torch.arange(4) < lengths[:, None]}, TokenBudget(6), "cut")
+        >>> packs.order, packs.sizes, packs.columns
+        (tensor([1, 3, 2, 0]), [2, 2], [(0, 3), (0, 2)])
+    """
+
+    def __init__(self, tree: Any, budget: TokenBudget, left: Left, sizes: Sequence[int] | None = None) -> None:
+        found = extents(tree)
+        self.left, self.width = left, mask_of(tree).shape[1]
+        self.padded = frozenset(
+            side
+            for side, is_padded in (
+                ("left", any(start > 0 for start, _ in found)),
+                ("right", any(stop < self.width for _, stop in found)),
+            )
+            if is_padded
+        )
+        """The sides on which there is padding."""
+        if left == "keep":
+            found = [(0, stop) for _, stop in found]
+        pieces = Tokens(budget, found, sizes).pieces
+        self.sizes = [piece.size for piece in pieces]
+        """Rows of each micro-batch."""
+        self.columns = [piece.columns or (0, self.width) for piece in pieces]
+        """Columns of each micro-batch."""
+        self.order = torch.tensor([row for piece in pieces for row in piece.rows])  # type: ignore[union-attr]  # lists
+        """The rows, as they come: the longest ones first."""
+        self.back = torch.empty_like(self.order)
+        """Where each row has come."""
+        self.back[self.order] = torch.arange(len(self.order))
+
+    def trimmed(self, tree: Any, index: int) -> Any:
+        """The rows of a micro-batch, with its columns alone."""
+        start, stop = self.columns[index]
+        numbered = self.left == "number" and start > 0
+        return cut(tree, self.sizes[index], self.width, start, stop, positions=numbered)
