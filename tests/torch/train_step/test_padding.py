@@ -138,7 +138,7 @@ def test_models_of_transformers_take_packed_batches(kind: str, side: str, first:
     step = assert_same_for_transformers(tiny(kind), data, compute_loss=output_loss, weight=count, max_tokens=24)
     if side == "left" and kind in ("bert", "gpt2"):  # they number the columns
         # A causal model predicts the first token from padding, and what it makes of that depends on all of it.
-        assert step.packing.left == ("keep" if first and kind == "gpt2" else "number")
+        assert step.cutting.packing.left == ("keep" if first and kind == "gpt2" else "number")
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
@@ -148,7 +148,7 @@ def test_padding_on_the_left_is_judged_where_it_comes_first(kind: str) -> None:
         batch["attention_mask"].fill_(1)
     count = valid if kind == "bert" else shifted
     step = assert_same_for_transformers(tiny(kind), data, compute_loss=output_loss, weight=count, max_tokens=24)
-    assert step.packing.left == {"bert": "number", "gpt2": "keep", "llama": "keep"}[kind]
+    assert step.cutting.packing.left == {"bert": "number", "gpt2": "keep", "llama": "keep"}[kind]
 
 
 def test_padding_that_stays_on_the_left_counts_in_the_budget() -> None:
@@ -162,7 +162,7 @@ def test_padding_that_stays_on_the_left_counts_in_the_budget() -> None:
     model = Numbered()
     data = [(text("left", seed),) for seed in range(2)]
     step = assert_same_updates(model, data, token_mean, compute_loss=token_mean, weight=valid, max_tokens=2 * COLUMNS)
-    assert step.packing.left == "keep"
+    assert step.cutting.packing.left == "keep"
     model.tokens.clear()
     step(*data[0])
     assert max(model.tokens) <= 2 * COLUMNS
