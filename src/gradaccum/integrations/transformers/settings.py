@@ -97,6 +97,9 @@ def _wrong(trainer: Any, micro_batches: MicroBatches) -> Iterator[str]:
             f"{name} makes one update per batch by itself. Received: optimizers=({type(optimizer).__name__}, ...), "
             "which accumulates, too. Give it the inner optimizer."
         )
+    if across := [kind for kind in getattr(trainer, "loss_types", ()) if str(kind).startswith("aot")]:
+        # With the policy still at its reference there is no difference yet that a proof could find.
+        yield f"loss_type={across[0]!r} sorts the log-ratios of the whole batch. Choose one that judges pair by pair."
     if getattr(trainer, "padding_free", False):
         yield (
             "padding_free=True (which packing=True brings along) makes one row of the whole batch, which can't be cut. "

@@ -1,0 +1,170 @@
+"""TRL's trainers become exact by one base class: tiny models from configs, nothing is downloaded."""
+
+import copy
+
+import datasets
+import peft
+import pytest
+import tokenizers
+import torch
+import transformers
+import trl
+
+from gradaccum import NotEquivalentError
+from gradaccum.integrations.transformers import MicroBatchTrainer
+from tests.reference import relative_error
+
+VOCABULARY = 64
+IN_FLOAT32 = 2e-6
+"""TRL computes log-probabilities in float32, whatever the parameters are."""
+
+
+class SFT(MicroBatchTrainer, trl.SFTTrainer):
+    pass
+
+
+class DPO(MicroBatchTrainer, trl.DPOTrainer):
+    pass
+
+
+class Reward(MicroBatchTrainer, trl.RewardTrainer):
+    pass
+
+
+def llama(cls=transformers.LlamaForCausalLM, **more):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return cls(transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes, **special, **more)).double()
+
+
+def tokenizer():
+    names = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, unk_token="<pad>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+def texts(*columns):
+    generator = torch.Generator().manual_seed(1)
+
+    def words(length):
+        return " " + " ".join(f"w{i}" for i in torch.randint(3, VOCABULARY, (length,), generator=generator).tolist())
+
+    lengths = torch.randint(2, 12, (14, len(columns)), generator=generator).tolist()
+    rows = [dict(zip(columns, map(words, row), strict=True)) for row in lengths]
+    return datasets.Dataset.from_list(rows)
+
+
+def train(cls, config, model, data, folder, micro=None, trainer=None, **more):
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False}
+    arguments = config(
+        str(folder), per_device_train_batch_size=8, num_train_epochs=1, save_strategy="no", logging_steps=1, bf16=False,
+        optim="sgd", learning_rate=0.1, seed=3, **quiet, **more,
+    )  # fmt: skip
+    run = cls(
+        model=copy.deepcopy(model), args=arguments, train_dataset=data, processing_class=tokenizer(), **(micro or {}),
+        **(trainer or {}),
+    )  # fmt: skip
+    run.remove_callback(transformers.PrinterCallback)
+    start = [p.detach().clone() for p in run.model.parameters() if p.requires_grad]
+    run.train()
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+    return run, [b.detach() - a for a, b in zip(start, trained, strict=True)]
+
+
+@pytest.fixture(autouse=True)
+def no_progress_bars():
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+
+
+def assert_same(classes, config, model, data, folder, micro, trainer=None, **more):
+    stock, expected = train(classes[1], config, model, data, folder, trainer=trainer and trainer(), **more)
+    found, actual = train(classes[0], config, model, data, folder, micro, trainer and trainer(), **more)
+    assert relative_error(actual, expected) <= IN_FLOAT32
+    pairs = list(zip(found.state.log_history, stock.state.log_history, strict=True))
+    for ours, theirs in pairs[:-1]:
+        assert ours["num_tokens"] == theirs["num_tokens"]  # each row once, whatever was proven
+        assert abs(ours["loss"] - theirs["loss"]) <= IN_FLOAT32
+    assert len(pairs) == 3
+    return found
+
+
+def test_lora_sft_by_tokens_makes_the_large_batchs_update(tmp_path):
+    def adapters():
+        return {"peft_config": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+
+    data = texts("prompt", "completion")
+    found = assert_same((SFT, trl.SFTTrainer), trl.SFTConfig, llama(), data, tmp_path, {"max_tokens": 60}, adapters)
+    assert isinstance(found.model, peft.PeftModel)
+
+
+@pytest.mark.parametrize("more", [{}, {"precompute_ref_log_probs": True}, {"loss_type": ["sigmoid", "ipo"]}], ids=str)
+def test_dpo_keeps_the_pairs_of_a_micro_batch_together(more, tmp_path):
+    data = texts("prompt", "chosen", "rejected")
+
+    def reference():
+        return {} if "precompute_ref_log_probs" in more else {"ref_model": llama()}
+
+    seen = []
+
+    class Watched(DPO):
+        def compute_loss(self, model, inputs, *arguments, **keywords):
+            if not self._step.proving:
+                seen.append(len(inputs["input_ids"]))
+            return super().compute_loss(model, inputs, *arguments, **keywords)
+
+    classes = Watched, trl.DPOTrainer
+    assert_same(classes, trl.DPOConfig, llama(), data, tmp_path, {"micro_batch_size": 3}, reference, **more)
+    assert seen == [6, 6, 4, 6, 6]  # 8 and 6 pairs
+
+
+@pytest.mark.parametrize("kind", ["aot", "aot_unpaired"])
+def test_dpo_across_the_batch_is_refused_by_name(kind, tmp_path):
+    data, trainer = texts("prompt", "chosen", "rejected"), {"ref_model": llama()}
+    with pytest.raises(ValueError, match=f"loss_type='{kind}' sorts the log-ratios of the whole batch"):
+        train(DPO, trl.DPOConfig, llama(), data, tmp_path, {"micro_batch_size": 3}, trainer, loss_type=kind)
+
+
+@pytest.mark.slow
+def test_dpo_with_two_denominators_is_refused(tmp_path):
+    data, trainer = texts("prompt", "chosen", "rejected"), {"ref_model": llama()}
+    with pytest.raises(NotEquivalentError, match=r"DPO\.compute_loss"):
+        train(
+            DPO, trl.DPOConfig, llama(), data, tmp_path, {"micro_batch_size": 3}, trainer, loss_type=["sigmoid", "sft"]
+        )
+
+
+def test_pairs_are_not_packed_by_tokens(tmp_path):
+    data, trainer = texts("prompt", "chosen", "rejected"), {"ref_model": llama()}
+    with pytest.raises(ValueError, match=r"`max_tokens` packs single rows, and here 2 rows belong together"):
+        train(DPO, trl.DPOConfig, llama(), data, tmp_path, {"max_tokens": 60}, trainer)
+
+
+def test_a_reward_model_is_exact(tmp_path):
+    model, data = (
+        llama(transformers.LlamaForSequenceClassification, num_labels=1),
+        texts("prompt", "chosen", "rejected"),
+    )
+    classes, micro = (Reward, trl.RewardTrainer), {"micro_batch_size": 3}
+    assert_same(classes, trl.RewardConfig, model, data, tmp_path, micro, center_rewards_coefficient=0.1)
+
+
+def test_a_batch_that_is_one_row_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"padding_free=True .* makes one row of the whole batch"):
+        train(
+            SFT,
+            trl.SFTConfig,
+            llama(),
+            texts("text"),
+            tmp_path,
+            {"micro_batch_size": 3},
+            padding_free=True,
+            max_length=None,
+        )
