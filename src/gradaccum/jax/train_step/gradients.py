@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from gradaccum.jax.train_step.accumulate import accumulated
+from gradaccum.jax.train_step.auto_size import AutoSize
 from gradaccum.jax.train_step.call import Call
 from gradaccum.jax.train_step.devices import data_axes, on_each_device
-from gradaccum.jax.train_step.options import Options, checked_options
+from gradaccum.jax.train_step.options import checked_options
 
 __all__ = ["grad", "value_and_grad"]
 
@@ -16,7 +17,7 @@ __all__ = ["grad", "value_and_grad"]
 def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
-    micro_batch_size: int,
+    micro_batch_size: int | str,
     argnums: int | tuple[int, ...] = 0,
     batch_argnums: int | tuple[int, ...] = 1,
     in_axes: Any = 0,
@@ -42,7 +43,8 @@ def value_and_grad(
         loss_fn: `loss_fn(params, batch, ...)` returns the mean loss over the batch's rows, a scalar; or
             `{name: (loss, weight)}`, means with a denominator each: then the loss that is returned is
             `{name: loss}`, and the gradients are those of their sum.
-        micro_batch_size: Rows that one forward and backward pass may hold.
+        micro_batch_size: Rows that one forward and backward pass may hold; or `"auto"`: the fastest of a few sizes that
+            are compiled and timed on zeros when a new shape is traced, of those that fit. A line in the log says which.
         argnums: Which arguments to differentiate, as for `jax.grad`. Gradients of a batch have its rows.
         batch_argnums: Which arguments are cut into micro-batches: pytrees of arrays.
         in_axes: The axis of their rows, as for `jax.vmap`: an int, or a pytree prefix of the batch (one for each, where
@@ -61,7 +63,8 @@ def value_and_grad(
             the one before has returned.
         accumulate_dtype: The floating-point dtype that gradients and losses are summed in; default: their own, and
             float32 for narrower ones. What is returned has the dtype of the parameters.
-        memory_limit: For `micro_batch_size="auto"`: bytes, or a string such as `"4GiB"`.
+        memory_limit: For `micro_batch_size="auto"`: bytes, or a string such as `"4GiB"`, that XLA may state for the
+            arguments, the results and all between, on a device. Default: what the device has free.
 
     Raises:
         TypeError, ValueError: An option, the batch or what `loss_fn` returns isn't as described; when the function is
@@ -100,8 +103,12 @@ def value_and_grad(
         memory_limit=memory_limit,
     )
 
+    auto = AutoSize(options.memory_limit, accumulated)
+
     def value_and_grad_of(*args: Any, **kwargs: Any) -> Any:
-        return _computed(options, args, kwargs)
+        call = Call(options, args, kwargs)
+        size = options.micro_batch_size
+        return _computed(call, auto.of(call) if isinstance(size, str) else size)
 
     return _named(value_and_grad_of, loss_fn)
 
@@ -109,7 +116,7 @@ def value_and_grad(
 def grad(
     loss_fn: Callable[..., Any],
     *,
-    micro_batch_size: int,
+    micro_batch_size: int | str,
     argnums: int | tuple[int, ...] = 0,
     batch_argnums: int | tuple[int, ...] = 1,
     in_axes: Any = 0,
@@ -143,10 +150,9 @@ def grad(
     return _named(grad_of, loss_fn)
 
 
-def _computed(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    call = Call(options, args, kwargs)
-    assert isinstance(options.micro_batch_size, int)
-    losses, state, aux, gradients = _on_its_devices(call, options.micro_batch_size)
+def _computed(call: Call, micro_batch_size: int) -> Any:
+    options = call.options
+    losses, state, aux, gradients = _on_its_devices(call, micro_batch_size)
     value = losses.get("", losses)
     if options.state_argnum is not None:
         value = (value, (state, aux) if options.has_aux else state)
