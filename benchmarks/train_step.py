@@ -67,6 +67,81 @@ def fixed(rounds: int) -> str:
     return table(["rows", "micro-batch", "TrainStep / by hand"], rows)
 
 
+def several(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, tuple[torch.Tensor, object]]:
+    """Cross-entropy over the targets that count, and a penalty over rows."""
+    outputs = model(x)
+    entropy = nn.functional.cross_entropy(outputs, y, ignore_index=0, reduction="sum")
+    counts = (y != 0).sum()
+    return {"ce": (entropy / counts, counts), "z": (1e-3 * outputs.logsumexp(-1).square().mean(), len(x))}
+
+
+def counts(x: torch.Tensor, y: torch.Tensor) -> dict[str, object]:
+    return {"ce": (y != 0).sum(), "z": len(x)}
+
+
+def alone(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: loss for name, (loss, _) in several(model, x, y).items()}
+
+
+def several_by_hand(batch: Batch, size: int, counted: bool) -> Callable[[], torch.Tensor]:
+    model = guide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def update() -> torch.Tensor:
+        optimizer.zero_grad()
+        parts = list(zip(batch[0].split(size), batch[1].split(size), strict=True))
+        if counted:
+            totals = {"ce": 0.0, "z": 0.0}
+            with torch.no_grad():
+                for x, y in parts:
+                    for name, (_, weight) in several(model, x, y).items():
+                        totals[name] += float(weight)  # type: ignore[arg-type]
+        else:
+            totals = {name: float(weight) for name, weight in counts(*batch).items()}  # type: ignore[arg-type]
+        total = torch.zeros(())
+        for x, y in parts:
+            terms = several(model, x, y).items()
+            loss = sum(loss * (float(weight) / totals[name]) for name, (loss, weight) in terms)  # type: ignore[arg-type]
+            loss.backward()  # type: ignore[union-attr]
+            total += loss.detach()  # type: ignore[union-attr]
+        optimizer.step()
+        return total
+
+    return update
+
+
+def several_by_step(batch: Batch, size: int, counted: bool) -> Callable[[], object]:
+    model = guide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    if counted:
+        step = TrainStep(model, optimizer, compute_loss=several, micro_batch_size=size)
+    else:
+        step = TrainStep(model, optimizer, compute_loss=alone, weight=counts, micro_batch_size=size)
+    return lambda: step(*batch)
+
+
+def terms(rounds: int) -> str:
+    rows = []
+    for total, size in ((64, 16), (256, 16), (256, 64), (1024, 256)):
+        batch = batch_of(total)
+        contenders = {
+            f"{who}, {how}": make(batch, size, how == "counted")
+            for how in ("told", "counted")
+            for who, make in (("by hand", several_by_hand), ("TrainStep", several_by_step))
+        }
+        found = ratios(contenders, "by hand, told", rounds)
+        counted = found["TrainStep, counted"]
+        rows.append([total, size, found["TrainStep, told"], counted / found["by hand, counted"], counted])
+    head = [
+        "rows",
+        "micro-batch",
+        "told: TrainStep / by hand",
+        "counted: TrainStep / by hand",
+        "counted / told by hand",
+    ]
+    return table(head, rows)
+
+
 def searched(rounds: int) -> str:
     rows = []
     for name, make, total in (("small CNN", cnn, 1024), ("the guide's", guide, 8192)):
@@ -111,6 +186,11 @@ def main() -> None:
 rounds on {torch.get_num_threads()} threads. Both loops return the large batch's loss.
 
 {fixed(20 * rounds)}
+
+Two losses with a denominator each: told by the batch beforehand (`weight=`), or counted by forward passes without
+gradients. The loop by hand makes the same passes; the last column is what counting costs.
+
+{terms(5 * rounds)}
 
 `micro_batch_size="auto"`, once settled, against the best of all powers of two (median of {rounds} rounds):
 

@@ -152,6 +152,7 @@ class Batch:
         tree: Tensors nested in containers.
         batch_dims: Where their rows are.
         rows: How many there are, where that is known already.
+        groups: Of each row the id of its group, where rows belong together; those of a group lie one behind the other.
 
     Example:
         >>> batch = Batch((torch.arange(6), "shared"))
@@ -159,9 +160,16 @@ class Batch:
         (6, (tensor([2, 3]), 'shared'))
     """
 
-    def __init__(self, tree: Any, batch_dims: BatchDims = 0, rows: int | None = None) -> None:
+    def __init__(
+        self,
+        tree: Any,
+        batch_dims: BatchDims = 0,
+        rows: int | None = None,
+        groups: torch.Tensor | None = None,
+    ) -> None:
         self.tree = tree
         self.batch_dims = batch_dims
+        self.groups = groups
         if rows is not None:
             self.rows = rows
 
@@ -212,7 +220,7 @@ class Batch:
         if isinstance(rows, slice):
             taken = (rows.stop if rows.stop < self.rows else self.rows) - rows.start
             if self.flat:
-                return Batch(tuple([leaf[rows] for leaf in self.tree]), self.batch_dims, taken)
+                return Batch(tuple([leaf[rows] for leaf in self.tree]), self.batch_dims, taken, self._groups_of(rows))
         else:
             taken = len(rows)
         dims = iter(self.described)
@@ -227,7 +235,18 @@ class Batch:
                 return leaf.take(rows.tolist(), axis=dim)
             return leaf.index_select(dim, rows.to(leaf.device))
 
-        return Batch(map_leaves(pick, self.tree), self.batch_dims, taken)
+        return Batch(map_leaves(pick, self.tree), self.batch_dims, taken, self._groups_of(rows))
+
+    def _groups_of(self, rows: slice | torch.Tensor) -> torch.Tensor | None:
+        return None if self.groups is None else self.groups[rows if isinstance(rows, slice) else rows.cpu()]
+
+    def units(self) -> list[torch.Tensor]:
+        """The rows that stay together: each by itself, or those of each group."""
+        order = torch.arange(self.rows)
+        if self.groups is None:
+            return list(order.split(1))
+        _, sizes = self.groups.unique_consecutive(return_counts=True)
+        return list(order.split(sizes.tolist()))
 
     def map(self, function: Callable[[Any], Any]) -> Batch:
         """The batch with `function(leaf)` in place of each leaf: as many rows, in the same dimensions."""

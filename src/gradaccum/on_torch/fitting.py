@@ -84,8 +84,9 @@ class Fitting:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            if piece.size == 1:
-                raise nothing_fits(error) from error
+            alone = plan.indivisible(piece)
+            if alone is not None:
+                raise nothing_fits(error, alone) from error
         # Only here, out of reach of the error's frames, is its memory free.
         self._gauge.release()
         arrived = self._transaction.arrived()

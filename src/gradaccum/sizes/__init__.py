@@ -2,6 +2,7 @@
 
 from gradaccum.sizes.by_shape import Sizers
 from gradaccum.sizes.even import FixedSize, even_sizes
+from gradaccum.sizes.groups import Groups
 from gradaccum.sizes.host_memory import container_limits, free_host_memory, parse_bytes, process_memory
 from gradaccum.sizes.pieces import GivenSizes, Piece, Rows, TokenBudget, Tokens
 from gradaccum.sizes.search import MARGIN, MemoryLine
@@ -10,6 +11,7 @@ __all__ = [
     "MARGIN",
     "FixedSize",
     "GivenSizes",
+    "Groups",
     "MemoryLine",
     "Piece",
     "Rows",

@@ -106,6 +106,7 @@ class Sizers:
             sizer: Sizer
             if isinstance(self.micro_batch_size, int):
                 sizer = FixedSize(min(found["size"], self.micro_batch_size))
+                sizer.ceiling = sizer.size if sizer.size < self.micro_batch_size else None  # it ran out of memory
             elif found["settled"]:
                 sizer = SizeSearch(found["size"], self._limit(), self.minimum)
                 sizer.settled = True

@@ -81,7 +81,10 @@ class FixedSize:
 
 
 def packed(
-    extents: Sequence[tuple[int, int]], max_tokens: int, max_rows: int | None = None
+    extents: Sequence[tuple[int, int]],
+    max_tokens: int,
+    max_rows: int | None = None,
+    units: Sequence[list[int]] | None = None,
 ) -> list[tuple[list[int], int, int]]:
     """Rows of different lengths, sorted and packed into micro-batches of at most `max_tokens` padded tokens.
 
@@ -89,6 +92,7 @@ def packed(
         extents: For each row, the column of its first token and the column after its last.
         max_tokens: Rows times columns that a micro-batch may have. A row longer than that goes alone.
         max_rows: Rows that a micro-batch may have, or None.
+        units: Lists of rows that stay together; None: each row by itself. A unit that is too large goes alone.
 
     Returns:
         For each micro-batch its rows and the columns, from and up to, that they need. The longest rows come first, so
@@ -98,18 +102,20 @@ def packed(
         >>> packed([(0, 3), (0, 9), (0, 4), (0, 4)], max_tokens=12)
         [([1], 0, 9), ([2, 3, 0], 0, 4)]
     """
-    order = sorted(range(len(extents)), key=lambda row: (extents[row][0] - extents[row][1], row))
+    ends = [
+        (min(extents[row][0] for row in unit), max(max(extents[row][1], extents[row][0] + 1) for row in unit), unit)
+        for unit in (units if units is not None else [[row] for row in range(len(extents))])
+    ]
     packs: list[tuple[list[int], int, int]] = []
     rows: list[int] = []
     start = stop = 0
-    for row in order:
-        first, last = extents[row][0], max(extents[row][1], extents[row][0] + 1)
-        columns = max(stop, last) - min(start, first)
-        if rows and (len(rows) + 1) * columns <= max_tokens and (max_rows is None or len(rows) < max_rows):
+    for first, last, unit in sorted(ends, key=lambda end: (end[0] - end[1], end[2][0])):
+        count, columns = len(rows) + len(unit), max(stop, last) - min(start, first)
+        if rows and count * columns <= max_tokens and (max_rows is None or count <= max_rows):
             start, stop = min(start, first), max(stop, last)
-            rows.append(row)
+            rows = rows + unit
         else:
             if rows:
                 packs.append((rows, start, stop))
-            rows, start, stop = [row], first, last
+            rows, start, stop = unit, first, last
     return [*packs, (rows, start, stop)] if rows else []

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from gradaccum.schedule import checked_count
 from gradaccum.sizes.even import FixedSize, even_sizes, packed
+from gradaccum.sizes.groups import Groups
 from gradaccum.sizes.search import SizeSearch
 
 __all__ = ["GivenSizes", "Piece", "Rows", "Sizer", "TokenBudget", "Tokens"]
@@ -50,12 +51,49 @@ class Piece(NamedTuple):
         return pieces
 
 
-class Rows:
-    """A batch cut by rows."""
+def _split(piece: Piece, size: int, groups: Groups | None) -> list[Piece]:
+    """The piece in smaller ones: of whole groups, where rows belong together."""
+    if groups is None:
+        return piece.split(size)
+    together = isinstance(piece.rows, slice)
+    rows = range(piece.rows.start, piece.rows.stop) if isinstance(piece.rows, slice) else piece.rows
+    parts = groups.cut(rows, size)
+    return [Piece(slice(part[0], part[-1] + 1) if together else part, piece.columns) for part in parts]
 
-    def __init__(self, sizer: Sizer, rows: int) -> None:
+
+def _indivisible(piece: Piece, groups: Groups | None) -> str | None:
+    """What to call a piece that cannot be split; None where it can."""
+    if groups is None or piece.size == 1:
+        return "one row" if piece.size == 1 else None
+    ends = [piece.rows.start, piece.rows.stop - 1] if isinstance(piece.rows, slice) else piece.rows
+    group = groups.alone(ends)
+    return None if group is None else f"{groups.described(group)}, whose rows stay together"
+
+
+class Rows:
+    """A batch cut by rows.
+
+    Args:
+        sizer: How many a micro-batch has.
+        rows: Those of the batch.
+        groups: Which of them stay together.
+
+    Raises:
+        ValueError: A group has more rows than a micro-batch may have.
+    """
+
+    def __init__(self, sizer: Sizer, rows: int, groups: Groups | None = None) -> None:
         self.sizer = sizer
         self.rows = rows
+        self.groups = groups
+        self._wanted: dict[int, int] = {}
+        if groups is not None and rows and isinstance(sizer, FixedSize) and sizer.ceiling is None:
+            group, _, size = groups.largest
+            if size > sizer.size:
+                raise ValueError(
+                    f"A group does not fit into a micro-batch: {groups.described(group)} in micro_batch_size="
+                    f"{sizer.size}. Its rows stay together, so give a `micro_batch_size` of {size} or more."
+                )
 
     @property
     def measuring(self) -> bool:
@@ -63,6 +101,9 @@ class Rows:
         return not self.sizer.settled
 
     def __iter__(self) -> Iterator[Piece]:
+        if self.groups is not None:
+            yield from self._in_groups(self.groups)
+            return
         start, size = 0, self.sizer.size
         if self.sizer.settled and self.rows:
             for piece in _even(self.rows, size):
@@ -75,9 +116,25 @@ class Rows:
             yield Piece(slice(start, start + size))
             start += size
 
+    def _in_groups(self, groups: Groups) -> Iterator[Piece]:
+        start = 0
+        while start < self.rows:
+            wanted = self.sizer.next_size(self.rows - start)
+            stop = groups.stop(start, wanted, max(wanted, self.sizer.size) if self.sizer.settled else wanted)
+            self._wanted[start] = wanted
+            yield Piece(slice(start, stop))
+            start = stop
+
     def record(self, piece: Piece, seconds: float, base: float, peak: float) -> None:
         """A micro-batch took so long, and so many bytes at its peak over `base` before it."""
-        self.sizer.record(piece.size, seconds, base, peak)
+        assert isinstance(piece.rows, slice)
+        wanted = self._wanted.get(piece.rows.start, piece.size)  # whole groups are a few rows more, or less
+        part = wanted / piece.size
+        self.sizer.record(wanted, seconds * part, base, base + (peak - base) * part)
+
+    def indivisible(self, piece: Piece) -> str | None:
+        """What to call a piece that cannot be split; None where it can."""
+        return _indivisible(piece, self.groups)
 
     @property
     def lowered(self) -> bool:
@@ -91,7 +148,7 @@ class Rows:
     def failed(self, piece: Piece) -> list[Piece]:
         """This piece ran out of memory; returns smaller ones."""
         self.sizer.failed(piece.size)
-        return piece.split(min(self.sizer.size, piece.size - 1))
+        return _split(piece, min(self.sizer.size, piece.size - 1), self.groups)
 
     def refused(self) -> bool:
         """One row alone can't be evaluated: two are the fewest from here on. Returns whether that is news."""
@@ -101,7 +158,8 @@ class Rows:
     def fitting(self, piece: Piece) -> list[Piece]:
         """The piece, or smaller ones where a smaller size has failed meanwhile."""
         ceiling = self.sizer.ceiling or piece.size
-        return piece.split(piece.size if piece.size <= ceiling else min(self.sizer.size, ceiling))
+        size = piece.size if piece.size <= ceiling else min(self.sizer.size, ceiling)
+        return _split(piece, size, self.groups)
 
 
 class GivenSizes(Rows):
@@ -112,8 +170,8 @@ class GivenSizes(Rows):
         [slice(0, 3, None), slice(3, 4, None)]
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        super().__init__(FixedSize(max(sizes)), sum(sizes))
+    def __init__(self, sizes: Sequence[int], groups: Groups | None = None) -> None:
+        super().__init__(FixedSize(max(sizes)), sum(sizes), groups)
         self.sizes = sizes
 
     def __iter__(self) -> Iterator[Piece]:
@@ -145,18 +203,52 @@ class Tokens:
         budget: How many.
         extents: Of each row the column where its tokens begin, and the one after the last.
         sizes: Rows of the micro-batches, in order; None: as many as the budget allows.
+        groups: Which rows stay together.
+
+    Raises:
+        ValueError: A group has more padded tokens than a micro-batch may have.
     """
 
     measuring = False
 
-    def __init__(self, budget: TokenBudget, extents: list[tuple[int, int]], sizes: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        budget: TokenBudget,
+        extents: list[tuple[int, int]],
+        sizes: Sequence[int] | None = None,
+        groups: Groups | None = None,
+    ) -> None:
         self.budget = budget
-        packs = packed(extents, budget.max_tokens, budget.max_rows)
+        self.groups = groups
+        units = None if groups is None else [list(range(start, start + size)) for _, start, size in groups.runs]
+        packs = packed(extents, budget.max_tokens, budget.max_rows, units)
+        if groups is not None and sizes is None and not budget.lowered:
+            self._check(groups, packs)
         if sizes is not None:
-            order = iter([row for rows, _, _ in packs for row in rows])
-            cut = [list(itertools.islice(order, size)) for size in sizes]
+            order = [row for rows, _, _ in packs for row in rows]
+            if groups is None:
+                each = iter(order)
+                cut = [list(itertools.islice(each, size)) for size in sizes]
+            else:
+                cut = groups.cut(order, max(sizes))
             packs = [(rows, min(extents[r][0] for r in rows), max(extents[r][1] for r in rows)) for rows in cut]
         self.pieces = [Piece(rows, (start, stop)) for rows, start, stop in packs]
+
+    def _check(self, groups: Groups, packs: Sequence[tuple[list[int], int, int]]) -> None:
+        most, budget = self.budget.max_rows, self.budget.max_tokens
+        for rows, start, stop in packs:
+            tokens = len(rows) * (stop - start)
+            if len(rows) > 1 and (tokens > budget or (most is not None and len(rows) > most)):
+                raise ValueError(
+                    f"A group does not fit into a micro-batch: {groups.described(groups.ids[rows[0]])} of up to "
+                    f"{stop - start} columns, {tokens} padded tokens, in max_tokens={budget}"
+                    + (f", micro_batch_size={most}" if most is not None else "")
+                    + ". Its rows stay together, so allow for more."
+                )
+
+    def indivisible(self, piece: Piece) -> str | None:
+        """What to call a piece that cannot be split; None where it can."""
+        return _indivisible(piece, self.groups)
 
     def __iter__(self) -> Iterator[Piece]:
         for piece in self.pieces:
@@ -178,7 +270,7 @@ class Tokens:
         """This piece ran out of memory; returns smaller ones."""
         self.budget.lowered = True
         self.budget.max_tokens = max(min(self.budget.max_tokens, piece.tokens // 2), 1)
-        return piece.split(-(-piece.size // 2))
+        return _split(piece, -(-piece.size // 2), self.groups)
 
     def refused(self) -> bool:
         """One row alone can't be evaluated, which is no news for other rows."""
@@ -188,4 +280,4 @@ class Tokens:
         """The piece, or smaller ones where the budget has been lowered since it was packed."""
         if piece.tokens <= self.budget.max_tokens:
             return [piece]
-        return piece.split(max(self.budget.max_tokens * piece.size // piece.tokens, 1))
+        return _split(piece, max(self.budget.max_tokens * piece.size // piece.tokens, 1), self.groups)

@@ -16,7 +16,7 @@ from gradaccum.schedule import checked_count
 from gradaccum.torch.batch_norm import BatchNormChoice, checked_batch_norm
 from gradaccum.torch.equivalence import certify
 from gradaccum.torch.loss import Objective
-from gradaccum.torch.train_step import TrainStep
+from gradaccum.torch.train_step import GroupsChoice, TrainStep, check_exact, checked_groups, with_groups
 
 __all__ = ["check_equivalence"]
 
@@ -37,6 +37,7 @@ def check_equivalence(
     weight: Callable[..., Any] | None = None,
     reduction: str = "mean",
     batch_dims: BatchDims = 0,
+    groups: GroupsChoice = None,
     batch_norm: str = "warn",
     device: torch.device | str = "cpu",
     tolerance: float = IN_FLOAT64,
@@ -60,6 +61,7 @@ def check_equivalence(
         weight: As for `TrainStep`.
         reduction: As for `TrainStep`.
         batch_dims: As for `TrainStep`.
+        groups: As for `TrainStep`.
         batch_norm: As for `TrainStep`: `"exact"` and `"pooled"` have it run the micro-batches, and replace noise by
             its mean; `"frozen"` freezes the large batch's BatchNorm as well.
         device: Where to compute, such as `"cuda"`.
@@ -95,9 +97,12 @@ def check_equivalence(
         batch_dims=batch_dims,
     )
     checked_count(1 if micro_batch_size in (None, "auto") else micro_batch_size, "micro_batch_size")
+    if groups is not None:
+        check_exact(checked_batch_norm(batch_norm), False, None, groups)
+    large = objective.batch(batch)
     return certify(
         objective,
-        objective.batch(batch),
+        large if groups is None else with_groups(large, checked_groups(groups)),
         _accumulate,
         device=torch.device(device),
         tolerance=tolerance,
@@ -117,6 +122,7 @@ def _accumulate(objective: Objective, batch: Batch, sizes: Sequence[int], batch_
         weight=objective.weight,
         reduction=objective.reduction,
         batch_dims=objective.batch_dims,
+        groups=batch.groups,
         batch_norm=batch_norm,
         verify=False,
     )

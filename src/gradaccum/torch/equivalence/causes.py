@@ -351,13 +351,16 @@ def suspicion(roots: Mapping[str, nn.Module], wrong: Sequence[Difference]) -> Ca
 
 
 def _splits(trial: Trial) -> list[tuple[Tensor, Tensor]]:
-    """Two ways to cut the rows in two, of unequal sizes."""
-    cuts = sorted({max(1, trial.rows // 3), max(1, trial.rows - trial.rows // 4 - 1)})
+    """Two ways to cut the rows in two, of unequal sizes, none of them through rows that belong together."""
+    units = trial.batch.units()
+    count = len(units)
+    cuts = sorted({max(1, count // 3), max(1, count - count // 4 - 1)})
     generator = torch.Generator().manual_seed(1)
     splits = []
     for cut in cuts if len(cuts) > 1 else cuts * 2:
-        order = torch.randperm(trial.rows, generator=generator)
-        splits.append((order[:cut].sort().values, order[cut:].sort().values))
+        order = torch.randperm(count, generator=generator).tolist()
+        first, second = (torch.cat([units[place] for place in sorted(part)]) for part in (order[:cut], order[cut:]))
+        splits.append((first, second))
     return splits
 
 

@@ -14,7 +14,7 @@ from gradaccum.equivalence import Cause, Difference, Equivalence
 from gradaccum.on_torch import random_state
 from gradaccum.on_torch.batch import Batch
 from gradaccum.rounding import IN_FLOAT64, rounding
-from gradaccum.sizes import even_sizes
+from gradaccum.sizes import Groups, even_sizes
 from gradaccum.torch.batch_norm import BatchNormChoice
 from gradaccum.torch.equivalence.causes import find_causes, hook_cause, input_cause, nondeterminism_cause
 from gradaccum.torch.equivalence.outcome import Outcome, largest
@@ -53,6 +53,8 @@ def certify(
         return Equivalence((), tolerance, (cause,), device=str(device))
     if batch.rows < 2:
         raise ValueError(f"The batch must have at least 2 rows, to be split. Received: {batch.rows}.")
+    if len(batch.units()) < 2:
+        raise ValueError(f"The batch must have at least 2 groups, to be split. Received: one, of {batch.rows} rows.")
     generators = random_state.all_generators(random_state.every_device())
     kept = _gradients_kept(objective.model, objective.loss_fn, objective.compute_loss)
     with torch.inference_mode(False), random_state.kept(generators), kept:
@@ -78,7 +80,7 @@ class _Certificate:
         self.how: dict[str, Any] = {"accumulate": accumulate, "device": device, "batch_norm": batch_norm}
         self.notes: list[str] = []
         self.rows = batch.rows
-        self.partitions = _partitions(self.rows, size)
+        self.partitions = _partitions(batch, size)
         self.trial, self.large = self._trial()
         if not self.large.loss.isfinite().all():
             raise ValueError(f"The large batch's own loss is {self.large.loss.item()}: there is nothing to compare.")
@@ -133,9 +135,8 @@ class _Certificate:
         worst: dict[tuple[str, str], Difference] = {}
         failing: list[tuple[float, Sequence[Tensor]]] = []
         # Rows drawn with replacement, so that what ranks or counts rows is put to a second test.
-        drawn = torch.randint(self.rows, (self.rows,), generator=torch.Generator().manual_seed(2))
-        second = self.trial.batch.take(drawn)
-        trials = [(partition, None) for partition in self.partitions] + [(self.partitions[-1], second)]
+        second = _drawn(self.trial.batch)
+        trials = [(partition, None) for partition in self.partitions] + [(_partitions(second, None)[-1], second)]
         for partition, batch in trials:
             try:
                 large = self.large if batch is None else self.trial.large(batch)
@@ -157,7 +158,8 @@ class _Certificate:
                     worst[key] = difference
             error = max(difference.error for difference in differences)
             if not error <= self.tolerance:
-                failing.append((error, partition))
+                known = batch is None or batch.groups is None  # else it may cut the groups of the batch itself
+                failing.append((error, partition if known else self.partitions[-1]))
         failing.sort(key=lambda entry: -entry[0])
         return list(worst.values()), [partition for _, partition in failing]
 
@@ -242,7 +244,34 @@ class _Certificate:
         return limits
 
 
-def _partitions(rows: int, size: int | None) -> list[list[Tensor]]:
+def _drawn(batch: Batch) -> Batch:
+    """As many rows, or groups of rows, drawn from the batch with replacement."""
+    units = batch.units()
+    drawn = torch.randint(len(units), (len(units),), generator=torch.Generator().manual_seed(2)).tolist()
+    while sum(len(units[place]) for place in drawn) > batch.rows:
+        drawn.pop()
+    second = batch.take(torch.cat([units[place] for place in drawn]))
+    if batch.groups is not None:  # one that was drawn twice is two
+        sizes = torch.tensor([len(units[place]) for place in drawn])
+        second.groups = torch.arange(len(drawn)).repeat_interleave(sizes)
+    return second
+
+
+def _partitions(batch: Batch, size: int | None) -> list[list[Tensor]]:
+    """Ways to cut the rows, none of them through rows that belong together."""
+    if batch.groups is None:
+        return _partitions_of(batch.rows, size)
+    units, groups = batch.units(), Groups(batch.groups.tolist())
+    partitions = [
+        [torch.cat([units[place] for place in part.tolist()]) for part in partition]
+        for partition in _partitions_of(len(units), None)
+    ]
+    if size is not None and size < batch.rows:
+        partitions.insert(0, [torch.tensor(part) for part in groups.cut(range(batch.rows), size)])
+    return partitions
+
+
+def _partitions_of(rows: int, size: int | None) -> list[list[Tensor]]:
     """Ways to cut the rows: as TrainStep would, ragged in order, ragged and shuffled, small pieces."""
     generator = torch.Generator().manual_seed(0)
     in_order, shuffled = torch.arange(rows), torch.randperm(rows, generator=generator)

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from gradaccum.on_torch.batch import Batch
 
-__all__ = ["ENOUGH", "Kinds", "telling_rows"]
+__all__ = ["ENOUGH", "GROUPS", "Kinds", "splits", "telling_rows"]
 
 
 ENOUGH = 8
 """Rows from which on more of them say nothing new."""
+GROUPS = 3
+"""Groups of rows that are looked at, at least."""
 SMALL = 1 << 16
 """Numbers in a tensor up to which a look at each of them takes no time beside an update."""
 
@@ -115,8 +117,30 @@ def _in_the_models(modes: list[bool]) -> Iterator[tuple[bool, int, bool]]:
 def telling_rows(batch: Batch, most: int) -> Tensor:
     """Up to so many rows that contain what varies, sorted by how much in them counts: the most padded ones first.
 
-    Half of them are those in which the least counts, half those in which the most does.
+    Half of them are those in which the least counts, half those in which the most does. Where rows belong together,
+    whole groups of such rows, three at least: more rows, if these are large.
     """
+    if batch.groups is not None:
+        return _telling_groups(batch, _telling_rows(batch, most), most)
+    return _telling_rows(batch, most)
+
+
+def _telling_groups(batch: Batch, rows: Tensor, most: int) -> Tensor:
+    """The groups of these rows, from both ends; as many as have so many rows together, and three at least."""
+    units = batch.units()
+    group_of = torch.cat([torch.full((len(unit),), place) for place, unit in enumerate(units)])
+    places = group_of[rows].tolist()
+    ends = [places[place // 2] if place % 2 == 0 else places[-1 - place // 2] for place in range(len(places))]
+    picked: list[int] = []
+    for place in dict.fromkeys([*ends, *range(len(units))]):
+        if len(picked) >= GROUPS and sum(len(units[known]) for known in (*picked, place)) > most:
+            break
+        picked.append(place)
+    ranks = {place: rank for rank, place in reversed([*enumerate(places)])}
+    return torch.cat([units[place] for place in sorted(picked, key=lambda place: ranks.get(place, len(places)))])
+
+
+def _telling_rows(batch: Batch, most: int) -> Tensor:
     scores = torch.zeros(batch.rows, dtype=torch.float64)
     for _, leaf, dim in batch.leaves:
         values = torch.as_tensor(leaf).detach().movedim(dim, 0)
@@ -139,6 +163,28 @@ def telling_rows(batch: Batch, most: int) -> Tensor:
         if len(others) and not (values[picked] != values[picked[0]]).any():
             picked[next(places)] = others[0]
     return picked[scores[picked].argsort(stable=True)]
+
+
+def splits(few: Batch) -> list[tuple[Tensor, list[int]]]:
+    """Ways to cut sorted rows, those that belong together as one: an order of the rows, and sizes."""
+    units, found = few.units(), []
+    for order, counts in _splits_of(len(units)):
+        ordered = [units[place] for place in order.tolist()]
+        sizes = iter([len(unit) for unit in ordered])
+        found.append((torch.cat(ordered), [sum(itertools.islice(sizes, count)) for count in counts]))
+    return found
+
+
+def _splits_of(rows: int) -> list[tuple[Tensor, list[int]]]:
+    """Two ways to cut sorted rows: the extremes apart, and mixed; parts of unequal sizes, of two rows or more."""
+    order = torch.arange(rows)
+    if rows < 4:
+        return [(order, [1, rows - 1]), (order.flip(0), [1, rows - 1])][: rows - 1]
+    first = max(2, rows // 3)
+    mixed = torch.cat([order[::3], order[1::3], order[2::3]])
+    if rows < 6:
+        return [(order, [first, rows - first]), (mixed, [rows - 2, 2])]
+    return [(order, [first, rows - first]), (mixed, [rows - first - 2, 2, first])]
 
 
 def _ways_to_vary(batch: Batch) -> Iterator[Callable[[], Tensor]]:

@@ -102,7 +102,8 @@ def loss_cause(trial: Trial, splits: Sequence[tuple[Tensor, Tensor]], outputs: O
         "loss",
         "The loss is not additive over rows: no weights make the parts add up to the large batch's. It looks across "
         "the batch (contrastive, Dice, a batch mean or variance), or it is not linear in its mean. Use "
-        "gradaccum.torch.chunked around the model, which gives the large batch's gradient for any loss.",
+        "gradaccum.torch.chunked around the model, which gives the large batch's gradient for any loss. Where only a "
+        "few rows belong together, as pairs do, groups= keeps them together.",
     )
 
 

@@ -21,7 +21,7 @@ from gradaccum.rounding import rounding
 from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms
 from gradaccum.torch.equivalence.causes import suspicion, unusual_batch_norms
 from gradaccum.torch.equivalence.certificate import certify
-from gradaccum.torch.equivalence.kinds import ENOUGH, Kinds, telling_rows
+from gradaccum.torch.equivalence.kinds import ENOUGH, GROUPS, Kinds, splits, telling_rows
 from gradaccum.torch.equivalence.outcome import ModuleState, Outcome, left_as_found
 from gradaccum.torch.equivalence.row_randomness import Replay
 from gradaccum.torch.loss import Objective
@@ -95,7 +95,7 @@ class Proof:
         """
         self._batches += 1
         self._untold = ""
-        if batch.rows < 2 or self._attempts >= ATTEMPTS:
+        if batch.rows < 2 or self._attempts >= ATTEMPTS or (batch.groups is not None and len(batch.units()) < 2):
             return False
         self._repeated = not self._kinds.new(batch, modes)
         return not self._repeated or self._batches & (self._batches - 1) == 0 or self._batches % OFTEN == 0
@@ -147,7 +147,7 @@ class Proof:
                     wrong = comparison.beyond_rounding(differences or [])
                 break
             except Exception as error:
-                if not is_out_of_memory(error) or few.rows <= 2:
+                if not is_out_of_memory(error) or len(few.units()) <= (2 if few.groups is None else GROUPS):
                     self._could_not(few.rows, error)
                     return False
             most = max(few.rows // 2, 2)
@@ -236,7 +236,7 @@ class _Comparison:
 
     def __init__(self, proof: Proof, few: Batch, parameters: dict[str, Tensor], state: ModuleState) -> None:
         self._proof, self._few, self._parameters, self._state = proof, few, parameters, state
-        self.splits = _splits(few.rows)
+        self.splits = splits(few)
         self._replay = Replay(few.rows, neutral=proof._exact)
         self._error: Exception | None = None
 
@@ -342,21 +342,6 @@ class _Watched(Batch):
         """As `Batch.take`."""
         self.taken(torch.arange(self.rows)[rows] if isinstance(rows, slice) else rows.cpu())
         return super().take(rows)
-
-
-# How they are cut.
-
-
-def _splits(rows: int) -> list[tuple[Tensor, list[int]]]:
-    """Two ways to cut sorted rows: the extremes apart, and mixed; parts of unequal sizes, of two rows or more."""
-    order = torch.arange(rows)
-    if rows < 4:
-        return [(order, [1, rows - 1]), (order.flip(0), [1, rows - 1])][: rows - 1]
-    first = max(2, rows // 3)
-    mixed = torch.cat([order[::3], order[1::3], order[2::3]])
-    if rows < 6:
-        return [(order, [first, rows - first]), (mixed, [rows - 2, 2])]
-    return [(order, [first, rows - first]), (mixed, [rows - first - 2, 2, first])]
 
 
 # What is left as it is meanwhile, and what it is called.

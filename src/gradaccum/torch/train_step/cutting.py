@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import Gauge
-from gradaccum.sizes import FixedSize, GivenSizes, Piece, Rows, Sizers, Tokens
+from gradaccum.schedule import checked_count
+from gradaccum.sizes import FixedSize, GivenSizes, Groups, Piece, Rows, Sizers, Tokens, even_sizes
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.padding import packed_rows
 from gradaccum.torch.train_step.padding import Packing
 
-__all__ = ["Cutting"]
+__all__ = ["Cutting", "GroupsChoice", "checked_groups", "with_groups"]
+
+GroupsChoice = int | Tensor | Sequence[int] | Callable[..., Any] | None
+"""Rows that stay together: so many in a row, the rows' group ids, or `groups(*batch) -> ids`."""
 
 ROWS = 16
 """Rows of a forward pass without gradients while the size of micro-batches is still searched for."""
@@ -28,15 +34,50 @@ class Cutting:
         gauge: What memory there is.
         micro_batch_size: Rows, or `"auto"`.
         max_tokens: Padded tokens of a micro-batch, or None.
+        groups: Rows that stay together: so many in a row, ids, or a callable that returns ids.
         judge: Whether to try out if padding can be cut off.
+
+    Raises:
+        TypeError: `groups` is none of these.
     """
 
     def __init__(
-        self, objective: Objective, gauge: Gauge, micro_batch_size: int | str, max_tokens: int | None, *, judge: bool
+        self,
+        objective: Objective,
+        gauge: Gauge,
+        micro_batch_size: int | str,
+        max_tokens: int | None,
+        *,
+        groups: GroupsChoice = None,
+        judge: bool,
     ) -> None:
-        model = objective.model
-        self.sizers = Sizers(micro_batch_size, gauge.limit, minimum=2 if batch_norms(model) else 1)
+        self._least = 2 if batch_norms(objective.model) else 1
+        self.sizers = Sizers(micro_batch_size, gauge.limit, minimum=self._least)
+        self._groups = checked_groups(groups)
         self.packing = None if max_tokens is None else Packing(objective, max_tokens, self.sizers.size, judge=judge)
+
+    def grouped(self, batch: Batch) -> Batch:
+        """The batch with its groups, the rows of each brought together.
+
+        Raises:
+            TypeError, ValueError: The groups don't match the rows.
+        """
+        if self._groups is None:
+            return batch
+        batch = with_groups(batch, self._groups)
+        if batch.groups is not None and batch.rows:
+            self.sizers.minimum = max(self._least, *(len(unit) for unit in batch.units()))
+        return batch
+
+    def halved(self, batch: Batch, sizes: Sequence[int]) -> list[int]:
+        """Half of these sizes, twice as many, where a batch was cut by them."""
+        if batch.groups is None:
+            return [half for size in sizes for half in even_sizes(size, -(-size // 2))]
+        groups, halves, start = Groups(batch.groups.tolist()), [], 0
+        for size in sizes:
+            halves += [len(part) for part in groups.cut(range(start, start + size), -(-size // 2))]
+            start += size
+        return halves
 
     def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Rows | Tokens:
         """The micro-batches of a batch.
@@ -48,7 +89,10 @@ class Cutting:
         """
         if self.packing is not None and (sizes is None or len(sizes) > 1):
             return self.packing.plan(batch, sizes)
-        return Rows(self.sizers.of(batch.leaves), batch.rows) if sizes is None else GivenSizes(sizes)
+        groups = None if batch.groups is None else Groups(batch.groups.tolist())
+        if sizes is not None:
+            return GivenSizes(sizes, groups)
+        return Rows(self.sizers.of(batch.leaves), batch.rows, groups)
 
     def splits(self, batch: Batch) -> bool:
         """Whether the micro-batches of this batch may be more than one, or other than the batch."""
@@ -58,7 +102,7 @@ class Cutting:
         """The same, for passes from which nothing is to be learned about sizes."""
         plan = self.plan(batch, sizes)
         if isinstance(plan, Rows) and plan.measuring:
-            return Rows(FixedSize(max(plan.sizer.size, ROWS)), batch.rows)
+            return Rows(FixedSize(max(plan.sizer.size, ROWS, self.sizers.minimum)), batch.rows, plan.groups)
         return plan
 
     def take(self, batch: Batch, piece: Piece) -> Batch:
@@ -73,3 +117,51 @@ class Cutting:
         """A window that followed this plan is over."""
         if isinstance(plan, Rows) and batch.rows:
             self.sizers.close(plan.sizer, batch.rows)
+
+
+def with_groups(batch: Batch, groups: GroupsChoice) -> Batch:
+    """The batch with the groups of its rows; those of a group are brought together, where they lie apart.
+
+    Raises:
+        TypeError, ValueError: The groups don't match the rows.
+
+    Example:
+        >>> batch = with_groups(Batch((torch.arange(5),)), torch.tensor([4, 9, 4, 9, 4]))
+        >>> batch.tree[0].tolist(), batch.groups.tolist()
+        ([0, 2, 4, 1, 3], [4, 4, 4, 9, 9])
+    """
+    if isinstance(groups, int):
+        batch = batch.like(batch.tree)
+        batch.groups = torch.tensor(Groups.of_size(batch.rows, groups).ids, dtype=torch.long)
+        return batch
+    given = groups(*batch.tree) if callable(groups) else groups
+    ids = torch.as_tensor(given).detach().cpu()
+    if ids.dim() != 1 or len(ids) != batch.rows or ids.is_floating_point() or ids.is_complex():
+        raise ValueError(
+            f"`groups` must give one whole number for each of the batch's {batch.rows} rows. Received: shape "
+            f"{tuple(ids.shape)}, {ids.dtype}."
+        )
+    unique, places = ids.unique(return_inverse=True)
+    if len(ids.unique_consecutive()) > len(unique):  # some lie apart: in the order of their first rows
+        first = torch.full((len(unique),), batch.rows).scatter_reduce(0, places, torch.arange(batch.rows), "amin")
+        order = first[places].argsort(stable=True)
+        batch, ids = batch.take(order), ids[order]
+    batch = batch.like(batch.tree)
+    batch.groups = ids
+    return batch
+
+
+def checked_groups(groups: Any) -> GroupsChoice:
+    """`groups`, if it can be.
+
+    Raises:
+        TypeError, ValueError: It can't.
+    """
+    if isinstance(groups, int) and not isinstance(groups, bool):
+        checked_count(groups, "groups")
+    elif groups is not None and not callable(groups) and not isinstance(groups, (Tensor, list, tuple)):
+        raise TypeError(
+            "`groups` must be an int (so many rows in a row), the rows' group ids as a tensor, or a callable "
+            f"groups(*batch) that returns them. Received: groups={groups!r} of type {type(groups).__name__}."
+        )
+    return groups

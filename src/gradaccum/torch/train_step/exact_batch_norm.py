@@ -78,7 +78,7 @@ def _of_the_model(batch_dims: BatchDims, takes_inputs: bool) -> Any:
     return (batch_dims[0],) if isinstance(batch_dims, (tuple, list)) else (batch_dims,)
 
 
-def check_exact(choice: str, offload: bool, max_tokens: int | None) -> None:
+def check_exact(choice: str, offload: bool, max_tokens: int | None, groups: Any) -> None:
     """Whether these options of a `TrainStep` go together with what it does about BatchNorm.
 
     Raises:
@@ -91,6 +91,8 @@ def check_exact(choice: str, offload: bool, max_tokens: int | None) -> None:
         )
     if max_tokens is not None and choice == "exact":
         raise ValueError('batch_norm="exact" needs the whole batch as it is padded. Leave out `max_tokens`.')
+    if groups is not None and choice == "exact":
+        raise ValueError('batch_norm="exact" gives the loss all rows at once. Leave out `groups`.')
 
 
 def run_at_once(whole: WholeBatch, rows: int, plan: Rows, passes: Passes, fitting: Fitting, gauge: Gauge) -> None:

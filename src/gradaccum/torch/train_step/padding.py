@@ -13,7 +13,7 @@ from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.transaction import as_found
 from gradaccum.rounding import rounding
-from gradaccum.sizes import Piece, TokenBudget, Tokens
+from gradaccum.sizes import Groups, Piece, TokenBudget, Tokens
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.padding import Left, can_take_positions, extents, mask_of, packed_rows
 
@@ -52,14 +52,15 @@ class Packing:
             NotEquivalentError: Padding counts in the loss.
         """
         found = extents(batch.tree)
-        plan = Tokens(self.budget, found, sizes)
+        groups = None if batch.groups is None else Groups(batch.groups.tolist())
+        plan = Tokens(self.budget, found, sizes, groups)
         # Batches that are padded on the left may come first after many that are not.
         piece = next((piece for piece in plan.pieces if piece.columns and piece.columns[0] > 0), None)
         if batch.rows and (padded := piece is not None) not in self._judged:
             self.left = judged_left(self.objective, batch, piece or plan.pieces[-1])
             self._judged.add(padded)
         if self.left == "keep" and piece is not None:
-            plan = Tokens(self.budget, [(0, stop) for _, stop in found], sizes)
+            plan = Tokens(self.budget, [(0, stop) for _, stop in found], sizes, groups)
         return plan
 
 

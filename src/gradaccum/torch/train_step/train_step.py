@@ -22,12 +22,12 @@ from gradaccum.on_torch.fitting import Fitting, StartOver
 from gradaccum.on_torch.memory import Gauge, parse_bytes
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.transaction import Transaction
-from gradaccum.sizes import Rows, Tokens, even_sizes
+from gradaccum.sizes import Piece, Rows, Tokens
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
 from gradaccum.torch.distributed import SingleRank, detect_ranks
 from gradaccum.torch.equivalence import Proof
 from gradaccum.torch.loss import Objective, Terms
-from gradaccum.torch.train_step.cutting import Cutting
+from gradaccum.torch.train_step.cutting import Cutting, GroupsChoice
 from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch, check_exact, run_at_once
 from gradaccum.torch.train_step.global_batch import GlobalBatch, Window, check_members, check_sizes, inside, spans_ranks
 from gradaccum.torch.train_step.passes import Passes, count_terms
@@ -61,6 +61,8 @@ class TrainStep:
             several losses `{name: number}`, which saves a counting pass: `compute_loss` returns `{name: loss}` then.
         reduction: `"mean"`, or `"sum"` for losses that are sums; those are divided by the weight, if one is given.
         batch_dims: Where the rows are, like `in_dims` of `torch.vmap`; None marks what every micro-batch shares.
+        groups: Rows that stay together, as pairs do: an int (so many in a row), the rows' group ids as a tensor, or
+            `groups(*batch) -> ids`. Rows of a group that lie apart are brought together.
         clip_grad_norm: Largest 2-norm of the finished gradient. `grad_norm` tells the norm before.
         scaler: A `torch.amp.GradScaler`.
         autocast: A dtype for the forward pass, such as `torch.bfloat16`.
@@ -102,6 +104,7 @@ class TrainStep:
         weight: Callable[..., Any] | None = None,
         reduction: str = "mean",
         batch_dims: BatchDims = 0,
+        groups: GroupsChoice = None,
         clip_grad_norm: float | None = None,
         scaler: Any = None,
         autocast: torch.dtype | None = None,
@@ -121,7 +124,7 @@ class TrainStep:
         )
         self.sync = checked_choice("sync", sync, get_args(Sync))
         self._whole: WholeBatch | None = None
-        check_exact(self.batch_norm.choice, offload, max_tokens)
+        check_exact(self.batch_norm.choice, offload, max_tokens, groups)
         if self.batch_norm.choice == "exact":
             self._whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=offload)
         self.objective = Objective(
@@ -145,7 +148,7 @@ class TrainStep:
         if self._whole is not None and micro_batch_size == "auto":
             micro_batch_size = EXACT_MICRO_BATCH_SIZE
         plain = self.objective.on(inside(model))
-        self.cutting = Cutting(plain, self.gauge, micro_batch_size, max_tokens, judge=verify)
+        self.cutting = Cutting(plain, self.gauge, micro_batch_size, max_tokens, groups=groups, judge=verify)
         self.updates = 0
         """Updates made so far."""
         self.losses: dict[Any, Tensor] = {}
@@ -241,6 +244,7 @@ class TrainStep:
     def _guarded(self, batch: Batch, run: Callable[[Batch], Tensor]) -> Tensor:
         if batch.rows == 0 and not self.ranks.several:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
+        batch = self.cutting.grouped(batch)
         if not self._checked:
             check_members(self.model, self.update.parameters(), self.ranks)
             self._checked = True
@@ -296,7 +300,7 @@ class TrainStep:
             if sizes is None:
                 self._prove(batch)
             else:
-                sizes = [half for size in sizes for half in even_sizes(size, -(-size // 2))]
+                sizes = self.cutting.halved(batch, sizes)
             self._clear()
             count = functools.partial(self._count, batch, sizes, False)
             window = self.global_batch.anew(window, self.objective, batch, count)
@@ -332,7 +336,7 @@ class TrainStep:
                 for piece in plan:
                     run(piece, plan, passes)
             for _ in range(missing):
-                passes.idle(batch.take(slice(0, min(rows, self.micro_batch_size or rows))))
+                passes.idle(take(next(iter(plan), Piece(slice(0, rows)))))
         return plan
 
     def _count(self, batch: Batch, sizes: Sequence[int] | None, first: bool) -> list[Terms] | None:
