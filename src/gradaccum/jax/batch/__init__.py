@@ -1,6 +1,7 @@
 """Where the rows of a batch are, and how micro-batches are taken from it."""
 
 from gradaccum.jax.batch.arguments import argument_numbers, axes_of_each
+from gradaccum.jax.batch.jaxprs import drawn_shapes, equations
 from gradaccum.jax.batch.rows import Batch, Group, spread
 from gradaccum.jax.batch.types import as_varying, devices_of, like, varying_axes, zeros
 
@@ -11,6 +12,8 @@ __all__ = [
     "as_varying",
     "axes_of_each",
     "devices_of",
+    "drawn_shapes",
+    "equations",
     "like",
     "spread",
     "varying_axes",

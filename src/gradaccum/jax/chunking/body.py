@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum.jax.batch import Batch, Group, as_varying, varying_axes
+from gradaccum.jax.batch import Batch, Group, as_varying, drawn_shapes, varying_axes
 
 __all__ = ["Body", "Traced"]
 
@@ -120,7 +120,7 @@ class Body:
                     f"{path} looks across the rows: micro-batches of {size} and {other} rows give {a.shape} and "
                     f"{b.shape}. {_OUTSIDE}"
                 )
-        if not self.keys and sorted(_draws(one.jaxpr)) != sorted(_draws(two.jaxpr)):
+        if not self.keys and drawn_shapes(one.jaxpr) != drawn_shapes(two.jaxpr):
             raise ValueError(
                 "The function draws random numbers for its rows from a key that all micro-batches share, so that each "
                 "would draw the same ones. Name the argument that is the key, rng_argnum=..., and each micro-batch "
@@ -144,22 +144,6 @@ class Body:
 
 
 _OUTSIDE = "Return what each row gives, and reduce over the rows outside of the chunked function."
-
-
-def _draws(jaxpr: Any) -> Iterator[tuple[int, ...]]:
-    """The shapes of the random numbers that are drawn from each key."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "random_bits":
-            yield tuple(equation.params["shape"])
-        for inner in _inner(equation.params):
-            yield from _draws(inner)
-
-
-def _inner(parameters: dict[str, Any]) -> Iterator[Any]:
-    for value in jax.tree.leaves(list(parameters.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
-        found = getattr(value, "jaxpr", value)
-        if hasattr(found, "eqns"):
-            yield found
 
 
 def _is_array(leaf: Any) -> bool:

@@ -1,0 +1,148 @@
+"""Prove it: the gradient of the large batch against that of micro-batches, and the culprit's name where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from gradaccum.equivalence import Cause, Difference, Equivalence
+from gradaccum.jax.equivalence.causes import find_causes
+from gradaccum.jax.equivalence.trial import Trial
+from gradaccum.rounding import rounding
+from gradaccum.schedule import checked_count
+from gradaccum.sizes import even_sizes
+
+__all__ = ["check_equivalence"]
+
+
+def check_equivalence(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *more: Any,
+    micro_batch_size: int | None = None,
+    argnums: int | tuple[int, ...] = 0,
+    batch_argnums: int | tuple[int, ...] = 1,
+    in_axes: Any = 0,
+    weight: Callable[..., Any] | None = None,
+    reduction: str = "mean",
+    has_aux: bool = False,
+    rng_argnum: int | None = None,
+    state_argnum: int | None = None,
+    tolerance: float | None = None,
+) -> Equivalence:
+    """Whether micro-batches give the large batch's gradient, and if not, what keeps them from it.
+
+    What `value_and_grad` makes of the batch at once is compared with what it makes of several partitions of its rows,
+    ragged and shuffled ones among them, in float64 on copies: loss, gradients, and the new state where there is one.
+    The error of an array is `max|a - b| / max|b|`. Keys that `rng_argnum` names draw the same for each row. It is
+    evidence for this loss and batch, not a proof. Call it outside of `jax.jit`.
+
+    Args:
+        loss_fn: As for `value_and_grad`.
+        params: Its first argument.
+        batch: Its second one; the large batch has 2 rows or more, better 8.
+        more: Its others.
+        micro_batch_size: Rows of the micro-batches in one of the partitions; None: ragged ones only.
+        argnums, batch_argnums, in_axes, weight, reduction: As for `value_and_grad`.
+        has_aux, rng_argnum, state_argnum: As for `value_and_grad`. What stands beside the loss as aux is not compared.
+        tolerance: The largest relative error that counts as rounding; None: by the dtype that the loss computes in,
+            where it does not take the float64 that it is given.
+
+    Returns:
+        A record with `.ok`, `.max_error`, `.causes`, that prints, `.save()`s and can `.raise_if_different()`.
+
+    Raises:
+        TypeError, ValueError: An option isn't as described, there is but one row, or the large batch's own loss is not
+            finite.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> def loss_fn(w, batch):                                  # a mean over the targets that count
+        ...     x, y = batch
+        ...     return jnp.where(y != -1, (x @ w - y) ** 2, 0).sum() / (y != -1).sum()
+        >>> batch = jnp.arange(24.0).reshape(8, 3), jnp.array([1, -1, -1, 0, 1, -1, 0, 1])
+        >>> result = check_equivalence(loss_fn, jnp.ones(3), batch)
+        >>> result.ok, result.causes[0].message[-72:]
+        (False, 'Pass weight=lambda batch: (batch[1] != -1).sum(): that makes them exact.')
+        >>> check_equivalence(loss_fn, jnp.ones(3), batch, weight=lambda batch: (batch[1] != -1).sum()).ok
+        True
+    """
+    if micro_batch_size is not None:
+        checked_count(micro_batch_size, "micro_batch_size")
+    options = {
+        "argnums": argnums, "batch_argnums": batch_argnums, "in_axes": in_axes, "weight": weight, "has_aux": has_aux,
+        "reduction": reduction, "rng_argnum": rng_argnum, "state_argnum": state_argnum,
+    }  # fmt: skip
+    with jax.enable_x64(True):
+        trial = Trial(loss_fn, (params, batch, *more), options)
+        if trial.rows < 2:
+            raise ValueError(f"The batch must have at least 2 rows, to be split. Received: {trial.rows}.")
+        return _checked(trial, micro_batch_size, tolerance)
+
+
+def _checked(trial: Trial, micro_batch_size: int | None, tolerance: float | None) -> Equivalence:
+    rows = trial.rows
+    in_order, shuffled = np.arange(rows), np.random.default_rng(0).permutation(rows)
+    whole = trial.outcome(in_order, rows)
+    bad = {name: loss for name, loss in whole.losses.items() if not np.isfinite(loss).all()}
+    if bad:
+        raise ValueError(f"The large batch's own loss is {next(iter(bad.values()))}: there is nothing to compare.")
+    precision, device = trial.precision(), jax.default_backend()
+    allowed = rounding(precision, device) if tolerance is None else tolerance
+    ragged = _ragged_size(rows)
+    given = [] if micro_batch_size is None or micro_batch_size >= rows else [(in_order, micro_batch_size)]
+    partitions = [*given, (in_order, ragged), (shuffled, ragged)]
+    worst: dict[tuple[str, str], Difference] = {}
+    failing, most, causes = None, allowed, []
+    for order, size in partitions:
+        expected = whole if order is in_order else trial.outcome(order, rows)
+        try:
+            found = trial.outcome(order, size)
+        except Exception as error:
+            first_line = (str(error).strip().splitlines() or [""])[0]
+            sizes = " + ".join(map(str, even_sizes(rows, size)))
+            message = f"In micro-batches of {sizes} rows the loss raises {type(error).__name__}: {first_line}"
+            causes = [Cause("error", "loss", f"{message} The large batch does not. {_SIZES}")]
+            break
+        for difference in found.differences(expected):
+            key = difference.part, difference.name
+            if key not in worst or not difference.error <= worst[key].error:
+                worst[key] = difference
+            if not difference.error <= most:
+                failing, most = (order, size), difference.error
+    differences = tuple(worst.values())
+    if failing is not None and not causes:
+        causes = find_causes(trial, *failing, differences, allowed)
+    return Equivalence(
+        differences,
+        allowed,
+        tuple(causes),
+        rows=rows,
+        partitions=tuple(tuple(even_sizes(rows, size)) for _, size in partitions),
+        notes=tuple(_notes(trial)),
+        precision=precision,
+        device=device,
+    )
+
+
+_SIZES = "Write it for any number of rows."
+
+
+def _ragged_size(rows: int) -> int:
+    """A size that gives micro-batches of different sizes, if these rows can have that."""
+    return next((size for size in range(rows - 1, 0, -1) if len(set(even_sizes(rows, size))) > 1), 1)
+
+
+def _notes(trial: Trial) -> Iterator[str]:
+    if trial.holds_keys:
+        yield "Random numbers were held: whatever is drawn, as by dropout, was the same for each row."
+    if trial.rows < 4:
+        yield f"{trial.rows} rows allow few partitions: a batch of 8 or more says more."
+    yield (
+        "This is evidence from one batch, not a proof: what happens only with other data, other sizes or at another "
+        "time in training can't be excluded."
+    )

@@ -1,0 +1,184 @@
+"""A loss and a batch, evaluated whole and in micro-batches, in double precision."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradaccum.equivalence import Difference
+from gradaccum.jax.batch import Batch, argument_numbers, axes_of_each, equations
+from gradaccum.jax.equivalence.held_keys import held
+from gradaccum.jax.train_step import value_and_grad
+
+__all__ = ["Outcome", "Trial"]
+
+_SMALL = 1e-2
+"""Gradients that are smaller than the largest one by this factor are measured by that one: where a gradient is zero,
+all of it is rounding."""
+
+
+class Outcome(NamedTuple):
+    """What one evaluation gave.
+
+    Args:
+        losses: By name; a single one is `"loss"`.
+        gradients: By the parameter's path.
+        state: By path: where the state is afterwards.
+    """
+
+    losses: dict[str, np.ndarray]
+    gradients: dict[str, np.ndarray]
+    state: dict[str, np.ndarray]
+
+    @property
+    def vector(self) -> np.ndarray:
+        """Loss and gradients in one."""
+        parts = [*self.losses.values(), *self.gradients.values()]
+        return np.concatenate([np.ravel(part).astype(np.complex128) for part in parts])
+
+    def differences(self, whole: Outcome) -> list[Difference]:
+        """How far each part is from that of the whole batch."""
+        found = [
+            Difference(name, _relative_error(loss, whole.losses[name]), "loss") for name, loss in self.losses.items()
+        ]
+        largest = max((_largest(gradient) for gradient in whole.gradients.values()), default=0.0)
+        for name, gradient in self.gradients.items():
+            error = _relative_error(gradient, whole.gradients[name], _SMALL * largest)
+            found.append(Difference(name, error, "gradient", int(gradient.size)))
+        for name, state in self.state.items():
+            if np.issubdtype(state.dtype, np.number):
+                error = _relative_error(state, whole.state[name])
+                found.append(Difference(name, error, "buffer", int(state.size)))
+        return found
+
+
+class Trial:
+    """The user's loss, arguments and keywords of `value_and_grad`.
+
+    Args:
+        loss_fn: The loss.
+        args: Its arguments.
+        options: `value_and_grad`'s keywords but for the size.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.loss_fn, self.options = loss_fn, dict(options)
+        self.names = _names(loss_fn, len(args))
+        self.batches = argument_numbers("batch_argnums", options["batch_argnums"])
+        self.state_argnum = options["state_argnum"]
+        key = self.options.pop("rng_argnum")
+        # Held keys draw the same for each row, and for each micro-batch: all of them share the key.
+        self.holds_keys = key is not None
+        self.args = tuple(
+            jax.tree.map(held, arg) if number == key else jax.tree.map(_in_double, arg)
+            for number, arg in enumerate(args)
+        )
+        axes = axes_of_each(options["in_axes"], options["batch_argnums"])
+        names = tuple(self.names[n] for n in self.batches)
+        self.batch = Batch(tuple(self.args[n] for n in self.batches), axes, names)
+        self.rows = self.batch.rows
+        self._compiled: dict[Any, Any] = {}
+
+    def outcome(self, rows: np.ndarray, size: int, in_axes: Any = None, whole: int | None = None) -> Outcome:
+        """What micro-batches of this size make of these rows; under other `in_axes`, which share the leaf `whole`."""
+        key = size, str(in_axes)
+        if key not in self._compiled:
+            options = self.options | {"aux": "last"} | ({} if in_axes is None else {"in_axes": in_axes})
+            self._compiled[key] = jax.jit(value_and_grad(self.loss_fn, micro_batch_size=size, **options))
+        value, gradients = self._compiled[key](*self.taken(rows, whole))
+        state: Any = {}
+        if self.options["has_aux"] or self.state_argnum is not None:
+            value, beside = value
+            if self.state_argnum is not None:
+                state = beside[0] if self.options["has_aux"] else beside
+        losses = value if isinstance(value, dict) else {"loss": value}
+        argnums = self.options["argnums"]
+        if isinstance(argnums, tuple | list):
+            named = {f"{self.names[n]}": gradient for n, gradient in zip(argnums, gradients)}
+        else:
+            named = {self.names[argnums]: gradients} if jax.tree_util.all_leaves([gradients]) else gradients
+        return Outcome(_flat(losses), _flat(named), _flat(state))
+
+    def taken(self, rows: np.ndarray, whole: int | None = None) -> tuple[Any, ...]:
+        """The arguments, with these rows of the batch; all of the leaf at the position `whole`."""
+        leaves = [
+            leaf if axis is None or position == whole else jnp.take(leaf, rows, axis=axis)
+            for position, (leaf, axis) in enumerate(zip(self.batch.leaves, self.batch.axes))
+        ]
+        parts = jax.tree.unflatten(self.batch.structure, leaves)
+        replaced = dict(zip(self.batches, parts))
+        return tuple(replaced.get(n, arg) for n, arg in enumerate(self.args))
+
+    def weight(self, rows: np.ndarray) -> float:
+        """What these rows were declared to weigh."""
+        if self.options["weight"] is None:
+            return float(len(rows))
+        args = self.taken(rows)
+        return float(self.options["weight"](*(args[n] for n in self.batches)))
+
+    def leaves(self) -> list[tuple[str, int | None, Any]]:
+        """`(path, axis of its rows, array)` of each leaf of the batch, such as `batch['y']`."""
+        parts = jax.tree.unflatten(self.batch.structure, self.batch.leaves)
+        paths = [
+            self.names[n] + jax.tree_util.keystr(path)
+            for n, part in zip(self.batches, parts)
+            for path, _ in jax.tree_util.tree_flatten_with_path(part)[0]
+        ]
+        return list(zip(paths, self.batch.axes, self.batch.leaves, strict=True))
+
+    def jaxpr(self, rows: np.ndarray) -> Any:
+        """What the loss does with these rows."""
+        return jax.make_jaxpr(self.loss_fn)(*self.taken(rows)).jaxpr
+
+    def precision(self) -> str:
+        """The narrowest dtype that the loss computes in, whatever it is given."""
+        order = ["float64", "float32", "bfloat16", "float16"]
+        found = {"float64"}
+        for equation in equations(self.jaxpr(np.arange(self.rows))):
+            for variable in equation.outvars:
+                name = str(getattr(variable.aval, "dtype", "")).replace("complex64", "float32")
+                found |= {name} & set(order)
+        return max(found, key=order.index)
+
+
+def _names(loss_fn: Any, count: int) -> tuple[str, ...]:
+    """What messages call the arguments."""
+    try:
+        parameters = list(inspect.signature(loss_fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return tuple(names[n] if n < len(names) else f"args[{n}]" for n in range(count))
+
+
+def _in_double(leaf: Any) -> Any:
+    if not hasattr(leaf, "dtype") or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        return jnp.asarray(leaf, jnp.complex128)
+    return jnp.asarray(leaf, jnp.float64) if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.asarray(leaf)
+
+
+def _flat(tree: Any) -> dict[str, np.ndarray]:
+    found, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in found}
+
+
+def _largest(array: np.ndarray) -> float:
+    array = np.abs(array)
+    return float(array[np.isfinite(array)].max(initial=0.0))
+
+
+def _relative_error(actual: np.ndarray, expected: np.ndarray, floor: float = 0.0) -> float:
+    """`max|actual - expected| / max|expected|`; inf where only one of both is finite."""
+    finite = np.isfinite(expected)
+    if actual.shape != expected.shape or not np.array_equal(np.isfinite(actual), finite):
+        return float("inf")
+    difference = _largest(np.where(finite, actual, 0) - np.where(finite, expected, 0))
+    scale = max(_largest(expected), floor)
+    return difference / scale if scale else (float("inf") if difference else 0.0)

@@ -1,0 +1,159 @@
+"""`check_equivalence` finds what micro-batches change, and names it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gradaccum import NotEquivalentError
+from gradaccum.jax import check_equivalence, chunked
+from tests.jax.problems import network, outputs, rows, squared_error
+
+BATCH = rows(8)
+LABELS = np.array([1, -1, 2, -1, 0, 1, 2, 0])
+
+
+def labelled(ignored=LABELS):
+    return {"x": BATCH[0], "y": jnp.asarray(ignored)}
+
+
+def token_mean(params, batch):
+    return jnp.where(batch["y"] >= 0, outputs(params, batch["x"]).sum(-1) ** 2, 0).sum() / (batch["y"] >= 0).sum()
+
+
+def contrastive(params, batch):
+    h = outputs(params, batch[0])
+    return -jnp.diag(jax.nn.log_softmax(h @ h.T)).mean()
+
+
+def batch_norm(params, batch, mean):
+    x, y = batch
+    now = x.mean(0)
+    return squared_error(params, (x - now, y)), 0.9 * mean + 0.1 * now
+
+
+def table(params, batch):  # rows look numbers up in what is no row
+    return (outputs(params, batch["x"]) @ batch["table"].sum(0)).mean()
+
+
+CULPRITS = {
+    "a token mean": (token_mean, labelled(), {}, "weight", "loss", r"lambda batch: \(batch\['y'\] != -1\).sum\(\)"),
+    "a sum": (
+        lambda p, b: squared_error(p, b) * len(b[0]), BATCH, {}, "reduction", "loss", 'Pass reduction="sum"',
+    ),
+    "a mean taken for a sum": (squared_error, BATCH, {"reduction": "sum"}, "weight", "loss", 'Pass reduction="mean"'),
+    "a sum and a penalty": (
+        lambda p, b: squared_error(p, b) * len(b[0]) + jnp.sum(p["out"]["kernel"] ** 2), BATCH, {},
+        "regulariser", "loss", "counted once per micro-batch",
+    ),
+    "a contrastive loss": (contrastive, BATCH, {}, "loss", "loss", "gradaccum.jax.chunked"),
+    "a table": (table, {"x": BATCH[0], "table": BATCH[1]}, {}, "input", "batch['table']", "every row needs all of it"),
+    "a wrong weight": (
+        squared_error, BATCH, {"weight": lambda b: (b[0] > 0).sum()}, "weight", "loss", "Leave `weight` out",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CULPRITS)
+def test_the_culprit_is_named_for(name):
+    loss, batch, options, kind, where, message = CULPRITS[name]
+    result = check_equivalence(loss, network(), batch, **options)
+    assert not result.ok
+    assert (result.causes[0].kind, result.causes[0].where) == (kind, where)
+    with pytest.raises(NotEquivalentError, match=f"(?s){message}"):
+        result.raise_if_different()
+
+
+def test_batch_norm_is_named_by_its_state():
+    result = check_equivalence(batch_norm, network(), BATCH, jnp.zeros(5), state_argnum=2)
+    assert [cause.kind for cause in result.causes] == ["batch_norm"]
+
+
+def test_a_state_that_moves_alone_is_a_buffer():
+    def counts(params, batch, state):
+        return squared_error(params, batch), {"calls": state["calls"] + 1}
+
+    result = check_equivalence(counts, network(), BATCH, {"calls": jnp.zeros(())}, state_argnum=2)
+    assert [(cause.kind, cause.where) for cause in result.causes] == [("buffer", "calls")]
+    assert result.max_error < 1e-12
+
+
+def test_a_shape_that_is_written_down_is_an_error_by_its_own_words():
+    result = check_equivalence(lambda p, b: squared_error(p, (b[0].reshape(8, 5), b[1])), network(), BATCH)
+    assert result.causes[0].kind == "error"
+    assert "TypeError: cannot reshape" in result.causes[0].message
+
+
+def dropout(params, batch, key):
+    x, y = batch
+    return squared_error(params, (x * jax.random.bernoulli(key, 0.5, x.shape), y))
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_dropout_is_no_difference_where_its_key_is_named(make):
+    result = check_equivalence(dropout, network(), BATCH, make(0), rng_argnum=2)
+    assert result.ok, result
+    assert any("Random numbers were held" in note for note in result.notes)
+    unnamed = check_equivalence(dropout, network(), BATCH, make(0))
+    assert [cause.kind for cause in unnamed.causes] == ["randomness"]
+
+
+RIGHT = {
+    "rows": (squared_error, BATCH, {"micro_batch_size": 4}),
+    "tokens": (token_mean, labelled(), {"weight": lambda batch: (batch["y"] >= 0).sum()}),
+    "several losses": (
+        lambda p, b: {"a": (token_mean(p, b), (b["y"] >= 0).sum()), "b": (outputs(p, b["x"]).mean(), len(b["x"]))},
+        labelled(), {},
+    ),
+    "a mean and a penalty": (lambda p, b: squared_error(p, b) + jnp.sum(p["out"]["kernel"] ** 2), BATCH, {}),
+    "aux, and gradients of two arguments": (
+        lambda p, b, s: (squared_error(p, b) * s, {"mean": b[0].mean()}), BATCH, {"has_aux": True, "argnums": (0, 2)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_nothing_is_wrong_with(name):
+    loss, batch, options = RIGHT[name]
+    result = check_equivalence(loss, network(), batch, *([jnp.asarray(2.0)] if "argnums" in options else []), **options)
+    assert result.ok, result
+    assert result.max_error < 1e-12
+    assert result.precision == "float64"
+
+
+def test_parameters_in_single_precision_are_checked_in_double():
+    params, batch = network(dtype=jnp.float32), rows(8, dtype=jnp.float32)
+    with jax.enable_x64(False):
+        assert check_equivalence(squared_error, params, batch).max_error < 1e-12
+
+
+def test_a_loss_that_casts_down_is_allowed_its_rounding():
+    result = check_equivalence(lambda p, b: squared_error(p, b).astype(jnp.float32) * 1, network(), BATCH)
+    assert result.ok
+    assert (result.precision, result.tolerance) == ("float32", 1e-4)
+
+
+def test_the_two_passes_of_chunked_are_the_function():
+    def loss(encode):
+        return lambda params, batch: jnp.std(encode(params, batch[0]), axis=-1).mean()
+
+    assert check_equivalence(loss(chunked(outputs, 2)), network(), BATCH).ok
+
+
+def test_the_record_says_what_was_compared(tmp_path):
+    result = check_equivalence(squared_error, network(), BATCH, micro_batch_size=4)
+    assert result.partitions[0] == (4, 4)
+    assert {difference.name for difference in result.differences} == {
+        "loss", "hidden.bias", "hidden.kernel", "out.bias", "out.kernel",
+    }  # fmt: skip
+    assert "The accumulated gradient is the large batch's" in str(result)
+    assert result.save(tmp_path / "check.json").exists()
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="at least 2 rows"):
+        check_equivalence(squared_error, network(), rows(1))
+    with pytest.raises(ValueError, match="own loss is nan"):
+        check_equivalence(lambda p, b: squared_error(p, b) * jnp.nan, network(), BATCH)
+    with pytest.raises(ValueError, match="`micro_batch_size` must be an int >= 1"):
+        check_equivalence(squared_error, network(), BATCH, micro_batch_size=0)
