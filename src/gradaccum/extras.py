@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 __all__ = ["PrivateName", "require"]
 
-# Libraries with an extra of their own.
-_EXTRAS = ("torch", "keras", "jax", "transformers", "lightning", "accelerate")
+# The extra that brings a library; for others it is "cli".
+_EXTRAS = {name: name for name in ("torch", "keras", "jax", "transformers", "lightning", "accelerate")}
+_EXTRAS["optax"] = "jax"
 
 
 def require(name: str) -> Any:
@@ -27,7 +28,7 @@ def require(name: str) -> Any:
         library = name.partition(".")[0]
         if error.name is None or error.name.partition(".")[0] != library:
             raise
-        extra = library if library in _EXTRAS else "cli"
+        extra = _EXTRAS.get(library, "cli")
         raise ModuleNotFoundError(
             f'This needs {library}, which is not installed. Install it with: pip install "gradaccum[{extra}]"',
             name=library,

@@ -15,7 +15,7 @@ OUTPUTS = ("report.png", "report.html")
 
 
 @click.command()
-@click.option("--framework", type=click.Choice(["torch", "keras"]), default="torch", show_default=True)
+@click.option("--framework", type=click.Choice(["torch", "keras", "jax"]), default="torch", show_default=True)
 @click.option(
     "--dataset",
     type=click.Choice(["auto", "fashion-mnist", "digits"]),
@@ -74,7 +74,8 @@ def demo(
     if steps % ranks:
         raise BadInput(f"--steps must be a multiple of --ranks. Received: {steps} and {ranks}.")
     if ranks > 1 and framework != "torch":
-        raise BadInput("--ranks is for --framework torch. With Keras, use keras.distribution.")
+        other = {"keras": "With Keras, use keras.distribution.", "jax": "With JAX, shard the batch."}[framework]
+        raise BadInput(f"--ranks is for --framework torch. {other}")
     require_framework(framework)
     with Progress() as progress:
         try:

@@ -49,7 +49,7 @@ __all__ = [
 HIDDEN = 512
 CLASSES = 10
 
-Framework = Literal["torch", "keras"]
+Framework = Literal["torch", "keras", "jax"]
 DType = Literal["float32", "float64"]
 Notify = Callable[["Epoch"], None]
 """What a run calls at the end of each epoch."""

@@ -45,7 +45,7 @@ _ABOUT_ROUNDING = (
     "whether the unit fires, and over thousands of updates such differences grow. --dtype float64 shows the same "
     "comparison without them."
 )
-_FRAMEWORKS = {"torch": "PyTorch", "keras": "Keras"}
+_FRAMEWORKS = {"torch": "PyTorch", "keras": "Keras", "jax": "JAX"}
 
 
 def _verdict(outcome: Outcome) -> str:

@@ -3,6 +3,7 @@
 from gradaccum.extras import require
 
 require("jax")
+require("optax")
 
 from gradaccum.jax.chunking import chunked
 from gradaccum.jax.equivalence import check_equivalence

@@ -1,0 +1,62 @@
+"""The experiment's JAX side: in a process of its own, as the command runs it."""
+
+from tests.documents import ROOT
+
+PROGRAM = (
+    f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+"""
+    + """
+import numpy as np
+from tests.demo import fashion_mnist
+from tests.reference import FLOAT64, relative_error
+
+from gradaccum.demo import jax_experiment
+from gradaccum.demo.data import Data
+from gradaccum.demo.experiment import Setup, initial_parameters, plans
+
+train_x, train_y = fashion_mnist.pictures(90, 0)
+test_x, test_y = fashion_mnist.pictures(40, 1)
+x = [images.reshape(len(images), -1) for images in (train_x, test_x)]
+data = Data("FashionMNIST", "here", x[0], train_y.astype(np.int64), x[1], test_y.astype(np.int64), scale=255.0)
+setup = Setup("jax", batch_size=32, steps=4, epochs=2, dtype="float64", learning_rate=0.05)
+runs, notified = {}, []
+for plan in plans(setup):
+    runs[plan.key] = jax_experiment.train(
+        setup, data, plan, initial_parameters(784, setup.seed), notified.append
+    )
+large, accumulated, small = runs.values()
+assert notified == [epoch for run in runs.values() for epoch in run.epochs] and len(notified) == 6
+assert [run.updates for run in runs.values()] == [6, 6, 24]
+assert relative_error(accumulated.parameters, large.parameters) <= FLOAT64
+assert relative_error(accumulated.first_gradients, large.first_gradients) <= FLOAT64
+assert relative_error(small.parameters, large.parameters) > 1e-3
+
+# The large batch, written out: two layers of ReLU, plain SGD.
+w = [p.copy() for p in initial_parameters(784, setup.seed)]
+for _ in range(2):
+    for start in range(0, 90, 32):
+        rows, y = data.train_x[start : start + 32] / 255, data.train_y[start : start + 32]
+        a = rows @ w[0] + w[1]
+        b = np.maximum(a, 0) @ w[2] + w[3]
+        out = np.maximum(b, 0) @ w[4] + w[5]
+        p = np.exp(out - out.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        p[np.arange(len(y)), y] -= 1
+        d3 = p / len(y)
+        d2 = d3 @ w[4].T * (b > 0)
+        d1 = d2 @ w[2].T * (a > 0)
+        gradients = [rows.T @ d1, d1.sum(0), np.maximum(a, 0).T @ d2, d2.sum(0), np.maximum(b, 0).T @ d3, d3.sum(0)]
+        w = [each - 0.05 * gradient for each, gradient in zip(w, gradients)]
+assert relative_error(large.parameters, w) <= FLOAT64
+print("equal")
+"""
+)
+
+
+def test_accumulated_is_the_large_batch_written_out(tmp_path, fresh_process):
+    (tmp_path / "experiment.py").write_text(PROGRAM, encoding="utf-8")
+    done = fresh_process(tmp_path / "experiment.py", tmp_path)
+    assert done.ok, done.stderr
+    assert done.stdout.splitlines()[-1] == "equal"
