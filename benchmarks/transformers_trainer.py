@@ -1,0 +1,75 @@
+"""MicroBatchTrainer against the stock Trainer, which accumulates the same micro-batches by itself."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from benchmarks.harness import arguments, publish, ratios, table
+from gradaccum.integrations.transformers import MicroBatchTrainer
+
+ROWS, MICRO, LONGEST, WORDS = 64, 8, 128, 1000
+UPDATES = 4
+"""Of a call that is timed."""
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=WORDS, **sizes))
+
+
+def texts(ragged: bool) -> list[dict[str, Tensor]]:
+    torch.manual_seed(1)
+    lengths = torch.empty(ROWS * UPDATES).log_normal_(3.4, 0.8).round().clamp(8, LONGEST).int().tolist()
+    return [{"input_ids": torch.randint(1, WORDS, (length if ragged else LONGEST // 2,))} for length in lengths]
+
+
+def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = pad([row["input_ids"] for row in rows], batch_first=True)
+    mask = pad([torch.ones_like(row["input_ids"]) for row in rows], batch_first=True)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def trainer(kind: type, ragged: bool, rows: int, steps: int = 1, **micro: Any) -> Callable[[], object]:
+    options = transformers.TrainingArguments(
+        tempfile.mkdtemp(), per_device_train_batch_size=rows, gradient_accumulation_steps=steps, max_steps=UPDATES,
+        save_strategy="no", logging_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, optim="sgd",
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    made = kind(model(), options, data_collator=collate, train_dataset=texts(ragged), **micro)
+    made.remove_callback(transformers.PrinterCallback)
+    return made.train
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+    rows = []
+    for ragged in (False, True):
+        contenders = {
+            "stock Trainer, gradient_accumulation_steps": trainer(transformers.Trainer, ragged, MICRO, ROWS // MICRO),
+            "micro_batch_size": trainer(MicroBatchTrainer, ragged, ROWS, micro_batch_size=MICRO),
+            "max_tokens": trainer(MicroBatchTrainer, ragged, ROWS, max_tokens=MICRO * LONGEST),
+        }
+        found = ratios(contenders, next(iter(contenders)), 2 if options.quick else 9)
+        kind = f"8 to {LONGEST} tokens" if ragged else f"{LONGEST // 2} tokens each"
+        rows += [[kind, name, found[name]] for name in contenders]
+    body = f"""A Llama of two layers on texts of log-normal lengths, {ROWS} of them for an update,
+{torch.get_num_threads()} threads. The stock Trainer pads {MICRO} texts at a time to the longest of them;
+`micro_batch_size={MICRO}` takes as many from a batch that is padded at once, `max_tokens={MICRO * LONGEST}` sorts and
+trims them.
+
+{table(["texts", "micro-batches", "time per update"], rows)}"""
+    publish("transformers_trainer", "Inside transformers' Trainer", body, ["torch", "transformers"], options.write)
+
+
+if __name__ == "__main__":
+    main()
