@@ -13,7 +13,7 @@ PATHS = {
 TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in PATHS.items()}
 
 FACES = [
-    "gradaccum.integrations.transformers",
+    "gradaccum.integrations.transformers", "gradaccum.integrations.sentence_transformers",
     "gradaccum", "gradaccum.report", "gradaccum.torch", "gradaccum.torch.losses", "gradaccum.torch.optim",
     "gradaccum.keras", "gradaccum.keras.callbacks", "gradaccum.keras.optimizers", "gradaccum.jax",
     "runai.ga.torch.optim", "runai.ga.keras.optimizers",

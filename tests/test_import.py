@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 FRAMEWORKS = {"torch", "keras", "tensorflow", "jax", "jaxlib", "numpy"}
-TRAINERS = {"transformers", "lightning", "accelerate"}
+TRAINERS = {"transformers", "lightning", "accelerate", "sentence_transformers"}
 COMMAND_LINE = {"click", "rich", "matplotlib", "jinja2", "pooch", "sklearn", "psutil"}
 MILLISECONDS = 50.0
 
@@ -72,6 +72,7 @@ def test_the_jax_side_loads_no_other_framework():
         "gradaccum.torch", "gradaccum.torch.optim", "gradaccum.keras", "gradaccum.keras.optimizers", "gradaccum.jax",
         "runai.ga.torch", "runai.ga.keras.optimizers", "gradaccum.integrations.transformers",
         "gradaccum.integrations.lightning", "gradaccum.integrations.accelerate",
+        "gradaccum.integrations.sentence_transformers",
     ],
 )  # fmt: skip
 def test_without_its_framework_a_shell_says_how_to_install_it(module):

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 __all__ = ["PrivateName", "require"]
 
 # The extra that brings a library; for others it is "cli".
-_EXTRAS = {name: name for name in ("torch", "keras", "jax", "transformers", "lightning", "accelerate")}
+_EXTRAS = {
+    name: name for name in ("torch", "keras", "jax", "transformers", "lightning", "accelerate", "sentence_transformers")
+}
 _EXTRAS["optax"] = "jax"
 
 

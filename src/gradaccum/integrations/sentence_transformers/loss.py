@@ -1,0 +1,171 @@
+"""The in-batch negatives loss of sentence-transformers, at any batch size."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+from sentence_transformers.util import cos_sim, dot_score, similarity_fct_name
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradaccum.integrations.sentence_transformers.embedding import embedded
+from gradaccum.schedule import checked_count
+from gradaccum.torch.losses import info_nce
+
+__all__ = ["ChunkedMultipleNegativesRankingLoss"]
+
+logger = logging.getLogger("gradaccum")
+
+Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
+
+
+class ChunkedMultipleNegativesRankingLoss(nn.Module):
+    """`CachedMultipleNegativesRankingLoss` on `chunked` and `info_nce`: the same arguments, loss and gradients.
+
+    Texts are embedded in micro-batches whose activations are computed again in backward, dropout and all, and the
+    matrix of all queries and documents exists in tiles. `loss.backward()` is an ordinary one: hooks, `GradScaler`,
+    `torch.autograd.grad` and DistributedDataParallel see the large batch's.
+
+    Args:
+        model: A `SentenceTransformer`.
+        scale: What similarities are multiplied by: one over the temperature.
+        similarity_fct: `cos_sim` or `dot_score`, in tiles; any other function of two lists of embeddings, on the whole
+            matrix.
+        mini_batch_size: Texts of a micro-batch, at most.
+        mini_batch_num_tokens: In its place the padded tokens of a micro-batch: texts are sorted by length, trimmed and
+            packed.
+        gather_across_devices: Compare the texts of all ranks. The loss is that of all of them, the same on each rank;
+            ranks may differ in rows.
+        directions: What is compared; in tiles: `("query_to_doc",)`, and `("query_to_doc", "doc_to_query")` with
+            `partition_mode="per_direction"`. Others take the whole matrix.
+        partition_mode: `"joint"`, or `"per_direction"`: a softmax for each direction.
+        show_progress_bar: Accepted, and without effect.
+        hardness_mode: As in sentence-transformers; other than None it takes the whole matrix.
+        hardness_strength: Its strength.
+        tile: Queries and documents whose similarities are in memory at a time.
+
+    Raises:
+        TypeError, ValueError: An argument is none of what it must be; at a call: fewer than two columns, or a batch
+            that has no row for each text.
+
+    Example:
+        >>> loss = ChunkedMultipleNegativesRankingLoss(model, mini_batch_size=64)            # doctest: +SKIP
+        >>> trainer = SentenceTransformerTrainer(model=model, train_dataset=data, loss=loss)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scale: float = 20.0,
+        similarity_fct: Callable[[Tensor, Tensor], Tensor] = cos_sim,
+        mini_batch_size: int = 32,
+        mini_batch_num_tokens: int | None = None,
+        gather_across_devices: bool = False,
+        directions: tuple[Direction, ...] = ("query_to_doc",),
+        partition_mode: Literal["joint", "per_direction"] = "joint",
+        show_progress_bar: bool = False,
+        hardness_mode: Literal["in_batch_negatives", "hard_negatives", "all_negatives"] | None = None,
+        hardness_strength: float = 0.0,
+        *,
+        tile: int = 1024,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = MultipleNegativesRankingLoss(  # it checks these, and is the loss where there are no tiles
+            model,  # type: ignore[arg-type]  # a SentenceTransformer, or a trainer's wrapper of one
+            scale=scale,
+            similarity_fct=similarity_fct,
+            gather_across_devices=gather_across_devices,
+            directions=directions,
+            partition_mode=partition_mode,
+            hardness_mode=hardness_mode,
+            hardness_strength=hardness_strength,
+        )
+        self.mini_batch_size = checked_count(mini_batch_size, "mini_batch_size")
+        self.mini_batch_num_tokens = mini_batch_num_tokens
+        if mini_batch_num_tokens is not None:
+            checked_count(mini_batch_num_tokens, "mini_batch_num_tokens")
+        self.show_progress_bar = show_progress_bar
+        self.tile = checked_count(tile, "tile")
+        self._chunked: dict[Any, Any] = {}
+        if not self._in_tiles:
+            logger.info(
+                "ChunkedMultipleNegativesRankingLoss holds the whole matrix of similarities: directions=%r with "
+                "partition_mode=%r, similarity_fct=%s and hardness_mode=%r are not computed in tiles.",
+                directions,
+                partition_mode,
+                similarity_fct_name(similarity_fct),
+                hardness_mode,
+            )
+
+    @property
+    def _in_tiles(self) -> bool:
+        loss = self.loss
+        both = set(loss.directions) == {"query_to_doc", "doc_to_query"} and loss.partition_mode == "per_direction"
+        is_hardened = loss.hardness_mode is not None and loss.hardness_strength > 0
+        one_way = set(loss.directions) == {"query_to_doc"}
+        return (one_way or both) and loss.similarity_fct in (cos_sim, dot_score) and not is_hardened
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        columns = list(sentence_features)
+        if len(columns) < 2:
+            raise ValueError(f"Expected at least 2 inputs, got {len(columns)}")
+        if any("cu_seq_lens_q" in features for features in columns):
+            raise ValueError(
+                "Flattened texts (DataCollatorWithFlattening) have no row for each text, by which they could be cut. "
+                "Leave them padded, and give `mini_batch_num_tokens`: padding is cut off."
+            )
+        rows = self.mini_batch_size if self.mini_batch_num_tokens is None else sys.maxsize
+        embeddings = embedded(self.model, columns, rows, self.mini_batch_num_tokens, self._chunked)
+        if not self._in_tiles:
+            return self.loss.compute_loss_from_embeddings(embeddings, labels)  # type: ignore[arg-type]  # unused there
+        queries, documents = embeddings[0], torch.cat(embeddings[1:])
+        if self.loss.similarity_fct is cos_sim:
+            queries, documents = F.normalize(queries, dim=1), F.normalize(documents, dim=1)
+        spans_ranks = self.gather_across_devices and dist.is_available() and dist.is_initialized()
+        return info_nce(
+            queries,
+            documents,
+            temperature=1 / self.scale,
+            tile=self.tile,
+            symmetric=len(set(self.directions)) > 1,
+            group=dist.group.WORLD if spans_ranks else None,
+        )
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """What a model card says of the loss."""
+        sizes = {name: getattr(self, name) for name in ("mini_batch_size", "mini_batch_num_tokens", "tile")}
+        return {**self.loss.get_config_dict(), **sizes}
+
+    @property
+    def citation(self) -> str:
+        """What a model card cites."""
+        return self.loss.citation
+
+    # The loss inside has these; `loss.scale = 5.0` sets them there.
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _INSIDE and "loss" in self.__dict__.get("_modules", {}):
+            return getattr(self.loss, name)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _INSIDE:
+            setattr(self.loss, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_chunked": {}}  # found by identity
+
+
+_INSIDE = {
+    "scale", "similarity_fct", "gather_across_devices", "directions", "partition_mode", "hardness_mode",
+    "hardness_strength", "temperature",
+}  # fmt: skip

@@ -1,0 +1,163 @@
+"""ChunkedMultipleNegativesRankingLoss against sentence-transformers' own losses."""
+
+import copy
+import inspect
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+pytest.importorskip("sentence_transformers")
+
+from sentence_transformers.sentence_transformer.losses import (
+    CachedMultipleNegativesRankingLoss,
+    MatryoshkaLoss,
+    MultipleNegativesRankingLoss,
+)
+from sentence_transformers.util import dot_score, euclidean_sim
+
+from gradaccum.integrations.sentence_transformers import ChunkedMultipleNegativesRankingLoss
+from tests.integrations.sentence_transformers.problems import loss_and_gradients, texts, tiny, trained
+from tests.reference import FLOAT64, relative_error
+
+BOTH = ("query_to_doc", "doc_to_query")
+ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+TILES = [
+    {},
+    {"scale": 5.0, "similarity_fct": dot_score},
+    {"directions": BOTH, "partition_mode": "per_direction"},
+]
+MATRICES = [
+    {"directions": ALL},
+    {"directions": BOTH},
+    {"similarity_fct": euclidean_sim},
+    {"hardness_mode": "hard_negatives", "hardness_strength": 5.0},
+]
+
+
+@pytest.mark.parametrize("columns", [2, 4])
+@pytest.mark.parametrize("sizes", [{"mini_batch_size": 4}, {"mini_batch_num_tokens": 24}])
+@pytest.mark.parametrize("options", TILES + MATRICES, ids=lambda o: "-".join(map(str, o)) or "plain")
+def test_loss_and_gradients_are_those_of_the_whole_batch(options, sizes, columns):
+    model, batch = tiny(), [texts(seed) for seed in range(columns)]
+    expected = loss_and_gradients(MultipleNegativesRankingLoss(model, **options), model, batch)
+    loss = ChunkedMultipleNegativesRankingLoss(model, **options, **sizes, tile=4)
+    assert relative_error(loss_and_gradients(loss, model, batch), expected) <= FLOAT64
+
+
+def test_what_takes_the_whole_matrix_is_said(caplog):
+    with caplog.at_level(logging.INFO, "gradaccum"):
+        for options in TILES:
+            ChunkedMultipleNegativesRankingLoss(tiny(), **options)
+        assert caplog.messages == []
+        ChunkedMultipleNegativesRankingLoss(tiny(), directions=ALL)
+    assert "holds the whole matrix of similarities" in caplog.text
+
+
+def test_dropout_of_the_second_pass_is_that_of_the_first():
+    model, batch = tiny(dropout=0.5), [texts(seed) for seed in range(2)]
+    loss = ChunkedMultipleNegativesRankingLoss(model, mini_batch_size=4, tile=4)
+    loss_and_gradients(loss, model, batch)  # the first call proves itself
+    torch.manual_seed(1)
+    found = loss_and_gradients(loss, model, batch)
+    torch.manual_seed(1)
+    # The same micro-batches, all of them kept.
+    embeddings = []
+    for features in batch:
+        parts = [{name: value[rows] for name, value in features.items()} for rows in torch.arange(11).split(4)]
+        sizes = [len(part["input_ids"]) for part in parts]
+        assert sizes == [4, 4, 3]
+        embeddings.append(torch.cat([model(part)["sentence_embedding"] for part in parts]))
+    model.zero_grad()
+    value = loss.loss.compute_loss_from_embeddings(embeddings, None)
+    value.backward()
+    expected = [value, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])]
+    assert relative_error(found, expected) <= FLOAT64
+
+
+def test_its_arguments_and_settings_are_those_of_the_cached_loss():
+    ours, theirs = (
+        inspect.signature(loss).parameters
+        for loss in (ChunkedMultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss)
+    )
+    assert [(p.name, p.default) for p in theirs.values()] == [
+        (p.name, p.default) for p in ours.values() if p.kind is not p.KEYWORD_ONLY
+    ]
+    model = tiny()
+    loss, cached = ChunkedMultipleNegativesRankingLoss(model), CachedMultipleNegativesRankingLoss(model)
+    assert {**loss.get_config_dict(), "tile": None} == {**cached.get_config_dict(), "tile": None}
+    assert loss.citation
+    loss.scale = 5.0
+    assert (loss.scale, loss.loss.scale, loss.temperature) == (5.0, 5.0, 0.2)
+    assert list(loss.state_dict()) == list(cached.state_dict())
+
+
+def test_it_is_copied_and_pickled():
+    model, batch = tiny(), [texts(seed) for seed in range(2)]
+    loss = ChunkedMultipleNegativesRankingLoss(model, mini_batch_size=4)
+    expected = loss_and_gradients(loss, model, batch)
+    for again in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
+        assert again.model is not model
+        assert relative_error(loss_and_gradients(again, again.model, batch), expected) <= FLOAT64
+
+
+def test_without_gradients_it_is_the_loss():
+    model, batch = tiny().eval(), [texts(seed) for seed in range(2)]
+    with torch.no_grad():
+        found = ChunkedMultipleNegativesRankingLoss(model, mini_batch_size=4)([dict(f) for f in batch], None)
+        expected = MultipleNegativesRankingLoss(model)([dict(f) for f in batch], None)
+    assert relative_error([found], [expected]) <= FLOAT64
+
+
+def test_distributed_data_parallel_sees_one_forward_pass_and_its_hooks_see_each_gradient_once(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model, batch = tiny(), [texts(seed) for seed in range(3)]
+        expected = loss_and_gradients(MultipleNegativesRankingLoss(model), model, batch)
+        parallel, buckets = DistributedDataParallel(model, find_unused_parameters=True), []
+
+        def count(_, bucket):
+            buckets.append(bucket.buffer().clone())
+            return _done(bucket.buffer())
+
+        parallel.register_comm_hook(None, count)
+        loss = ChunkedMultipleNegativesRankingLoss(model, mini_batch_size=4, gather_across_devices=True)
+        loss.model = parallel  # as the trainer does
+        assert relative_error(loss_and_gradients(loss, model, batch), expected) <= FLOAT64
+        assert len(buckets) == 1
+        assert parallel.module is model
+    finally:
+        dist.destroy_process_group()
+
+
+def _done(value):
+    future = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def test_their_trainer_makes_the_same_updates_with_it(tmp_path):
+    expected = trained(MultipleNegativesRankingLoss, output_dir=f"{tmp_path}/a")
+    for sizes in ({"mini_batch_size": 3}, {"mini_batch_num_tokens": 24}):
+        found = trained(
+            lambda model, sizes=sizes: ChunkedMultipleNegativesRankingLoss(model, **sizes), output_dir=f"{tmp_path}/b"
+        )
+        assert relative_error([found], [expected]) <= FLOAT64
+
+
+def test_errors_say_what_to_do():
+    model = tiny()
+    with pytest.raises(ValueError, match="Expected at least 2 inputs, got 1"):
+        ChunkedMultipleNegativesRankingLoss(model)([texts(0)], None)
+    with pytest.raises(ValueError, match="Leave them padded, and give `mini_batch_num_tokens`"):
+        ChunkedMultipleNegativesRankingLoss(model)([{"cu_seq_lens_q": torch.tensor([0, 3])}] * 2, None)
+    with pytest.raises(ValueError, match="`mini_batch_size` must be an int >= 1"):
+        ChunkedMultipleNegativesRankingLoss(model, mini_batch_size=0)
+    with pytest.raises(ValueError, match="Scale must be a positive value"):
+        ChunkedMultipleNegativesRankingLoss(model, scale=0.0)
+    matryoshka = MatryoshkaLoss(model, ChunkedMultipleNegativesRankingLoss(model, mini_batch_size=4), [8, 4])
+    with pytest.raises(ValueError, match="A ForwardDecorator stands in the place of the model's forward"):
+        matryoshka([texts(0), texts(1)], None)
