@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from gradaccum.cli.group import DIFFERENT, BadInput, checked_output, is_keras, require_framework, save, user_errors
+from gradaccum.cli.group import DIFFERENT, BadInput, checked_output, framework_of, require_framework, save, user_errors
 from gradaccum.cli.user_code import subject
 from gradaccum.extras import require
 
@@ -18,6 +18,7 @@ __all__ = ["check"]
 @click.option(
     "--micro-batch-size", type=click.IntRange(min=1), help="Rows of a micro-batch; ragged sizes are tried too."
 )
+@click.option("--framework", type=click.Choice(["torch", "keras", "jax"]), help="Default: what the model is of.")
 @click.option("--device", default="cpu", show_default=True, help="Where to compute, such as cuda.")
 @click.option("--json", is_flag=False, flag_value="-", help="Print the result as JSON, or write it to a file.")
 @click.option("--html", is_flag=False, flag_value="gradaccum-check.html", help="Write a report.")
@@ -26,6 +27,7 @@ def check(
     context: click.Context,
     target: str | None,
     micro_batch_size: int | None,
+    framework: str | None,
     device: str,
     json: str | None,
     html: str | None,
@@ -34,7 +36,8 @@ def check(
 
     FILE.py:MAKE is a function without arguments that returns (model, batch, loss_fn); in place of loss_fn, it may
     return a dict of check_equivalence's keywords: {"compute_loss": ..., "weight": ...}. For a compiled Keras model it
-    returns (model, (x, y), None).
+    returns (model, (x, y), None); for JAX (params, batch, loss_fn), where loss_fn(params, batch) is the loss, or a dict
+    with "loss_fn" and, for its other arguments, "more": (key,).
 
     Exit code 1 says that they differ.
     """
@@ -53,7 +56,7 @@ def check(
         require("rich")
     with user_errors(target):
         model, batch, keywords = subject(target)
-        result = _checked(model, batch, {"micro_batch_size": micro_batch_size, **keywords}, device)
+        result = _checked(model, batch, {"micro_batch_size": micro_batch_size, **keywords}, device, framework)
     try:
         for path in (json, html):
             if path not in (None, "-"):
@@ -66,16 +69,23 @@ def check(
     context.exit(0 if result.ok else DIFFERENT)
 
 
-def _checked(model: Any, batch: Any, keywords: dict[str, Any], device: str) -> Any:
+def _checked(model: Any, batch: Any, keywords: dict[str, Any], device: str, framework: str | None) -> Any:
     """What the check of the model's own framework finds."""
-    if is_keras(model):
-        if device != "cpu":
-            raise BadInput("--device is for PyTorch models: Keras computes where its backend does.")
+    framework = framework_of(model, framework)
+    if framework != "torch" and device != "cpu":
+        computes = "Keras computes where its backend does" if framework == "keras" else "JAX computes where it does"
+        raise BadInput(f"--device is for PyTorch models: {computes}.")
+    require_framework(framework)
+    if framework == "jax":
+        import gradaccum.jax
+
+        loss_fn = keywords.pop("loss_fn", None)
+        return gradaccum.jax.check_equivalence(loss_fn, model, batch, *keywords.pop("more", ()), **keywords)
+    if framework == "keras":
         import gradaccum.keras
 
         given = {name: value for name, value in keywords.items() if value is not None}  # its loss is compiled in
         return gradaccum.keras.check_equivalence(model, *(batch if isinstance(batch, tuple) else (batch,)), **given)
-    require_framework("torch")
     import torch
 
     import gradaccum.torch

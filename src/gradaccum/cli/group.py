@@ -21,7 +21,7 @@ from gradaccum.extras import require
 from gradaccum.report import check_writable
 
 __all__ = [
-    "DIFFERENT", "BadInput", "Commands", "Failed", "checked_output", "is_keras", "require_framework", "save",
+    "DIFFERENT", "BadInput", "Commands", "Failed", "checked_output", "framework_of", "require_framework", "save",
     "user_errors",
 ]  # fmt: skip
 
@@ -82,9 +82,21 @@ def require_framework(name: str) -> None:
         raise BadInput(f'{name} is not installed. Install it with: pip install "gradaccum[{name}]"')
 
 
-def is_keras(model: Any) -> bool:
-    """Whether it is a Keras model: it may be a PyTorch module as well."""
+def framework_of(model: Any, told: str | None = None) -> str:
+    """`"keras"`, `"torch"` or `"jax"`: what the user said, or what the model is of.
+
+    A Keras model may be a PyTorch module as well. For JAX it is the parameters, a pytree with arrays in it.
+    """
+    return told or ("keras" if _is_keras(model) else "jax" if _has_jax_arrays(model) else "torch")
+
+
+def _is_keras(model: Any) -> bool:
     return any(base.__module__.partition(".")[0] == "keras" for base in type(model).__mro__)
+
+
+def _has_jax_arrays(params: Any) -> bool:
+    jax = sys.modules.get("jax")  # who has arrays has imported it
+    return jax is not None and any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
 
 
 def checked_output(option: str, path: str | pathlib.Path, ending: str = "") -> None:

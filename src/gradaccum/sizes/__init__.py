@@ -1,6 +1,7 @@
 """Rows into micro-batches: even sizes, the search for the fastest that fits, and what memory is free."""
 
 from gradaccum.sizes.by_shape import Sizers
+from gradaccum.sizes.estimate import DoesNotFit, SizeEstimate, largest_size, readable_bytes
 from gradaccum.sizes.even import FixedSize, even_sizes
 from gradaccum.sizes.groups import Groups
 from gradaccum.sizes.host_memory import container_limits, free_host_memory, parse_bytes, process_memory
@@ -9,18 +10,22 @@ from gradaccum.sizes.search import MARGIN, MemoryLine
 
 __all__ = [
     "MARGIN",
+    "DoesNotFit",
     "FixedSize",
     "GivenSizes",
     "Groups",
     "MemoryLine",
     "Piece",
     "Rows",
+    "SizeEstimate",
     "Sizers",
     "TokenBudget",
     "Tokens",
     "container_limits",
     "even_sizes",
     "free_host_memory",
+    "largest_size",
     "parse_bytes",
     "process_memory",
+    "readable_bytes",
 ]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,44 +11,13 @@ from torch import nn
 
 from gradaccum.on_torch.batch import BatchDims
 from gradaccum.on_torch.memory import Gauge, parse_bytes
-from gradaccum.sizes import MARGIN, MemoryLine
+from gradaccum.sizes import MARGIN, DoesNotFit, SizeEstimate, largest_size, readable_bytes
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure.fake_memory import batch_bytes, bytes_of, micro_batch_peak, optimizer_bytes
 
 __all__ = ["DoesNotFit", "SizeEstimate", "estimate_size", "suggest_micro_batch_size"]
 
 logger = logging.getLogger("gradaccum")
-
-
-class DoesNotFit(ValueError):
-    """Not even one row fits."""
-
-
-@dataclass(frozen=True)
-class SizeEstimate:
-    """What a micro-batch of a batch needs, and the largest that fits.
-
-    Example:
-        >>> print(SizeEstimate(64, 256, 16 * 2**30, 14 * 2**30, 2 * 2**30, 0.1))
-        micro_batch_size: 64 of 256 rows
-        estimated peak:   14.0 GiB, 2.0 GiB of it for parameters, gradients, optimizer state and the batch
-        memory limit:     16.0 GiB, 10 % of it left free as a margin
-    """
-
-    micro_batch_size: int
-    rows: int
-    limit: int
-    peak: int
-    constant: int
-    margin: float
-
-    def __str__(self) -> str:
-        return (
-            f"micro_batch_size: {self.micro_batch_size} of {self.rows} rows\n"
-            f"estimated peak:   {_readable(self.peak)}, {_readable(self.constant)} of it for parameters, gradients, "
-            "optimizer state and the batch\n"
-            f"memory limit:     {_readable(self.limit)}, {100 * self.margin:.0f} % of it left free as a margin"
-        )
 
 
 def suggest_micro_batch_size(model: nn.Module, batch: Any, **keywords: Any) -> int:
@@ -135,46 +102,11 @@ def estimate_size(
     def peak(size: int) -> int:
         return constant + micro_batch_peak(objective, batch, size)
 
-    size, needed = _largest(peak, rows, allowed)
+    size, needed = largest_size(peak, rows, allowed)
     if needed > allowed:
         raise DoesNotFit(
-            f"Not even a micro-batch of one row fits: it needs about {_readable(needed)}, and "
-            f"{_readable(int(allowed))} are there ({100 * margin:.0f} % of {_readable(int(limit))} left free). "
-            "Make the model smaller, shard it, or use gradient checkpointing or autocast=torch.bfloat16."
+            f"Not even a micro-batch of one row fits: it needs about {readable_bytes(needed)}, and "
+            f"{readable_bytes(int(allowed))} are there ({100 * margin:.0f} % of {readable_bytes(int(limit))} left "
+            "free). Make the model smaller, shard it, or use gradient checkpointing or autocast=torch.bfloat16."
         )
     return SizeEstimate(size, rows, int(limit), needed, constant + bytes_of(trained), margin)
-
-
-def _largest(peak: Callable[[int], int], rows: int, allowed: float) -> tuple[int, int]:
-    """The largest size whose peak is allowed, and that peak; where none is, one row and its peak.
-
-    The peak is the larger of a few affine functions of the size, so it is convex: the line between two known sizes is
-    above it. Reading the size off that line is safe, and once more, from there, nearly exact.
-    """
-    known = {rows: peak(rows)}
-    if known[rows] <= allowed:
-        return rows, known[rows]
-    known[1] = peak(1)
-    fits = 1
-    for _ in range(3):
-        if known[fits] > allowed:
-            break
-        line = MemoryLine()
-        above = min(size for size in known if known[size] > allowed)
-        line.add(fits, known[fits])
-        line.add(above, known[above])
-        size = min(math.floor(fits + (allowed - known[fits]) / max(line.slope, 1e-9)), above - 1)
-        if size <= fits:
-            break
-        known[size] = peak(size)
-        if known[size] <= allowed:
-            fits = size
-    return fits, known[fits]
-
-
-def _readable(size: int) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.1f} {unit}" if unit != "bytes" else f"{size} bytes"
-        size = size / 1024  # type: ignore[assignment]
-    return f"{size:.1f} GiB"
