@@ -163,6 +163,18 @@ def test_a_loss_that_names_the_mesh_itself_is_exact_and_says_what_it_costs(caplo
     assert "gradients are added up over devices once per micro-batch" in caplog.text
 
 
+def test_the_same_array_as_parameter_and_batch_is_cut_as_batch_only():
+    mesh = mesh_of("explicit")
+    x = placed(jnp.arange(8.0), mesh, P("data"))
+    grad_fn = gradaccum.jax.value_and_grad(lambda w, x: (w.sum() * x).mean(), micro_batch_size=4)
+    with jax.set_mesh(mesh):
+        loss, gradient = grad_fn(x, x)
+    assert (float(loss), gradient.tolist()) == (98.0, [3.5] * 8)
+    whole = placed(jnp.arange(8.0), mesh, P())
+    loss, gradient = grad_fn(whole, whole)
+    assert (float(loss), gradient.tolist()) == (98.0, [3.5] * 8)
+
+
 def test_an_error_of_the_loss_on_devices_is_its_own():
     mesh = mesh_of("explicit")
     params, batch = placed(network(), mesh, P()), placed(rows(64), mesh, P("data"))

@@ -54,19 +54,19 @@ class AutoSize:
 
     def of(self, call: Call) -> int:
         """The size for this call: rows of all devices together."""
-        leaves, structure = jax.tree.flatten((call.args, call.kwargs))
+        leaves, _, structure = call.leaves()
         key = structure, tuple((leaf.shape, str(leaf.dtype)) if hasattr(leaf, "shape") else leaf for leaf in leaves)
         if key not in self._known:
-            self._known[key] = self._found(call, leaves, structure)
+            self._known[key] = self._found(call)
         return self._known[key]
 
-    def _found(self, call: Call, leaves: list[Any], structure: Any) -> int:
+    def _found(self, call: Call) -> int:
+        leaves, places, structure = call.leaves()
         # A device is measured by itself, with the rows that it has.
         devices = call.batch.devices if call.batch.rows % call.batch.devices == 0 else 1
         rows = call.batch.rows // devices
-        axes = {id(leaf): axis for leaf, axis in zip(call.batch.leaves, call.batch.axes)}
         arrays = [number for number, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
-        kinds = [_on_one_device(leaves[number], axes.get(id(leaves[number])), devices) for number in arrays]
+        kinds = [_on_one_device(leaves[number], places[number], devices) for number in arrays]
 
         def trial(size: int) -> Trial:
             def run(*values: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -91,6 +92,36 @@ class Call:
         """The same call with another argument."""
         args = (*self.args[:number], argument, *self.args[number + 1 :])
         return Call(self.options, args, self.kwargs, self.batch, self.axes, self.devices)
+
+    def leaves(self) -> tuple[list[Any], list[int | None], Any]:
+        """The leaves of all arguments and keywords, the axis of each one's rows, if it has any, and their structure."""
+        leaves, structure = jax.tree.flatten((self.args, self.kwargs))
+        axes: list[int | None] = []
+        for number, argument in enumerate(self.args):
+            if number in self.options.batches:
+                axes += self.batch.axes_of(self.options.batches.index(number))
+            else:
+                axes += [None] * len(jax.tree.leaves(argument))
+        return leaves, axes + [None] * (len(leaves) - len(axes)), structure
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether it stands inside of a `jit` or another transformation."""
+        return any(isinstance(leaf, jax.core.Tracer) for leaf in self.leaves()[0])
+
+    def compiled(self, function: Callable[..., Any]) -> Any:
+        """What the function gives for these arguments, inside of a `jit`, where types name meshes without devices."""
+        leaves, _, structure = self.leaves()
+        arrays = [number for number, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+
+        def run(values: list[Any]) -> Any:
+            mine = list(leaves)
+            for number, value in zip(arrays, values):
+                mine[number] = value
+            args, kwargs = jax.tree.unflatten(structure, mine)
+            return function(*args, **kwargs)
+
+        return jax.jit(run)([leaves[number] for number in arrays])
 
     def of_all_devices(self, number: Any) -> Any:
         """The sum of this number over the devices that have rows of the batch."""

@@ -26,16 +26,12 @@ def data_axes(call: Call) -> tuple[str, ...]:
     options = call.options
     if options.state_argnum is not None or "last" in jax.tree.leaves(options.aux):
         return ()
-    found = set()
-    for leaf, axis in zip(call.batch.leaves, call.batch.axes):
-        if axis is not None:
-            found.add(_spread(leaf)[axis])
+    leaves, places, _ = call.leaves()
+    found = {_spread(leaf)[axis] for leaf, axis in zip(leaves, places) if axis is not None}
     axes = found.pop() if len(found) == 1 else ()
-    leaves = [leaf for leaf in jax.tree.leaves((call.args, call.kwargs)) if hasattr(leaf, "shape")]
-    rows = [id(leaf) for leaf, axis in zip(call.batch.leaves, call.batch.axes) if axis is not None]
-    for leaf in leaves:
-        spread = [name for names in _spread(leaf) for name in names]
-        if spread and (id(leaf) not in rows or spread != list(axes)):
+    for leaf, axis in zip(leaves, places):
+        spread = [name for names in _spread(leaf) for name in names] if hasattr(leaf, "shape") else []
+        if spread and (axis is None or spread != list(axes)):
             return ()
     return axes
 
@@ -51,13 +47,10 @@ def on_each_device(
         compute: Takes the call on one device; its sums are those of all devices.
         otherwise: What to do if the loss can't be traced for the rows of one device: if it names the mesh itself.
     """
-    mesh = next(
-        jax.typeof(leaf).sharding.mesh for leaf, axis in zip(call.batch.leaves, call.batch.axes) if axis is not None
-    )
-    leaves, structure = jax.tree.flatten((call.args, call.kwargs))
-    axis_of = {id(leaf): axis for leaf, axis in zip(call.batch.leaves, call.batch.axes) if axis is not None}
+    leaves, places, structure = call.leaves()
+    mesh = next(jax.typeof(leaf).sharding.mesh for leaf, axis in zip(leaves, places) if axis is not None)
     arrays = [number for number, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
-    specs = tuple(_spec(axis_of.get(id(leaves[number])), axes) for number in arrays)
+    specs = tuple(_spec(places[number], axes) for number in arrays)
 
     def on_one_device(*values: Any) -> Any:
         mine = list(leaves)

@@ -107,6 +107,8 @@ def value_and_grad(
 
     def value_and_grad_of(*args: Any, **kwargs: Any) -> Any:
         call = Call(options, args, kwargs)
+        if call.batch.devices > 1 and not call.is_traced:
+            return call.compiled(value_and_grad_of)
         size = options.micro_batch_size
         return _computed(call, auto.of(call) if isinstance(size, str) else size)
 
