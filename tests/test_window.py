@@ -138,10 +138,10 @@ def test_several_losses_in_a_micro_batch_count_it_once():
     assert (window.micro_batches, window.weight) == (1, 8.0)
 
 
-def test_different_weights_in_one_micro_batch_point_to_sums():
+def test_different_weights_in_one_micro_batch_point_to_losses_by_name():
     window = Window(steps=2)
     window.weigh(8)
-    with pytest.raises(ValueError, match=r'Received: weight=9 after 8\..*reduction="sum"'):
+    with pytest.raises(ValueError, match=r"Received: weight=9 after 8\..*come by name"):
         window.weigh(9)
     assert window.micro_batch.weight == 8.0, "the refused weight left a trace"
 

@@ -166,9 +166,8 @@ class Window:
         if comparable and given and weight != one.weight:
             raise ValueError(
                 f"The losses of one micro-batch must have one weight. Received: weight={weight:g} after "
-                f"{one.weight:g}. A window divides by one total, so losses that divide by different counts cannot be "
-                'weighed by it: use reduction="sum" without weights, and divide the sum of each loss by its count over '
-                "the whole window: backward(a.sum() / a_in_window + b.sum() / b_in_window)."
+                f"{one.weight:g}. A window divides by one total; losses that divide by different counts come by name: "
+                "backward({'a': (a, count_of_a), 'b': (b, count_of_b)})."
             )
         one.weight, one.given = weight, one.given or given
         if self.reduction == "mean":

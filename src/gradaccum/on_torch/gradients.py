@@ -113,6 +113,9 @@ class GradientSum:
         """All parts of the sum, wherever they are."""
         return [s for s in [*self.gradients(), *(self.detached or ()), *(self.restored or ())] if s is not None]
 
+    def expose(self, accepting: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        """A GradScaler is about to look for overflows in `p.grad`: there is nothing elsewhere."""
+
     def scale_(self, factor: float | Tensor) -> None:
         """Multiply the sum."""
         scale_(self.everything(), factor)

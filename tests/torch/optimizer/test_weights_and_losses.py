@@ -197,7 +197,7 @@ def test_different_weights_in_one_micro_batch_are_refused():
     model = network()
     optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2)
     optimizer.backward(model(torch.ones(4, 5)).mean(), weight=4)
-    with pytest.raises(ValueError, match=r'weight=3 after 4.*reduction="sum" without weights, .* a_in_window'):
+    with pytest.raises(ValueError, match="weight=3 after 4.*come by name: backward"):
         optimizer.backward(model(torch.ones(4, 5)).mean(), weight=3)
 
 

@@ -3,6 +3,15 @@
 from gradaccum.torch.loss.accumulator import LossAccumulator, WeightedLoss
 from gradaccum.torch.loss.divisors import Weight
 from gradaccum.torch.loss.objective import Objective
+from gradaccum.torch.loss.term_sums import (
+    NamedLoss,
+    TermSums,
+    checked_scalar,
+    checked_terms,
+    mixed_terms_error,
+    not_by_name_error,
+    unscaled_terms_error,
+)
 from gradaccum.torch.loss.terms import MIXED_TERMS, Term, Terms, Totals
 from gradaccum.torch.loss.terms_accumulator import TermsAccumulator, accumulator, counted
 from gradaccum.torch.loss.window_loss import WindowLoss
@@ -10,8 +19,10 @@ from gradaccum.torch.loss.window_loss import WindowLoss
 __all__ = [
     "MIXED_TERMS",
     "LossAccumulator",
+    "NamedLoss",
     "Objective",
     "Term",
+    "TermSums",
     "Terms",
     "TermsAccumulator",
     "Totals",
@@ -19,5 +30,10 @@ __all__ = [
     "WeightedLoss",
     "WindowLoss",
     "accumulator",
+    "checked_scalar",
+    "checked_terms",
     "counted",
+    "mixed_terms_error",
+    "not_by_name_error",
+    "unscaled_terms_error",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,9 +14,18 @@ from gradaccum.on_torch.gradients import Arrivals, GradientSum, ScreenedGradient
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.torch.distributed import SingleRank, Total
 from gradaccum.torch.guard import Guard, failed_error, tampering_error, untouched_error
-from gradaccum.torch.loss import WindowLoss
+from gradaccum.torch.loss import (
+    NamedLoss,
+    TermSums,
+    WindowLoss,
+    checked_scalar,
+    checked_terms,
+    mixed_terms_error,
+    not_by_name_error,
+    unscaled_terms_error,
+)
 from gradaccum.torch.optimizer.loss_scale import LossScale, unscaled_error
-from gradaccum.window import Reduction, Window, mixed_error, uncounted_error
+from gradaccum.window import Reduction, Window, mixed_error
 
 __all__ = ["Accumulation", "Nonfinite"]
 
@@ -59,7 +68,8 @@ class Accumulation:
         self.noise = NoiseMeter() if noise_scale else None
         self.clip_grad_norm, self.nonfinite = clip_grad_norm, nonfinite
         self.screened = ScreenedGradientSum(parameters, accumulate_dtype) if nonfinite == "skip_micro_batch" else None
-        self.sums = self.screened or GradientSum(parameters, accumulate_dtype)
+        self.by_name = None if self.screened is not None else TermSums(parameters, accumulate_dtype)
+        self.sums: GradientSum = self.screened or self.by_name  # type: ignore[assignment]  # one of the two is there
         self.guard = Guard(parameters, whole=not self.ranks.in_step)
         self.loss_scale = LossScale(self.sums, self.guard)
         self.arrivals = Arrivals(parameters)
@@ -108,7 +118,7 @@ class Accumulation:
                 self.check_sum()
                 self.sums.detach()
                 self.guard.restart()
-        elif window.reduction == "mean" and weight != window.unit:
+        elif window.reduction == "mean" and weight != window.unit and not (self.by_name and self.by_name.terms):
             if self.ranks.several and not self.ranks.by_hand:
                 assert window.unit is not None
                 arriving = weight / window.unit
@@ -119,14 +129,16 @@ class Accumulation:
                         self.sums.scale_(factor)
         self._scale_arrivals(arriving)
 
-    def backward(self, loss: Tensor, weight: Any, **how: Any) -> None:
+    def backward(self, loss: Any, weight: Any, **how: Any) -> None:
         """Weigh the micro-batch, and run the backward pass with its factor."""
         self.check_failed()
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"`loss` must be a tensor. Received: loss={loss!r} of type {type(loss).__name__}.")
-        if loss.numel() != 1:
-            raise ValueError(f"`loss` must be a scalar. Received: loss of shape {tuple(loss.shape)}.")
+        if isinstance(loss, (Mapping, list)):
+            self._backward_terms(checked_terms(loss, weight), **how)
+            return
         window, one = self.window, self.window.micro_batch
+        checked_scalar(loss)
+        if self.by_name is not None and self.by_name.terms:
+            raise mixed_terms_error()
         if one.weight is None:
             if not window.is_open:
                 self.loss.restart()
@@ -140,7 +152,31 @@ class Accumulation:
             return
         if one.weight:
             self.loss.add(window.micro_batches, loss, one.weight, one.given)
-        before = self.guard.arrivals
+        self.run_backward(loss, factor, **how)
+
+    def _backward_terms(self, terms: list[NamedLoss], **how: Any) -> None:
+        """The backward passes of several losses, each to a sum of its own."""
+        window, one, sums = self.window, self.window.micro_batch, self.by_name
+        if sums is None or self.noise is not None or self.ranks.several or one.default_given:
+            raise not_by_name_error()
+        if not sums.terms and (window.weight > 0 or one.weight is not None or self.guard.arrivals):
+            raise mixed_terms_error()
+        if one.weight is None and not window.is_open:
+            self.loss.restart()
+        counts = any(weight for _, _, weight in terms)
+        if one.weight is None or (counts and one.weight == 0):
+            one.weight = None
+            window.weigh(float(counts))
+        if not counts:
+            self.loss_scale.rescale_()  # no backward pass will do it
+        for name, loss, weight in terms:
+            if weight:
+                self.loss.add(window.micro_batches, loss, weight, True, name)
+        sums.backward(terms, window.reduction, self.guard.accepting, self.run_backward, **how)
+
+    def run_backward(self, loss: Tensor, factor: float, **how: Any) -> None:
+        """The backward pass of a loss, with the factor of its gradient."""
+        before, one = self.guard.arrivals, self.window.micro_batch
         try:
             if self.ranks.in_step:
                 self.ranks.scale(1.0 if one.weight else 0.0)
@@ -175,12 +211,16 @@ class Accumulation:
         if not in_reach:
             self.sums.reattach()
             guard.accept()
-        if one.weight is None:  # it came through loss.backward(), or had no backward pass
-            if not one.in_batches and window.weights_given and guard.arrivals and window.reduction == "mean":
+        if self.by_name is not None and self.by_name.terms:
+            if guard.arrivals != one.weighed:
+                raise mixed_terms_error()
+        elif one.weight is None and not one.in_batches and window.weights_given and guard.arrivals:
+            if window.reduction == "mean":
                 raise mixed_error()
-            window.weigh(one.default if one.default_given else None)
-        elif one.factor != 1.0 and guard.arrivals != one.weighed:
+        elif one.weight is not None and one.factor != 1.0 and guard.arrivals != one.weighed:
             raise mixed_error()
+        if one.weight is None:  # it came through loss.backward(), or had no backward pass
+            window.weigh(one.default if one.default_given else None)
         # One that weighs nothing has no say, unless `unscale_` has divided the others' sum in it.
         has_say = one.weight or (scaled and scaled[0] is None and in_reach)
         if has_say and self.screened is None and (scaled or not guard.idle):
@@ -225,6 +265,8 @@ class Accumulation:
         if scale is not None:
             self.loss.unscale(self.window.micro_batches, scale)
         if self.screened is None:
+            if scale is None and self.by_name is not None and len(self.by_name.terms) > 1:
+                raise unscaled_terms_error()
             if scale is None and not self.window.closes_next:
                 raise unscaled_error()
             if self.window.micro_batch.weight or self.loss_scale.in_use or self.ranks.several:
@@ -254,7 +296,9 @@ class Accumulation:
         if self.window.weight == 0:
             logger.warning("No update: this window of %d micro-batches weighs nothing", self.window.micro_batches)
             return False
-        divisor = self.window.divisor / self.ranks.size  # the ranks' reduction leaves a mean over them
+        # The ranks' reduction leaves a mean over them.
+        by_name = self.by_name is not None and self.by_name.fold()
+        divisor = 1.0 if by_name else self.window.divisor / self.ranks.size
         self.sums.finish(divisor)
         if self.nonfinite == "skip_window" and not self._finite():
             logger.warning("No update: the gradient of this window is not finite")
@@ -331,50 +375,6 @@ class Accumulation:
         self.loss_scale.close()
         if self.noise is not None:
             self.noise.restart()
-
-    # Files.
-
-    def state_dict(self) -> dict[str, Any]:
-        """The open window with its gradients: copies, so that a snapshot in memory stays one.
-
-        Raises:
-            WindowError: A gradient of a micro-batch that is not counted yet is in the sum.
-        """
-        state: dict[str, Any] = {"window": self.window.state_dict()}
-        if self.ranks.several:
-            state["unit"], state["rank"] = self.unit, self.ranks.place
-        if not self.window.is_open:
-            return state
-        self.check_failed()
-        if self.ranks.in_step:
-            self.ranks.reduce_pending()
-            self.guard.arrivals = 0  # of the reduction
-        elif self.sums.detached is None and self.guard.arrivals:
-            raise uncounted_error()
-        scale = self.loss_scale
-        state["scaled"] = scale.in_use or self.sums.restored is not None
-        state["overflow"] = scale.overflowed()
-        if self.screened is not None:
-            state["weights"], state["counted"] = list(self.window.weights), self.screened.counted()
-        return {**state, "gradients": self.sums.copies(scale.scale), **self.loss.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the window that `state_dict` wrote."""
-        self.unit = state.get("unit", self.unit)
-        self.close()
-        self.empty()
-        self.expect_nothing()
-        self.loss.restart()
-        if not state["window"]["micro_batches"]:
-            return
-        self.window.load_state_dict(state["window"], state.get("weights"))
-        self.loss.load_state_dict(state, self.sums.parameters()[0].device)
-        if self.screened is not None:
-            self.screened.restore(state["gradients"], state.get("counted", [True] * self.window.micro_batches))
-        else:
-            self.sums.restore(state["gradients"])
-            self.loss_scale.restore(state["overflow"])
-        self.ranks.restored([p for i, p in enumerate(self.sums.parameters()) if i in state["gradients"]])
 
     # Misuse.
 

@@ -15,6 +15,7 @@ from gradaccum.errors import WindowError
 from gradaccum.on_torch.batch import map_leaves
 from gradaccum.torch.optimizer import sharded_checkpoint as sharded
 from gradaccum.torch.optimizer.windows import Windows
+from gradaccum.window import uncounted_error
 
 __all__ = ["KEY", "initialise", "is_initialisation", "load", "state_dict"]
 
@@ -23,7 +24,7 @@ KEY = "gradaccum"
 
 def state_dict(windows: Windows) -> dict[str, Any]:
     """The inner optimizer's state and the window."""
-    window = windows.state_dict()
+    window = window_state(windows)
     if windows.ranks.in_step:
         return sharded.pack(windows.inner, window, windows.ranks)
     return {**windows.inner.state_dict(), KEY: window}
@@ -55,9 +56,59 @@ def load(windows: Windows, state_dict: dict[str, Any]) -> None:
     cloned = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, state_dict["state"])
     windows.inner.load_state_dict({**state_dict, "state": cloned})
     if own is not None:
-        windows.load_state_dict(own)
+        restore(windows, own)
     else:
         windows.discard()
+
+
+def window_state(windows: Windows) -> dict[str, Any]:
+    """How far training has come, and the open window with its gradients: copies, so that a snapshot stays one.
+
+    Raises:
+        WindowError: A gradient of a micro-batch that is not counted yet is in the sum.
+    """
+    open_ = windows.accumulation
+    state: dict[str, Any] = {**windows.state_dict(), "window": open_.window.state_dict()}
+    if open_.ranks.several:
+        state["unit"], state["rank"] = open_.unit, open_.ranks.place
+    if not open_.window.is_open:
+        return state
+    open_.check_failed()
+    if open_.ranks.in_step:
+        open_.ranks.reduce_pending()
+        open_.guard.arrivals = 0  # of the reduction
+    elif open_.sums.detached is None and open_.guard.arrivals:
+        raise uncounted_error()
+    scale = open_.loss_scale
+    state["scaled"] = scale.in_use or open_.sums.restored is not None
+    state["overflow"] = scale.overflowed()
+    if open_.screened is not None:
+        state["weights"], state["counted"] = list(open_.window.weights), open_.screened.counted()
+    if open_.by_name is not None and open_.by_name.terms:
+        state["terms"] = open_.by_name.state_of_terms(scale.scale)
+    return {**state, "gradients": open_.sums.copies(scale.scale), **open_.loss.state_dict()}
+
+
+def restore(windows: Windows, state: dict[str, Any]) -> None:
+    """Go on from what `window_state` wrote."""
+    open_ = windows.accumulation
+    open_.unit = state.get("unit", open_.unit)
+    open_.close()
+    open_.empty()
+    open_.expect_nothing()
+    open_.loss.restart()
+    if state["window"]["micro_batches"]:
+        open_.window.load_state_dict(state["window"], state.get("weights"))
+        open_.loss.load_state_dict(state, open_.sums.parameters()[0].device)
+        if open_.screened is not None:
+            open_.screened.restore(state["gradients"], state.get("counted", [True] * open_.window.micro_batches))
+        else:
+            open_.sums.restore(state["gradients"])
+            open_.loss_scale.restore(state["overflow"])
+        if open_.by_name is not None:
+            open_.by_name.load_terms(state.get("terms", ()))
+        open_.ranks.restored([p for i, p in enumerate(open_.sums.parameters()) if i in state["gradients"]])
+    windows.load_state_dict(state)
 
 
 def _check_window(windows: Windows, state: dict[str, Any]) -> None:
@@ -77,6 +128,12 @@ def _check_window(windows: Windows, state: dict[str, Any]) -> None:
             f"The checkpoint was taken inside a window of {saved['steps']} steps ({saved['micro_batches']} of them "
             f"done), and this optimizer has steps={steps} there. A window's length changes only between windows: load "
             f"it with steps={saved['steps']}, or take the checkpoint when `updated` is True."
+        )
+    if state.get("terms") and (windows.accumulation.by_name is None or windows.accumulation.noise is not None):
+        raise WindowError(
+            "The checkpoint was taken inside a window of several losses with a denominator each, which "
+            'nonfinite="skip_micro_batch" and noise_scale=True do not go together with. Load it without, or take it '
+            "when `updated` is True."
         )
     reduction = windows.accumulation.window.reduction
     if saved.get("reduction", reduction) != reduction:

@@ -96,6 +96,7 @@ class LossScale:
             smallest = min(parameters, key=Tensor.numel)
             smallest.grad = zero = torch.zeros_like(smallest, requires_grad=False)
             self._shown = smallest, zero, zero._version
+        self._sums.expose(self._guard.accepting)
 
     def hide(self) -> None:
         """Remove the zero gradient that `show` made, if no other has joined or replaced it.

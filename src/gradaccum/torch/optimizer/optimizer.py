@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
 import torch
@@ -32,7 +32,7 @@ from gradaccum.torch.optimizer.proxy import (
     overflows_easily,
     parameters_of,
 )
-from gradaccum.torch.optimizer.windows import Windows
+from gradaccum.torch.optimizer.windows import Windows, let_go
 from gradaccum.window import Reduction, checked_reduction
 
 __all__ = ["Nonfinite", "Optimizer"]
@@ -137,7 +137,7 @@ class Optimizer(OptimizerProxy):
         accumulation = Accumulation(parameters, ranks=ranks, **arguments)
         self._loss_scale = accumulation.loss_scale
         self._windows = Windows(inner, schedule, accumulation, step, check_steps)
-        weakref.finalize(self, _let_go, self._windows).atexit = False
+        weakref.finalize(self, let_go, self._windows).atexit = False
         self._checked = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -195,6 +195,11 @@ class Optimizer(OptimizerProxy):
         return self._windows.accumulation.loss.mean()
 
     @property
+    def losses(self) -> dict[Any, Tensor]:
+        """Of losses that came by name, each one's mean over the same window as `loss`, by its name."""
+        return {name: mean for name, mean in self._windows.accumulation.loss.means().items() if name is not None}
+
+    @property
     def grad_norm(self) -> Tensor | None:
         """2-norm of the last finished gradient, before clipping; None without `clip_grad_norm`."""
         return self._windows.accumulation.grad_norm
@@ -213,7 +218,7 @@ class Optimizer(OptimizerProxy):
 
     def backward(
         self,
-        loss: Tensor,
+        loss: Tensor | Mapping[Any, tuple[Tensor, float]] | list[tuple[Tensor, float]],
         weight: float | None = None,
         *,
         retain_graph: bool | None = None,
@@ -225,7 +230,9 @@ class Optimizer(OptimizerProxy):
         Several losses over the same rows may come one after the other; the micro-batch counts once.
 
         Args:
-            loss: Scalar, the mean over this micro-batch (with `reduction="sum"`, the sum).
+            loss: Scalar, the mean over this micro-batch (with `reduction="sum"`, the sum). Or `{name: (loss, weight)}`,
+                or a list of pairs: the update is that of the sum of their means, each over its own weights in the
+                window, for one more copy of the gradients for each but the first.
             weight: What that mean is over: rows, or valid tokens. 0 skips the micro-batch, even if its loss is NaN.
                 None: the batch's rows under `batches()`, else 1.
             retain_graph: As for `torch.Tensor.backward`.
@@ -381,20 +388,13 @@ class Optimizer(OptimizerProxy):
                 "_model": self._model,
                 "_sync": self._sync,
             },
-            checkpoint.KEY: self._windows.state_dict(),
+            checkpoint.KEY: checkpoint.window_state(self._windows),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["arguments"])
         self._start(state["inner"], state["schedule"])
-        self._windows.load_state_dict(state[checkpoint.KEY])
+        checkpoint.restore(self._windows, state[checkpoint.KEY])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._windows.schedule} steps, {self.inner!r})"
-
-
-def _let_go(windows: Windows) -> None:
-    """The optimizer is gone: if in the middle of a window, or of a loop of `batches()`, an error has ended its loop."""
-    if windows.accumulation.window.is_open or windows.source is not None:
-        windows.ranks.leave()
-    windows.let_go()

@@ -17,7 +17,7 @@ from gradaccum.torch.optimizer.accumulation import Accumulation
 from gradaccum.torch.optimizer.proxy import parameters_of
 from gradaccum.torch.optimizer.sharded_checkpoint import release
 
-__all__ = ["IN_BATCHES", "Windows"]
+__all__ = ["IN_BATCHES", "Windows", "let_go"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -332,20 +332,25 @@ class Windows:
     # Files.
 
     def state_dict(self) -> dict[str, Any]:
-        """How far training has come, and the open window."""
-        state = {"epoch": self.epoch, "updates": self.updates, "in_epoch": self.in_epoch}
-        return {**state, **self.accumulation.state_dict()}
+        """How far training has come."""
+        return {"epoch": self.epoch, "updates": self.updates, "in_epoch": self.in_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` wrote."""
+        """Go on from what `state_dict` wrote, with the open window that `accumulation` has."""
         self.epoch, self.updates, self.in_epoch = state["epoch"], state["updates"], state["in_epoch"]
-        self.accumulation.load_state_dict(state)
         self.source, self.updated = None, False
         self.restored = self.accumulation.window.is_open
         self._scheduled_for = (self.epoch, self.updates) if self.restored else None
         if self.restored:
             self._note_settings()
         self.expect_next()
+
+
+def let_go(windows: Windows) -> None:
+    """The optimizer is gone: if in the middle of a window, or of a loop of `batches()`, an error has ended its loop."""
+    if windows.accumulation.window.is_open or windows.source is not None:
+        windows.ranks.leave()
+    windows.let_go()
 
 
 def _differ(one: Any, other: Any) -> bool:
