@@ -1,6 +1,7 @@
 """TRL's trainers become exact by one base class: tiny models from configs, nothing is downloaded."""
 
 import copy
+import runpy
 
 import datasets
 import peft
@@ -12,6 +13,7 @@ import trl
 
 from gradaccum import NotEquivalentError
 from gradaccum.integrations.transformers import MicroBatchTrainer
+from tests.documents import ROOT
 from tests.reference import relative_error
 
 VOCABULARY = 64
@@ -168,3 +170,8 @@ def test_a_batch_that_is_one_row_is_refused_by_name(tmp_path):
             padding_free=True,
             max_length=None,
         )
+
+
+def test_the_recipes_of_the_example_are_the_large_batchs(capsys):
+    runpy.run_path(str(ROOT / "examples" / "torch" / "fine_tuning.py"), run_name="__main__")
+    assert capsys.readouterr().out.count("relative error of the updates against the large batch") == 3

@@ -133,6 +133,12 @@ def _strange_ranks(trainer: Any, micro_batches: MicroBatches) -> Iterator[str]:
         )
     if getattr(trainer, "is_fsdp_xla_enabled", False):
         yield "XLA's FSDP has ranks that micro-batches don't know. Remove `xla` from `fsdp_config`."
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
+        yield (
+            "FSDP1 reduces in every backward pass, and takes the mean of the ranks' means. Use FSDP2: "
+            'fsdp_config={"version": 2}.'
+        )
     if several and not args.average_tokens_across_devices:
         yield (
             "average_tokens_across_devices=False asks for the mean of the ranks' means, which is not that of the large "
