@@ -25,7 +25,7 @@ def with_aux(params, batch):
 HOWS = {"rows": "concat", "right": "sum", "mean": "mean", "size": "last", "none": "concat"}
 
 
-@pytest.mark.parametrize("size", [4, 3, 11])
+@pytest.mark.parametrize("size", [4, pytest.param(3, marks=pytest.mark.slow), 11])
 def test_aux_is_the_large_batches(size):
     params, batch = network(), rows(11)
     split = in_micro_batches(with_aux, size, has_aux=True, aux=HOWS)
@@ -41,7 +41,7 @@ def test_aux_of_grad_and_one_word_for_all():
         return squared_error(params, batch), (batch[0][:, 0] > 0, batch[1])
 
     params, batch = network(), rows(11)
-    _, aux = gradaccum.jax.grad(loss_fn, micro_batch_size=4, has_aux=True)(params, batch)
+    _, aux = jax.jit(gradaccum.jax.grad(loss_fn, micro_batch_size=4, has_aux=True))(params, batch)
     assert (aux[0] == (batch[0][:, 0] > 0)).all()
     assert (aux[1] == batch[1]).all()
 
@@ -77,7 +77,10 @@ def dropped(params, batch, key):
     return ((outputs(params, jnp.where(keep, x, 0)) - y) ** 2).mean()
 
 
-@pytest.mark.parametrize("key", [jax.random.key(3), jax.random.PRNGKey(3), jax.random.key(3, impl="rbg")])
+@pytest.mark.parametrize(
+    "key",
+    [jax.random.key(3), jax.random.PRNGKey(3), pytest.param(jax.random.key(3, impl="rbg"), marks=pytest.mark.slow)],
+)
 def test_a_key_is_split_for_each_micro_batch(key):
     params, (x, y) = network(), rows(11)
     split = in_micro_batches(dropped, 4, rng_argnum=2)
@@ -135,9 +138,8 @@ def test_state_and_aux_stand_beside_the_loss_together():
     (expected, expected_state), expected_grads = by_hand(params, batch, state, [4, 4, 3])
     assert tree_error((loss, state_found, grads), (expected, expected_state, expected_grads)) <= FLOAT64
     assert (aux == batch[0]).all()
-    grads_again, beside = gradaccum.jax.grad(loss_fn, micro_batch_size=4, state_argnum=2, has_aux=True)(
-        params, batch, state
-    )
+    again = gradaccum.jax.grad(loss_fn, micro_batch_size=4, state_argnum=2, has_aux=True)
+    grads_again, beside = jax.jit(again)(params, batch, state)
     assert tree_error((grads_again, beside), (grads, (state_found, aux))) <= FLOAT64
 
 

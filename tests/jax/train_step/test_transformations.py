@@ -80,9 +80,9 @@ def test_a_second_derivative_is_that_of_the_large_batch():
 
 
 def deep(params, batch):
-    """Activations are what takes the memory: 64 bytes of input, 20 layers of 1 KiB per row."""
+    """Activations are what takes the memory: 64 bytes of input, 8 layers of 1 KiB per row."""
     x = batch @ params["in"]
-    for _ in range(20):
+    for _ in range(8):
         x = jnp.sin(x @ params["mid"])
     return (x**2).mean()
 
@@ -99,7 +99,7 @@ def test_the_memory_is_that_of_one_micro_batch_however_many_there_are():
     gradients = 8 * (8 * 128 + 128 * 128)
     assert sizes[1] == sizes[0], "temporaries grow with the number of micro-batches"
     assert sizes[1] <= of_one + 2 * gradients, "more than a micro-batch, its gradients and their sum"
-    assert bytes_of(at_once(deep), 1024) > 10 * sizes[1]
+    assert bytes_of(at_once(deep), 1024) > 5 * sizes[1]
 
 
 def test_the_memory_of_a_hand_written_scan_is_not_exceeded():

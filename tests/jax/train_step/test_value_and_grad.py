@@ -43,7 +43,9 @@ def test_a_training_loop_over_ragged_batches_matches_plain_jax(optimizer):
     assert tree_error(split, train(jax.value_and_grad(squared_error))) <= FLOAT64
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 7, 12, 13, 100])
+@pytest.mark.parametrize(
+    "size", [1, 7, 100, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 3, 4, 6, 12))]
+)
 def test_any_size_matches_the_large_batch(size):
     params, batch = network(), rows(12)
     split = in_micro_batches(squared_error, size)
@@ -77,15 +79,15 @@ def test_a_sum_over_rows_is_summed():
 
 def test_grad_gives_the_gradients_alone():
     params, batch = network(), rows(11)
-    split = gradaccum.jax.grad(squared_error, micro_batch_size=4)(params, batch)
-    assert tree_error(split, jax.grad(squared_error)(params, batch)) <= FLOAT64
+    split = jax.jit(gradaccum.jax.grad(squared_error, micro_batch_size=4))(params, batch)
+    assert tree_error(split, at_once(squared_error)(params, batch)[1]) <= FLOAT64
 
 
 def two_models(first, x, second, y, *, scale):
     return ((outputs(first, x) * scale - outputs(second, x) - y) ** 2).mean()
 
 
-@pytest.mark.parametrize("argnums", [0, 2, (2, 0), (0,)])
+@pytest.mark.parametrize("argnums", [2, (2, 0), (0,)])
 def test_argnums_and_batch_argnums_are_those_of_jax(argnums):
     (x, y), first, second = rows(11), network(), network(2)
     split = in_micro_batches(two_models, 4, argnums=argnums, batch_argnums=(1, 3))
@@ -94,7 +96,7 @@ def test_argnums_and_batch_argnums_are_those_of_jax(argnums):
     assert tree_error(split(*args, scale=2.0), plain(*args, scale=2.0)) <= FLOAT64
 
 
-@pytest.mark.parametrize("size", [4, 3, 100])
+@pytest.mark.parametrize("size", [4, 100])
 def test_gradients_of_the_batch_have_its_rows_and_of_what_is_shared_the_sum(size):
     params, (x, y) = network(), rows(11)
 
@@ -187,8 +189,11 @@ def test_keywords_and_static_arguments_reach_every_micro_batch():
         assert kind == "even"
         return (abs(outputs(params, batch[0])) ** power).mean()
 
-    split = gradaccum.jax.value_and_grad(loss_fn, micro_batch_size=4)(params, batch, "even", power=2)
-    assert tree_error(split, jax.value_and_grad(loss_fn)(params, batch, "even", power=2)) <= FLOAT64
+    def even(value_and_grad):
+        return jax.jit(lambda params, batch: value_and_grad(params, batch, "even", power=2))(params, batch)
+
+    split = even(gradaccum.jax.value_and_grad(loss_fn, micro_batch_size=4))
+    assert tree_error(split, even(jax.value_and_grad(loss_fn))) <= FLOAT64
 
 
 def test_it_bears_the_name_of_the_loss():

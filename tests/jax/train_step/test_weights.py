@@ -29,17 +29,20 @@ def tokens_of(batch):
     return batch["mask"].sum()
 
 
+TOKENS_AT_ONCE = at_once(token_mean)
+TOKENS = in_micro_batches(token_mean, 4, weight=tokens_of)
+"""Compiled once: all batches have 11 rows."""
+
+
 def test_a_mean_over_tokens_matches_the_large_batch():
     params, batch = network(), tokens(11)
-    split = in_micro_batches(token_mean, 4, weight=tokens_of)
-    assert tree_error(split(params, batch), at_once(token_mean)(params, batch)) <= FLOAT64
+    assert tree_error(TOKENS(params, batch), TOKENS_AT_ONCE(params, batch)) <= FLOAT64
 
 
 @pytest.mark.parametrize("ignored", [(0, 1, 2, 3), (8, 9, 10), (4, 5, 6, 7, 8, 9, 10)])
 def test_a_micro_batch_of_weight_0_is_left_out_though_its_loss_is_0_by_0(ignored):
     params, batch = network(), tokens(11, ignored)
-    split = in_micro_batches(token_mean, 4, weight=tokens_of)
-    assert tree_error(split(params, batch), at_once(token_mean)(params, batch)) <= FLOAT64
+    assert tree_error(TOKENS(params, batch), TOKENS_AT_ONCE(params, batch)) <= FLOAT64
 
 
 def test_without_any_weight_the_loss_has_its_own_answer():
@@ -48,9 +51,9 @@ def test_without_any_weight_the_loss_has_its_own_answer():
     def guarded(params, batch):
         return (token_losses(params, batch) * batch["mask"]).sum() / jnp.maximum(batch["mask"].sum(), 1)
 
-    loss, grads = in_micro_batches(token_mean, 4, weight=tokens_of)(params, batch)
+    loss, grads = TOKENS(params, batch)
     assert jnp.isnan(loss)
-    for leaf, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(at_once(token_mean)(params, batch)[1])):
+    for leaf, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(TOKENS_AT_ONCE(params, batch)[1])):
         assert (jnp.isnan(leaf) == jnp.isnan(expected)).all()
     split = in_micro_batches(guarded, 4, weight=tokens_of)(params, batch)
     assert tree_error(split, at_once(guarded)(params, batch)) <= FLOAT64
@@ -59,8 +62,7 @@ def test_without_any_weight_the_loss_has_its_own_answer():
 def test_a_nan_in_a_micro_batch_that_counts_is_not_hidden():
     params, batch = network(), tokens(11)
     batch["x"] = batch["x"].at[5].set(jnp.nan)
-    split = in_micro_batches(token_mean, 4, weight=tokens_of)
-    loss, grads = split(params, batch)
+    loss, grads = TOKENS(params, batch)
     assert jnp.isnan(loss)
     assert jnp.isnan(grads["out"]["kernel"]).all()
 
@@ -87,17 +89,19 @@ def two_losses(params, batch):
     }
 
 
+def two_means(params, batch):
+    means = {name: loss for name, (loss, _) in two_losses(params, batch).items()}
+    return sum(means.values()), means
+
+
+TWO_AT_ONCE, TWO = at_once(two_means, has_aux=True), in_micro_batches(two_losses, 4)
+
+
 @pytest.mark.parametrize("ignored", [(), (4, 5, 6, 7)], ids=["", "a micro-batch without tokens"])
 def test_several_losses_have_a_denominator_each(ignored):
     params, batch = network(), tokens(11, ignored)
-    losses, grads = in_micro_batches(two_losses, 4)(params, batch)
-
-    def total(params):
-        means = {name: loss for name, (loss, _) in two_losses(params, batch).items()}
-        return sum(means.values()), means
-
-    (_, means), expected = at_once(total, has_aux=True)(params)
-    assert tree_error((losses, grads), (means, expected)) <= FLOAT64
+    (_, means), expected = TWO_AT_ONCE(params, batch)
+    assert tree_error(TWO(params, batch), (means, expected)) <= FLOAT64
 
 
 def test_one_named_loss_and_a_batch_of_one_micro_batch():
@@ -106,7 +110,7 @@ def test_one_named_loss_and_a_batch_of_one_micro_batch():
     def loss_fn(params, batch):
         return {"tokens": (token_mean(params, batch), tokens_of(batch))}
 
-    loss, expected = at_once(token_mean)(params, batch)
+    loss, expected = TOKENS_AT_ONCE(params, batch)
     for size in (4, 11):
         split = in_micro_batches(loss_fn, size)(params, batch)
         assert tree_error(split, ({"tokens": loss}, expected)) <= FLOAT64
@@ -168,5 +172,5 @@ def test_a_weight_that_counts_what_parameters_decide_is_no_error():
         return {"sure": (loss, sure.sum()), "zero": (0.0 * loss, held)}
 
     split = in_micro_batches(loss_fn, 4)(params, batch)
-    expected = jax.grad(lambda params: loss_fn(params, batch)["sure"][0])(params)
+    expected = jax.jit(jax.grad(lambda params: loss_fn(params, batch)["sure"][0]))(params)
     assert tree_error(split[1], expected) <= FLOAT64
