@@ -356,3 +356,19 @@ def test_the_noise_scale_is_measured_on_the_way():
     assert (scale.updates, scale.batch_size, scale.unit) == (300, 8, "rows")
     with pytest.raises(ValueError, match="noise_scale=True"):
         gradaccum.jax.noise_scale(windowed(optax.sgd(0.1), 2).init(params))
+
+
+def test_inside_shard_map_with_parameters_in_parts():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    optimizer, part = windowed(optax.adam(0.1), 2), jax.sharding.PartitionSpec("data")
+
+    def two_updates(params):
+        state = optimizer.init(params)
+        for _ in range(2):
+            updates, state = optimizer.update(params * jax.lax.axis_index("data"), state, params)
+        return optax.apply_updates(params, updates)
+
+    params = jnp.arange(1.0, 9.0)
+    found = jax.jit(jax.shard_map(two_updates, mesh=mesh, in_specs=part, out_specs=part))(params)
+    expected, _ = jax.jit(optax.adam(0.1).update)(params * jnp.repeat(jnp.arange(4), 2), optax.adam(0.1).init(params))
+    assert tree_error(found, params + expected) <= FLOAT64
