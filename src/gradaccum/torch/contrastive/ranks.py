@@ -1,7 +1,7 @@
 """The rows that are compared with each other: one process's, or those of all ranks of a group.
 
 Every rank keeps its own rows of `a`. The ranks' rows of `b` visit, one rank's at a time, while the next ones are under
-way: memory does not grow with the number of ranks.
+way: but for a few numbers per row, memory does not grow with the number of ranks.
 """
 
 from __future__ import annotations
