@@ -13,7 +13,11 @@ def tokens(count, ignored=(), seed=0):
     """Rows of 4 tokens of which some count; all of `ignored` rows' don't."""
     x, _ = rows(count * 4, seed)
     mask = (jnp.arange(count * 4).reshape(count, 4) * 7 % 5 > 1).at[jnp.asarray(ignored, int)].set(False)
-    return {"x": x.reshape(count, 4, -1), "label": jnp.arange(count * 4).reshape(count, 4) % 3, "mask": mask}
+    return {
+        "x": x.reshape(count, 4, -1),
+        "label": jnp.arange(count * 4).reshape(count, 4) % 3,
+        "mask": mask.astype(float),  # a product with booleans XLA makes a select, which hides NaN
+    }
 
 
 def token_losses(params, batch):
