@@ -165,3 +165,26 @@ def test_a_routers_loss_is_refused_by_name(said, tmp_path):
     error, message = named if said else (NotEquivalentError, "MicroBatchTrainer.compute_loss")
     with pytest.raises(error, match=message):
         train(MicroBatchTrainer, made, rows(TOKENS), tmp_path, micro={"micro_batch_size": 4})
+
+
+class Experts(nn.Module):
+    """Each text goes through the embedding of its length alone: single rows leave parameters without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Embedding(37, 3) for _ in range(13)])
+
+    def forward(self, input_ids, attention_mask, labels):
+        lengths = attention_mask.sum(1)
+        parts = [(self.experts[int(n)](input_ids[lengths == n]), labels[lengths == n]) for n in lengths.unique()]
+        logits, targets = (torch.cat([part[i].flatten(0, 1) for part in parts]) for i in (0, 1))
+        return {"loss": nn.functional.cross_entropy(logits, targets)}
+
+
+def test_parameters_that_single_rows_leave_out_are_no_obstacle(tmp_path):
+    made, data = Experts().double(), rows(TOKENS)
+    expected = train(transformers.Trainer, made, data, tmp_path)
+    found = train(MicroBatchTrainer, made, data, tmp_path, micro={"micro_batch_size": 4})
+    assert found._denominator.left[-1] == "labels"  # the Trainer counts nothing for such a model
+    pairs = zip(updates(found, made), updates(expected, made), strict=True)
+    assert max(float((a - b).abs().max()) for a, b in pairs) <= 1e-12

@@ -20,6 +20,9 @@ logger = logging.getLogger("gradaccum")
 IGNORED = -100
 """What transformers' losses ignore in labels."""
 
+ENTRIES = 1 << 12
+"""Entries of each parameter's gradient that are compared, about."""
+
 Count = Callable[[Any], Any]
 """`count(batch)`: what a batch weighs."""
 
@@ -116,7 +119,7 @@ class Denominator:
         total = self._counts[name](batch.tree[0])
         if total is None:
             return None
-        for counted in (labels, labels[..., 1:]):
+        for counted in (labels, labels[..., 1:]) if labels.dim() > 1 else (labels,):
             each = (counted != IGNORED).flatten(1).sum(1) if counted.dim() > 1 else counted != IGNORED
             each = each.cpu().double()
             if float(each.sum()) == float(total):
@@ -127,7 +130,13 @@ class Denominator:
     def _gradient(self, rows: Batch) -> Tensor:
         parameters = [p for p in self._trainer.model.parameters() if p.requires_grad]
         found = torch.autograd.grad(self._loss(rows.tree[0]), parameters, allow_unused=True)
-        return torch.cat([g.detach().reshape(-1).float() for g in found if g is not None])
+        return torch.cat([_sample(p if g is None else g, g is None) for p, g in zip(parameters, found)])
+
+
+def _sample(tensor: Tensor, unused: bool) -> Tensor:
+    """Some entries of a gradient, from all over it; zeros where there is none."""
+    some = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // ENTRIES)].float()
+    return torch.zeros_like(some) if unused else some
 
 
 def _labels(batch: Any) -> Any:
@@ -150,7 +159,6 @@ def _rows(batch: Any) -> float:
 def _telling_pair(weights: Sequence[Tensor]) -> tuple[int, int] | None:
     """Two rows about which the weights disagree most; None where all weights are proportional."""
     best: tuple[float, tuple[int, int]] = (1e-9, (0, 0))
-    first = weights[0] if weights else torch.ones(0)
     for index, weight in enumerate(weights):
         for other in weights[index + 1 :]:
             ratio = (weight / other).nan_to_num(nan=-1.0, posinf=-1.0)
@@ -161,7 +169,6 @@ def _telling_pair(weights: Sequence[Tensor]) -> tuple[int, int] | None:
             spread = 1.0 - float(ratio[low] / ratio[high])
             if spread > best[0]:
                 best = spread, (low, high)
-    del first
     return best[1] if best[0] > 1e-9 else None
 
 
