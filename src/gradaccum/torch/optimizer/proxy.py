@@ -216,7 +216,10 @@ def _check_alone() -> None:
         frame = frame.f_back
         if frame is None:
             return
-        name, caller = frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
+        name = frame.f_globals.get("__name__", "")
+        if not name.endswith(("accelerate.optimizer", "pytorch.core.optimizer", "pytorch_lightning.core.optimizer")):
+            continue  # reading a frame's locals keeps them alive, and a user's optimizer is among them
+        caller = frame.f_locals.get("self")
         steps, setting = 1, ""
         if name == "accelerate.optimizer":
             steps = getattr(getattr(caller, "gradient_state", None), "num_steps", 1)
