@@ -114,6 +114,12 @@ class Window:
             return self.weight if self.weights_given else 1.0
         return self.weight / self.unit if self.unit else 0.0
 
+    @property
+    def equal(self) -> bool:
+        """Whether its micro-batches count equally, as means of which nobody has said what they weigh."""
+        unsaid = not (self.weights_given or self.micro_batch.in_batches)
+        return unsaid and self.weight > 0 and self.reduction == "mean"
+
     def resize(self, steps: int) -> None:
         """Set the length of this window, which must be empty.
 

@@ -29,6 +29,7 @@ __all__ = [
     "backward_engine",
     "communication_hooks",
     "current_backward",
+    "default_store",
     "drop_static_graph",
     "finish_sharded_backward",
     "global_step_hooks",
@@ -89,6 +90,11 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName("optimizer", "_optimizer_state_dict_post_hooks", "the same"),
     PrivateName("optimizer", "_optimizer_load_state_dict_pre_hooks", "the same"),
     PrivateName("optimizer", "_optimizer_load_state_dict_post_hooks", "the same"),
+    PrivateName(
+        "torch",
+        "distributed.distributed_c10d._get_default_store",
+        "a rank tells the others that it has failed to start",
+    ),
     PrivateName("group", "_get_backend", "a process group's timeout", "torch's default of half an hour"),
     PrivateName("ddp", "_comm_hooks", "whether a communication hook is registered", "none is assumed"),
     PrivateName("ddp", "_join_config", "model.join() is refused", "it hangs"),
@@ -106,6 +112,7 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName("fsdp group", "_partial_reduce_output", "what HSDP has not reduced across replicas yet"),
     PrivateName("fsdp group", "fsdp_params", "the parameters of a group"),
     PrivateName("fsdp group", "mesh_info", "the devices of a group"),
+    PrivateName("fsdp state", "_lazy_init", "a restored window is reduced before a forward pass"),
     PrivateName("fsdp parameter", "sharded_param", "whether it is trained"),
     PrivateName("fsdp parameter", "_unsharded_param", "the gathered parameter, where autograd leaves its gradient"),
     PrivateName("fsdp parameter", "unsharded_accumulated_grad", "what an open window has added up in reduce_dtype"),
@@ -239,6 +246,11 @@ def current_backward() -> int | None:
 # Process groups.
 
 
+def default_store() -> Any:
+    """Where all ranks can leave word for each other, without a collective."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 def timeout_of(group: Any) -> timedelta | None:
     """How long this process group waits; None if unknown, which gives torch's default of half an hour."""
     for device in ("cpu", "cuda"):
@@ -370,4 +382,6 @@ def own_sharded_groups(module: Any) -> Iterator[ShardedGroup]:
 
 def finish_sharded_backward(module: Any) -> None:
     """What FSDP2 does at a backward pass's end, of a sharded module that is nobody's part: reduce what is left."""
-    module._get_fsdp_state()._root_post_backward_final_callback()
+    state = module._get_fsdp_state()
+    state._lazy_init()  # no forward pass has done it where the window came from a checkpoint
+    state._root_post_backward_final_callback()

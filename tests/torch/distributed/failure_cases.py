@@ -4,10 +4,12 @@ import os
 import time
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradaccum.errors import WindowError
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 from tests.torch.distributed.problems import OPTIMIZERS, built, data, lines_of, loss_of, network, shard, wrap
@@ -171,3 +173,76 @@ def bad_batch(rank: int, engine: str, at: int, why: str) -> None:
             yield (x, y) if rank == 0 or i != at else (x, y[:1])
 
     step_all(model, optimizer, optimizer.batches(loader()))
+
+
+def sharded_unknown(rank: int, steps: int) -> list[str]:
+    """A sharded model, and no model=."""
+
+    def train() -> None:
+        sharded = shard(network())
+        step_all(sharded, Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=steps), data([[4] * 4] * 2)[rank])
+
+    return lines_of(train)
+
+
+def different_options(rank: int, engine: str, option: str, values: Any) -> None:
+    """Each rank has its own value of an option."""
+    keywords, model = {option: values[rank]}, network()
+    if engine == "ddp":
+        wrap(model, 2, **keywords)
+        return
+    step_of(DistributedDataParallel(model), **keywords)
+
+
+def step_of(model: nn.Module, **keywords: Any) -> TrainStep:
+    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(m(x), y, reduction=keywords.get("reduction", "mean"))
+
+    return TrainStep(
+        model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=loss, **{"micro_batch_size": 4, **keywords}
+    )
+
+
+def weighed_on_one_rank(rank: int) -> None:
+    """Rank 0 weighs its micro-batches, rank 1 does not."""
+    replica, optimizer = wrap(network(), 2)
+    for rows in data([[4] * 4] * 2)[rank]:
+        optimizer.zero_grad()
+        if rank == 0:
+            optimizer.backward(loss_of(replica, rows), weight=4)
+        else:
+            loss_of(replica, rows).backward()
+        optimizer.step()
+
+
+def cannot_be_built(rank: int, which: str) -> float:
+    """Rank 1's Optimizer or TrainStep is refused, and then built again on both ranks. Returns when that was known."""
+    replica = DistributedDataParallel(network())
+    start = time.monotonic()
+    with pytest.raises(WindowError if rank == 0 else ValueError) as raised:
+        if which == "optimizer":
+            Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=2 - 2 * rank, model=replica)
+        else:
+            step_of(replica, micro_batch_size=4 - 4 * rank)
+    assert rank == 1 or "Rank 1 raised an error while it built" in str(raised.value)
+    seconds = time.monotonic() - start
+    optimizer = Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=2, model=replica)
+    step_all(replica, optimizer, data([[4] * 2] * 2)[rank])
+    return seconds
+
+
+def never_built(rank: int) -> None:
+    """Rank 1 builds no Optimizer."""
+    replica = DistributedDataParallel(network())
+    if rank == 0:
+        Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=2, model=replica)
+    raise ArithmeticError("rank 1 failed")
+
+
+def flattened_unevenly(rank: int, which: str) -> None:
+    sharded = shard(network())  # 7 and 3 rows of weights, over two ranks
+    optimizer = torch.optim.LBFGS(sharded.parameters())
+    if which == "optimizer":
+        Optimizer(optimizer, steps=1, model=sharded)
+    else:
+        TrainStep(sharded, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)

@@ -563,3 +563,21 @@ def saved_before_training(rank: int) -> float:
     plain, other = built("window", "adam")
     train_on(plain, other, batches, weighed=True)
     return relative_error(whole(sharded), whole(plain))
+
+
+def flushed_at_once(rank: int, sync: str) -> float:
+    """A new model goes on from an open window, which is flushed before any forward pass."""
+    sharded, wrapped = built(sync, "adam")
+    batches = data([[4, 2], [3, 5]])
+    train_on(sharded, wrapped, batches[rank], weighed=True)
+    model_state, optimizer_state = get_state_dict(sharded, wrapped)
+    wrapped.discard()
+    sharded, wrapped = built(sync, "adam")
+    set_state_dict(sharded, wrapped, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    assert wrapped.flush()
+    train_on(sharded, wrapped, batches[rank], weighed=True)
+    wrapped.flush()
+    oracle = Oracle(network(), "adam")
+    oracle.see(batches, 2)
+    oracle.see(batches, 2)
+    return oracle.error(sharded)

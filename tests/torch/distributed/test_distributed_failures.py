@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.torch.distributed import failure_cases as failures
 from tests.torch.distributed.processes import Processes, Raised
@@ -35,6 +36,69 @@ def test_a_ddp_model_that_the_optimizer_is_not_told_of_is_named(ranks: Processes
         assert isinstance(result, Raised)
         assert result.kind == "ValueError"
         assert "Pass model=ddp" in result.message
+
+
+def test_a_sharded_model_that_the_optimizer_is_not_told_of_is_named(ranks: Processes) -> None:
+    for lines in ranks.run(failures.sharded_unknown, 1, limit=LIMIT):
+        assert len([line for line in lines if "Pass model=, the sharded model" in line]) == 1
+    for result in ranks.try_run(failures.sharded_unknown, 2, limit=LIMIT):
+        assert isinstance(result, Raised)
+        assert result.kind == "ValueError"
+        assert "Pass model=, the sharded model" in result.message
+
+
+@pytest.mark.parametrize(
+    ("engine", "option", "values"),
+    [
+        ("ddp", "clip_grad_norm", (None, 0.05)),
+        ("ddp", "reduction", ("mean", "sum")),
+        ("ddp", "nonfinite", ("propagate", "skip_window")),
+        ("ddp", "accumulate_dtype", (None, torch.float64)),
+        ("ddp", "noise_scale", (True, False)),
+        ("ddp", "sync", ("window", "micro_batch")),
+        ("train step", "clip_grad_norm", (1.0, 0.05)),
+        ("train step", "reduction", ("mean", "sum")),
+        ("train step", "accumulate_dtype", (None, torch.float64)),
+        ("train step", "weight", (len, None)),
+        ("train step", "batch_norm", ("pooled", "frozen")),
+    ],
+)
+def test_ranks_that_disagree_about_an_option_are_told_at_the_start(
+    ranks: Processes, engine: str, option: str, values: tuple[object, object]
+) -> None:
+    shown = [value and "given" if option == "weight" else value for value in values]
+    for result in ranks.try_run(failures.different_options, engine, option, values, limit=LIMIT):
+        assert isinstance(result, Raised)
+        assert result.kind == "ValueError"
+        assert f"`{option}` must be the same on every rank" in result.message
+        assert option == "noise_scale" or f"{shown[0]!r} on rank 0, {shown[1]!r} on rank 1" in result.message
+
+
+def test_ranks_of_which_some_weigh_their_micro_batches_are_told_before_the_update(ranks: Processes) -> None:
+    for result in ranks.try_run(failures.weighed_on_one_rank, limit=LIMIT):
+        assert isinstance(result, Raised)
+        assert result.kind == "WindowError"
+        assert "weighed on rank 0, without a weight on rank 1" in result.message
+
+
+@pytest.mark.parametrize("which", ["optimizer", "train step"])
+def test_a_rank_whose_constructor_raises_is_an_error_on_the_others_at_once(ranks: Processes, which: str) -> None:
+    assert max(ranks.run(failures.cannot_be_built, which, limit=LIMIT)) < 10.0
+
+
+def test_a_rank_that_builds_nothing_is_an_error_after_the_process_group_s_timeout(fragile_ranks: Processes) -> None:
+    first, _ = fragile_ranks.try_run(failures.never_built, limit=LIMIT)
+    assert isinstance(first, Raised)
+    assert first.kind == "WindowError"
+    assert "waited for the other ranks to build their Optimizer or TrainStep" in first.message
+
+
+@pytest.mark.parametrize("which", ["optimizer", "train step"])
+def test_lbfgs_on_an_unevenly_sharded_model_is_refused(ranks: Processes, which: str) -> None:
+    for result in ranks.try_run(failures.flattened_unevenly, which, limit=LIMIT):
+        assert isinstance(result, Raised)
+        assert result.kind == "ValueError"
+        assert "LBFGS makes one long vector" in result.message
 
 
 def test_ranks_that_disagree_about_steps_are_told_at_the_start(ranks: Processes) -> None:

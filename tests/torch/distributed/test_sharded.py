@@ -156,6 +156,11 @@ def test_a_distributed_checkpoint_of_an_open_window_goes_on_in_new_processes_bit
     assert new_ranks.run(cases.loaded_inside, str(tmp_path), first, sync, optimizer, way, flat) == saved
 
 
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+def test_a_restored_window_is_flushed_before_any_forward_pass(ranks: Processes, sync: str) -> None:
+    assert max(ranks.run(cases.flushed_at_once, sync)) <= FLOAT64
+
+
 def test_a_full_state_dict_holds_the_open_window(ranks: Processes) -> None:
     for saved, loaded in ranks.run(cases.full_state_dict):
         assert saved == loaded

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradaccum.errors import WindowError
-from gradaccum.on_torch.private import timeout_of
+from gradaccum.on_torch.private import default_store, timeout_of
 
-__all__ = ["WIDTH", "Channel"]
+__all__ = ["WIDTH", "Channel", "stay_away"]
 
-WIDTH = 12
+WIDTH = 13
 """Numbers in a message. All messages have the same size, so that even mismatched ones meet, and are told apart."""
 
 
@@ -30,17 +31,32 @@ class Channel:
         group: A process group of theirs, or None: its timeout is an exchange's timeout.
     """
 
+    made = 0
+    """How many this process has made, or tried to."""
+
     def __init__(self, members: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
+        Channel.made += 1
         self.size = len(members)
         self.rank = list(members).index(dist.get_rank())
         self._group: Any = None
         if self.size > 1:
-            self._group = dist.new_group(
-                list(members),
-                backend="gloo",
-                timeout=timeout_of(dist.group.WORLD if group is None else group),
-                use_local_synchronization=self.size != dist.get_world_size(),
-            )
+            timeout = timeout_of(dist.group.WORLD if group is None else group)
+            try:
+                _meet(members, timeout or timedelta(minutes=30))
+                self._group = dist.new_group(
+                    list(members),
+                    backend="gloo",
+                    timeout=timeout,
+                    use_local_synchronization=self.size != dist.get_world_size(),
+                )
+            except RuntimeError as error:
+                if isinstance(error, WindowError):
+                    raise
+                raise WindowError(
+                    f"Rank {dist.get_rank()} waited for the other ranks to build their Optimizer or TrainStep, and at "
+                    "least one of them is gone, or took longer than the process group's timeout. Build it on every "
+                    f"rank; look at the others' own messages. ({error})"
+                ) from error
         self._posted: list[tuple[Any, torch.Tensor]] = []
 
     def exchange(self, *numbers: float) -> list[list[float]]:
@@ -95,3 +111,34 @@ class Channel:
             "longer than the process group's timeout: it raised an error in the middle of the window, or left its "
             f"loop. Look at its own message. ({error})"
         )
+
+
+def _meet(members: Sequence[int], timeout: timedelta) -> None:
+    """Wait until every rank is about to make a channel, or one says that it won't: no collective waits for that one.
+
+    Raises:
+        WindowError: A rank has raised before.
+    """
+    store, place = default_store(), _place(members)
+    if store.add(f"{place}/arrived", 1) == len(members):
+        store.set(f"{place}/outcome", "")
+    store.wait([f"{place}/outcome"], timeout)
+    absent = store.get(f"{place}/outcome").decode()
+    if absent:
+        raise WindowError(
+            f"Rank {absent} raised an error while it built its Optimizer or TrainStep. Nothing was built on rank "
+            f"{dist.get_rank()} either. Look at the error there."
+        )
+
+
+def stay_away(members: Sequence[int]) -> None:
+    """This rank won't make the channel that the other ones are about to make, or wait for. Waits for nobody."""
+    if len(members) > 1:
+        with contextlib.suppress(RuntimeError):
+            default_store().set(f"{_place(members)}/outcome", str(dist.get_rank()))
+
+
+def _place(members: Sequence[int]) -> str:
+    """Where these ranks leave word about the channel that each of them tries to make for the n-th time."""
+    name = f"gradaccum/{'-'.join(map(str, members))}"
+    return f"{name}/{default_store().add(f'{name}/{dist.get_rank()}', 1)}"

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradaccum.torch.distributed.channel import Channel, stay_away
 from gradaccum.torch.distributed.ddp import Replicas
-from gradaccum.torch.distributed.fsdp import Shards, is_sharded, sharded_modules
+from gradaccum.torch.distributed.fsdp import Shards, is_sharded, members_of, sharded_modules
 from gradaccum.torch.distributed.ranks import Ranks
 from gradaccum.torch.distributed.single_rank import SingleRank
 
-__all__ = ["check_detected", "detect_ranks"]
+__all__ = ["check_detected", "detect_ranks", "leaving_on_error"]
 
 logger = logging.getLogger("gradaccum")
+
+Self = TypeVar("Self")
+P = ParamSpec("P")
 
 
 def detect_ranks(
@@ -27,9 +34,7 @@ def detect_ranks(
     *,
     steps: int | None = None,
     by_hand: bool = False,
-    dtype: torch.dtype | None = None,
-    always: bool = False,
-    nonfinite: str = "propagate",
+    options: Mapping[str, Any],
 ) -> SingleRank:
     """What keeps the windows of this model together with those of the other ranks, if there are any.
 
@@ -38,21 +43,19 @@ def detect_ranks(
         parameters: The optimizer's parameters.
         steps: The length of every window, or None if it varies.
         by_hand: No backward pass may reduce, since the sum is finished only afterwards.
-        dtype: What narrower gradients are summed in, or None.
-        always: Reduce on every micro-batch.
-        nonfinite: What is done about NaN and infinity.
+        options: What else must be the same on every rank, by name; `accumulate_dtype` and `sync` among them.
     """
     if model is None or not (dist.is_available() and dist.is_initialized()):
         return SingleRank()
+    dtype, always = options["accumulate_dtype"], options["sync"] == "micro_batch"
     wide = dtype is not None and any(
         p.is_floating_point() and torch.finfo(p.dtype).bits < torch.finfo(dtype).bits for p in parameters
     )
-    replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    shards = sharded_modules(model) if not replicas else []
+    replicas, shards = _data_parallel(model)
     if not replicas and not shards:
         return SingleRank()
     if shards:
-        _check_shards(parameters, nonfinite, wide)
+        _check_shards(parameters, options.get("nonfinite"), wide)
 
     def engine(
         on_forward: Callable[[], None], on_backward: Callable[[], None], on_pass: Callable[[str], None]
@@ -61,10 +64,39 @@ def detect_ranks(
             return Replicas(replicas, parameters, wide, on_forward, on_backward)
         return Shards(shards, always, on_forward, on_backward, on_pass)
 
-    return Ranks(engine, parameters, steps=steps, by_hand=by_hand, always=always)
+    return Ranks(engine, parameters, steps=steps, options=options, by_hand=by_hand, always=always)
 
 
-def _check_shards(parameters: Sequence[Tensor], nonfinite: str, wide: bool) -> None:
+def _data_parallel(model: nn.Module) -> tuple[list[DistributedDataParallel], list[nn.Module]]:
+    """What is replicated in a model, and what is sharded."""
+    replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    return replicas, sharded_modules(model) if not replicas else []
+
+
+def leaving_on_error(construct: Callable[Concatenate[Self, P], None]) -> Callable[Concatenate[Self, P], None]:
+    """Have a constructor that raises on this rank tell those that wait for it in the same one."""
+
+    @functools.wraps(construct)
+    def constructed(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        made = Channel.made
+        try:
+            construct(self, *args, **kwargs)
+        except BaseException:
+            model = kwargs.get("model", args[0] if args else None)
+            if Channel.made > made:  # the others have got theirs, and know, or learn it in the first window
+                getattr(self, "ranks", SingleRank()).leave()
+            elif isinstance(model, nn.Module) and dist.is_available() and dist.is_initialized():
+                replicas, shards = _data_parallel(model)
+                if replicas:
+                    stay_away(dist.get_process_group_ranks(replicas[0].process_group))
+                elif shards:
+                    stay_away(members_of(shards))
+            raise
+
+    return constructed
+
+
+def _check_shards(parameters: Sequence[Tensor], nonfinite: str | None, wide: bool) -> None:
     if not any(is_sharded(parameter) for parameter in parameters):
         raise ValueError(
             "None of the optimizer's parameters is sharded, and `model` is: fully_shard has replaced them. Shard the "
@@ -104,19 +136,38 @@ def check_detected(model: nn.Module | None, parameters: Sequence[Tensor], ranks:
             "the model first, then build the inner optimizer and its wrapper from it, on every rank."
         )
     # By type, without isinstance: other objects may be proxies.
-    found = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
-    if not any(id(parameter) in own for replica in found for parameter in replica.parameters()):
+    found = [o for o in gc.get_objects() if issubclass(type(o), _wrappers())]
+    wrapper = next((o for o in found if any(id(parameter) in own for parameter in o.parameters())), None)
+    if wrapper is None:
         return
-    if model is not None:
+    replicated = issubclass(type(wrapper), DistributedDataParallel)
+    if model is not None and replicated:
         raise ValueError(
             "`model` was wrapped in DistributedDataParallel after the optimizer was built, which holds back nothing "
             "and weighs each rank the same. Wrap the model first, and pass that, on every rank: "
             "Optimizer(..., model=ddp)."
         )
-    told = (
-        "The parameters belong to a DistributedDataParallel model that the optimizer does not know: it reduces on "
-        "every micro-batch, and all ranks weigh the same whatever their rows. Pass model=ddp."
-    )
+    if replicated:
+        told = (
+            "The parameters belong to a DistributedDataParallel model that the optimizer does not know: it reduces on "
+            "every micro-batch, and all ranks weigh the same whatever their rows. Pass model=ddp."
+        )
+    elif not any(map(is_sharded, parameters)):
+        told = (
+            "The parameters belong to a FullyShardedDataParallel model (FSDP1), which the optimizer does not know: all "
+            "ranks weigh the same whatever their rows. Shard the model with fully_shard, and pass model=."
+        )
+    else:
+        told = (
+            "The parameters belong to a sharded model (fully_shard) that the optimizer does not know: it reduces on "
+            "every micro-batch, and all ranks weigh the same whatever their rows. Pass model=, the sharded model."
+        )
     if steps != 1:
         raise ValueError(told)
     logger.warning(told)
+
+
+def _wrappers() -> tuple[type, ...]:
+    """The kinds of data-parallel models that there may be in this process."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # it takes a second to import, and has been, where one is there
+    return (DistributedDataParallel, *(() if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from gradaccum.on_torch.private import current_backward, finish_sharded_backward
 from gradaccum.on_torch.transaction import as_found
 from gradaccum.torch.distributed.holders import release, take
 
-__all__ = ["Shards", "is_sharded", "sharded_modules"]
+__all__ = ["Shards", "check_flattened", "is_sharded", "members_of", "sharded_modules"]
 
 
 def sharded_modules(model: nn.Module) -> list[nn.Module]:
@@ -38,9 +38,32 @@ def sharded_modules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+def members_of(modules: Sequence[nn.Module]) -> list[int]:
+    """The ranks that share sharded modules."""
+    return next(group for module in modules for group in sharded_groups(module)).mesh.mesh.flatten().tolist()
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether this is a DTensor."""
     return hasattr(tensor, "to_local")
+
+
+def check_flattened(optimizer: torch.optim.Optimizer) -> None:
+    """Whether this optimizer can make one vector of all gradients, if it does.
+
+    Raises:
+        ValueError: It is LBFGS, and a parameter is not split evenly over the ranks.
+    """
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if is_sharded(p)):
+        for ranks, placement in zip(parameter.device_mesh.shape, parameter.placements):
+            if placement.is_shard() and parameter.shape[placement.dim] % ranks:
+                raise ValueError(
+                    f"LBFGS makes one long vector of all gradients, which torch can do only with parameters that are "
+                    f"split evenly. Received: a parameter of shape {tuple(parameter.shape)}, split along dimension "
+                    f"{placement.dim} over {ranks} ranks. Use DistributedDataParallel, or sizes that {ranks} divides."
+                )
 
 
 def _is_differentiable(leaf: Any) -> bool:
@@ -103,7 +126,7 @@ class Shards:
         self.by_hand = False
         self._groups = [group for module in self.modules for group in sharded_groups(module)]
         mesh = self._groups[0].mesh
-        self.members: list[int] = mesh.mesh.flatten().tolist()
+        self.members = members_of(self.modules)
         self.group: Any = mesh.get_group() if mesh.ndim == 1 else None
         self._mesh = mesh
         self._reduces = self._closes = False

@@ -39,8 +39,8 @@ class _Kind(enum.IntEnum):
     """This rank has dropped out."""
     TOTAL = 4
     """The reduction is done; what the window weighs."""
-    STEPS = 5
-    """At the start: how long the windows are."""
+    START = 5
+    """At the start: how long the windows are, and what else must be the same."""
     MICRO_BATCH = 6
     """A micro-batch begins, or an open window is about to be reduced as far as it has come."""
     NUMBER = 7
@@ -68,6 +68,7 @@ class Ranks(SingleRank):
             micro-batch is done, when its backward pass starts, and when a sharded part's forward pass begins.
         parameters: The optimizer's parameters.
         steps: The length of every window, or None if it varies.
+        options: What else must be the same on every rank, by name.
         by_hand: No backward pass may reduce, since the sum is finished only afterwards.
         always: Reduce on every micro-batch. Part of the sum is then the ranks' mean already; its mean over the ranks is
             itself, so nothing else changes.
@@ -81,6 +82,7 @@ class Ranks(SingleRank):
         parameters: Sequence[Tensor],
         *,
         steps: int | None = None,
+        options: Mapping[str, Any] | None = None,
         by_hand: bool = False,
         always: bool = False,
     ) -> None:
@@ -90,7 +92,12 @@ class Ranks(SingleRank):
         self._engine = engine(self._forward_done, self._backward_starts, self._pass_begins)
         weakref.finalize(self, self._engine.remove).atexit = False
         self.in_step = self._engine.in_step
-        self._channel = Channel(self._engine.members, self._engine.group)
+        try:
+            self._channel = Channel(self._engine.members, self._engine.group)
+            self._check_same(steps, options or {})
+        except BaseException:
+            self._engine.remove()
+            raise
         self.size, self.rank = self._channel.size, self._channel.rank
         self.by_hand = by_hand or self._engine.by_hand
         self._closes = self._restored = self._uncounted = False
@@ -98,7 +105,6 @@ class Ranks(SingleRank):
         self._steps = 0
         self._restart()
         self._engine.hold(False, False)
-        self._check_steps(steps)
 
     def attach(self, listener: Listener) -> None:
         self._listener = weakref.ref(listener)
@@ -107,10 +113,18 @@ class Ranks(SingleRank):
         self._announced = self._reducing = False
         self._versions: list[tuple[int, int]] | None = None  # of the gradients, when a backward pass had reduced them
 
-    def _check_steps(self, steps: int | None) -> None:
-        lengths = [int(numbers[1]) for numbers in self._channel.exchange(_Kind.STEPS, steps or 0)]
+    def _check_same(self, steps: int | None, options: Mapping[str, Any]) -> None:
+        texts = {name: repr(value) for name, value in options.items()}
+        messages = self._channel.exchange(_Kind.START, steps or 0, zlib.crc32(repr(texts).encode()))
+        lengths = [int(numbers[1]) for numbers in messages]
         if len({*lengths}) > 1:
             raise ValueError(f"`steps` must be the same on every rank. Received: {_by_rank(lengths)}.")
+        if len({numbers[2] for numbers in messages}) > 1:
+            everybody = self._channel.gather(texts)
+            for name in dict.fromkeys(name for theirs in everybody for name in theirs):
+                values = [theirs.get(name, "none") for theirs in everybody]
+                if len({*values}) > 1:
+                    raise ValueError(f"`{name}` must be the same on every rank. Received: {_by_rank(values)}.")
 
     # Passes.
 
@@ -213,7 +227,8 @@ class Ranks(SingleRank):
         seen = late, self._engine.filled, self._engine.passes
         messages = self._channel.exchange(_Kind.TOTAL, 0, self._last or self._all_last, *mine, *seen)
         self._check_kinds(messages, _Kind.TOTAL)
-        _, _, lasts, weights, given, largest, scales, next_scales, overflows, lates, filled, passes = zip(*messages)
+        _, _, lasts, *totals, lates, filled, passes = zip(*messages)
+        weights, given, largest, scales, next_scales, overflows, equal = totals
         if len({*passes}) > 1:
             self._engine.settle()
             raise WindowError(_DIFFERENT_PASSES)
@@ -231,6 +246,12 @@ class Ranks(SingleRank):
         # Where scales differ nevertheless, the sum is lost, as after an overflow.
         overflow = any(overflows) or len(used) > 1
         self.loss_scale = (min if overflow else max)([scale for scale in next_scales if scale], default=self.loss_scale)
+        if any(equal) and not all(same or not weight for same, weight in zip(equal, weights)):
+            ways = ["without a weight" if same else "weighed" if w else "none" for same, w in zip(equal, weights)]
+            raise WindowError(
+                "Some ranks weigh their micro-batches, by batches() or backward(loss, weight=...), and others don't: "
+                f"{_by_rank(ways)}. Nothing was updated. Weigh them in the same way on every rank."
+            )
         return Total(sum(weights), any(given), max(largest), min(used, default=0.0), self.loss_scale, overflow)
 
     def _drop_unused(self) -> None:

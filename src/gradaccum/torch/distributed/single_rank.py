@@ -24,6 +24,8 @@ class Total(NamedTuple):
     """The scale that this rank's GradScaler would go on with."""
     overflow: bool = False
     """Whether a gradient has overflowed that scale."""
+    equal: bool = False
+    """Whether micro-batches count equally, since nobody has said what they weigh."""
 
 
 class Listener(Protocol):

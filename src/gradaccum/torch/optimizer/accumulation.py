@@ -328,7 +328,8 @@ class Accumulation:
             if window.reduction == "mean":
                 self.sums.scale_(window.rescale(self.unit))
             scale.bring_to(ranks.loss_scale)
-        total = ranks.total(Total(window.weight, window.weights_given, window.largest, *scale.agreement()))
+        weights = window.weight, window.weights_given, window.largest
+        total = ranks.total(Total(*weights, *scale.agreement(), window.equal))
         scale.agree(ranks.loss_scale)
         window.weight, window.weights_given = total.weight, total.given
         self.unit = total.largest or self.unit

@@ -15,7 +15,7 @@ from gradaccum.noise import NoiseScale
 from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
-from gradaccum.torch.distributed import check_detected, detect_ranks
+from gradaccum.torch.distributed import check_detected, detect_ranks, leaving_on_error
 from gradaccum.torch.optimizer import checkpoint
 from gradaccum.torch.optimizer.accumulation import Accumulation, Nonfinite
 from gradaccum.torch.optimizer.batches import Batches
@@ -85,6 +85,7 @@ class Optimizer(OptimizerProxy):
         3
     """
 
+    @leaving_on_error
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -130,9 +131,7 @@ class Optimizer(OptimizerProxy):
             parameters(),
             steps=schedule.constant,
             by_hand=arguments["nonfinite"] == "skip_micro_batch",
-            dtype=arguments["accumulate_dtype"],
-            always=self._sync == "micro_batch",
-            nonfinite=arguments["nonfinite"],
+            options={**arguments, "sync": self._sync},
         )
         accumulation = Accumulation(parameters, ranks=ranks, **arguments)
         self._loss_scale = accumulation.loss_scale

@@ -15,6 +15,7 @@ from torch import Tensor
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import global_step_hooks
 from gradaccum.schedule import Schedule
+from gradaccum.torch.distributed import check_flattened
 from gradaccum.torch.optimizer.loss_scale import LossScale
 
 __all__ = [
@@ -243,6 +244,7 @@ def overflows_easily(inner: torch.optim.Optimizer) -> bool:
 
 def check_steps_of(inner: torch.optim.Optimizer, arguments: dict[str, Any], schedule: Schedule) -> None:
     """Raise if the inner optimizer re-evaluates closures, and windows are longer than one micro-batch."""
+    check_flattened(inner)
     if needs_closure(inner) and (schedule.largest not in (1, None) or has_options({**arguments, "reduction": "mean"})):
         raise ValueError(
             f"{type(inner).__name__} re-evaluates its closure, which would have to run the whole window again. "

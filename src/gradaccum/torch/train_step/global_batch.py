@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.gradients import GradientSum
-from gradaccum.torch.distributed import SingleRank, Total, check_detected
+from gradaccum.torch.distributed import SingleRank, Total, check_detected, detect_ranks
 from gradaccum.torch.loss import LossAccumulator, Objective, Terms, TermsAccumulator, Totals, Weight, counted
+from gradaccum.torch.train_step.update import Update
 
-__all__ = ["GlobalBatch", "Window", "check_members", "check_sizes", "inside", "spans_ranks"]
+__all__ = ["GlobalBatch", "Window", "check_members", "find_ranks", "inside", "spans_ranks"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -144,12 +145,41 @@ def check_members(model: nn.Module, parameters: Sequence[Tensor], ranks: SingleR
         )
 
 
-def check_sizes(ranks: SingleRank, micro_batch_size: Any, max_tokens: int | None) -> None:
-    """Whether micro-batches of these sizes can run on all ranks at the same time, where they must.
+def find_ranks(
+    model: nn.Module,
+    objective: Objective,
+    update: Update,
+    options: dict[str, Any],
+    micro_batch_size: Any,
+    max_tokens: int | None,
+) -> SingleRank:
+    """What keeps this model's large batches together with those of the other ranks, which have the same options.
 
     Raises:
-        ValueError: They have to be tried out, and the model is sharded.
+        ValueError: An option differs from rank to rank; or micro-batches of these sizes cannot run on all ranks at the
+            same time, and the model is sharded.
     """
+    ranks = detect_ranks(
+        model,
+        update.parameters(),
+        steps=1,
+        by_hand=True,
+        options={
+            "reduction": objective.reduction,
+            "weight": objective.weight and "given",
+            "clip_grad_norm": update.clip_grad_norm,
+            "accumulate_dtype": update.sums.dtype,
+            "noise_scale": update.noise is not None,
+            "scaler": update.scaler and "given",
+            **options,
+        },
+    )
+    _check_sizes(ranks, micro_batch_size, max_tokens)
+    return ranks
+
+
+def _check_sizes(ranks: SingleRank, micro_batch_size: Any, max_tokens: int | None) -> None:
+    """Raise where sizes have to be tried out, and the model is sharded: micro-batches run on all ranks at once."""
     if ranks.in_step and (micro_batch_size == "auto" or max_tokens is not None):
         raise ValueError(
             "With a sharded model sizes and padding cannot be tried out: other ranks would wait in these passes. "

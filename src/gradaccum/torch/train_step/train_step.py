@@ -24,12 +24,12 @@ from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.transaction import Transaction
 from gradaccum.sizes import Piece, Rows, Tokens
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
-from gradaccum.torch.distributed import SingleRank, detect_ranks
+from gradaccum.torch.distributed import SingleRank, leaving_on_error
 from gradaccum.torch.equivalence import Proof
 from gradaccum.torch.loss import Objective, Terms
 from gradaccum.torch.train_step.cutting import Cutting, GroupsChoice
 from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch, check_exact, run_at_once
-from gradaccum.torch.train_step.global_batch import GlobalBatch, Window, check_members, check_sizes, inside, spans_ranks
+from gradaccum.torch.train_step.global_batch import GlobalBatch, Window, check_members, find_ranks, inside, spans_ranks
 from gradaccum.torch.train_step.passes import Passes, count_terms
 from gradaccum.torch.train_step.update import Update
 
@@ -92,6 +92,7 @@ class TrainStep:
         (torch.Size([]), 1, 3)
     """
 
+    @leaving_on_error
     def __init__(
         self,
         model: nn.Module,
@@ -156,15 +157,8 @@ class TrainStep:
         self.proving = False
         """Whether passes run just now that only prove something: nothing is kept of them."""
         # By hand: a backward pass that runs out of memory halfway through a reduction could not be taken back.
-        self.ranks = detect_ranks(
-            model,
-            self.update.parameters(),
-            steps=1,
-            by_hand=True,
-            dtype=self.update.sums.dtype,
-            always=self.sync == "micro_batch",
-        )
-        check_sizes(self.ranks, micro_batch_size, max_tokens)
+        options = {"sync": self.sync, "batch_norm": self.batch_norm.choice.replace("warn", "micro")}
+        self.ranks = find_ranks(model, self.objective, self.update, options, micro_batch_size, max_tokens)
         self._verify = verify and not spans_ranks(self.model, self.ranks, exact=self._whole is not None)
         if verify and not self._verify:
             logger.warning(

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradaccum.on_torch.gradients import GradientSum, clip_norm_, scale_
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.noise import NoiseMeter
+from gradaccum.torch.distributed import check_flattened
 from gradaccum.torch.optimizer import needs_closure
 from gradaccum.torch.train_step.closure import Closure, takes_closure
 from gradaccum.torch.train_step.rollback import Rollback
@@ -53,6 +54,8 @@ class Update:
     ) -> None:
         self.noise = noise
         self.optimizers: list[torch.optim.Optimizer] = _checked_optimizers(optimizers)
+        for optimizer in self.optimizers:
+            check_flattened(optimizer)
         demanding = [optimizer for optimizer in self.optimizers if needs_closure(optimizer)]
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         if demanding and self.scaler is not None:
