@@ -118,6 +118,11 @@ def test_everything_fits_into_plenty_and_one_row_must_fit() -> None:
         suggest_micro_batch_size(mlp(), batch(), memory_limit="100 kB", **keywords)
 
 
+def test_a_batch_without_rows_is_an_error() -> None:
+    with pytest.raises(ValueError, match="at least one row.*Received: 0 rows"):
+        estimate_size(nn.Linear(3, 1), (torch.ones(0, 3), torch.ones(0, 1)), loss_fn=nn.MSELoss(), memory_limit="1GiB")
+
+
 def test_the_optimizers_state_counts() -> None:
     model = mlp()
     size = bytes_of(model.parameters())

@@ -85,6 +85,8 @@ def estimate_size(
     )
     batch = objective.batch(batch)
     rows = batch.rows
+    if rows == 0:
+        raise ValueError("A batch must have at least one row to tell what a row takes. Received: 0 rows.")
     limit = parse_bytes(memory_limit) or Gauge(objective.device).limit()
     if limit is None:
         raise ValueError('This machine does not say what memory it has. Give `memory_limit`, such as "16GiB".')
