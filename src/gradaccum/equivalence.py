@@ -19,8 +19,8 @@ from gradaccum.report import Bars, Block, Report, Table, Text, write
 __all__ = ["Cause", "Difference", "Equivalence"]
 
 CauseKind = Literal[
-    "batch_norm", "mixes_rows", "loss", "weight", "reduction", "regulariser", "input", "buffer", "hook", "randomness",
-    "nondeterminism", "error", "unknown",
+    "batch_norm", "mixes_rows", "loss", "weight", "reduction", "regulariser", "input", "buffer", "padding", "hook",
+    "randomness", "nondeterminism", "error", "unknown",
 ]  # fmt: skip
 """What makes accumulation differ from the large batch:
 
@@ -32,6 +32,7 @@ CauseKind = Literal[
 - `"regulariser"`: a term that doesn't depend on the rows is counted once per micro-batch.
 - `"input"`: a tensor of the batch is split and should not be, or along another dimension.
 - `"buffer"`: a buffer moves once per micro-batch, not once per update.
+- `"padding"`: columns that `max_tokens` cuts off count in the loss, or in the model.
 - `"hook"`: a hook on a parameter's gradient that is not linear sees a part of it per micro-batch.
 - `"randomness"`: random numbers that cannot be replayed row by row.
 - `"nondeterminism"`: the large batch's own gradient is not the same twice.

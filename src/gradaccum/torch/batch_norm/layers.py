@@ -18,6 +18,7 @@ __all__ = [
     "batch_norms",
     "check_plain",
     "frozen",
+    "in_eval_mode",
     "ranks_of",
     "summed_over_ranks",
     "warn_of_batch_norm",
@@ -140,3 +141,24 @@ def summed_over_ranks(layer: nn.Module | None, *tensors: Tensor) -> list[Tensor]
     joined = torch.cat(tensors)
     torch.distributed.all_reduce(joined, group=getattr(layer, "process_group", None))
     return list(joined.split([len(tensor) for tensor in tensors]))
+
+
+@contextlib.contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """BatchNorm layers in eval mode; those without running statistics get neutral ones meanwhile."""
+    layers = batch_norms(model)
+    lent = [layer for _, layer in layers if layer.running_mean is None]
+    modes = [(layer, layer.training) for _, layer in layers]
+    try:
+        for layer, _ in modes:
+            layer.training = False
+        for layer in lent:
+            place = next(iter(layer.parameters()), torch.zeros(layer.num_features))
+            layer._buffers["running_mean"] = place.new_zeros(layer.num_features)
+            layer._buffers["running_var"] = place.new_ones(layer.num_features)
+        yield
+    finally:
+        for layer in lent:
+            layer._buffers["running_mean"] = layer._buffers["running_var"] = None
+        for layer, training in modes:
+            layer.training = training

@@ -170,7 +170,7 @@ class Chunked(nn.Module):
                 "jvp ...), and its two passes are torch.autograd's. Use backward() or torch.autograd.grad, or "
                 "transform the module inside."
             )
-        modes = call.state.modes | (frozenset() if packs is None else packs.padded)
+        modes = call.state.modes | (frozenset() if packs is None else packs.padded | packs.text)
         if differentiated and self._proven is not None and not modes <= self._proven:
             if spans_ranks:
                 logger.warning(

@@ -35,7 +35,7 @@ from gradaccum.torch.chunking.watch import (
     noted,
     same_values,
 )
-from gradaccum.torch.equivalence import Replay, relative_error
+from gradaccum.torch.equivalence import Replay, counting_layers, relative_error
 
 __all__ = ["Findings", "prove"]
 
@@ -84,6 +84,8 @@ def prove(
         NotEquivalentError: Outputs or gradients differ, or a tensor that passes gradients leaves by the side.
         ValueError: It can't be told.
     """
+    for cause in counting_layers([module]):
+        raise NotEquivalentError(cause.message)
     rows = number_of_rows(inputs, batch_dims)
     if rows < 2:
         raise ValueError(f"Two rows at least are needed to compare two chunkings. Received: {rows}.")

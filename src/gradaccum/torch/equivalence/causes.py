@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,15 @@ from gradaccum.torch.equivalence.outcome import Outcome
 from gradaccum.torch.equivalence.row_dependence import Trace, mixing
 from gradaccum.torch.equivalence.trial import Trial
 
-__all__ = ["find_causes", "hook_cause", "input_cause", "nondeterminism_cause", "suspicion", "unusual_batch_norms"]
+__all__ = [
+    "counting_layers",
+    "find_causes",
+    "hook_cause",
+    "input_cause",
+    "nondeterminism_cause",
+    "suspicion",
+    "unusual_batch_norms",
+]
 
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
 
@@ -36,6 +44,8 @@ def find_causes(
         partitions: Those in which it does.
         tolerance: The largest relative error that counts as rounding.
     """
+    if counted := counting_layers([trial.original.model]):
+        return counted
     large = trial.trace(None)
     causes, culprits = _module_causes(trial, large, partitions)
     if not causes or any(cause.kind == "error" for cause in causes):
@@ -307,6 +317,21 @@ def unusual_batch_norms(model: nn.Module) -> list[Cause]:
                 )
             )
     return causes
+
+
+def counting_layers(modules: Iterable[nn.Module]) -> list[Cause]:
+    """Embeddings that divide the gradient of a row by how often its index occurs among all rows."""
+    return [
+        Cause(
+            "mixes_rows",
+            path or "model",
+            f"'{path or 'model'}' ({type(layer).__name__}) has scale_grad_by_freq=True, which divides its gradient by "
+            "how often an index occurs in the batch: in micro-batches, how often it occurs in each. Leave it at False.",
+        )
+        for module in modules
+        for path, layer in module.named_modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.scale_grad_by_freq and layer.weight.requires_grad
+    ]
 
 
 def hook_cause(parameter: str) -> Cause:

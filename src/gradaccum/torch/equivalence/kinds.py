@@ -50,14 +50,15 @@ class Kinds:
         self._pending: dict[str, tuple[Tensor, torch.cuda.Event]] = {}
         self._latest: tuple[Any, int, list[bool], dict[str, tuple[float, float]], set[str]] = None, 0, [], {}, set()
 
-    def new(self, batch: Batch, modes: list[bool]) -> bool:
+    def new(self, batch: Batch, modes: list[bool], text: frozenset[str] = frozenset()) -> bool:
         """Whether this batch is of a new kind.
 
         Args:
             batch: The batch.
             modes: Of each module, the model first: whether it is in training mode.
+            text: The paths of what `max_tokens` cuts.
         """
-        structure = modes[0], tuple([(path, leaf.dtype, len(leaf.shape)) for path, leaf, _ in batch.leaves])
+        structure = modes[0], text, tuple([(path, leaf.dtype, len(leaf.shape)) for path, leaf, _ in batch.leaves])
         rows = min(batch.rows, ENOUGH)
         first = self._structures.get(structure, 0) < rows
         switched = modes != self._modes and not self._known_modes.issuperset(_in_the_models(modes))

@@ -18,13 +18,14 @@ from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.rounding import rounding
-from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms
-from gradaccum.torch.equivalence.causes import suspicion, unusual_batch_norms
+from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms, in_eval_mode
+from gradaccum.torch.equivalence.causes import counting_layers, suspicion, unusual_batch_norms
 from gradaccum.torch.equivalence.certificate import certify
 from gradaccum.torch.equivalence.kinds import ENOUGH, GROUPS, Kinds, splits, telling_rows
 from gradaccum.torch.equivalence.outcome import ModuleState, Outcome, left_as_found
 from gradaccum.torch.equivalence.row_randomness import Replay
 from gradaccum.torch.loss import Objective
+from gradaccum.torch.padding import what_is_cut
 
 __all__ = ["Gradients", "Proof"]
 
@@ -83,21 +84,23 @@ class Proof:
         self._kinds = Kinds()
         self._batches = self._attempts = 0
         self._repeated = False
+        self._text = frozenset[str]()
         self._untold = ""
         self._told: set[str] = set()
 
-    def due(self, batch: Batch, modes: list[bool]) -> bool:
+    def due(self, batch: Batch, modes: list[bool], text: frozenset[str] = frozenset()) -> bool:
         """Whether this batch, which has rows to be split, is to be proven: of a new kind, or the 2nd, 4th, 8th, ...
 
         Args:
             batch: The large batch.
             modes: Of each module, the model first: whether it is in training mode.
+            text: The paths of what `max_tokens` cuts.
         """
         self._batches += 1
-        self._untold = ""
+        self._untold, self._text = "", text
         if batch.rows < 2 or self._attempts >= ATTEMPTS or (batch.groups is not None and len(batch.units()) < 2):
             return False
-        self._repeated = not self._kinds.new(batch, modes)
+        self._repeated = not self._kinds.new(batch, modes, text)
         return not self._repeated or self._batches & (self._batches - 1) == 0 or self._batches % OFTEN == 0
 
     def run(self, batch: Batch, size: int | None = None) -> None:
@@ -115,6 +118,8 @@ class Proof:
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
             return
         self._attempts += 1
+        for cause in counting_layers(roots.values()):
+            raise NotEquivalentError(f"{cause.message} verify=False leaves this proof out.")
         named: dict[str, Tensor] = {
             f"{prefix}.{n}" if prefix else n: p for prefix, r in roots.items() for n, p in r.named_parameters()
         }
@@ -137,7 +142,7 @@ class Proof:
             few = batch.take(telling_rows(batch, most))
             try:
                 with (
-                    contextlib.nullcontext() if self._exact else _in_eval_mode(self.objective.model),
+                    contextlib.nullcontext() if self._exact else in_eval_mode(self.objective.model),
                     left_as_found(roots, list(parameters.values()), [self.objective.device]) as state,
                     _eager(),
                     torch.enable_grad(),
@@ -182,6 +187,10 @@ class Proof:
         self, few: Batch, differences: list[Difference], wrong: list[Difference], comparison: _Comparison
     ) -> None:
         if all(difference.part == "buffer" for difference in wrong):
+            if self._exact:  # these move once per update, and twice where a plain loop recomputes them in a checkpoint
+                layers = batch_norms(self.objective.model)
+                own = {f"{path}.{name}".lstrip(".") for path, layer in layers for name, _ in layer.named_buffers()}
+                wrong = [difference for difference in wrong if difference.name not in own]
             names = [repr(difference.name) for difference in wrong if difference.name not in self._told]
             self._told.update(difference.name for difference in wrong)
             if names:
@@ -207,7 +216,7 @@ class Proof:
     def _causes(self, few: Batch, wrong: list[Difference], tolerance: float) -> list[Cause] | None:
         """What makes the difference, by name; None where it is rounding."""
         try:
-            with _in_eval_mode(self.objective.model), warnings.catch_warnings():
+            with in_eval_mode(self.objective.model), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of parts that training never sees
                 found = certify(self.objective, few, _no_accumulation, device=self.objective.device)
         except Exception as error:
@@ -219,8 +228,12 @@ class Proof:
         if layers:
             return layers
         errors = [difference.error for difference in wrong if difference.part == "gradient"]
-        if found is not None and found.ok and (self._repeated or max(errors, default=0.0) <= NEARLY * tolerance):
+        nearly = NEARLY**2 if self._repeated else NEARLY
+        if found is not None and found.ok and max(errors, default=0.0) <= nearly * tolerance:
             return None  # it isn't there in float64
+        if found is not None and found.ok and self._text:
+            what = "Cutting off columns of nothing but padding changes it."
+            return [Cause("padding", "max_tokens", f"{what} {what_is_cut(self._text)}")]
         return [suspicion(_roots(self.objective), wrong)]
 
 
@@ -355,27 +368,6 @@ def _roots(objective: Objective) -> dict[str, nn.Module]:
 def _eager() -> contextlib.AbstractContextManager[Any]:
     """Compile nothing for a few rows. Where torch._dynamo, which takes long to load, is not loaded, nothing does."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """BatchNorm layers in eval mode; those without running statistics get neutral ones meanwhile."""
-    layers = batch_norms(model)
-    lent = [layer for _, layer in layers if layer.running_mean is None]
-    modes = [(layer, layer.training) for _, layer in layers]
-    try:
-        for layer, _ in modes:
-            layer.training = False
-        for layer in lent:
-            place = next(iter(layer.parameters()), torch.zeros(layer.num_features))
-            layer._buffers["running_mean"] = place.new_zeros(layer.num_features)
-            layer._buffers["running_var"] = place.new_ones(layer.num_features)
-        yield
-    finally:
-        for layer in lent:
-            layer._buffers["running_mean"] = layer._buffers["running_var"] = None
-        for layer, training in modes:
-            layer.training = training
 
 
 def _no_accumulation(*_: Any) -> Tensor:

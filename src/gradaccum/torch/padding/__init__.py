@@ -1,6 +1,29 @@
 """Padded rows: sorted, packed, and rid of columns of nothing but padding."""
 
-from gradaccum.torch.padding.columns import Left, can_take_positions, cut, extents, mask_of, packed_rows, trimmed
+from gradaccum.torch.padding.columns import (
+    Left,
+    can_take_positions,
+    cut,
+    extents,
+    mask_of,
+    packed_rows,
+    text_of,
+    trimmed,
+    what_is_cut,
+    widths_apart,
+)
 from gradaccum.torch.padding.packs import Packs
 
-__all__ = ["Left", "Packs", "can_take_positions", "cut", "extents", "mask_of", "packed_rows", "trimmed"]
+__all__ = [
+    "Left",
+    "Packs",
+    "can_take_positions",
+    "cut",
+    "extents",
+    "mask_of",
+    "packed_rows",
+    "text_of",
+    "trimmed",
+    "what_is_cut",
+    "widths_apart",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,19 @@ from torch import Tensor
 from gradaccum.on_torch.batch import Batch, has_rows, leaves, map_leaves
 from gradaccum.sizes import Piece
 
-__all__ = ["Left", "can_take_positions", "cut", "extents", "mask_of", "masks", "packed_rows", "trimmed"]
+__all__ = [
+    "Left",
+    "can_take_positions",
+    "cut",
+    "extents",
+    "mask_of",
+    "masks",
+    "packed_rows",
+    "text_of",
+    "trimmed",
+    "what_is_cut",
+    "widths_apart",
+]
 
 Left = Literal["cut", "number", "keep"]
 """What happens to padding on the left: cut off, cut off with the columns' numbers told to the model, or kept."""
@@ -38,8 +50,11 @@ def extents(batch: Any) -> list[tuple[int, int]]:
     """
     mask = mask_of(batch)
     counts = torch.as_tensor(mask) != 0
+    if counts.shape[1] == 0:
+        raise ValueError(f"The attention mask has no columns. Received: a mask of shape {tuple(mask.shape)}.")
+    decoder = _has_decoder(batch)
     for path, leaf in leaves(batch):
-        if "label" in path and has_rows(leaf) and tuple(leaf.shape) == tuple(counts.shape):
+        if "label" in path and not decoder and has_rows(leaf) and tuple(leaf.shape) == tuple(counts.shape):
             labels = torch.as_tensor(leaf)
             if not labels.is_floating_point():
                 # A label that counts is never cut off, whatever the mask says; labels of 0 may be padding, or a class.
@@ -72,11 +87,53 @@ def mask_of(batch: Any) -> Tensor:
     )
 
 
+def _has_decoder(batch: Any) -> bool:
+    """Whether a decoder has inputs of its own, to which the labels then belong."""
+    return any("decoder" in path for path, _ in leaves(batch))
+
+
+def text_of(batch: Any, rows: int, columns: int) -> frozenset[str]:
+    """The paths of the tensors that have a column for each token, by their shape: those that are cut.
+
+    Example:
+        >>> batch = {"attention_mask": torch.ones(2, 3), "kind": torch.ones(2), "boxes": torch.ones(2, 3, 4)}
+        >>> sorted(text_of(batch, 2, 3))
+        ["['attention_mask']", "['boxes']"]
+    """
+    decoder = _has_decoder(batch)
+    return frozenset(path for path, leaf in leaves(batch) if _columns(path, leaf, rows, columns, decoder))
+
+
+def widths_apart(batch: Any, rows: int, columns: int) -> Iterator[str]:
+    """The paths of tensors of rows that are wider or narrower than the text: no text of this batch, nor of another."""
+    for path, leaf in leaves(batch):
+        if has_rows(leaf) and leaf.ndim >= 2 and leaf.shape[0] == rows and leaf.shape[1] not in (1, columns):
+            yield path
+
+
+def what_is_cut(text: Collection[str]) -> str:
+    """What `max_tokens` takes for text, in a sentence, and what to do about what is none."""
+    return (
+        f"Taken for text, by their shape: {', '.join(f'batch{path}' for path in sorted(text))}. What has no column for "
+        "each token, and as many by chance: pass it as tensor[:, None]."
+    )
+
+
+def _columns(path: str, leaf: Any, rows: int, columns: int, decoder: bool) -> list[int]:
+    """The dimensions of a tensor that are the text's columns."""
+    if not has_rows(leaf) or leaf.ndim < 2 or leaf.shape[0] != rows or "decoder" in path:
+        return []
+    if decoder and "label" in path:
+        return []
+    square = "mask" in path or "bias" in path
+    return [dim for dim in range(1, leaf.ndim) if leaf.shape[dim] == columns and (dim == 1 or square)]
+
+
 def trimmed(batch: Any, start: int, stop: int, positions: bool = False) -> Any:
     """The batch with the columns from `start` up to `stop` alone: views, no copies.
 
     Cut are tensors of (rows, columns, ...) with as many columns as the attention mask, and masks of (..., columns,
-    columns). What belongs to a decoder with a mask of its own stays as it is.
+    columns). What belongs to a decoder stays as it is, the labels of one with inputs of its own, too.
 
     Args:
         batch: A batch with an attention mask.
@@ -93,32 +150,40 @@ def trimmed(batch: Any, start: int, stop: int, positions: bool = False) -> Any:
     return cut(batch, rows, columns, start, stop, positions=positions)
 
 
-def cut(batch: Any, rows: int, columns: int, start: int, stop: int, *, positions: bool = False) -> Any:
-    """As `trimmed`, where the mask is known to have so many rows and columns."""
+def cut(
+    batch: Any,
+    rows: int,
+    columns: int,
+    start: int,
+    stop: int,
+    *,
+    positions: bool = False,
+    apart: Collection[str] = (),
+) -> Any:
+    """As `trimmed`, where the mask is known to have so many rows and columns; what is `apart` stays, by its path."""
     if (start, stop) == (0, columns):
         return batch
     paths = iter([path for path, _ in leaves(batch)])
+    decoder = _has_decoder(batch)
 
     def cut_one(leaf: Any) -> Any:
         path = next(paths)
-        if not has_rows(leaf) or leaf.ndim < 2 or leaf.shape[0] != rows or "decoder" in path:
-            return leaf
-        square = "mask" in path or "bias" in path
-        for dim in range(1, leaf.ndim):
-            if leaf.shape[dim] == columns and (dim == 1 or square):
-                leaf = leaf[(slice(None),) * dim + (slice(start, stop),)]
+        for dim in () if path in apart else _columns(path, leaf, rows, columns, decoder):
+            leaf = leaf[(slice(None),) * dim + (slice(start, stop),)]
         return leaf
 
     new = map_leaves(cut_one, batch)
     return _with_positions(new, torch.arange(start, stop), rows) if positions else new
 
 
-def packed_rows(batch: Batch, piece: Piece, left: Left) -> Batch:
-    """The rows of a piece, with its columns alone."""
+def packed_rows(batch: Batch, piece: Piece, left: Left, apart: Collection[str] = ()) -> Batch:
+    """The rows of a piece, with its columns alone; what is `apart` has none, by its path."""
     assert piece.columns is not None
     start = piece.columns[0] if left != "keep" else 0
-    columns = trimmed(batch.tree, start, piece.columns[1], positions=left == "number" and start > 0)
-    return batch.like(columns).take(torch.tensor(piece.rows))
+    rows, columns = mask_of(batch.tree).shape
+    numbered = left == "number" and start > 0
+    narrow = cut(batch.tree, rows, columns, start, piece.columns[1], positions=numbered, apart=apart)
+    return batch.like(narrow).take(torch.tensor(piece.rows))
 
 
 def can_take_positions(batch: Any, model: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gradaccum.sizes import TokenBudget, Tokens
-from gradaccum.torch.padding.columns import Left, cut, extents, mask_of
+from gradaccum.torch.padding.columns import Left, cut, extents, mask_of, text_of
 
 __all__ = ["Packs"]
 
@@ -44,6 +44,8 @@ class Packs:
             if is_padded
         )
         """The sides on which there is padding."""
+        self.text = text_of(tree, len(found), self.width)
+        """The paths of what is cut."""
         if left == "keep":
             found = [(0, stop) for _, stop in found]
         pieces = Tokens(budget, found, sizes).pieces

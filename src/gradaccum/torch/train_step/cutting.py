@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from gradaccum.schedule import checked_count
 from gradaccum.sizes import FixedSize, GivenSizes, Groups, Piece, Rows, Sizers, Tokens, even_sizes
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.loss import Objective
-from gradaccum.torch.padding import packed_rows
+from gradaccum.torch.padding import packed_rows, what_is_cut
 from gradaccum.torch.train_step.padding import Packing
 
 __all__ = ["Cutting", "GroupsChoice", "checked_groups", "with_groups"]
@@ -98,6 +99,16 @@ class Cutting:
         """Whether the micro-batches of this batch may be more than one, or other than the batch."""
         return batch.rows > (self.sizers.size or 0) or self.packing is not None
 
+    def text(self, batch: Batch) -> frozenset[str]:
+        """The paths of what `max_tokens` cuts in this batch; nothing without it."""
+        return frozenset() if self.packing is None else self.packing.text(batch)
+
+    def explain(self, error: BaseException, batch: Batch) -> None:
+        """Note beside an error of the model's what `max_tokens` has cut: shapes that don't fit may be its doing."""
+        if self.packing is not None and isinstance(error, RuntimeError | ValueError | IndexError):
+            with contextlib.suppress(ValueError, AttributeError):  # no mask; notes came with Python 3.11
+                error.add_note(f"max_tokens cuts columns of padding. {what_is_cut(self.packing.text(batch))}")
+
     def without_measuring(self, batch: Batch, sizes: Sequence[int] | None = None) -> Rows | Tokens:
         """The same, for passes from which nothing is to be learned about sizes."""
         plan = self.plan(batch, sizes)
@@ -111,7 +122,7 @@ class Cutting:
             return batch.take(piece.rows)
         if self.packing is None or piece.columns is None:
             return batch.take(torch.tensor(piece.rows))
-        return packed_rows(batch, piece, self.packing.left)
+        return packed_rows(batch, piece, self.packing.left, self.packing.apart)
 
     def close(self, plan: Rows | Tokens, batch: Batch) -> None:
         """A window that followed this plan is over."""

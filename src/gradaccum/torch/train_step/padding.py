@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,16 @@ from gradaccum.on_torch.transaction import as_found
 from gradaccum.rounding import rounding
 from gradaccum.sizes import Groups, Piece, TokenBudget, Tokens
 from gradaccum.torch.loss import Objective
-from gradaccum.torch.padding import Left, can_take_positions, extents, mask_of, packed_rows
+from gradaccum.torch.padding import (
+    Left,
+    can_take_positions,
+    extents,
+    mask_of,
+    packed_rows,
+    text_of,
+    what_is_cut,
+    widths_apart,
+)
 
 __all__ = ["Packing", "judged_left"]
 
@@ -39,6 +48,8 @@ class Packing:
         self.objective = objective
         self.budget = TokenBudget(max_tokens, max_rows)
         self.left: Left = "cut"
+        self.apart = set[str]()
+        """The paths of what is no text: in some batch it was wider or narrower."""
         self._judged: set[bool] = set() if judge else {False, True}
 
     def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Tokens:
@@ -50,21 +61,34 @@ class Packing:
 
         Raises:
             NotEquivalentError: Padding counts in the loss.
+            ValueError: The rows are not in front.
         """
+        self.text(batch)
         found = extents(batch.tree)
         groups = None if batch.groups is None else Groups(batch.groups.tolist())
         plan = Tokens(self.budget, found, sizes, groups)
         # Batches that are padded on the left may come first after many that are not.
         piece = next((piece for piece in plan.pieces if piece.columns and piece.columns[0] > 0), None)
         if batch.rows and (padded := piece is not None) not in self._judged:
-            self.left = judged_left(self.objective, batch, piece or plan.pieces[-1])
+            self.left = judged_left(self.objective, batch, piece or plan.pieces[-1], self.apart)
             self._judged.add(padded)
         if self.left == "keep" and piece is not None:
             plan = Tokens(self.budget, [(0, stop) for _, stop in found], sizes, groups)
         return plan
 
+    def text(self, batch: Batch) -> frozenset[str]:
+        """The paths of what is cut in this batch: as wide as its attention mask, in it and in all batches before."""
+        rows, columns = mask_of(batch.tree).shape
+        if rows != batch.rows:
+            raise ValueError(
+                "max_tokens sorts rows and cuts columns, so rows must be the first dimension: batch_dims=0. Received: "
+                f"{batch.rows} rows and an attention mask of shape {(rows, columns)}."
+            )
+        self.apart.update(widths_apart(batch.tree, rows, columns))
+        return text_of(batch.tree, rows, columns) - self.apart
 
-def judged_left(objective: Objective, batch: Batch, piece: Piece) -> Left:
+
+def judged_left(objective: Objective, batch: Batch, piece: Piece, apart: Collection[str] = ()) -> Left:
     """How padding on the left can be cut off, found out on a few rows of a piece in evaluation mode.
 
     A model that numbers its columns from 0 sees other positions once some on the left are gone: it is told them in
@@ -86,7 +110,7 @@ def judged_left(objective: Objective, batch: Batch, piece: Piece) -> Left:
             for way in ways:
                 if way == "number" and not can_take_positions(few.tree, objective.model):
                     continue
-                cut = packed_rows(batch, piece._replace(rows=piece.rows[:ROWS]), way)
+                cut = packed_rows(batch, piece._replace(rows=piece.rows[:ROWS]), way, apart)
                 if not _differ(objective, expected, _gradient(objective, cut)):
                     if way == "keep" and start > 0:
                         logger.info("max_tokens: padding on the left is not cut off, for it changes this gradient.")
@@ -98,7 +122,7 @@ def judged_left(objective: Objective, batch: Batch, piece: Piece) -> Left:
         f"Cutting off columns of nothing but padding changes the loss (columns {stop} and more of "
         f"{mask_of(few.tree).shape[1]}). Either padded positions count in it: mark them with -100 in the labels, or "
         "leave them out by the attention mask. Or the model looks at them in spite of the mask. Leave out "
-        "`max_tokens`, or fix that."
+        f"`max_tokens`, or fix that. {what_is_cut(text_of(batch.tree, *mask_of(batch.tree).shape) - set(apart))}"
     )
 
 

@@ -211,12 +211,14 @@ class TrainStep:
         return self._call(batch, self._make_update)
 
     def backward(self, *batch: Any) -> Tensor:
-        """Leave the finished gradient of this batch in `.grad`, where a plain loop's `loss.backward()` has left it.
+        """Leave the finished gradient of this batch in `.grad`, as a plain loop's `loss.backward()` does.
 
         What comes next is up to the loop: clipping (`clip_grad_norm` has been done), `optimizer.step()`, or
-        `scaler.step(optimizer)` on gradients that a `scaler` still scales. Gradients that were there before are
-        replaced; none is left where nothing in the batch weighs anything. Returns and raises what a call of the step
-        does; `updates` counts only those.
+        `scaler.step(optimizer)` on gradients that a `scaler` still scales. None is left where nothing in the batch
+        weighs anything. Returns what a call of the step does; `updates` counts only those.
+
+        Raises:
+            WindowError: There are gradients already: call `zero_grad()` before. Else what a call of the step raises.
 
         Example:
             >>> model = nn.Linear(4, 1)
@@ -247,9 +249,10 @@ class TrainStep:
             self._prove(batch)
             loss = run(batch)
             self._proof.tell()
-        except BaseException:
+        except BaseException as error:
             self.update.abandon()
             self._transaction.abandon()
+            self.cutting.explain(error, batch)
             raise
         self._transaction.close()
         return loss
@@ -266,6 +269,7 @@ class TrainStep:
         return loss
 
     def _leave_gradients(self, batch: Batch) -> Tensor:
+        self.update.check_empty()
         loss, weighs = self.gradients(batch)
         if not weighs:
             self._clear()
@@ -367,7 +371,7 @@ class TrainStep:
 
     def _prove(self, batch: Batch) -> None:
         split = self._whole is not None or self.cutting.splits(batch)
-        if self._verify and split and self._proof.due(batch, self._transaction.modes):
+        if self._verify and split and self._proof.due(batch, self._transaction.modes, self.cutting.text(batch)):
             self.proving = True
             try:
                 self.cutting.plan(batch)  # max_tokens judges the padding

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaccum.errors import WindowError
 from gradaccum.on_torch.gradients import GradientSum, clip_norm_, scale_
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.noise import NoiseMeter
@@ -80,6 +81,15 @@ class Update:
     def parameters(self) -> list[Tensor]:
         """Every optimizer's parameters, each once."""
         return _parameters(self.optimizers)
+
+    def check_empty(self) -> None:
+        """Raise if a parameter has a gradient already, other than zero."""
+        if any(p.grad is not None and bool(p.grad.count_nonzero()) for p in self.parameters()):
+            raise WindowError(
+                "step.backward() found gradients in `.grad`, of another loss or of an update that has been made. It "
+                "leaves the large batch's finished gradient there and nothing else: call optimizer.zero_grad() before "
+                "it, and make one batch of the rows of several."
+            )
 
     def clear(self) -> None:
         """Empty the sum of gradients."""
