@@ -10,6 +10,7 @@ import keras
 from gradaccum.errors import WindowError
 from gradaccum.keras.batch_norm import batch_norms_of
 from gradaccum.keras.optimizer import Optimizer, RowWatch, wrapped_optimizer
+from gradaccum.keras.private import compiled_losses, loss_entries
 from gradaccum.schedule import Schedule, Steps
 
 __all__ = ["GradientAccumulation"]
@@ -22,7 +23,8 @@ class GradientAccumulation(keras.callbacks.Callback):
 
     A short last window, and a ragged last micro-batch, are divided by the rows that they hold. Where `fit` knows the
     number of batches, the epoch's last window closes with its last batch, before validation and before any callback's
-    `on_epoch_end`. Where it doesn't (a generator), list this callback before those that save or read the model there.
+    `on_epoch_end`. Where it doesn't (a generator), or the epoch ends earlier (`stop_training`), it closes in this
+    callback's `on_epoch_end`: list it before those that save or read the model there.
 
     Args:
         steps: Micro-batches in a window, in place of the optimizer's own: an int, `{epoch: steps}`, or a callable
@@ -73,6 +75,7 @@ class GradientAccumulation(keras.callbacks.Callback):
                 f"GradientAccumulation({self._schedule}). Use Optimizer(optimizer, steps=...) for a schedule."
             )
         self._optimizer = optimizer
+        optimizer.window.loaded = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         optimizer = self._wrapped
@@ -104,9 +107,9 @@ class GradientAccumulation(keras.callbacks.Callback):
                 self._in_window,
             )
         self._steps = self._next_steps = optimizer.steps
-        window.driven = True
-        self._rows = RowWatch(self._model, window)
-        self._rows.start()
+        self._tell_of_losses()
+        self._tell_of_other_optimizers()
+        self._drive()
 
     def on_train_end(self, logs: Any = None) -> None:
         optimizer = self._wrapped
@@ -118,6 +121,9 @@ class GradientAccumulation(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         optimizer = self._wrapped
+        if not optimizer.window.driven:  # a `fit` in a callback's on_epoch_end has ended since
+            self._drive()
+        self._discard_loaded()
         self._epoch, self._in_epoch, self._batches = epoch, True, 0
         batches = (self.params or {}).get("steps")
         if batches:
@@ -130,6 +136,7 @@ class GradientAccumulation(keras.callbacks.Callback):
             self._tell_of_short_epochs(steps)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._check_driven()
         self._wrapped.window.in_fit = True
         schedule = self._schedule or self._wrapped.schedule
         if schedule.largest is None:
@@ -157,8 +164,25 @@ class GradientAccumulation(keras.callbacks.Callback):
     def _end_epoch(self) -> None:
         if self._in_epoch:
             self._in_epoch = False
+            self._check_driven()
             self._close_window()
             self._check_epoch()
+
+    def _drive(self) -> None:
+        """Tell the window of rows from now on."""
+        window = self._wrapped.window
+        window.driven = True
+        self._rows = RowWatch(self._model, window)
+        self._rows.start()
+
+    def _check_driven(self) -> None:
+        """Whether no other `fit` has ended since the epoch began, and the window with it."""
+        if not self._wrapped.window.driven:
+            raise WindowError(
+                "Another fit() of this model, with a GradientAccumulation callback of its own, ran inside an epoch of "
+                "this one, whose open window it did not leave alone. Run it in a callback's on_epoch_end, and list "
+                "GradientAccumulation before that callback; or give it another model."
+            )
 
     def _plan(self, steps: int) -> None:
         """Let the next window, or this one if it is still empty, have so many steps."""
@@ -203,6 +227,22 @@ class GradientAccumulation(keras.callbacks.Callback):
         if optimizer.built:
             optimizer.window.empty()
 
+    def _discard_loaded(self) -> None:
+        """Forget the open window that a callback has loaded (BackupAndRestore): Keras begins its epoch anew."""
+        optimizer = self._wrapped
+        if not optimizer.window.loaded:
+            return
+        optimizer.window.loaded = False
+        self._sync()
+        if optimizer.micro_batches:
+            logger.warning(
+                "An open window was loaded during this fit(), whose epoch begins anew: its %d micro-batches are "
+                "discarded, as they come again.",
+                optimizer.micro_batches,
+            )
+            optimizer.window.empty()
+            self._in_window, self._steps = 0, self._next_steps
+
     def _sync(self) -> None:
         # On JAX the values of the variables are in the training loop until somebody asks for the model.
         _ = self.model
@@ -222,3 +262,40 @@ class GradientAccumulation(keras.callbacks.Callback):
                 batches,
                 batches,
             )
+
+    def _tell_of_losses(self) -> None:
+        """Name the compiled losses that are no means over rows."""
+        losses = compiled_losses(self._model)
+        for entry in [] if losses is None or self._wrapped.schedule.largest == 1 else loss_entries(losses):
+            reduction = getattr(entry.loss, "reduction", "mean")
+            if reduction not in ("mean", "sum_over_batch_size"):
+                weighted = " where rows have sample or class weights" if reduction == "mean_with_sample_weight" else ""
+                self._warn_once(
+                    f"The loss {entry.loss.name!r} has reduction={reduction!r}, which is no mean over rows{weighted}: "
+                    "the optimizer weighs micro-batches by rows, so updates are not the large batch's. Use "
+                    'reduction="sum_over_batch_size", or gradaccum.keras.micro_batched in place of the wrapped '
+                    "optimizer."
+                )
+
+    def _tell_of_other_optimizers(self) -> None:
+        """Name the wrapped optimizers among the model's attributes that nobody drives."""
+        names = []
+        for name, value in vars(self._model).items():
+            inside = value.values() if isinstance(value, dict) else value
+            for one in inside if isinstance(value, list | tuple | dict) else [value]:
+                known = isinstance(one, keras.optimizers.Optimizer) and wrapped_optimizer(one)
+                if known and known is not self._wrapped and not name.startswith("_self_"):  # TensorFlow's own
+                    names.append(f"model.{name}")
+        if names:
+            self._warn_once(
+                "The GradientAccumulation callback drives the optimizer that the model was compiled with, and no "
+                f"other. Not driven: {', '.join(dict.fromkeys(names))}. The micro-batches of each weigh the same, and "
+                "its windows run on across epochs: give it micro-batches of one size, and call its flush() at each "
+                "epoch's end, in the on_epoch_end of a callback of yours."
+            )
+
+    def _warn_once(self, message: str) -> None:
+        told = self._wrapped.window.told
+        if message not in told:
+            told.add(message)
+            logger.warning(message)

@@ -119,7 +119,7 @@ def test_a_window_that_fit_with_the_callback_opened_is_closed_without_it(make, t
     model.fit(Batches(batches[:3]), shuffle=False, verbose=0, callbacks=callbacks)
     with caplog.at_level(logging.WARNING, "gradaccum"):
         loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert "weighs micro-batches by their rows. Go on with callbacks=" in caplog.text
+    assert "weighs micro-batches by their rows. It goes on exactly with callbacks=" in caplog.text
     assert "its update is not the large batch's if they differ" in caplog.text
     for batch in batches[2:]:
         loaded.train_on_batch(*batch)

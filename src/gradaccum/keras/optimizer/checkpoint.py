@@ -54,9 +54,10 @@ def load(window: Window, store: Any) -> None:
         window.touched.assign(np.asarray(store[TOUCHED]))
         for index, total in enumerate(window.sums):
             accumulation.put(total, np.asarray(store[f"{SUM}{index}"]))
-        if counts.by_rows and not window.rule.fixed:
+        window.loaded = True
+        if counts.by_rows and not (window.rule.fixed or window.driven):
             logger.warning(
-                "The open window that was loaded weighs micro-batches by their rows. Go on with "
+                "The open window that was loaded weighs micro-batches by their rows. It goes on exactly with "
                 "callbacks=[gradaccum.keras.callbacks.GradientAccumulation()]: without it, each that follows in this "
                 "window weighs as much as their mean, and its update is not the large batch's if they differ.",
             )

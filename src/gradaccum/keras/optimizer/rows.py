@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -10,7 +10,10 @@ import keras
 from gradaccum.keras.optimizer.accumulation import accumulation
 from gradaccum.keras.optimizer.window import Window
 
-__all__ = ["RowWatch"]
+__all__ = ["RowWatch", "has_rows", "leaves_with_rows", "listing"]
+
+PARTS = ("x", "y", "sample_weight")
+"""Of what `fit` gives a training step."""
 
 
 class RowWatch:
@@ -27,25 +30,26 @@ class RowWatch:
     def __init__(self, model: Any, window: Window) -> None:
         self._model = model
         self._window = window
-        self._step_of_instance: Any = None  # a user's own step, set on the instance
 
     def start(self) -> None:
         """Put the counting step in the place of the model's."""
         model, window = self._model, self._window
-        self.stop()  # a `fit` that ended with an error has left it there
-        self._step_of_instance = vars(model).get("train_step")
+        self.stop()  # a `fit` that ended with an error has left it there, or this one runs inside of another
+        own = vars(model).get("train_step")
         model.train_step = _counting(model.train_step, window)
+        model.train_step.own = own
         if window.counting_function is None or model.train_function is not window.counting_function:
             model.make_train_function(force=True)
             window.counting_function = model.train_function
 
     def stop(self) -> None:
         """Give the model its own step back."""
-        if not hasattr(vars(self._model).get("train_step"), "counts_rows"):
+        step = vars(self._model).get("train_step")
+        if not hasattr(step, "own"):
             return
         del self._model.train_step
-        if self._step_of_instance is not None:
-            self._model.train_step = self._step_of_instance
+        if step.own is not None:  # a user's own step, set on the instance
+            self._model.train_step = step.own
 
 
 def _counting(train_step: Callable[..., Any], window: Window) -> Callable[..., Any]:
@@ -55,19 +59,68 @@ def _counting(train_step: Callable[..., Any], window: Window) -> Callable[..., A
         with window.with_rows(accumulation.replica(), _rows_of(data)):
             return train_step(*args, **kwargs)
 
-    counting_train_step.counts_rows = True  # type: ignore[attr-defined]  # a mark for stop()
     return counting_train_step
 
 
-def _rows_of(data: Any) -> Any:
-    """The rows of what `fit` gives a training step: an int, or a scalar tensor where only the run will tell."""
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-    leaf = next((leaf for leaf in keras.tree.flatten(x) if leaf is not None), None)
-    if leaf is None:
-        return None
-    rows = leaf.shape[0] if len(leaf.shape) else None
-    if rows is None and keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
+def leaves_with_rows(data: Any, parts: Sequence[str] = PARTS) -> list[tuple[str, Any]]:
+    """The arrays in what `fit` gives a training step, each with its path in the words of an error.
 
-        return tf.shape(leaf)[0]
-    return rows
+    Args:
+        data: `x`, `(x, y)` or `(x, y, sample_weight)`, in any structures. Scalars and None have no rows.
+        parts: Which of the three to look at.
+    """
+    found = []
+    for name, part in zip(PARTS, keras.utils.unpack_x_y_sample_weight(data)):
+        for path, leaf in keras.tree.flatten_with_path(part) if name in parts else ():
+            if has_rows(leaf):
+                found.append((name + "".join(f"[{key!r}]" for key in path), leaf))
+    return found
+
+
+def listing(leaves: Sequence[tuple[str, Any]]) -> str:
+    """These paths with their shapes, a line each, for an error."""
+    return "".join(f"\n  {path}  shape {tuple(leaf.shape)}" for path, leaf in leaves)
+
+
+def has_rows(leaf: Any) -> bool:
+    """Whether this leaf of a batch has rows. Scalars and None are what all rows share."""
+    return hasattr(leaf, "shape") and len(leaf.shape) > 0
+
+
+def _rows_of(data: Any) -> Any:
+    """The rows of what `fit` gives a training step: an int, or a scalar tensor where only the run will tell.
+
+    They are those of the targets and weights, which have a row each: an input may be shared by all rows. Without
+    targets, all inputs must agree. None where nothing has rows.
+
+    Raises:
+        ValueError: They don't agree.
+    """
+    leaves = leaves_with_rows(data, PARTS[1:]) or leaves_with_rows(data)
+    if not leaves:
+        return None
+    known = {leaf.shape[0] for _, leaf in leaves}
+    if len(known - {None}) > 1:
+        raise ValueError(
+            "The rows of a micro-batch are those of its targets and sample weights or, where there are none, of all "
+            f"its inputs: they must be the same number. Received:{listing(leaves)}\nGive targets a row each; what all "
+            "rows share belongs to the inputs, beside targets."
+        )
+    if None not in known:
+        return known.pop()
+    if keras.backend.backend() != "tensorflow":
+        return None
+    import tensorflow as tf
+
+    first, *others = [tf.shape(leaf)[0] for _, leaf in leaves]
+    if not others:
+        return first
+    alike = tf.reduce_all([first == other for other in others])
+    paths = ", ".join(path for path, _ in leaves)
+    name = "rows_of_a_micro_batch_must_be_the_same_number"
+    message = f"The arrays of a micro-batch must have the same number of rows: {paths}. Received:"
+    with tf.control_dependencies([tf.debugging.Assert(alike, [message, first, *others])]):
+        for other in others:
+            # XLA leaves assertions out. It knows the shapes when it compiles, and takes no reshape to another size.
+            first = tf.reshape(tf.fill([other], first), [first], name=name)[0]
+        return tf.identity(first)

@@ -154,6 +154,10 @@ class Window:
         """Whether the GradientAccumulation callback tells of epochs and rows."""
         self.in_fit = False
         """Whether it has trained in a `fit` with that callback which has not ended."""
+        self.loaded = False
+        """Whether it was loaded, open, since a `fit` with that callback began or an epoch of it did."""
+        self.told: set[str] = set()
+        """What has been said once."""
         self.variables: list[Any] = []
         """The trainable variables, in order."""
         self.sums: list[Any] = []

@@ -10,6 +10,8 @@ import keras
 import numpy as np
 from keras import ops, tree
 
+from gradaccum.keras.optimizer import has_rows, leaves_with_rows, listing
+
 __all__ = ["Sorts", "dealt", "few_rows", "has_rows", "rows_of", "unpack"]
 
 LOOKED_THROUGH = 4096
@@ -28,24 +30,14 @@ def rows_of(data: Any) -> int | None:
     Raises:
         ValueError: The arrays of the batch have different numbers of rows, or there is none with rows.
     """
-    found = [(path, leaf) for path, leaf in tree.flatten_with_path(data) if has_rows(leaf)]
+    found = leaves_with_rows(data)
     rows = {leaf.shape[0] for _, leaf in found} - {None}
     if len(rows) > 1 or not found or rows == {0}:
-        names = ("x", "y", "sample_weight")
-        listing = "".join(
-            f"\n  {names[path[0]]}{''.join(f'[{key!r}]' for key in path[1:])}  shape {tuple(leaf.shape)}"
-            for path, leaf in found
-        )
         raise ValueError(
             "A batch is cut into micro-batches along the first dimension of its arrays, which must be the same number "
-            f"of rows, at least one. Received:{listing or ' no array that has a dimension.'}"
+            f"of rows, at least one. Received:{listing(found) or ' no array that has a dimension.'}"
         )
     return rows.pop() if rows else None
-
-
-def has_rows(leaf: Any) -> bool:
-    """Whether this leaf of a batch is cut. Scalars and None are what all micro-batches share."""
-    return hasattr(leaf, "shape") and len(leaf.shape) > 0
 
 
 def unpack(data: Any) -> tuple[Any, Any, Any]:

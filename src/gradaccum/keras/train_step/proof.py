@@ -49,9 +49,9 @@ class Proof:
 
     Loss, gradients and moved variables are computed by the step that then makes the updates, with random numbers held
     and BatchNormalization frozen, which has a warning of its own. The first batch of each `fit` is looked at, and each
-    batch that is of another kind or shows rows of another sort than were proved, or that is the first one after the
-    model has been compiled anew or after a variable has changed that its loss reads and that the optimizer doesn't
-    train.
+    batch that is of another kind or shows rows of another sort than were proved, that is the first one after the model
+    has been compiled anew, or with which an epoch begins after a variable has changed that the loss reads and that the
+    optimizer doesn't train.
 
     Differences above what rounding makes of the compared dtype are told from an ill-conditioned model's rounding: they
     must be larger than what moving the weights by one unit in the last place changes.
@@ -74,7 +74,7 @@ class Proof:
         self._fits = True
 
     def begin(self) -> None:
-        """A `fit` or `train_on_batch` begins: variables may have changed."""
+        """A `fit`, an epoch or `train_on_batch` begins: variables may have changed."""
         self._begun = True
 
     def run(self, data: Any, state: Any = None) -> None:

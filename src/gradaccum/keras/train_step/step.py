@@ -90,6 +90,7 @@ class MicroBatchedStep:
         self.model.make_train_function = self._make_train_function
         if self.proof is not None:
             self.model.fit = _after(self.proof.begin_fit, self.model.fit)
+            self.model.reset_metrics = _after(self.proof.begin, self.model.reset_metrics)  # each epoch begins so
         self.model.train_on_batch = _checked(self.model.train_on_batch)
 
     def _make_train_function(self, force: bool = False) -> Any:
