@@ -42,7 +42,8 @@ def compiled_with(optimizer):
 @pytest.mark.parametrize("make", [sgd, slow(adam)])
 def test_a_window_that_train_on_batch_opened_is_closed_by_fit_with_the_callback(make, caplog, fit_bound):
     batches = split(regression(28), [4] * 7)
-    model = wrapped(make(), 4)
+    # One that has not been in a `fit` with the callback: after that, train_on_batch tells of rows as well.
+    model = compiled_with(Optimizer(make(), 4))
     for batch in batches[:3]:
         model.train_on_batch(*batch)
     with caplog.at_level(logging.WARNING, "gradaccum"):
@@ -57,7 +58,6 @@ def test_a_window_that_train_on_batch_opened_is_closed_by_fit_with_the_callback(
 def test_a_window_whose_rows_are_known_too_late_is_inexact_and_named_or_flushed_and_exact(caplog, fit_bound):
     batches = split(regression(14), [4, 4, 2, 4])
     for flush, expected in ((False, [batches]), (True, [batches[:2], batches[2:]])):
-        # One that has not been in a `fit` with the callback: after that, train_on_batch tells of rows as well.
         model = wrapped(sgd(), 4) if flush else compiled_with(Optimizer(sgd(), 4))
         for batch in batches[:2]:
             model.train_on_batch(*batch)
