@@ -644,7 +644,7 @@ class Uncopyable(nn.Module):
         (net(), (X[:1], Y[:1]), {"loss_fn": CE}, ValueError, "at least 2 rows, to be split. Received: 1"),
         (net(Uncopyable()), (X, Y), {"loss_fn": CE}, TypeError, "model can't be copied"),
         (net(), (X, Y), {"compute_loss": lambda m, x, y: m(x).detach().mean()}, ValueError, "loss has no gradient"),
-        (net(), (X, Y), {"compute_loss": lambda m, x, y: m(x).argmax(1) * 1.0}, ValueError, "must be one number"),
+        (net(), (X, Y), {"compute_loss": lambda m, x, y: m(x).argmax(1) * 1.0}, ValueError, "must be a scalar"),
         (net(), (X * float("nan"), Y), {"loss_fn": CE}, ValueError, "own loss is nan"),
         (net().requires_grad_(False), (X, Y), {"loss_fn": CE}, ValueError, "No parameter of the model requires"),
         (nn.Sequential(nn.LazyLinear(4)), (X, Y), {"loss_fn": CE}, ValueError, "run it once before the check"),

@@ -399,7 +399,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "not finite": (lambda m, x: {"a": (m(x).mean(), float("nan"))}, "loss term 'a': A weight must be"),
     "no number": (lambda m, x: {"a": (m(x).mean(), "3")}, "loss term 'a': A weight must be"),
     "no tensor": (lambda m, x: {"a": (1.0, 3)}, "loss term 'a' must be a tensor"),
-    "no scalar": (lambda m, x: {"a": (m(x), 3)}, "loss term 'a' must be one number"),
+    "no scalar": (lambda m, x: {"a": (m(x), 3)}, "loss term 'a' must be a scalar"),
     "none": (lambda m, x: {}, "has no terms"),
     "sometimes": (lambda m, x: {"a": (m(x).mean(), 1)} if len(x) == 4 else m(x).mean(), "always or never"),
 }

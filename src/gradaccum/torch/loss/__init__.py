@@ -6,13 +6,12 @@ from gradaccum.torch.loss.objective import Objective
 from gradaccum.torch.loss.term_sums import (
     NamedLoss,
     TermSums,
-    checked_scalar,
     checked_terms,
     mixed_terms_error,
     not_by_name_error,
     unscaled_terms_error,
 )
-from gradaccum.torch.loss.terms import MIXED_TERMS, Term, Terms, Totals
+from gradaccum.torch.loss.terms import MIXED_TERMS, Term, Terms, Totals, checked_scalar
 from gradaccum.torch.loss.terms_accumulator import TermsAccumulator, accumulator, counted
 from gradaccum.torch.loss.window_loss import WindowLoss
 

@@ -24,7 +24,7 @@ from gradaccum.torch.loss.divisors import (
     summed,
     with_known_divisor,
 )
-from gradaccum.torch.loss.terms import Found, Terms, Totals, added, one_number, terms_of, totals_of
+from gradaccum.torch.loss.terms import Found, Terms, Totals, added, checked_scalar, terms_of, totals_of
 from gradaccum.window import checked_reduction
 
 __all__ = ["Objective", "one_weight"]
@@ -218,7 +218,7 @@ class Objective:
                 raise ValueError("`compute_loss` returns (loss, weight), and `weight` is given too. Use one of them.")
             weight = plain_weight(weight)
         loss = result if isinstance(result, Tensor) else getattr(result, "loss", result)
-        return one_number(loss), weight
+        return checked_scalar(loss), weight
 
     def _result(self, batch: tuple[Any, ...], summed: bool) -> Any:
         if self.compute_loss is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.gradients import GradientSum, all_finite, scale_
+from gradaccum.torch.loss.terms import checked_scalar
 from gradaccum.window import checked_weight
 
 Accepting = Callable[[], contextlib.AbstractContextManager[None]]
@@ -23,7 +24,6 @@ NamedLoss = tuple[Hashable, Tensor, float]
 __all__ = [
     "NamedLoss",
     "TermSums",
-    "checked_scalar",
     "checked_terms",
     "mixed_terms_error",
     "not_by_name_error",
@@ -206,19 +206,6 @@ def _added(one: Tensor, other: Tensor) -> Tensor:
     if one.is_sparse or other.is_sparse:
         return one + other
     return one.add_(other.to(one.dtype))
-
-
-def checked_scalar(loss: Any, what: str = "`loss`") -> Tensor:
-    """A loss of one element.
-
-    Raises:
-        TypeError, ValueError: It is none.
-    """
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"{what} must be a tensor. Received: loss={loss!r} of type {type(loss).__name__}.")
-    if loss.numel() != 1:
-        raise ValueError(f"{what} must be a scalar. Received: loss of shape {tuple(loss.shape)}.")
-    return loss
 
 
 def checked_terms(losses: Any, weight: Any) -> list[NamedLoss]:

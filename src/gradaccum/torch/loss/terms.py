@@ -20,7 +20,7 @@ __all__ = [
     "Terms",
     "Totals",
     "added",
-    "one_number",
+    "checked_scalar",
     "summed",
     "terms_of",
     "totals_of",
@@ -95,20 +95,20 @@ def _term(name: Any, value: Any, by_batch: bool) -> Term:
             "weight=lambda *batch: {name: number}."
         )
     loss, weight = value if pair else (value, None)
-    return Term(one_number(loss, f"The loss term {name!r}"), None if weight is None else _weight_of(name, weight))
+    return Term(checked_scalar(loss, f"The loss term {name!r}"), None if weight is None else _weight_of(name, weight))
 
 
-def one_number(loss: Any, what: str = "The loss") -> Tensor:
-    """A loss, of no dimensions.
+def checked_scalar(loss: Any, what: str = "The loss") -> Tensor:
+    """A loss of one element, without its dimensions.
 
     Raises:
         TypeError, ValueError: It is no number.
     """
     if not isinstance(loss, Tensor):
-        raise TypeError(f"{what} must be a tensor. Received: {loss!r} of type {type(loss).__name__}.")
+        raise TypeError(f"{what} must be a tensor. Received: loss={loss!r} of type {type(loss).__name__}.")
     if loss.numel() != 1:
         raise ValueError(
-            f"{what} must be one number, the mean or the sum over its rows. Received: shape {tuple(loss.shape)}."
+            f"{what} must be a scalar, the mean or the sum over its rows. Received: shape {tuple(loss.shape)}."
         )
     return loss.reshape(()) if loss.dim() else loss
 

@@ -136,7 +136,7 @@ class Accumulation:
             self._backward_terms(checked_terms(loss, weight), **how)
             return
         window, one = self.window, self.window.micro_batch
-        checked_scalar(loss)
+        loss = checked_scalar(loss, "`loss`")
         if self.by_name is not None and self.by_name.terms:
             raise mixed_terms_error()
         if one.weight is None:
