@@ -44,6 +44,7 @@ __all__ = [
     "run_backward",
     "sharded_groups",
     "timeout_of",
+    "without_global_step_hooks",
 ]
 
 
@@ -135,21 +136,27 @@ def missing(samples: Mapping[str, object]) -> list[str]:
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
-@contextlib.contextmanager
-def global_step_hooks() -> Iterator[tuple[list[Any], list[Any]]]:
-    """The hooks of every optimizer's step, before and after it; meanwhile no optimizer calls them by itself."""
+def global_step_hooks() -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """The hooks of every optimizer's step, before and after it."""
     module = sys.modules["torch.optim.optimizer"]  # torch.optim hides it
-    before, after = (getattr(module, name, {}) for name in _GLOBAL_HOOKS)
-    if not before and not after:
-        yield [], []
-        return
-    for name, table in zip(_GLOBAL_HOOKS, (before, after), strict=True):
-        setattr(module, name, type(table)())
+    before, after = _GLOBAL_HOOKS
+    return getattr(module, before, {}), getattr(module, after, {})
+
+
+@contextlib.contextmanager
+def without_global_step_hooks() -> Iterator[tuple[list[Any], list[Any]]]:
+    """The hooks of every optimizer's step, before and after it; meanwhile no optimizer calls them by itself."""
+    module, found = sys.modules["torch.optim.optimizer"], global_step_hooks()
+    for name, table in zip(_GLOBAL_HOOKS, found, strict=True):
+        if table:
+            setattr(module, name, type(table)())
     try:
+        before, after = found
         yield [*before.values()], [*after.values()]
     finally:
-        for name, table in zip(_GLOBAL_HOOKS, (before, after), strict=True):
-            setattr(module, name, table)
+        for name, table in zip(_GLOBAL_HOOKS, found, strict=True):
+            if table:
+                setattr(module, name, table)
 
 
 # The autograd engine.

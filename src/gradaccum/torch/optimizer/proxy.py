@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
-from gradaccum.on_torch.private import global_step_hooks
+from gradaccum.on_torch.private import global_step_hooks, without_global_step_hooks
 from gradaccum.schedule import Schedule
 from gradaccum.torch.distributed import check_flattened
 from gradaccum.torch.optimizer.loss_scale import LossScale
@@ -104,9 +104,12 @@ class OptimizerProxy(torch.optim.Optimizer):
 
     def _step_inner(self, *closure: Callable[[], Any]) -> Any:
         """The inner optimizer's step, between the hooks of all optimizers and those that were registered here."""
+        own = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
+        if not any(own) and not any(global_step_hooks()):
+            return self.inner.step(*(closure or self._answer))
         args: Any = (self, *(closure or self._answer))
         kwargs = dict[str, Any]()
-        with global_step_hooks() as (before, after):
+        with without_global_step_hooks() as (before, after):
             for pre_hook in (*before, *self._optimizer_step_pre_hooks.values()):
                 args, kwargs = pre_hook(self, args, kwargs) or (args, kwargs)
             result = self.inner.step(*args[1:], **kwargs)
