@@ -1,5 +1,6 @@
 # make demo         the guide's experiment on this machine, set-up included
 # make test         set up, then all checks and tests
+# make docs         the documentation's site, into site/
 # make test-quick   lint, types and the core of every area, in about a minute
 # All take PYTHON=python3.x, and VENV=dir for another virtual environment.
 
@@ -30,7 +31,7 @@ QUICK_KERAS := tests/keras/optimizer/test_windows.py::test_an_epoch_of_windows_m
 	tests/keras/train_step/test_micro_batched.py::test_ragged_batches_match_plain_fit
 QUICK_JAX := tests/jax/train_step/test_value_and_grad.py::test_ragged_micro_batches_match_the_large_batch
 
-.PHONY: demo test test-quick test-slow test-gpu test-fuzz quick-torch quick-keras quick-jax install install-dev clean lint $(SUITES)
+.PHONY: demo docs test test-quick test-slow test-gpu test-fuzz quick-torch quick-keras quick-jax install install-dev clean lint $(SUITES)
 
 demo: install
 	$(BIN)/gradaccum demo
@@ -40,6 +41,9 @@ test: install-dev
 
 test-quick: install-dev
 	$(IN_PARALLEL) quick-torch quick-keras quick-jax lint
+
+docs: install-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -107,4 +111,4 @@ test-fuzz: install-dev
 	done
 
 clean:
-	rm -rf $(VENV) build dist gradaccum-demo
+	rm -rf $(VENV) build dist site gradaccum-demo

@@ -14,6 +14,7 @@ TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in
 
 FACES = [
     "gradaccum.integrations.transformers", "gradaccum.integrations.sentence_transformers",
+    "gradaccum.integrations.lightning", "gradaccum.integrations.accelerate",
     "gradaccum", "gradaccum.report", "gradaccum.torch", "gradaccum.torch.losses", "gradaccum.torch.optim",
     "gradaccum.keras", "gradaccum.keras.callbacks", "gradaccum.keras.optimizers", "gradaccum.jax",
     "runai.ga.torch.optim", "runai.ga.keras.optimizers",

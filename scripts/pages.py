@@ -1,0 +1,95 @@
+"""The site's pages that are made of other files, as hooks of mkdocs: the README, the reference, examples, changelog.
+
+A file that is a page already stays where it is; links to it are led to the page.
+"""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import posixpath
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.source import FACES, TREES, definition  # noqa: E402  # mkdocs loads this file by its path
+
+WHOLE_FILES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "compat/runai/README.md": "migrate/runai.md",
+}
+EXAMPLES = {
+    path.relative_to(ROOT).as_posix(): path.relative_to(ROOT).with_suffix(".md").as_posix()
+    for path in sorted((ROOT / "examples").rglob("*.py"))
+}
+PAGES = {**WHOLE_FILES, **EXAMPLES}
+
+
+def public_names() -> dict[str, dict[str, list[str]]]:
+    """`{face: {name: members}}` of docs/api.txt: a module that users import from, what it has, and what that has."""
+    found: dict[str, dict[str, list[str]]] = {face: {} for face in FACES}
+    for line in (ROOT / "docs/api.txt").read_text(encoding="utf-8").splitlines():
+        face = max((face for face in FACES if line.startswith(f"{face}.")), key=len)
+        name, _, member = line[len(face) + 1 :].partition("(")[0].partition(".")
+        if f"{face}.{name}" not in FACES and name != "__version__":  # modules have pages of their own
+            found[face].setdefault(name, []).extend([member] if member else [])
+    return found
+
+
+def _entry(face: str, name: str, members: list[str]) -> str:
+    path, anchor = f"{face}.{name}", ""
+    source, node = definition(face, name) or ("", None)
+    if node is not None and source.endswith(f".{name}"):  # a module of the same name, which Griffe would take
+        path, anchor = f"{source}.{node.name}", f'<a id="{face}.{name}"></a>\n\n'
+    options = f"heading: {name}\n      toc_label: {name}\n      members: [{', '.join(members)}]"
+    return f"{anchor}::: {path}\n    options:\n      {options}\n"
+
+
+def _reference(face: str) -> str:
+    introduction = ast.get_docstring(TREES[face]) or ""
+    entries = [_entry(face, name, members) for name, members in sorted(public_names()[face].items())]
+    return "\n".join([f"# `{face}`\n", introduction, "", *entries])
+
+
+def _example(path: str) -> str:
+    code = (ROOT / path).read_text(encoding="utf-8")
+    return f"# `{path}`\n\n```python\n{code}```\n"
+
+
+def _generated() -> Iterator[tuple[str, str]]:
+    yield from ((page, (ROOT / path).read_text(encoding="utf-8")) for path, page in WHOLE_FILES.items())
+    yield from ((page, _example(path)) for path, page in EXAMPLES.items())
+    yield from ((f"reference/{face}.md", _reference(face)) for face in FACES)
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    for page, text in _generated():
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Links lead from page to page, wherever the files lie in the repository."""
+    uri = page.file.src_uri
+    sources = {to: path for path, to in PAGES.items()}
+    folder = posixpath.dirname(sources.get(uri, f"docs/{uri}"))
+
+    def lead(link: re.Match[str]) -> str:
+        target, anchor = link[1], link[2] or ""
+        if "://" in target or not target:
+            return link[0]
+        path = posixpath.normpath(posixpath.join(folder, target))
+        to = PAGES.get(path, path.removeprefix("docs/"))
+        return f"]({posixpath.relpath(to, posixpath.dirname(uri) or '.')}{anchor})"
+
+    parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
+    parts[::2] = [re.sub(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", lead, part) for part in parts[::2]]
+    return "".join(parts)
