@@ -21,7 +21,7 @@ SUITES := test-keras-jax test-keras-tensorflow test-torch test-keras-torch test-
 	test-integrations
 SELECT := not slow and not gpu and not fuzz
 PYTEST = $(BIN)/python -m pytest -q -m "$(SELECT)"
-RANKS := tests/torch/distributed tests/torch/chunking/test_chunked_distributed.py tests/integrations/distributed
+RANKS := tests/torch/distributed tests/integrations/distributed
 # The core of every area: equality with the large batch, on small problems.
 QUICK_TORCH := $(wildcard tests/test_[!d]*.py) tests/sizes tests/compat/test_runai_torch.py tests/cli/test_check_command.py \
 	tests/torch/optimizer/test_contract.py tests/torch/train_step/test_train_step.py \

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.torch.distributed.processes import Processes
+from tests.torch.distributed.processes import Processes, import_before
+
+import_before("tests.torch.distributed.sharded_cases")
 
 
 def shared(ranks: int) -> Callable[..., Iterator[Processes]]:

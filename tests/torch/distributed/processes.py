@@ -20,8 +20,23 @@ START = 300.0
 
 # Ranks are forks of one process that has imported what takes long to import, and has done nothing with it.
 _START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-if _START == "forkserver":
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "gradaccum.torch"])
+_imported = ["torch._dynamo", "torch.distributed.fsdp", "gradaccum.torch"]
+
+
+def import_before(*modules: str) -> None:
+    """Import these modules too in the process that ranks are forks of; to be called before there are any."""
+    _imported.extend(modules)
+    multiprocessing.set_forkserver_preload(_imported)
+
+
+import_before()
+
+
+def fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Start a process that has imported PyTorch, and done nothing with it, on a function."""
+    process = multiprocessing.get_context(_START).Process(target=function, args=arguments, daemon=True)  # type: ignore[attr-defined]
+    process.start()
+    return process
 
 
 class Processes:

@@ -14,7 +14,7 @@ SHORT = [[1] * 6, [1] * 3]
 SAME, DIFFERENT = [[0, 1, 0, 1, 1, 0]] * 2, [[0, 1, 0, 1, 1, 0], [1, 1, 0, 0, 1, 0]]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adam", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["backward", "batches", "batches backward"])
 @pytest.mark.parametrize(("weights", "chosen"), [(SOME, SAME), (SOME, DIFFERENT), (CLOSED_BY_NOTHING, SAME)])
 def test_unused_parameters_weight_0_and_alternating_heads_under_ddp(
@@ -23,7 +23,7 @@ def test_unused_parameters_weight_0_and_alternating_heads_under_ddp(
     assert max(ranks.run(cases.heads, weights, chosen, "ddp", way, optimizer)) <= FLOAT64
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("sgd", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["batches", "batches micro_batch"])
 @pytest.mark.parametrize(
     ("weights", "chosen"),

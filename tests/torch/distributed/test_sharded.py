@@ -67,8 +67,14 @@ def test_a_gradient_that_is_not_finite_in_one_shard_skips_the_window_on_all(rank
         assert updates == 1
 
 
-@pytest.mark.parametrize("sync", ["window", "micro_batch"])
-@pytest.mark.parametrize("overflow_at", [None, (1, 4), (0, 5), (1, 3)])
+@pytest.mark.parametrize(
+    ("overflow_at", "sync"),
+    [
+        *((at, "window") for at in (None, (1, 4), (0, 5), (1, 3))),
+        ((1, 4), "micro_batch"),
+        *(pytest.param(at, "micro_batch", marks=pytest.mark.slow) for at in (None, (0, 5), (1, 3))),
+    ],
+)
 def test_an_overflow_in_one_shard_costs_all_ranks_one_window_and_one_halving(
     ranks: Processes, overflow_at: tuple[int, int] | None, sync: str
 ) -> None:
@@ -138,15 +144,29 @@ def test_a_distributed_checkpoint_at_a_closed_window(ranks: Processes, tmp_path:
     assert max(ranks.run(cases.distributed_checkpoint, str(tmp_path))) <= FLOAT64
 
 
-@pytest.mark.parametrize("first", [2, 3, 4], ids=["in the first window", "closed", "in the second window"])
+WHERE = {2: "in the first window", 3: "closed", 4: "in the second window"}
+CHECKPOINTS = [
+    ("window", "adam", "get_state_dict", False),
+    ("window", "sgd", "get_state_dict", True),
+    ("window", "adam", "state_dict", False),
+    ("micro_batch", "sgd", "get_state_dict", False),
+    ("micro_batch", "adam", "get_state_dict", True),
+]
+QUICK = [(2, 0), (4, 1), (2, 2), (4, 3), (3, 4)]
+"""Each of them in one place, each place at least once."""
+
+
 @pytest.mark.parametrize(
-    ("sync", "optimizer", "way", "flat"),
+    ("first", "sync", "optimizer", "way", "flat"),
     [
-        ("window", "adam", "get_state_dict", False),
-        ("window", "sgd", "get_state_dict", True),
-        ("window", "adam", "state_dict", False),
-        ("micro_batch", "sgd", "get_state_dict", False),
-        ("micro_batch", "adam", "get_state_dict", True),
+        pytest.param(
+            first,
+            *checkpoint,
+            id=f"{where} {' '.join(map(str, checkpoint))}",
+            marks=[] if (first, number) in QUICK else pytest.mark.slow,
+        )
+        for first, where in WHERE.items()
+        for number, checkpoint in enumerate(CHECKPOINTS)
     ],
 )
 def test_a_distributed_checkpoint_of_an_open_window_goes_on_in_new_processes_bit_for_bit(
@@ -201,8 +221,14 @@ def test_asking_for_a_state_dict_before_the_first_update_changes_nothing(ranks: 
     assert max(ranks.run(cases.saved_before_training)) <= FLOAT64
 
 
-@pytest.mark.parametrize("sync", ["window", "micro_batch"])
-@pytest.mark.parametrize("kind", list(cases.TRAIN_STEPS))
+@pytest.mark.parametrize(
+    ("kind", "sync"),
+    [
+        *((kind, "window") for kind in cases.TRAIN_STEPS),
+        ("told", "micro_batch"),
+        *(pytest.param(kind, "micro_batch", marks=pytest.mark.slow) for kind in cases.TRAIN_STEPS if kind != "told"),
+    ],
+)
 def test_train_step_with_a_sharded_model_takes_ranks_of_different_rows(ranks: Processes, kind: str, sync: str) -> None:
     assert max(ranks.run(cases.train_step, [[8, 7, 3, 9, 8], [6, 18, 9, 2, 0]], kind, sync, 3)) <= FLOAT64
 

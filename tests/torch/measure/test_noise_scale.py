@@ -14,6 +14,8 @@ NOISE = torch.tensor([4.0, 1.0, 2.0, 3.0, 0.5], dtype=torch.float64)
 TRUE = float(NOISE.sum() / GRADIENT.square().sum())
 """A row's gradient is a draw from N(GRADIENT, NOISE), wherever the parameters are."""
 UPDATES = 400
+FEW = 30
+"""Updates of the same rows that are measured in another way: what they find is the same number."""
 
 
 class Linear(nn.Module):
@@ -45,6 +47,12 @@ def assert_measured(scale, updates=UPDATES, factor=1.0):
     assert high < 1.8 * low
 
 
+def same(scale, expected):
+    assert (scale.updates, scale.batch_size) == (expected.updates, expected.batch_size)
+    found, wanted = ((one.squared_gradient, one.trace, *one.interval) for one in (scale, expected))
+    return found == pytest.approx(wanted, rel=1e-9)
+
+
 def trained_by_optimizer(model, sizes, *, weighed, scaler=None, updates=UPDATES, **options):
     optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=0.0), len(sizes), noise_scale=True, **options)
     is_sum = options.get("reduction") == "sum"
@@ -65,10 +73,13 @@ def trained_by_optimizer(model, sizes, *, weighed, scaler=None, updates=UPDATES,
     return optimizer
 
 
+def test_the_optimizer_measures_it_on_ragged_weighted_windows():
+    assert_measured(trained_by_optimizer(Linear(), (3, 2, 4, 1), weighed=True).noise_scale)
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"reduction": "sum"},
         {"clip_grad_norm": 0.1},
         {"nonfinite": "skip_micro_batch"},
@@ -76,8 +87,12 @@ def trained_by_optimizer(model, sizes, *, weighed, scaler=None, updates=UPDATES,
     ],
     ids=str,
 )
-def test_the_optimizer_measures_it_on_ragged_weighted_windows(options):
-    assert_measured(trained_by_optimizer(Linear(), (3, 2, 4, 1), weighed=True, **options).noise_scale)
+def test_the_optimizers_options_leave_what_it_measures(options):
+    plain, other = (
+        trained_by_optimizer(Linear(), (3, 2, 4, 1), weighed=True, updates=FEW, **how).noise_scale
+        for how in ({}, options)
+    )
+    assert same(other, plain)
 
 
 def test_under_batches_the_optimizer_knows_the_rows():
@@ -116,10 +131,24 @@ def mean(model, x):
     return model(x).mean()
 
 
+def trained_by_step(updates, **keywords):
+    model = Linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = TrainStep(model, optimizer, micro_batch_size=3, noise_scale=True, **keywords)
+    for (x,) in windows((10,), updates):
+        step(x)
+    return step.noise_scale
+
+
+def test_the_train_step_measures_it_in_rows():
+    scale = trained_by_step(UPDATES, compute_loss=mean)
+    assert_measured(scale)
+    assert scale.batch_size == 10
+
+
 @pytest.mark.parametrize(
     "keywords",
     [
-        {"compute_loss": mean},
         {"compute_loss": mean, "clip_grad_norm": 0.1},
         {"compute_loss": lambda model, x: model(x).sum(), "reduction": "sum"},
         {"compute_loss": lambda model, x: model(x).sum(), "reduction": "sum", "weight": len},
@@ -128,16 +157,10 @@ def mean(model, x):
         {"compute_loss": mean, "weight": lambda x: 7.0 * len(x)},
         {"compute_loss": mean, "scaler": torch.amp.GradScaler("cpu", init_scale=2.0**10)},
     ],
-    ids=["mean", "clipped", "sum", "weighed sum", "sum and weight", "mean and weight", "weighed", "scaled"],
+    ids=["clipped", "sum", "weighed sum", "sum and weight", "mean and weight", "weighed", "scaled"],
 )
 def test_the_train_step_measures_it_in_rows_whatever_the_loss_is(keywords):
-    model = Linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    step = TrainStep(model, optimizer, micro_batch_size=3, noise_scale=True, **keywords)
-    for (x,) in windows((10,)):
-        step(x)
-    assert_measured(step.noise_scale)
-    assert step.noise_scale.batch_size == 10
+    assert same(trained_by_step(FEW, **keywords), trained_by_step(FEW, compute_loss=mean))
 
 
 def test_the_train_step_leaves_out_rows_that_weigh_nothing():

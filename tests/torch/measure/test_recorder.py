@@ -2,8 +2,6 @@
 
 import json
 import logging
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,6 +13,7 @@ from torch import nn
 from gradaccum.run import read
 from gradaccum.torch import Recorder, TrainStep
 from gradaccum.torch.optim import SGD
+from tests.torch.distributed.processes import fresh_process
 
 
 def train_step(**options):
@@ -82,25 +81,22 @@ def test_a_file_that_exists_is_continued_after_a_line_that_was_cut_off(tmp_path)
     assert "started 2 times" in str(recorder.report())
 
 
+def run_for_ever(path):
+    torch.set_num_threads(1)
+    step = train_step()
+    recorder = Recorder(path, step)
+    while True:
+        recorder.record(step(*batch()))
+
+
 def test_a_run_that_is_killed_still_becomes_a_report(tmp_path):
     path = tmp_path / "run.jsonl"
-    code = f"""
-import torch, gradaccum.torch
-model = torch.nn.Linear(3, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-step = gradaccum.torch.TrainStep(model, optimizer, loss_fn=torch.nn.MSELoss(), micro_batch_size=4)
-recorder = gradaccum.torch.Recorder({str(path)!r}, step)
-while True:
-    recorder.record(step(torch.randn(8, 3), torch.randn(8, 1)))
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not (path.exists() and path.stat().st_size > 5000):
-            time.sleep(0.05)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    process = fresh_process(run_for_ever, path)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (path.exists() and path.stat().st_size > 5000):
+        time.sleep(0.05)
+    process.kill()
+    process.join()
     run = read(path)
     assert len(run.updates) > 10
     assert run.report().save(tmp_path / "run.html").stat().st_size > 10_000

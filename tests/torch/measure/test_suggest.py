@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
-import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from gradaccum.on_torch.memory import process_memory
 from gradaccum.torch.loss.objective import Objective
 from gradaccum.torch.measure.fake_memory import LiveBytes, bytes_of, micro_batch_peak, optimizer_bytes
 from gradaccum.torch.measure.suggest import estimate_size, suggest_micro_batch_size
+from tests.torch.distributed.processes import fresh_process
 
 
 def mlp() -> nn.Module:
@@ -68,29 +68,23 @@ def test_the_suggested_size_fits_and_a_little_more_does_not(model: Any) -> None:
     assert 29 <= size <= 30
 
 
-def test_the_estimate_agrees_with_the_memory_of_a_real_process() -> None:
-    script = """
-        import torch
-        from torch import nn
-        from gradaccum.torch.loss import Objective
-        from gradaccum.on_torch.memory import process_memory
-        from gradaccum.torch.measure.fake_memory import bytes_of, micro_batch_peak
+def real_and_estimated(found: Path) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 10))
+    objective = Objective(model, loss_fn=nn.CrossEntropyLoss())
+    many = objective.batch((torch.zeros(4096, 64), torch.zeros(4096, dtype=torch.long)))
+    estimate = micro_batch_peak(objective, many, 4096) - bytes_of(model.parameters())
+    for _ in range(2):
+        objective.forward(many.take(slice(0, 2)))[0].backward()
+    before = process_memory()["VmRSS"]
+    objective.forward(many)[0].backward()
+    found.write_text(str((process_memory()["VmHWM"] - before) / estimate))
 
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 10))
-        objective = Objective(model, loss_fn=nn.CrossEntropyLoss())
-        batch = objective.batch((torch.zeros(4096, 64), torch.zeros(4096, dtype=torch.long)))
-        estimate = micro_batch_peak(objective, batch, 4096) - bytes_of(model.parameters())
-        for _ in range(2):
-            objective.forward(batch.take(slice(0, 2)))[0].backward()
-        before = process_memory()["VmRSS"]
-        objective.forward(batch)[0].backward()
-        print((process_memory()["VmHWM"] - before) / estimate)
-    """
-    found = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True, timeout=100
-    )
-    assert float(found.stdout) == pytest.approx(1.0, abs=0.15)
+
+def test_the_estimate_agrees_with_the_memory_of_a_real_process(tmp_path: Path) -> None:
+    fresh_process(real_and_estimated, tmp_path / "found").join(100)
+    assert float((tmp_path / "found").read_text()) == pytest.approx(1.0, abs=0.15)
 
 
 def test_models_that_ask_for_values_are_measured_really() -> None:

@@ -1,9 +1,6 @@
 """Checkpoints: in the middle of a window, in a fresh process, bit for bit; a plain optimizer's, and another's."""
 
 import copy
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -13,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import gradaccum.torch
 from gradaccum import WindowError
 from tests.reference import FLOAT64, relative_error, torch_updates
+from tests.torch.distributed.processes import fresh_process
 from tests.torch.problems import adam, mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -32,27 +30,18 @@ def train(model, optimizer, batches):
         optimizer.step()
 
 
-RESUME = """
-    import sys
-    import torch
-    import gradaccum.torch
-    from tests.torch.problems import adam, mse, network, regression, split
-
+def resume(middle, end):
+    """In a fresh process, with other parameters to begin with."""
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     model = network(seed=99)
     optimizer = gradaccum.torch.optim.Optimizer(adam(model.parameters()), steps=4)
-    saved = torch.load(sys.argv[1], weights_only=True)
+    saved = torch.load(middle, weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     assert optimizer.micro_batches == 2, optimizer.micro_batches
-    rest = split(regression(15), [2, 3, 1, 4, 2, 3])[2:]
-    for x, y in optimizer.batches(rest):
-        optimizer.zero_grad()
-        optimizer.backward(mse(model, x, y), weight=len(x))
-        optimizer.step()
-    torch.save([optimizer.updates, optimizer.epoch, optimizer.loss, *model.state_dict().values()], sys.argv[2])
-"""
+    train(model, optimizer, optimizer.batches(split(regression(15), SIZES)[2:]))
+    torch.save([optimizer.updates, optimizer.epoch, optimizer.loss, *model.state_dict().values()], end)
 
 
 def test_a_window_resumes_in_a_fresh_process_bit_for_bit(tmp_path):
@@ -69,9 +58,9 @@ def test_a_window_resumes_in_a_fresh_process_bit_for_bit(tmp_path):
 
     train(model, optimizer, optimizer.batches(saving()))
     torch.set_num_threads(threads)
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(RESUME), tmp_path / "middle.pt", tmp_path / "end.pt"], check=True
-    )
+    process = fresh_process(resume, tmp_path / "middle.pt", tmp_path / "end.pt")
+    process.join(100)
+    assert process.exitcode == 0
     updates, epoch, loss, *resumed = torch.load(tmp_path / "end.pt", weights_only=True)
     assert (updates, epoch) == (2, 1)
     assert torch.equal(loss, optimizer.loss)

@@ -1,24 +1,23 @@
-"""Chunked modules under DistributedDataParallel, on two processes; and compiled."""
+"""What each rank does in the tests of chunked modules on several ranks. Every case compares itself with one process."""
 
 import copy
-import datetime
-import logging
-import tempfile
 
 import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.torch import TrainStep, chunked
 from tests.reference import FLOAT64, relative_error
+from tests.torch.distributed.problems import lines_of
 
 RANKS, ROWS = 2, [4, 14]
 
 
 def encoder():
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 4))
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 4)).double()
 
 
 class TwoTowers(nn.Module):
@@ -28,7 +27,7 @@ class TwoTowers(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.images, self.texts = wrap(encoder()), wrap(encoder())
-        self.temperature = nn.Parameter(torch.tensor(1.0))
+        self.temperature = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
 
     def forward(self, x, t):
         a, b, c = self.images(x), self.texts(t), self.images(x + 1)
@@ -42,32 +41,16 @@ class Convolutional(nn.Sequential):
         norms = nn.BatchNorm2d(3), nn.BatchNorm2d(4)
         convolutions = nn.Conv2d(2, 3, 3, bias=False), nn.Conv2d(3, 4, 3, bias=False)
         super().__init__(convolutions[0], norms[0], nn.ReLU(), convolutions[1], norms[1], nn.Flatten(), nn.Linear(4, 3))
+        self.double()
 
 
 def rows_of(rank, shape):
-    return torch.randn(ROWS[rank], *shape, generator=torch.Generator().manual_seed(10 + rank)) * (rank + 1) + rank
+    generator = torch.Generator().manual_seed(10 + rank)
+    return torch.randn(ROWS[rank], *shape, generator=generator, dtype=torch.float64) * (rank + 1) + rank
 
 
 def gradients(model):
     return [p.grad for p in model.parameters()]
-
-
-def on_one_rank(rank, rendezvous):
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=RANKS,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    try:
-        gradients_are_the_mean_over_ranks(rank)
-        sharded_parameters_get_the_mean_over_ranks(rank)
-        exact_batch_norm_spans_the_ranks(rank)
-    finally:
-        distributed.destroy_process_group()
 
 
 def gradients_are_the_mean_over_ranks(rank):
@@ -84,8 +67,6 @@ def gradients_are_the_mean_over_ranks(rank):
 
 
 def sharded_parameters_get_the_mean_over_ranks(rank):
-    from torch.distributed.fsdp import fully_shard  # late: `chunked` must notice it without importing it
-
     mesh = distributed.init_device_mesh("cpu", (RANKS,))
     torch.manual_seed(3)
     start = encoder()
@@ -108,17 +89,20 @@ def sharded_parameters_get_the_mean_over_ranks(rank):
 
 def exact_batch_norm_spans_the_ranks(rank):
     # PyTorch's own SyncBatchNorm has no kernel for the CPU, so its wrapper refuses it there; ours has.
-    DistributedDataParallel._passing_sync_batchnorm_handle = lambda self, module: None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda self, module: None)
+        _exact_batch_norm(rank)
+
+
+def _exact_batch_norm(rank):
     whole, total = Convolutional(), sum(ROWS)
     local, start = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(whole)), copy.deepcopy(whole)
     y = [torch.arange(ROWS[r]) % 3 for r in range(RANKS)]
     x = [rows_of(r, (2, 5, 5)) for r in range(RANKS)]
     F.cross_entropy(whole(torch.cat(x)), torch.cat(y)).backward()
 
-    said: list[str] = []
-    logging.getLogger("gradaccum").addFilter(lambda record: bool(said.append(record.getMessage()) or True))
     model = DistributedDataParallel(chunked(local, 4, batch_norm="exact"))
-    model(x[rank]).sum().backward()
+    said = lines_of(lambda: model(x[rank]).sum().backward())
     model.zero_grad()
     local.load_state_dict(start.state_dict())
     (F.cross_entropy(model(x[rank]), y[rank], reduction="sum") / total * RANKS).backward()
@@ -146,34 +130,3 @@ def exact_batch_norm_spans_the_ranks(rank):
     optimizer.step()
     assert relative_error(model.parameters(), start.parameters()) <= 1e-11
     assert list(model.state_dict()) == keys
-
-
-def test_distributed_data_parallel_and_sync_batch_norm():
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(on_one_rank, (f"{folder}/rendezvous",), nprocs=RANKS)
-
-
-def test_wrapping_the_other_way_round_is_an_error():
-    with tempfile.TemporaryDirectory() as folder:
-        distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
-        try:
-            with pytest.raises(ValueError, match=r"DistributedDataParallel\(chunked\(encoder, \.\.\.\)\)"):
-                chunked(DistributedDataParallel(encoder()), 4)
-        finally:
-            distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_compiled(inside, float64):
-    whole, x = encoder(), torch.randn(23, 5)
-    module = copy.deepcopy(whole)
-    torch._dynamo.reset()
-    if inside:
-        small = chunked(torch.compile(module, backend="eager"), 4)
-    else:
-        small = torch.compile(chunked(module, 4), backend="eager")
-    for m in (whole, small):
-        for _ in range(2):
-            m(x).std().backward()
-    assert relative_error(gradients(module), gradients(whole)) <= FLOAT64
-    torch._dynamo.reset()
