@@ -4,7 +4,9 @@ Importing a framework takes longer than most of them do. So the processes are fo
 but nothing has run in.
 """
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -95,10 +97,23 @@ def interpreter(modules="", **environment):
         process.stdin.close()
 
 
+@functools.cache
+def with_pytorch():
+    """The one interpreter that has imported PyTorch, and nothing of Keras or JAX, for all tests of this process."""
+    opened = contextlib.ExitStack()
+    atexit.register(opened.close)
+    return opened.enter_context(interpreter("torch._dynamo gradaccum.torch matplotlib.figure", KERAS_BACKEND="torch"))
+
+
 def run(paths, folder, modules="", **environment):
     """Run pages, each in an empty folder of its own, with warnings as errors and these modules imported before."""
+    with interpreter(modules, **environment) as program:
+        return run_in(program, paths, folder)
+
+
+def run_in(program, paths, folder):
+    """Run pages in an interpreter, each in an empty folder of its own."""
     folders = [folder / str(number) for number in range(len(paths))]
     for place in folders:
         place.mkdir()
-    with interpreter(modules, **environment) as program:
-        return [program(path, place) for path, place in zip(paths, folders, strict=True)]
+    return [program(path, place) for path, place in zip(paths, folders, strict=True)]

@@ -64,7 +64,17 @@ def trained():
     return parse("run.jsonl", [*lines, '{"update": 40, "lo']).report()
 
 
-@pytest.fixture(scope="module", params=[demonstration, checked, trained])
+def everything():
+    """All that these three hold, in one."""
+    reports = demonstration(), checked(), trained()
+    return Report("Three", [block for report in reports for block in report.blocks], ok=True, summary="Equal.")
+
+
+def by_itself(report):
+    return pytest.param(report, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=[everything, *map(by_itself, (demonstration, checked, trained))])
 def page(request, tmp_path_factory):
     report = request.param()
     return report, report.save(tmp_path_factory.mktemp("report") / "report.html")

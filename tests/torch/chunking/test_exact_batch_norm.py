@@ -101,15 +101,29 @@ def cross_entropy(outputs):
     return F.cross_entropy(outputs, torch.arange(len(outputs)) % outputs.shape[1])
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("size", [1, 5, 8, 21])
+@pytest.mark.parametrize(
+    ("size", "offload"),
+    [
+        (1, False),
+        (8, False),
+        (5, True),
+        *(pytest.param(size, False, marks=pytest.mark.slow) for size in (5, 21)),
+        *(pytest.param(size, True, marks=pytest.mark.slow) for size in (1, 8, 21)),
+    ],
+)
 def test_a_residual_network_is_the_large_batchs(size, offload):
     torch.manual_seed(1)
     x = torch.randn(ROWS, 3, 32, 32, requires_grad=True)
     assert_exact(ResNet18(), cross_entropy, x, size=size, offload=offload, verify=size == 8 and not offload)
 
 
-@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.Adam(p, 1e-3)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        pytest.param(lambda p: torch.optim.Adam(p, 1e-3), marks=pytest.mark.slow),
+    ],
+)
 def test_updates_of_a_residual_network_are_the_large_batchs(make):
     batches = [(torch.randn(n, 3, 32, 32),) for n in (ROWS, ROWS, 13)]
     torch.manual_seed(1)

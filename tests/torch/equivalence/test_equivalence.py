@@ -724,7 +724,7 @@ def test_transformers_models_raise_no_false_alarm_and_their_token_mean_is_named(
     assert check_equivalence(llama, batch, compute_loss=loss, **count).ok
 
 
-@pytest.mark.parametrize("count", [4, 8, 16])
+@pytest.mark.parametrize("count", [8, *(pytest.param(count, marks=pytest.mark.slow) for count in (4, 16))])
 def test_rows_that_cancel_each_other_to_zero_are_no_difference(count):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()

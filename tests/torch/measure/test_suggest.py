@@ -45,8 +45,17 @@ def measured(model: nn.Module, rows: int) -> int:
     return live.peak
 
 
-@pytest.mark.parametrize("model", [mlp, cnn, transformer])
-@pytest.mark.parametrize("rows", [1, 17, 64])
+@pytest.mark.parametrize(
+    ("model", "rows"),
+    [
+        (mlp, 64),
+        (mlp, 1),
+        (cnn, 17),
+        (transformer, 17),
+        *(pytest.param(model, rows, marks=pytest.mark.slow) for model in (cnn, transformer) for rows in (1, 64)),
+        pytest.param(mlp, 17, marks=pytest.mark.slow),
+    ],
+)
 def test_fake_tensors_take_what_real_ones_take(model: Any, rows: int) -> None:
     network = model()
     before, generator = copy.deepcopy(network.state_dict()), torch.get_rng_state()

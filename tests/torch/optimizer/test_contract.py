@@ -104,7 +104,7 @@ def test_a_custom_optimizer_can_be_wrapped(float64):
     assert relative_error(accumulated.parameters(), expected.parameters()) <= FLOAT64
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=9),
     table=st.dictionaries(st.integers(1, 3), st.integers(1, 5), max_size=2),

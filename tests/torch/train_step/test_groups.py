@@ -119,7 +119,7 @@ def test_a_loss_that_looks_beyond_the_groups_is_refused() -> None:
     assert result.causes[0].kind == "loss"
 
 
-@pytest.mark.parametrize("size", [None, 4, 9])
+@pytest.mark.parametrize("size", [None, 4, pytest.param(9, marks=pytest.mark.slow)])
 def test_check_equivalence_cuts_between_groups(size: int | None) -> None:
     batch = answers(torch.randperm(len(IDS), generator=torch.Generator().manual_seed(3)))[0]
     found = check_equivalence(

@@ -125,9 +125,18 @@ def output_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return model(**{name: value for name, value in batch.items() if name != "name"}).loss
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
 @pytest.mark.parametrize("first", [True, False], ids=["first token counts", "first token ignored"])
+@pytest.mark.parametrize(
+    ("kind", "side"),
+    [
+        ("bert", "left"),
+        ("gpt2", "left"),
+        ("llama", "left"),
+        ("llama", "right"),
+        pytest.param("bert", "right", marks=pytest.mark.slow),
+        pytest.param("gpt2", "right", marks=pytest.mark.slow),
+    ],
+)
 def test_models_of_transformers_take_packed_batches(kind: str, side: str, first: bool) -> None:
     data = [(text(side, seed),) for seed in range(2)]
     if not first:

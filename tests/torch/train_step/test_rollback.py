@@ -113,8 +113,16 @@ def operations(optimizer: Any) -> int:
     return int(1e9 - trial.mode.left)
 
 
-@pytest.mark.parametrize("update", [1, 2, 5])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "update"),
+    [
+        *((kind, 2) for kind in KINDS),
+        ("foreach adam", 1),
+        ("its own state", 1),
+        *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("sgd", "adam", "fused adam", "tensor lr")),
+        *(pytest.param(kind, 5, marks=pytest.mark.slow) for kind in KINDS),
+    ],
+)
 def test_out_of_memory_at_any_operation_of_any_update_changes_nothing(kind: str, update: int) -> None:
     data = batches(count=update)
     torch.manual_seed(3)

@@ -88,8 +88,15 @@ def assert_same(model: nn.Module, data: Any, plain: Any = large, make: Any = OPT
     return step
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 5, 13, "auto"])
-@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize(
+    ("size", "told"),
+    [
+        *((size, False) for size in (1, 4, 13, "auto")),
+        (5, True),
+        *(pytest.param(size, False, marks=pytest.mark.slow) for size in (2, 5)),
+        *(pytest.param(size, True, marks=pytest.mark.slow) for size in (1, 2, 4, 13, "auto")),
+    ],
+)
 def test_every_split_makes_the_sum_of_the_large_batchs_means(size: Any, told: bool) -> None:
     keywords = {"compute_loss": alone, "weight": counts} if told else {}
     for make in OPTIMIZERS.values():

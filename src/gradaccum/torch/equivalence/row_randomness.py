@@ -56,7 +56,8 @@ class Replay(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self._random(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.is_floating_point() and result.numel() > 1:
+        known = not isinstance(result, Tensor) or result.dtype is self.precision
+        if not known and result.is_floating_point() and result.numel() > 1:
             self.precision = min(self.precision, result.dtype, key=lambda dtype: torch.finfo(dtype).bits)
         return result
 
