@@ -79,6 +79,12 @@ def on_files(files: Files, *, config: Any) -> Files:
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Links lead from page to page, wherever the files lie in the repository."""
     uri = page.file.src_uri
+    hidden = {
+        "toc": 'class="side"' in markdown
+        or not re.search(r"^##|^:::", markdown, re.MULTILINE),  # no room, or nothing in it
+        "navigation": uri in ("index.md", "start.md"),
+    }
+    page.meta["hide"] = [part for part, is_hidden in hidden.items() if is_hidden]
     sources = {to: path for path, to in PAGES.items()}
     folder = posixpath.dirname(sources.get(uri, f"docs/{uri}"))
 

@@ -6,11 +6,13 @@ import pytest
 
 from tests.documents import ROOT, blocks, run, run_in, with_pytorch
 
+RUNAI = ROOT / "compat/runai/README.md"
 PAGES = [
     ROOT / "README.md",
-    *(p for p in sorted((ROOT / "docs").glob("*.md")) if not p.name.startswith(("keras", "jax"))),
+    RUNAI,
+    *(p for p in sorted((ROOT / "docs").rglob("*.md")) if not p.name.startswith(("keras", "jax"))),
 ]
-EVERY_PAGE = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
+EVERY_PAGE = [*ROOT.glob("*.md"), RUNAI, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def name(path):

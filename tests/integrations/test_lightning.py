@@ -633,12 +633,19 @@ def test_strategies_that_it_does_not_know_are_refused(monkeypatch):
 
 
 def test_the_pages_examples_run(monkeypatch):
-    names = {"__name__": "page", "rows": TensorDataset(torch.randn(22, 3), torch.randn(22, 1))}
+    data = TensorDataset(torch.randn(22, 3), torch.randn(22, 1))
+    names = {"__name__": "page", "rows": data, "loader": DataLoader(data, batch_size=2)}
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     monkeypatch.setattr(lightning, "Trainer", functools.partial(lightning.Trainer, **quiet))
-    for code in re.findall(r"^```py\n(.*?)^```$", (ROOT / "docs" / "lightning.md").read_text("utf-8"), re.M | re.S):
-        exec(code, names)
+
+    def examples(page):
+        for code in re.findall(r"^```py\n(.*?)^```$", (ROOT / "docs" / page).read_text("utf-8"), re.M | re.S):
+            exec(code, names)
+
+    examples("lightning.md")
     assert names["trainer"].global_step == names["manual"].global_step == 6
+    examples("migrate/lightning.md")
+    assert names["trainer"].global_step == 6
 
 
 def test_train_step_under_manual_optimization_makes_the_large_batches_updates():

@@ -4,10 +4,10 @@ import pytest
 
 from tests.documents import ROOT
 
-PAGES = sorted((ROOT / "docs").glob("jax*.md"))
+PAGES = sorted((ROOT / "docs").rglob("jax*.md"))
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_pages_blocks_run(path, tmp_path, fresh_process):
     done = fresh_process(path, tmp_path)
     assert done.ok, done.stderr
