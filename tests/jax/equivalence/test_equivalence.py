@@ -78,6 +78,13 @@ def test_a_state_that_moves_alone_is_a_buffer():
     assert result.max_error < 1e-12
 
 
+def test_a_state_that_is_an_array_has_its_argument_s_name():
+    result = check_equivalence(
+        lambda p, b, mean: (squared_error(p, b), b[0].mean(0)), network(), BATCH, jnp.zeros(5), state_argnum=2
+    )
+    assert [(cause.kind, cause.where) for cause in result.causes] == [("buffer", "mean")]
+
+
 def test_a_shape_that_is_written_down_is_an_error_by_its_own_words():
     result = check_equivalence(lambda p, b: squared_error(p, (b[0].reshape(8, 5), b[1])), network(), BATCH)
     assert result.causes[0].kind == "error"

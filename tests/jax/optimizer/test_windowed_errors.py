@@ -55,6 +55,34 @@ def test_weights_that_are_none(weight):
         optimizer.update(ONES, optimizer.init(ONES), ONES, weight)
 
 
+@pytest.mark.parametrize(("first", "second"), [({"weight": 4}, {}), ({}, {"weight": 4})])
+def test_weights_on_some_micro_batches_of_a_window(first, second):
+    optimizer = windowed(optax.sgd(0.1), 2)
+    _, state = optimizer.update(ONES, optimizer.init(ONES), ONES, **first)
+    with pytest.raises(ValueError, match=r"must come with a `weight`, or none.*after 1 micro-batches with"):
+        optimizer.update(ONES, state, ONES, **second)
+    updates, state = jax.jit(lambda state: optimizer.update(ONES, state, ONES, **second))(state)
+    assert jnp.isnan(updates).all()
+    optimizer.update(ONES, state, ONES, **first)  # the next window may do otherwise
+
+
+def test_a_traced_schedule_below_1():
+    optimizer = windowed(optax.sgd(0.1), lambda epoch, update: jnp.where(update < 1, 1, 0))
+    update = jax.jit(optimizer.update)
+    updates, state = update(ONES, optimizer.init(ONES), ONES)
+    assert jnp.isfinite(updates).all()
+    assert jnp.isnan(update(ONES, state, ONES)[0]).all()
+
+
+def test_an_argument_that_the_inner_optimizer_needs():
+    optimizer = windowed(optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()), 2)
+    state = optimizer.init(ONES)
+    with pytest.raises(TypeError, match="inner optimizer needs `value`. Pass it with every micro-batch"):
+        optimizer.update(ONES, state, ONES)
+    with pytest.raises(TypeError, match="inner optimizer needs `value`. Pass it with every micro-batch"):
+        jax.jit(optimizer.update)(ONES, state, ONES)
+
+
 def test_a_traced_weight_that_is_no_scalar():
     optimizer = windowed(optax.sgd(0.1), 2)
     with pytest.raises(TypeError, match=r"Received: weight=float64\[3\], traced"):

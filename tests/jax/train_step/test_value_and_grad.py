@@ -52,6 +52,15 @@ def test_any_size_matches_the_large_batch(size):
     assert tree_error(split(params, batch), at_once(squared_error)(params, batch)) <= FLOAT64
 
 
+def test_negative_argnums_count_from_the_last_argument_as_in_jax():
+    def loss_fn(params, batch, scale):
+        return squared_error(params, batch) * scale
+
+    args = network(), rows(5), jnp.asarray(2.0)
+    split = in_micro_batches(loss_fn, 2, argnums=(-1, 0))(*args)
+    assert tree_error(split, at_once(loss_fn, argnums=(-1, 0))(*args)) <= FLOAT64
+
+
 def test_a_batch_smaller_than_the_micro_batch_is_plain_jax_bit_for_bit():
     params, batch = network(), rows(3)
     split = in_micro_batches(squared_error, 8)(params, batch)

@@ -8,16 +8,17 @@ from typing import Any
 __all__ = ["argument_numbers", "axes_of_each"]
 
 
-def argument_numbers(name: str, given: Any) -> tuple[int, ...]:
+def argument_numbers(name: str, given: Any, *, from_end: bool = False) -> tuple[int, ...]:
     """An argument's number, or those of several, as a tuple.
 
     Args:
         name: What the user calls them. If it ends in "argnums", there may be several.
         given: What the user said.
+        from_end: Whether they may be negative, counted from the last argument.
 
     Raises:
         TypeError: Not ints.
-        ValueError: One is negative, or there twice.
+        ValueError: One is there twice, or negative where it must not be.
 
     Example:
         >>> argument_numbers("argnums", 1), argument_numbers("argnums", (0, 2))
@@ -25,14 +26,15 @@ def argument_numbers(name: str, given: Any) -> tuple[int, ...]:
     """
     several = name.endswith("argnums")
     numbers = given if several and isinstance(given, tuple | list) else (given,)
-    kind = "an int >= 0, or a tuple of such ints" if several else "an int >= 0, or None"
+    one = "an int" if from_end else "an int >= 0"
+    kind = f"{one}, or a tuple of such ints" if several else f"{one}, or None"
     if not numbers or any(isinstance(number, bool) for number in numbers):
         raise TypeError(f"`{name}` must be {kind}. Received: {name}={given!r}.")
     try:
         found = tuple(operator.index(number) for number in numbers)
     except TypeError:
         raise TypeError(f"`{name}` must be {kind}. Received: {name}={given!r}.") from None
-    if min(found) < 0 or len(set(found)) < len(found):
+    if (min(found) < 0 and not from_end) or len(set(found)) < len(found):
         raise ValueError(f"`{name}` must be {kind}, each once. Received: {name}={given!r}.")
     return found
 

@@ -102,6 +102,8 @@ class Trial:
             named = {f"{self.names[n]}": gradient for n, gradient in zip(argnums, gradients)}
         else:
             named = {self.names[argnums]: gradients} if jax.tree_util.all_leaves([gradients]) else gradients
+        if jax.tree_util.all_leaves([state]):
+            state = {self.names[self.state_argnum]: state}
         return Outcome(_flat(losses), _flat(named), _flat(state))
 
     def taken(self, rows: np.ndarray, whole: int | None = None) -> tuple[Any, ...]:

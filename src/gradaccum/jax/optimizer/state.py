@@ -18,6 +18,7 @@ class WindowedState(NamedTuple):
         sums: `sum_i w_i g_i` of the open window, a leaf for each parameter. What is in it between windows counts for
             nothing: the next one begins anew.
         weight: `sum_i w_i` of the open window.
+        weighed: Whether its micro-batches come with a `weight`.
         micro_batches: Micro-batches in the open window.
         steps: The length of the open window, set when it opens.
         epoch: Epochs that `flush` has ended.
@@ -30,6 +31,7 @@ class WindowedState(NamedTuple):
     inner_state: Any
     sums: Any
     weight: jax.Array
+    weighed: jax.Array
     micro_batches: jax.Array
     steps: jax.Array
     epoch: jax.Array

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -61,8 +62,9 @@ def windowed(
         TypeError: `optimizer` is none, or `steps` is of a wrong type; when called, a gradient is of another dtype than
             its parameter.
         ValueError: `steps` is below 1, or has no epoch 0; the inner optimizer accumulates by itself, or evaluates the
-            loss again; when called, gradients don't fit the parameters, or a weight is negative or not finite (where it
-            is traced, the update becomes NaN).
+            loss again; when called, gradients don't fit the parameters, a weight is negative or not finite, or some
+            micro-batches of a window have a weight and others none. Where the weight, the state or the steps that a
+            callable returns are traced, the update becomes NaN instead.
 
     Example:
         >>> optimizer = windowed(optax.adam(1e-3), steps=4)
@@ -106,6 +108,7 @@ class _Window:
             inner_state=inner_state,
             sums=jax.tree_util.tree_map_with_path(self._empty_sum, params),
             weight=jnp.zeros((), real),
+            weighed=jnp.zeros((), bool),
             micro_batches=jnp.zeros((), jnp.int32),
             steps=jnp.ones((), jnp.int32),
             epoch=jnp.zeros((), jnp.int32),
@@ -124,6 +127,8 @@ class _Window:
         factor, counts = _weight(weight, state.weight.dtype)
         is_first = state.micro_batches == 0
         opened = steps_of(self.schedule, state.epoch, state.updates)
+        # What can't be refused, as it is traced, makes the update NaN.
+        factor = jnp.where(_mixed(state, weight is not None) | (is_first & (opened < 1)), jnp.nan, factor)
         sums = jax.tree.map(
             # A new window begins by assignment: a NaN of the last one must not survive as 0 * NaN.
             lambda total, g: (
@@ -144,6 +149,7 @@ class _Window:
         state = state._replace(
             sums=sums,
             weight=state.weight + factor,
+            weighed=jnp.full_like(state.weighed, weight is not None),
             micro_batches=state.micro_batches + 1,
             steps=jnp.where(is_first, opened, state.steps).astype(jnp.int32),
             noise=noise,
@@ -176,7 +182,7 @@ class _Window:
                 lambda total, g: None if total is None else (total / state.weight.astype(total.dtype)).astype(g.dtype),
                 state.sums, like, is_leaf=_is_none,
             )  # fmt: skip
-            updates, inner_state = self.inner.update(mean, state.inner_state, params, **extra)
+            updates, inner_state = self._inner_update(mean, state.inner_state, params, extra)
             inner_state = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), inner_state, state.inner_state)
             noise = None if state.noise is None else close_window(state.noise, mean, state.weight)
             return updates, inner_state, noise
@@ -192,6 +198,19 @@ class _Window:
         empty = jax.tree.map(lambda number: jnp.where(closes, jnp.zeros_like(number), number), _of_the_window(state))
         state = state._replace(inner_state=inner_state, noise=noise, updates=state.updates + makes, updated=makes)
         return updates, state._replace(**empty)
+
+    def _inner_update(self, mean: Any, inner_state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
+        try:
+            return self.inner.update(mean, inner_state, params, **extra)
+        except TypeError as error:
+            missing = re.search(r"missing .* argument: '(\w+)'", str(error))
+            if missing is None or missing[1] in extra:
+                raise
+            name = missing[1]
+            raise TypeError(
+                f"The inner optimizer needs `{name}`. Pass it with every micro-batch, update(grads, state, params, "
+                f"{name}=...): which of them closes the window is known in the compiled program alone."
+            ) from error
 
     def _empty_sum(self, path: Any, leaf: Any) -> jax.Array:
         dtype = jnp.result_type(leaf)
@@ -225,6 +244,22 @@ def _add(total: jax.Array, number: Any, weight: jax.Array, counts: jax.Array | N
         return total
     added = total + number.astype(total.dtype) * weight.astype(total.dtype)
     return added if counts is None else jnp.where(counts, added, total)
+
+
+def _mixed(state: WindowedState, given: bool) -> jax.Array:
+    """Whether this window's other micro-batches came with weights, and this one does not; or the other way round.
+
+    Raises:
+        ValueError: They did, and it is known now.
+    """
+    mixed = (state.micro_batches > 0) & (state.weighed != given)
+    if not isinstance(mixed, jax.core.Tracer) and mixed:
+        raise ValueError(
+            "All micro-batches of a window must come with a `weight`, or none: one without would count as 1 row or "
+            f"token among them. Received: {'a' if given else 'no'} weight, after {int(state.micro_batches)} "
+            f"micro-batches {'without' if given else 'with'} one."
+        )
+    return mixed
 
 
 def _weight(weight: Any, dtype: Any) -> tuple[jax.Array, jax.Array | None]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gradaccum.jax.batch import Batch, Group, as_varying, varying_axes
 from gradaccum.jax.train_step.options import Options
@@ -52,19 +53,11 @@ class Call:
         axes: tuple[str, ...] = (),
         devices: int = 1,
     ) -> None:
-        self.options = options
+        self.options = options = options.of(args, kwargs)
         self.args = args
         self.kwargs = kwargs
         self.axes = axes
         self.devices = devices
-        for name in ("argnums", "batch_argnums", "rng_argnum", "state_argnum"):
-            given = getattr(options, name)
-            largest = max(given) if isinstance(given, tuple) else given
-            if largest is not None and largest >= len(args):
-                raise TypeError(
-                    f"`{name}` is {given}, but loss_fn was called with {len(args)} positional arguments, 0 to "
-                    f"{len(args) - 1}."
-                )
         numbers = options.batches
         names = ("batch",) if len(numbers) == 1 else tuple(f"argument {number}" for number in numbers)
         self.batch = batch or Batch(tuple(args[number] for number in numbers), options.axes, names)
@@ -284,6 +277,10 @@ def _checked_weight(value: Any, who: str) -> Any:
         raise TypeError(
             f"{who} must return a real number: what the loss of the rows it is given is a mean over, such as "
             f"mask.sum(). Received: {_kind(value)}."
+        )
+    if not isinstance(value, jax.core.Tracer) and not (np.isfinite(value) and value >= 0):
+        raise ValueError(
+            f"{who} must be finite and >= 0: what the loss of some rows is a mean over. Received: {value}."
         )
     return _constant(jnp.asarray(value))
 

@@ -51,7 +51,7 @@ def value_and_grad(
             `batch_argnums` is a tuple). None marks what every micro-batch has whole.
         weight: `weight(*batch)` with the batch arguments returns what the loss of these rows is a mean over, if that
             isn't rows: `lambda batch: batch["mask"].sum()`. A micro-batch of weight 0 is left out, even if its loss is
-            0 / 0.
+            0 / 0. One that is negative or not finite is an error, or, where it is traced, makes the result NaN.
         reduction: `"mean"`, or `"sum"` for a loss that is a sum over rows.
         has_aux: `loss_fn` returns `(loss, aux)`; the value is `(loss, aux)`, too.
         aux: What becomes of the aux of the micro-batches: `"concat"` (it has a row for each row), `"sum"`, `"mean"`

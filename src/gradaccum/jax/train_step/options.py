@@ -49,6 +49,32 @@ class Options(NamedTuple):
         """`in_axes` for each batch argument."""
         return axes_of_each(self.in_axes, self.batch_argnums)
 
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Options:
+        """The options for a call with these arguments: no number is negative.
+
+        Raises:
+            TypeError: There is no such argument.
+            ValueError: An argument plays two parts.
+        """
+        roles = {"argnums": self.differentiated, "batch_argnums": self.batches}
+        for name in ("rng_argnum", "state_argnum"):
+            number = getattr(self, name)
+            roles[name] = () if number is None else (number,)
+        for name, numbers in roles.items():
+            if numbers and not -len(args) <= min(numbers) <= max(numbers) < len(args):
+                keywords = f", and with the keywords {', '.join(kwargs)}, which can't be counted" if kwargs else ""
+                raise TypeError(
+                    f"`{name}` is {getattr(self, name)}, but loss_fn was called with {len(args)} positional arguments, "
+                    f"0 to {len(args) - 1}{keywords}." + (" Pass what a number names by position." if kwargs else "")
+                )
+        numbers = tuple(number % len(args) for number in self.differentiated)
+        if numbers == self.differentiated:
+            return self
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(f"`argnums` must name each argument once. Received: argnums={self.argnums}.")
+        _check_roles(roles | {"argnums": numbers})
+        return self._replace(argnums=numbers if isinstance(self.argnums, tuple) else numbers[0])
+
     def sum_dtype(self, dtype: Any) -> Any:
         """The dtype that numbers of this dtype are summed in: at least float32, or `accumulate_dtype`."""
         if not jnp.issubdtype(dtype, jnp.inexact):
@@ -83,15 +109,10 @@ def checked_options(loss_fn: Any, **keywords: Any) -> Options:
     roles: dict[str, tuple[int, ...]] = {}
     for name in ("argnums", "batch_argnums", "rng_argnum", "state_argnum"):
         optional = keywords[name] is None and not name.endswith("argnums")
-        roles[name] = () if optional else argument_numbers(name, keywords[name])
+        roles[name] = () if optional else argument_numbers(name, keywords[name], from_end=name == "argnums")
         if name.endswith("argnums"):
             keywords[name] = roles[name] if isinstance(keywords[name], tuple | list) else roles[name][0]
-    for name, other in [
-        ("batch_argnums", "rng_argnum"), ("batch_argnums", "state_argnum"), ("rng_argnum", "state_argnum"),
-        ("argnums", "rng_argnum"), ("argnums", "state_argnum"),
-    ]:  # fmt: skip
-        if both := set(roles[name]) & set(roles[other]):
-            raise ValueError(f"Argument {min(both)} of loss_fn can't be in both `{name}` and `{other}`.")
+    _check_roles(roles)
     _check_loss(keywords["weight"], keywords["reduction"])
     if keywords["accumulate_dtype"] is not None:
         keywords["accumulate_dtype"] = _dtype(keywords["accumulate_dtype"])
@@ -101,6 +122,15 @@ def checked_options(loss_fn: Any, **keywords: Any) -> Options:
                 f"`aux` must be one of {', '.join(map(repr, AUX))}, or a pytree of these. Received: {how!r}."
             )
     return Options(loss_fn=loss_fn, **keywords)
+
+
+def _check_roles(roles: dict[str, tuple[int, ...]]) -> None:
+    for name, other in [
+        ("batch_argnums", "rng_argnum"), ("batch_argnums", "state_argnum"), ("rng_argnum", "state_argnum"),
+        ("argnums", "rng_argnum"), ("argnums", "state_argnum"),
+    ]:  # fmt: skip
+        if both := set(roles[name]) & set(roles[other]):
+            raise ValueError(f"Argument {min(both)} of loss_fn can't be in both `{name}` and `{other}`.")
 
 
 def _check_loss(weight: Any, reduction: Any) -> None:

@@ -44,6 +44,8 @@ def factors_of(call: Call, groups: list[Group], kinds: Outcome, state: Any, keys
 
 
 def _normalised(call: Call, weights: Any) -> Any:
+    # What can't be refused, as it is traced, makes loss and gradients NaN, as in `windowed`.
+    weights = jnp.where(jnp.isfinite(weights) & (weights >= 0), weights, jnp.nan)
     total = call.of_all_devices(weights.sum())
     none = total == 0
     return jnp.where(none, jnp.ones_like(weights), weights * (len(weights) * call.devices) / jnp.where(none, 1, total))
