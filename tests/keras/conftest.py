@@ -51,6 +51,9 @@ def leave_keras_as_found(request):
         # its simplifications goes through float32: for those tests in float64 it is left as it is.
         exact = "micro_batched" in request.path.name and "float64" in request.fixturenames
         jax.config.update("jax_disable_most_optimizations", not exact)
+    if BACKEND == "tensorflow":
+        # Grappler takes a quarter of a test's time, for graphs that run a few times. The slow tests run with it.
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": "slow" not in request.keywords})
     keras.utils.set_random_seed(0)
     yield
     keras.backend.set_floatx("float32")

@@ -29,7 +29,7 @@ def sgd():
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
-def run(make, compiled, x, y=None, micro_batch_size=None, batch_norm="warn", verify=False, **fit):
+def run(make, compiled, x, y=None, micro_batch_size=None, batch_norm="warn", verify=False, eager=False, **fit):
     """Train a model made by `make`; in micro-batches where a size is given. Returns it and its history.
 
     The proof of the first update has tests of its own (test_proof.py): here it would be compiled each time.
@@ -39,8 +39,8 @@ def run(make, compiled, x, y=None, micro_batch_size=None, batch_norm="warn", ver
     if micro_batch_size is not None:
         model = micro_batched(model, micro_batch_size, batch_norm=batch_norm, verify=verify)
     keras.utils.set_random_seed(2)
-    model.compile(**{"optimizer": sgd(), **compiled()})
-    if BACKEND == "tensorflow" and not callable(x):
+    model.compile(**{"optimizer": sgd(), **compiled(), **({"run_eagerly": True} if eager else {})})
+    if BACKEND == "tensorflow" and not callable(x) and not eager:
         # Otherwise the first trace makes the variables of optimizer and metrics, and is thrown away for a second one.
         batch = x, y, fit.get("sample_weight")
         rows = keras.tree.map_structure(lambda array: None if array is None else np.asarray(array)[:MICRO], batch)
@@ -50,6 +50,9 @@ def run(make, compiled, x, y=None, micro_batch_size=None, batch_norm="warn", ver
     return model, history.history
 
 
+EAGER = BACKEND == "tensorflow"
+"""Whether the plain `fit` runs eagerly: tracing takes ten times as long as its few updates."""
+
 IN_FLOAT32 = 1e-6 if BACKEND == "jax" else 0.0
 """The error of logs where Keras sums over rows in float32: `result_type` takes float64 for float32 on JAX.
 
@@ -57,9 +60,9 @@ So `ops.mean` computes in it, and `ops.tanh`, and with it an activity regularise
 """
 
 
-def assert_same(make, compiled, x, y=None, tolerance=1e-6, micro_batch_size=MICRO, in_logs=0.0, **fit):
+def assert_same(make, compiled, x, y=None, tolerance=1e-6, micro_batch_size=MICRO, in_logs=0.0, eager=EAGER, **fit):
     """Both ways of training end with the same weights, the same optimizer state and the same logs."""
-    plain, expected = run(make, compiled, x, y, **fit)
+    plain, expected = run(make, compiled, x, y, eager=eager, **fit)
     ours, logs = run(make, compiled, x, y, micro_batch_size, **fit)
     assert relative_error(ours.get_weights(), plain.get_weights()) <= tolerance
     states = [[keras.ops.convert_to_numpy(v) for v in model.optimizer.variables] for model in (ours, plain)]
@@ -85,7 +88,7 @@ def crossentropy(**kwargs):
 def test_ragged_batches_match_plain_fit(float64, optimizer):
     make = {"sgd": sgd, "adam": lambda: keras.optimizers.Adam(0.01)}[optimizer]
     # Batches of 9, 9 and 4 rows; micro-batches of 3, 3 and 3, and of 4.
-    assert_same(classifier, lambda: {"optimizer": make(), **crossentropy()}, X, CLASSES, float64, batch_size=9)
+    assert_same(classifier, lambda: {"optimizer": make(), **crossentropy()}, X, CLASSES, float64, batch_size=9, eager=False)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, slow(2), slow(8), 100])

@@ -52,7 +52,7 @@ def tf_data():
 
 @pytest.mark.parametrize("source", [Sequence, slow(generator), tf_data if BACKEND == "tensorflow" else slow(tf_data)])
 def test_every_source_of_batches_matches_plain_fit(float64, source):
-    fit = {"batch_size": None, "steps_per_epoch": 2 if source is generator else None}
+    fit = {"batch_size": None, "steps_per_epoch": 2 if source is generator else None, "eager": False}
     assert_same(classifier, lambda: crossentropy(reduction="mean_with_sample_weight"), source, tolerance=float64, **fit)
 
 
@@ -75,7 +75,7 @@ def test_train_on_batch_matches_plain_keras(float64):
 
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras has no steps_per_execution on PyTorch.")
 def test_steps_per_execution_matches_plain_fit(float64):
-    assert_same(classifier, lambda: {**crossentropy(), "steps_per_execution": 2}, X, CLASSES, float64)
+    assert_same(classifier, lambda: {**crossentropy(), "steps_per_execution": 2}, X, CLASSES, float64, eager=False)
 
 
 def test_run_eagerly_matches_plain_fit(float64):
@@ -88,7 +88,7 @@ def test_run_eagerly_matches_plain_fit(float64):
 @pytest.mark.parametrize("micro_batch_size", [slow(3), 4])
 def test_xla_on_tensorflow_matches_plain_fit(micro_batch_size):
     compiled = lambda: {**crossentropy(), "jit_compile": True}  # noqa: E731
-    assert_same(classifier, compiled, X[:20], CLASSES[:20], 1e-6, micro_batch_size, batch_size=10, epochs=1)
+    assert_same(classifier, compiled, X[:20], CLASSES[:20], 1e-6, micro_batch_size, batch_size=10, epochs=1, eager=False)
 
 
 def test_schedules_ema_weight_decay_constraints_and_callbacks_are_per_update(float64):
