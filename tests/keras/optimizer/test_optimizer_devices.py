@@ -24,7 +24,7 @@ from tests.keras.problems import (
     train_by_hand,
     variables_like,
 )
-from tests.reference import keras_updates, relative_error
+from tests.reference import relative_error
 
 LossScale = keras.optimizers.LossScaleOptimizer
 tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's")
@@ -128,7 +128,10 @@ def test_mixed_bfloat16_matches_the_large_batch():
     assert error(model, plain(network(), sgd(), split((x, y), [4] * 8), 4, 1)) <= 4e-2  # 8 bits
 
 
-@pytest.mark.parametrize("jit_compile", [True, False])
+DEFAULT = BACKEND == "jax"  # other tests compile so
+
+
+@pytest.mark.parametrize("jit_compile", [not DEFAULT, slow(DEFAULT)])
 def test_jit_compile_on_and_off(jit_compile, fit_bound):
     if BACKEND == "torch" and jit_compile:
         pytest.skip("torch.compile takes a compiler, and minutes")
@@ -215,10 +218,7 @@ def test_replicas_under_a_loss_scale_and_saved_in_the_middle_of_a_window(tmp_pat
     wrapped = model.optimizer.inner_optimizer
     model.fit(*join(batches), batch_size=8, shuffle=False, verbose=0)
     assert wrapped.iterations.numpy() == 1
-    expected = network()
-    expected.compile(optimizer=sgd(), loss="mse")
-    keras_updates(expected, [join(batches)])
-    assert error(model, expected) <= fit_bound
+    assert error(model, plain(network(), sgd(), batches, 2, 1)) <= fit_bound
 
     @tf.function
     def half_a_window():

@@ -213,8 +213,7 @@ def test_without_the_callback_windows_run_on_and_the_end_is_flushed_with_one_lin
     with caplog.at_level(logging.WARNING, "gradaccum"):
         for _ in range(2):
             model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
-    expected = network()
-    expected.compile(optimizer=sgd(), loss="mse")
+    expected = compiled(network(), sgd())
     for _ in range(2):
         keras_updates(expected, [join(window) for window in windows_of(micro_batches * 2, 3)])
     assert error(model, expected) <= fit_bound

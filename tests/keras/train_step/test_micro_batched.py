@@ -88,7 +88,8 @@ def crossentropy(**kwargs):
 def test_ragged_batches_match_plain_fit(float64, optimizer):
     make = {"sgd": sgd, "adam": lambda: keras.optimizers.Adam(0.01)}[optimizer]
     # Batches of 9, 9 and 4 rows; micro-batches of 3, 3 and 3, and of 4.
-    assert_same(classifier, lambda: {"optimizer": make(), **crossentropy()}, X, CLASSES, float64, batch_size=9, eager=False)
+    compiled = lambda: {"optimizer": make(), **crossentropy()}  # noqa: E731
+    assert_same(classifier, compiled, X, CLASSES, float64, batch_size=9, eager=False)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, slow(2), slow(8), 100])

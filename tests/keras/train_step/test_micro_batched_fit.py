@@ -88,7 +88,8 @@ def test_run_eagerly_matches_plain_fit(float64):
 @pytest.mark.parametrize("micro_batch_size", [slow(3), 4])
 def test_xla_on_tensorflow_matches_plain_fit(micro_batch_size):
     compiled = lambda: {**crossentropy(), "jit_compile": True}  # noqa: E731
-    assert_same(classifier, compiled, X[:20], CLASSES[:20], 1e-6, micro_batch_size, batch_size=10, epochs=1, eager=False)
+    fit = {"batch_size": 10, "epochs": 1, "eager": False}
+    assert_same(classifier, compiled, X[:20], CLASSES[:20], 1e-6, micro_batch_size, **fit)
 
 
 def test_schedules_ema_weight_decay_constraints_and_callbacks_are_per_update(float64):
