@@ -152,6 +152,9 @@ def test_errors_say_what_to_do():
     model = tiny()
     with pytest.raises(ValueError, match="Expected at least 2 inputs, got 1"):
         ChunkedMultipleNegativesRankingLoss(model)([texts(0)], None)
+    with pytest.raises(ValueError, match="as many documents as queries, or more.*columns of 11, 4 texts"):
+        fewer = {name: value[:4] for name, value in texts(1).items()}
+        ChunkedMultipleNegativesRankingLoss(model, mini_batch_size=4)([texts(0), fewer], None)
     with pytest.raises(ValueError, match="Leave them padded, and give `mini_batch_num_tokens`"):
         ChunkedMultipleNegativesRankingLoss(model)([{"cu_seq_lens_q": torch.tensor([0, 3])}] * 2, None)
     with pytest.raises(ValueError, match="`mini_batch_size` must be an int >= 1"):

@@ -141,17 +141,17 @@ def gradients_of_a_subgroup(rank):
 def differing(rank, what):
     a, b = rows_of(1, 4).requires_grad_(), rows_of(2, 4)
     options = {"temperature": 0.1, "symmetric": True}
-    if what == "temperature" and rank == 1:
+    if what == "`temperature`" and rank == 1:
         options["temperature"] = 0.2
-    if what == "symmetric" and rank == 1:
+    if what == "`symmetric`" and rank == 1:
         options["symmetric"] = False
-    if what == "gradient of a" and rank == 1:
+    if what == "whether `a` needs a gradient" and rank == 1:
         a = a.detach()
-    if what == "size" and rank == 1:
+    if what == "the size of a row" and rank == 1:
         a, b = a[:, :3], b[:, :3]
-    if what == "dtype of b" and rank == 1:
+    if what == "the dtype of `b`" and rank == 1:
         b = b.float()
-    if what == "positives" and rank == 1:
+    if what == "the kind of `positives`" and rank == 1:
         options["positives"] = torch.arange(4)
     if what == "an error" and rank == 1:
         b = b[:2]

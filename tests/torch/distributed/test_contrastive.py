@@ -34,14 +34,23 @@ def test_no_rank_ever_holds_all_ranks_rows(three_ranks):
 
 
 @pytest.mark.parametrize(
-    "what", ["temperature", "symmetric", "gradient of a", "size", "dtype of b", "positives", "an error"]
+    ("what", "received"),
+    [
+        ("`temperature`", "0.1, 0.2, 0.1"),
+        ("`symmetric`", "True, False, True"),
+        ("whether `a` needs a gradient", "a gradient needed, no gradient needed, a gradient needed"),
+        ("the size of a row", "4, 3, 4"),
+        ("the dtype of `b`", "torch.float64, torch.float32, torch.float64"),
+        ("the kind of `positives`", "None, ids, None"),
+        ("an error", ""),
+    ],
 )
-def test_ranks_that_differ_are_an_error_on_all_of_them(what, three_ranks):
+def test_ranks_that_differ_are_an_error_on_all_of_them(what, received, three_ranks):
     results = three_ranks.try_run(cases.differing, what)
     assert all(isinstance(result, Raised) for result in results)
     for rank, result in enumerate(results):
         if what != "an error":
-            expected = f"The ranks call info_nce differently: {what} "
+            expected = f"The ranks call info_nce differently: {what} must be the same. Received, by rank: {received}."
         elif rank == 1:
             expected = "Without `positives` row i of a and row i of b are a pair"
         else:

@@ -126,6 +126,11 @@ class ChunkedMultipleNegativesRankingLoss(nn.Module):
         if not self._in_tiles:
             return self.loss.compute_loss_from_embeddings(embeddings, labels)  # type: ignore[arg-type]  # unused there
         queries, documents = embeddings[0], torch.cat(embeddings[1:])
+        if len(documents) < len(queries):
+            raise ValueError(
+                "Text i of the first column and text i of the second are a pair, so there are as many documents as "
+                f"queries, or more: negatives. Received: columns of {', '.join(str(len(e)) for e in embeddings)} texts."
+            )
         if self.loss.similarity_fct is cos_sim:
             queries, documents = F.normalize(queries, dim=1), F.normalize(documents, dim=1)
         spans_ranks = self.gather_across_devices and dist.is_available() and dist.is_initialized()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -78,8 +79,10 @@ class Inputs(NamedTuple):
         theirs = {name: [numbers[index] for _, *numbers in ranks] for index, name in enumerate(mine)}
         for name, values in theirs.items():
             if name not in ("rows", "columns") and len(set(map(str, values))) > 1:  # NaN is equal to NaN here
+                words = SUMMARY[name]
+                received = ", ".join(str(words[int(value)]) if words else f"{value:g}" for value in values)
                 raise ValueError(
-                    f"The ranks call {self.name} differently: {name} {SUMMARY[name]}. Received, by rank: {values}."
+                    f"The ranks call {self.name} differently: {name} must be the same. Received, by rank: {received}."
                 )
         rows, columns = ([int(value) for value in theirs[name]] for name in ("rows", "columns"))
         if len(ranks) == 1:
@@ -123,16 +126,19 @@ class Inputs(NamedTuple):
             _check_scalar(self.bias, "bias", positive=False)
 
 
-SUMMARY = {
-    "rows": "", "columns": "",
-    "size": "is the size of a row",
-    "dtype of a": "is a type by number", "dtype of b": "is a type by number",
-    "gradient of a": "is 1 where it needs one", "gradient of b": "is 1 where it needs one",
-    "gradient of temperature": "is 1 where it needs one", "gradient of bias": "is 1 where it needs one",
-    "temperature": "must be the same", "bias": "must be the same",
-    "symmetric": "must be the same",
-    "positives": "is 0 for None, 1 for a function, 2 for ids", "ignore": "is 0 for None, 1 for a function, 2 for ids",
+_NEEDS = ("no gradient needed", "a gradient needed")
+_PAIRS = ("None", "a function", "ids")
+SUMMARY: dict[str, Sequence[Any]] = {
+    "rows": (), "columns": (),
+    "the size of a row": (),
+    "the dtype of `a`": DTYPES, "the dtype of `b`": DTYPES,
+    "whether `a` needs a gradient": _NEEDS, "whether `b` needs a gradient": _NEEDS,
+    "whether `temperature` needs a gradient": _NEEDS, "whether `bias` needs a gradient": _NEEDS,
+    "`temperature`": (), "`bias`": (),
+    "`symmetric`": (False, True),
+    "the kind of `positives`": _PAIRS, "the kind of `ignore`": _PAIRS,
 }  # fmt: skip
+"""What ranks tell each other, as numbers, and what the numbers stand for where they stand for something."""
 
 
 def _all(group: dist.ProcessGroup, numbers: list[float], device: torch.device) -> list[list[float]]:
@@ -164,5 +170,6 @@ def _check_scalar(value: Any, name: str, *, positive: bool) -> None:
         number = value
     else:
         raise TypeError(f"{must}. Received: {name}={value!r} of type {type(value).__name__}.")
-    if positive and number <= 0:  # NaN passes, as a loss that is NaN
+    # A tensor's NaN passes, as a loss that is NaN: it may have been learned.
+    if (positive and number <= 0) or (number != number and not isinstance(value, Tensor)):
         raise ValueError(f"{must}. Received: {name}={number!r}.")

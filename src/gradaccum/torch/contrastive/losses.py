@@ -50,7 +50,7 @@ def info_nce(
             together), ids of `a`'s and of `b`'s rows (a tuple of two such tensors, of N and M), or a function of the
             numbers of rows and columns, which returns a bool tensor of shape (rows, columns). None: row i and row i.
         ignore: Pairs that count as neither positive nor negative, such as false negatives; given likewise. Those
-            among `positives` stay positives.
+            among `positives` stay positives. Backward asks functions again, with the random numbers of the first time.
         group: The process group over whose ranks all rows are compared, `torch.distributed.group.WORLD` say; None:
             this process's rows alone. Ranks may differ in rows; the loss is the same on all of them, and all must
             differentiate it. Gradients are those of the sum of what all ranks make of the loss, as through a
@@ -62,6 +62,7 @@ def info_nce(
 
     Raises:
         TypeError, ValueError: An argument is none of what it must be, or the ranks' arguments don't go together.
+        NotEquivalentError: In backward: a function answers otherwise than in forward.
 
     Example:
         >>> a, b = (torch.nn.functional.normalize(torch.randn(64, 8)).requires_grad_() for _ in "ab")
@@ -71,6 +72,7 @@ def info_nce(
         >>> plain = [torch.nn.functional.cross_entropy(logits, labels) for logits in (scores, scores.T)]
         >>> torch.testing.assert_close(loss, sum(plain) / 2)
     """
+    _check_no_transform("info_nce")
     return _eager(_info_nce)(a, b, temperature, None, tile, bool(symmetric), positives, ignore, group)
 
 
@@ -115,6 +117,7 @@ def sigmoid_loss(
     """
     if bias is None:
         raise TypeError("`bias` must be a number, or a tensor that holds one. Received: bias=None; 0.0 adds nothing.")
+    _check_no_transform("sigmoid_loss")
     return _eager(_sigmoid_loss)(a, b, temperature, bias, tile, False, positives, ignore, group)
 
 
@@ -129,6 +132,14 @@ def _sigmoid_loss(*arguments: Any) -> Tensor:
     inputs = Inputs("sigmoid_loss", *arguments)
     scores = inputs.scores()
     return TiledLoss.apply(scores, functools.partial(Sigmoid, scores), inputs.a, inputs.b, *inputs.numbers())
+
+
+def _check_no_transform(name: str) -> None:
+    if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
+        raise NotImplementedError(
+            f"{name} is called inside of a transform of torch.func (grad, vmap, jvp ...), and its gradient, from tiles "
+            "that are computed anew, is torch.autograd's. Use backward() or torch.autograd.grad."
+        )
 
 
 def _eager(function: Any) -> Any:

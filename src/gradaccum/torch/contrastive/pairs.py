@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradaccum.errors import NotEquivalentError
+from gradaccum.on_torch.random_state import RandomState, all_generators, kept
 from gradaccum.torch.contrastive.ranks import SingleProcess
 
-__all__ = ["Pairs", "PairsOf", "checked_pairs", "pairs_of"]
+__all__ = ["Answers", "Pairs", "PairsOf", "checked_pairs", "pairs_of"]
 
 PairsOf = Tensor | tuple[Tensor, Tensor] | Callable[[Tensor, Tensor], Tensor]
 """What users give: ids of the rows, ids of `a`'s and of `b`'s rows, or a function of numbers of rows."""
@@ -45,7 +48,8 @@ class SameIds(Pairs):
 
     def __init__(self, exchange: SingleProcess, of_a: Tensor, of_b: Tensor) -> None:
         super().__init__(exchange)
-        self.of_a = of_a.to(exchange.device, torch.int64)
+        # A copy, as backward looks at them again, whatever has become of the user's tensor.
+        self.of_a = of_a.to(exchange.device, torch.int64, copy=True)
         extra = exchange.columns[exchange.rank] - len(of_b)  # negatives of every row
         of_b = of_b.to(exchange.device, torch.int64)
         self.of_b = exchange.gathered(torch.cat([of_b, of_b.new_full((extra,), NO_ID)]))
@@ -61,6 +65,8 @@ class ByFunction(Pairs):
         super().__init__(exchange)
         self.function, self.name = function, name
         self.before = sum(exchange.rows[: exchange.rank])
+        self.digest = torch.zeros(exchange.rows[exchange.rank], dtype=torch.float32, device=exchange.device)
+        """Of each row a number that its answers make, over all tiles of a pass."""
 
     def tile(self, rows: slice, columns: slice) -> Tensor | None:
         device = self.exchange.device
@@ -74,7 +80,59 @@ class ByFunction(Pairs):
                 f"`{self.name}(rows, columns)` must return a bool tensor of shape (len(rows), len(columns)), here "
                 f"{expected}. Received: {received}."
             )
-        return found.to(device)
+        found = found.to(device)
+        self._digest(rows, columns, found)
+        return found
+
+    @torch.no_grad()
+    def _digest(self, rows: slice, columns: slice, found: Tensor) -> None:
+        number = torch.arange(columns.start, columns.stop, device=found.device)
+        weights = (number * 2654435761 // 128 % 2039 + 1).to(self.digest.dtype)
+        with torch.autocast(found.device.type, enabled=False):
+            self.digest[rows] += found.to(self.digest.dtype) @ weights
+
+
+class Answers:
+    """What functions answer in the first pass over the tiles: backward, which asks again, has to get the same.
+
+    Random numbers of PyTorch's, Python's and NumPy's generators are those of the first pass in every other one.
+
+    Args:
+        asked: The pairs of a loss.
+
+    Raises:
+        NotEquivalentError: At the end of a pass: a function has answered otherwise than in the first one.
+    """
+
+    def __init__(self, *asked: Pairs | None) -> None:
+        self.functions = [pairs for pairs in asked if isinstance(pairs, ByFunction)]
+        self._random: RandomState | None = None
+        self._first: list[Tensor] = []
+
+    @contextlib.contextmanager
+    def the_same(self) -> Iterator[None]:
+        """Around each pass over all tiles."""
+        if not self.functions:
+            yield
+            return
+        for pairs in self.functions:
+            pairs.digest = torch.zeros_like(pairs.digest)
+        if self._random is None:
+            before = RandomState(all_generators([self.functions[0].exchange.device]))
+            yield
+            self._random = before.only(before.moved())
+            self._first = [pairs.digest for pairs in self.functions]
+            return
+        with kept(self._random.states):
+            self._random.put_back()
+            yield
+        for pairs, first in zip(self.functions, self._first, strict=True):
+            if not torch.equal(pairs.digest, first):
+                raise NotEquivalentError(
+                    f"`{pairs.name}(rows, columns)` answers otherwise when backward asks it again, so the gradient "
+                    "would be that of another loss. Does it read something that has changed since, or draw from a "
+                    "generator of its own? Draw, or copy what it reads, before the loss is called."
+                )
 
 
 def checked_pairs(given: Any, name: str, rows: int, columns: int) -> int:

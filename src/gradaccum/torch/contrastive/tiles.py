@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gradaccum.torch.contrastive.pairs import Pairs
+from gradaccum.torch.contrastive.pairs import Answers, Pairs
 from gradaccum.torch.contrastive.ranks import AllRanks, SingleProcess
 
 __all__ = ["Objective", "Scores", "Tile", "TiledLoss", "slices"]
@@ -56,6 +56,7 @@ class Scores:
     ) -> None:
         self.exchange, self.positives, self.ignored = exchange, positives, ignored
         self.tile, self.dtype = tile, dtype
+        self.answers = Answers(positives, ignored)
 
     def of(self, a: Tensor, block: Tensor, owner: int, scale: Tensor, bias: Tensor | None) -> Iterator[Tile]:
         """The tiles of this rank's rows of `a` and of the rows of `b` that belong to `owner`."""
@@ -65,7 +66,7 @@ class Scores:
             for of_block in slices(0, len(block), self.tile):
                 columns = slice(first + of_block.start, first + of_block.stop)
                 b = block[of_block].to(self.dtype)
-                scores = scaled @ b.T
+                scores = product(scaled, b)
                 if bias is not None:
                     scores = scores + bias
                 positives = self.positives.tile(rows, columns)
@@ -73,6 +74,27 @@ class Scores:
                 if ignored is not None:
                     scores = scores.masked_fill(ignored if positives is None else ignored & ~positives, -float("inf"))
                 yield Tile(rows, columns, of_block, scaled, b, scores, positives)
+
+
+class _Product(torch.autograd.Function):
+    """`a @ b.T`, and its derivatives of any order, as precise as `a` and `b`: inside of autocast, too."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        with torch.autocast(a.device.type, enabled=False):
+            return a @ b.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        of_a, of_b = ctx.needs_input_grad
+        return product(grad, b.T) if of_a else None, product(grad.T, a.T) if of_b else None
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b.T`, which autocast leaves as it is, forward and backward."""
+    return _Product.apply(a, b)
 
 
 class Objective(Protocol):
@@ -118,9 +140,10 @@ def _value(
 ) -> Tensor:
     scale = temperature.to(scores.dtype).reciprocal()
     with torch.autocast(a.device.type, enabled=False):
-        for owner, block in scores.exchange.blocks(b):
-            for tile in scores.of(a, block, owner, scale, bias):
-                objective.add(tile)
+        with scores.answers.the_same():
+            for owner, block in scores.exchange.blocks(b):
+                for tile in scores.of(a, block, owner, scale, bias):
+                    objective.add(tile)
         return objective.value()
 
 
@@ -139,7 +162,7 @@ def _gradients(
     grad = scores.exchange.total(grad.to(scores.dtype))
     of_a = a.new_zeros(a.shape, dtype=scores.dtype) if needed[0] or needed[2] else None
     of_bias, mine = grad.new_zeros(()), None
-    with torch.autocast(a.device.type, enabled=False):
+    with torch.autocast(a.device.type, enabled=False), scores.answers.the_same():
         for owner, block in scores.exchange.blocks(b):
             of_block = block.new_zeros(block.shape, dtype=scores.dtype) if needed[1] else None
             for tile in scores.of(a, block, owner, scale, bias):
@@ -174,7 +197,13 @@ def _differentiable(ctx: Any, grad: Tensor, needed: tuple[bool, ...], *inputs: T
             "Leave out `group`, or gather the rows by torch.distributed.nn.functional.all_gather."
         )
     with torch.enable_grad():
-        loss = _value(ctx.scores, ctx.objective_of(), *inputs)  # type: ignore[arg-type]  # the bias alone may be None
-    wanted = [tensor for tensor, is_needed in zip(inputs, needed, strict=True) if is_needed and tensor is not None]
+        own = [aliased(tensor) if is_needed else tensor for tensor, is_needed in zip(inputs, needed, strict=True)]
+        loss = _value(ctx.scores, ctx.objective_of(), *own)  # type: ignore[arg-type]  # the bias alone may be None
+    wanted = [tensor for tensor, is_needed in zip(own, needed, strict=True) if is_needed and tensor is not None]
     found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=True))
     return [next(found) if is_needed else None for is_needed in needed]
+
+
+def aliased(tensor: Tensor | None) -> Tensor | None:
+    """The same tensor under a name of its own, so that the hooks of the user's see its finished gradient alone."""
+    return None if tensor is None else tensor.view_as(tensor)
