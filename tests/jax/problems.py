@@ -1,5 +1,7 @@
 """Small networks and batches in double precision, and the naive oracle: whole batches, row by row where it matters."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,8 +46,9 @@ def tree_error(actual, expected):
     return relative_error(jax.tree.leaves(actual), jax.tree.leaves(expected))
 
 
+@functools.cache
 def at_once(loss_fn, **keywords):
-    """The large batch's loss and gradients: the oracle. Compiled, as operations by themselves take longer."""
+    """The large batch's loss and gradients: the oracle, compiled once for each function and its batches' shapes."""
     return jax.jit(jax.value_and_grad(loss_fn, **keywords))
 
 

@@ -7,9 +7,19 @@ import pytest
 from gradaccum.jax.batch import Batch
 
 
-@pytest.mark.parametrize(("rows", "size"), [(1, 1), (7, 3), (12, 4), (12, 100), (30, 7)])
-@pytest.mark.parametrize("devices", [1, 2, 6])
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(
+    ("rows", "size", "devices", "axis"),
+    [
+        *((rows, size, devices, 0) for rows, size in ((7, 3), (12, 4), (12, 100)) for devices in (1, 2)),
+        *((1, 1, 1, 0), (7, 3, 1, 1), (12, 4, 2, 1), (30, 7, 6, 0)),
+        *(
+            pytest.param(rows, size, devices, axis, marks=pytest.mark.slow)
+            for rows, size in ((1, 1), (7, 3), (12, 4), (12, 100), (30, 7))
+            for devices in (1, 2, 6)
+            for axis in (0, 1)
+        ),
+    ],
+)
 def test_micro_batches_are_joined_to_the_batch(rows, size, devices, axis):
     shape = (rows, 2) if axis == 0 else (2, rows)
     x = jnp.arange(2 * rows).reshape(shape)

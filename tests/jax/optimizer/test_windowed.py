@@ -14,8 +14,8 @@ from tests.jax.problems import network, rows, squared_error, tree_error
 from tests.reference import FLOAT64, WINDOWS, ragged, windows_of
 
 OPTIMIZERS = {
-    "momentum": lambda: optax.sgd(0.05, momentum=0.9),
-    "clipped AdamW with a schedule": lambda: optax.chain(
+    "momentum": optax.sgd(0.05, momentum=0.9),
+    "clipped AdamW with a schedule": optax.chain(
         optax.clip_by_global_norm(0.5), optax.adamw(optax.linear_schedule(0.1, 0.01, 4), weight_decay=0.1)
     ),
 }
@@ -24,9 +24,15 @@ OPTIMIZERS = {
 gradient_of = jax.jit(jax.grad(squared_error))  # compiled once for each number of rows, whatever the test
 
 
+@functools.cache
+def compiled_update(optimizer):
+    """Compiled once for each optimizer."""
+    return jax.jit(optimizer.update)
+
+
 def large_batches(optimizer, params, batches):
     """Plain optax, one ordinary step per large batch. Returns parameters and state."""
-    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    state, update = optimizer.init(params), compiled_update(optimizer)
     for batch in batches:
         updates, state = update(gradient_of(params, batch), state, params)
         params = optax.apply_updates(params, updates)
@@ -61,9 +67,9 @@ def test_epochs_of_small_batches_make_the_updates_of_large_ones(name, kind):
     params, batch = network(), rows(sum(sizes))
     parts = ragged(sum(sizes), sizes)
     groups = [slice(window[0].start, window[-1].stop) for window in windows_of(parts, steps)]
-    expected, inner_state = large_batches(OPTIMIZERS[kind](), params, [taken(batch, part) for part in groups] * 2)
+    expected, inner_state = large_batches(OPTIMIZERS[kind], params, [taken(batch, part) for part in groups] * 2)
 
-    optimizer = windowed(OPTIMIZERS[kind](), steps)
+    optimizer = windowed(OPTIMIZERS[kind], steps)
     step, state = micro_step(optimizer), optimizer.init(params)
     for _ in range(2):
         for part in parts:
