@@ -237,17 +237,24 @@ def checked_weight(weight: Any) -> float:
 
     Raises:
         TypeError: Not a number.
-        ValueError: Negative, infinite or NaN, or so large or small that a window's total would overflow or lose digits.
+        ValueError: Negative, infinite or NaN, or so large or small that a window's total would overflow or lose digits;
+            or a tensor that requires a gradient, which a weight cannot pass on.
 
     Example:
         >>> checked_weight(731)
         731.0
     """
+    if getattr(weight, "requires_grad", False):
+        raise ValueError(
+            "A weight must not require a gradient: the gradient of a mean passes through what it is divided by, and "
+            f"that of a weight is left out. Received: weight={weight!r}. If the large batch's loss takes it for a "
+            "constant, too, pass weight.detach()."
+        )
     overflows = False
-    is_number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
+    value = weight if isinstance(weight, numbers.Real) else _item(weight)
     try:
-        number = float(weight) if is_number or hasattr(weight, "item") else None
-    except (TypeError, ValueError, RuntimeError):  # an array of several elements, or of none
+        number = None if value is None or isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
         number = None
     except OverflowError:  # an integer, or a fraction
         number, overflows = math.inf, True
@@ -263,6 +270,14 @@ def checked_weight(weight: Any) -> float:
             "all of them by one number."
         )
     return number
+
+
+def _item(weight: Any) -> Any:
+    """The number that a tensor or an array of one element holds; None for anything else."""
+    try:
+        return weight.item()
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # an array of several elements, or of none
+        return None
 
 
 def checked_reduction(reduction: Any) -> Reduction:

@@ -274,6 +274,10 @@ def test_single_losses_and_losses_by_name_in_one_window_are_refused(first: str, 
         run(second)
         optimizer.step()
 
+    if first == second == "terms" and not stepped:
+        with pytest.raises(ValueError, match="came twice in one micro-batch"):
+            both()
+        return
     if (first == "terms") == (second == "terms"):
         if (first == "single") == (second == "single"):
             both()
@@ -314,7 +318,12 @@ def test_what_sums_by_name_do_not_go_with_is_refused() -> None:
         ({"a": (torch.ones(()), float("nan"))}, "loss term 'a': A weight must be"),
         ({"a": (torch.ones(3), 1)}, "loss term 'a' must be a scalar"),
         ({"a": (1.0, 1)}, "loss term 'a' must be a tensor"),
-        ({}, "no terms"),
+        (
+            {"a": (torch.ones((), requires_grad=True), torch.ones((), requires_grad=True))},
+            "must not require a gradient",
+        ),
+        ({"a": (torch.ones((), requires_grad=True), torch.tensor(True))}, "loss term 'a': A weight must be"),
+        ({}, "no terms.*a weight of 0"),
     ],
 )
 def test_what_is_no_loss_with_its_weight_is_an_error_that_names_the_term(terms: Any, message: str) -> None:
@@ -323,6 +332,51 @@ def test_what_is_no_loss_with_its_weight_is_an_error_that_names_the_term(terms: 
         optimizer.backward(terms)
     optimizer.backward(found)  # nothing has happened
     optimizer.step()
+
+
+def test_a_name_given_twice_in_one_micro_batch_is_refused() -> None:
+    _, optimizer, found = wrapped()
+    optimizer.backward({"rows": found["rows"]}, retain_graph=True)
+    with pytest.raises(ValueError, match="'rows' came twice in one micro-batch"):
+        optimizer.backward({"rows": found["rows"]})
+    optimizer.backward({"rare": found["rare"]})
+    optimizer.step()
+    _, _, again = wrapped()
+    optimizer.backward({"rows": again["rows"]})  # the next micro-batch has its own
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_detached_losses_are_averaged_beside_others(first: bool) -> None:
+    """In a micro-batch in which the losses that train weigh nothing, too."""
+    model, data = Heads(), micro_batches()
+    reference = copy.deepcopy(model)
+
+    def some(model: Any, x: Tensor, y: Tensor) -> dict[str, tuple[Tensor, Any]]:
+        found = losses(model, x, y)
+        loss, weight = found["rows"]
+        metric = {"metric": (loss.detach(), weight)}
+        return {**(metric if first else {}), "ignores 1": found["ignores 1"], **metric}
+
+    inner = torch.optim.SGD(reference.parameters(), lr=0.1)
+    x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+    expected = some(reference, x, y)
+    expected["ignores 1"][0].backward()
+    inner.step()
+    optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), steps=len(data))
+    for batch in [data[1], data[0], *data[2:]]:  # in the first one "ignores 1" weighs nothing
+        optimizer.backward(some(model, *batch))
+        optimizer.step()
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    assert set(optimizer.losses) == set(expected)
+    for name, mean in optimizer.losses.items():
+        assert relative_error([mean], [expected[name][0]]) <= FLOAT64
+
+
+def test_a_micro_batch_of_nothing_but_detached_losses_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    _, optimizer, found = wrapped()
+    optimizer.backward({name: (loss.detach(), weight) for name, (loss, weight) in found.items()})
+    optimizer.step()
+    assert "whose loss reached none of the parameters" in caplog.text
 
 
 def test_an_edit_of_the_open_sum_is_seen() -> None:

@@ -146,6 +146,27 @@ def test_a_term_that_is_missing_somewhere_weighs_nothing_there() -> None:
     assert_same(Tagger(), batches(), compute_loss=there, weight=told, micro_batch_size=1)
 
 
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 5, 13])
+def test_a_micro_batch_in_which_all_terms_are_detached_adds_nothing(size: int, verify: bool) -> None:
+    """A metric for every row, and a loss for a few."""
+
+    def rare(model: Any, x: Tensor, y: Tensor, z: Tensor) -> dict[str, Any]:
+        _, row = model(x)
+        flagged = {"row": (F.cross_entropy(row, z), int((z != -100).sum()))} if (z != -100).any() else {}
+        return {"metric": (row.detach().square().mean(), len(x)), **flagged}
+
+    def plain(*batch: Any) -> Any:
+        return sum(loss for loss, _ in rare(*batch).values())
+
+    data = batches()
+    for _, _, z in data:
+        z[:11] = -100
+        z[11:] = torch.tensor([1, 0])
+    step = assert_same(Tagger(), data, plain, compute_loss=rare, micro_batch_size=size, verify=verify)
+    assert list(step.losses) == ["metric", "row"]
+
+
 @pytest.mark.parametrize("told", [False, True])
 def test_a_term_of_total_weight_0_adds_nothing(told: bool) -> None:
     keywords = {"compute_loss": alone, "weight": counts} if told else {"compute_loss": losses}
@@ -407,7 +428,16 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no number": (lambda m, x: {"a": (m(x).mean(), "3")}, "loss term 'a': A weight must be"),
     "no tensor": (lambda m, x: {"a": (1.0, 3)}, "loss term 'a' must be a tensor"),
     "no scalar": (lambda m, x: {"a": (m(x), 3)}, "loss term 'a' must be a scalar"),
-    "none": (lambda m, x: {}, "has no terms"),
+    "without": (lambda m, x: {"a": (m(x).mean(), None)}, "loss term 'a': A weight must be a finite number >= 0"),
+    "a flag": (lambda m, x: {"a": (m(x).mean(), torch.tensor(True))}, "loss term 'a': A weight must be"),
+    "differentiable": (
+        lambda m, x: {"a": (m(x).mean(), m(x).exp().sum())},
+        "'a': A weight must not require a gradient",
+    ),
+    "one differentiable": (lambda m, x: (m(x).mean(), m(x).exp().sum()), "A weight must not require a gradient"),
+    "pairs in a tuple": (lambda m, x: ((m(x).mean(), 1), (m(x).mean(), 1)), "a tuple of 2 pairs"),
+    "detached": (lambda m, x: {"a": (m(x).mean().detach(), 1)}, "None of the losses requires a gradient: 'a'"),
+    "none": (lambda m, x: {}, "has no terms.*a weight of 0"),
     "sometimes": (lambda m, x: {"a": (m(x).mean(), 1)} if len(x) == 4 else m(x).mean(), "always or never"),
 }
 

@@ -134,9 +134,10 @@ def plain_weight(weight: Any) -> Weight:
     Raises:
         TypeError, ValueError: No finite number >= 0, as far as that can be told without waiting.
     """
-    if isinstance(weight, Tensor) and weight.device.type != "cpu" and weight.numel() == 1:
-        return weight.detach().reshape(())
-    return checked_weight(weight.detach() if isinstance(weight, Tensor) else weight)
+    waits = isinstance(weight, Tensor) and weight.device.type != "cpu" and weight.numel() == 1
+    if waits and not weight.requires_grad and weight.dtype is not torch.bool:
+        return weight.reshape(())
+    return checked_weight(weight)
 
 
 def is_zero(weight: Any) -> bool:

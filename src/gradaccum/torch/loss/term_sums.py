@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.gradients import GradientSum, all_finite, scale_
-from gradaccum.torch.loss.terms import checked_scalar
+from gradaccum.torch.loss.terms import checked_scalar, no_terms_error
 from gradaccum.window import checked_weight
 
 Accepting = Callable[[], contextlib.AbstractContextManager[None]]
@@ -43,6 +43,8 @@ class TermSums(GradientSum):
         """By name, the one in `p.grad` first."""
         self._aside: list[Tensor | None] | None = None
         """The first term's sum, while another one's is in `p.grad`."""
+        self._named: set[Hashable] = set()
+        """The losses of the micro-batch in progress."""
         super().__init__(*arguments)
 
     @contextlib.contextmanager
@@ -83,7 +85,7 @@ class TermSums(GradientSum):
         retain_graph: bool | None = None,
         **how: Any,
     ) -> None:
-        """Add the gradients of a micro-batch's losses, each to the sum of its term.
+        """Add the gradients of a micro-batch's losses, each to the sum of its term; detached ones have none.
 
         Args:
             terms: Names, losses and weights.
@@ -93,15 +95,25 @@ class TermSums(GradientSum):
             retain_graph: As for `torch.Tensor.backward`.
             how: As well.
         """
+        counting = {name for name, _, weight in terms if weight}
+        if twice := counting & self._named:
+            raise _twice_error(twice.pop())
+        self._named |= counting
         for index, (name, loss, weight) in enumerate(terms):
             if not weight:
                 with accepting():
                     self.reach(loss)
                 continue
             factor = self.weigh(name, weight, reduction)
-            keep = retain_graph or any(later for _, _, later in terms[index + 1 :])
+            if not loss.requires_grad:
+                continue
+            keep = retain_graph or any(later and loss.requires_grad for _, loss, later in terms[index + 1 :])
             with self.reached(name, accepting):
                 run(loss, factor, retain_graph=keep, **how)
+
+    def micro_batch_over(self) -> None:
+        """The next micro-batch has its own losses."""
+        self._named.clear()
 
     def fold(self) -> bool:
         """Divide each term's sum by its total and add them up in `p.grad`. Returns whether there are terms."""
@@ -152,10 +164,12 @@ class TermSums(GradientSum):
     def clear(self, set_to_none: bool = True) -> None:
         super().clear(set_to_none)
         self.terms = {}
+        self._named.clear()
 
     def close(self) -> None:
         super().close()
         self.terms = {}
+        self._named.clear()
 
     # Files.
 
@@ -218,7 +232,7 @@ def checked_terms(losses: Any, weight: Any) -> list[NamedLoss]:
         raise not_by_name_error()
     named = list(losses.items() if isinstance(losses, Mapping) else enumerate(losses))
     if not named:
-        raise ValueError(f"The loss has no terms. Received: {losses!r}.")
+        raise no_terms_error(losses)
     return [(name, *_checked(name, value)) for name, value in named]
 
 
@@ -233,6 +247,14 @@ def _checked(name: Hashable, value: Any) -> tuple[Tensor, float]:
         return loss, checked_weight(value[1])
     except (TypeError, ValueError) as error:
         raise type(error)(f"The loss term {name!r}: {error}") from None
+
+
+def _twice_error(name: Hashable) -> ValueError:
+    """A name was given to two losses of one micro-batch."""
+    return ValueError(
+        f"The loss term {name!r} came twice in one micro-batch: two means over the same rows, whose sum one weight "
+        "can't say. Give each a name of its own, or add them up before: backward({'a': (loss_1 + loss_2, weight)})."
+    )
 
 
 def not_by_name_error() -> ValueError:

@@ -21,6 +21,8 @@ __all__ = [
     "Totals",
     "added",
     "checked_scalar",
+    "no_gradient_error",
+    "no_terms_error",
     "summed",
     "terms_of",
     "totals_of",
@@ -73,12 +75,33 @@ def terms_of(result: Any, by_batch: bool) -> Terms | None:
         named: Iterable[tuple[Any, Any]] = result.items()
     elif isinstance(result, list):
         named = enumerate(result)
+    elif type(result) is tuple and result and all(isinstance(pair, (tuple, list)) for pair in result):
+        raise TypeError(
+            "Several losses come as {name: (loss, weight)} or as a list of pairs; a tuple is one loss with its weight. "
+            f"Received: a tuple of {len(result)} pairs."
+        )
     else:
         return None
     terms = {name: _term(name, value, by_batch) for name, value in named}
     if not terms:
-        raise ValueError(f"The loss has no terms. Received: {result!r}.")
+        raise no_terms_error(result)
     return terms
+
+
+def no_terms_error(received: Any) -> ValueError:
+    """A micro-batch, or a batch, has none of its losses."""
+    return ValueError(
+        f"The loss has no terms. Received: {received!r}. Where these rows have none of them, say so by a weight of 0: "
+        "{'a': (loss, 0)}, whatever the loss is."
+    )
+
+
+def no_gradient_error(names: Iterable[Hashable]) -> ValueError:
+    """None of several losses depends on the model."""
+    return ValueError(
+        f"None of the losses requires a gradient: {', '.join(map(repr, names))}. Losses that are detached are averaged "
+        "beside others, which train the model."
+    )
 
 
 def _term(name: Any, value: Any, by_batch: bool) -> Term:
@@ -95,7 +118,7 @@ def _term(name: Any, value: Any, by_batch: bool) -> Term:
             "weight=lambda *batch: {name: number}."
         )
     loss, weight = value if pair else (value, None)
-    return Term(checked_scalar(loss, f"The loss term {name!r}"), None if weight is None else _weight_of(name, weight))
+    return Term(checked_scalar(loss, f"The loss term {name!r}"), _weight_of(name, weight) if pair else None)
 
 
 def checked_scalar(loss: Any, what: str = "The loss") -> Tensor:

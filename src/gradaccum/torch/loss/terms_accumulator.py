@@ -14,7 +14,7 @@ from gradaccum.on_torch.private import run_backward
 from gradaccum.torch.loss.accumulator import LossAccumulator, WeightedLoss
 from gradaccum.torch.loss.divisors import Weight, is_zero, ratio, times, where_any
 from gradaccum.torch.loss.objective import Objective
-from gradaccum.torch.loss.terms import MIXED_TERMS, Terms, Totals, summed, weighed, wide
+from gradaccum.torch.loss.terms import MIXED_TERMS, Terms, Totals, no_gradient_error, summed, weighed, wide
 
 __all__ = ["TermsAccumulator", "accumulator", "counted"]
 
@@ -59,6 +59,7 @@ class TermsAccumulator:
         self._parts: dict[Hashable, list[Tensor]] = {}
         self._weights: dict[Hashable, list[Weight]] = {}
         self._of_all_ranks: Tensor | None = None
+        self._has_gradient = False
 
     def multiple(self, weighted: WeightedLoss, rows: int) -> Weight:
         """Ratio of the first micro-batch's summed gradient to an estimate of the mean gradient."""
@@ -132,9 +133,10 @@ class TermsAccumulator:
             parts[name] = times(wide(where_any(value, weight)), ratio(one, self.totals[name]))
         weights = {name: weight for name, (_, weight) in found.items()}
         detached = {name: part.detach() for name, part in parts.items()}
-        if not parts:
+        attached = [part for part in parts.values() if part.requires_grad]
+        if not attached:
             return WeightedLoss(None, weightless=loss, terms=(detached, weights))
-        return WeightedLoss(summed(list(parts.values())), terms=(detached, weights))
+        return WeightedLoss(summed(attached), terms=(detached, weights))
 
     def backward(self, weighted: WeightedLoss, loss: Tensor) -> None:
         """Run the backward pass of a micro-batch.
@@ -148,6 +150,7 @@ class TermsAccumulator:
     def add(self, weighted: WeightedLoss) -> None:
         """Count a micro-batch whose gradient has arrived."""
         parts, weights = weighted.terms or ({}, {})
+        self._has_gradient = self._has_gradient or weighted.loss is not None
         for name, part in parts.items():
             self._parts.setdefault(name, []).append(part)
         for name, weight in weights.items():
@@ -158,8 +161,10 @@ class TermsAccumulator:
 
         Raises:
             StartOver: They don't, for the first time: other sizes draw other random numbers.
-            ValueError: They don't, once more, or where other ranks rely on the totals.
+            ValueError: They don't, once more, or where other ranks rely on the totals; or no loss has a gradient.
         """
+        if self._parts and not self._has_gradient:
+            raise no_gradient_error(self._parts)
         if self._counted is None:
             return
         found = _read(self._weights)

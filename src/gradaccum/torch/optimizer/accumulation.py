@@ -214,6 +214,7 @@ class Accumulation:
         if self.by_name is not None and self.by_name.terms:
             if guard.arrivals != one.weighed:
                 raise mixed_terms_error()
+            self.by_name.micro_batch_over()
         elif one.weight is None and not one.in_batches and window.weights_given and guard.arrivals:
             if window.reduction == "mean":
                 raise mixed_error()
