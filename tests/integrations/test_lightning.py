@@ -304,12 +304,50 @@ def test_a_trainer_whose_training_has_failed_can_be_used_again():
 # What goes by updates.
 
 
-@pytest.mark.parametrize("frequency", [1, 2])
-def test_a_scheduler_of_steps_steps_once_per_update(frequency):
+class Alternating(Scheduled):
+    """Its scheduler's frequency is 2."""
+
+    frequency = 2
+
+
+def test_a_scheduler_of_steps_steps_once_per_update():
     module = Scheduled()
     fit(module, 5, max_epochs=2)
     assert module.lr_schedulers().last_epoch == 6
     assert relative_error(module.network.parameters(), halving(windows(5) * 2)) <= FLOAT64
+
+
+class LargeBatches(lightning.Callback):
+    """Keeps the learning rate of each update."""
+
+    def __init__(self):
+        self.rates = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("stop", [None, 7], ids=["whole epochs", "stopped inside a window"])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, {0: 3, 1: 2}], ids=str)
+def test_a_schedulers_frequency_counts_updates_not_batches(steps, stop):
+    table = steps if isinstance(steps, dict) else {0: steps, 1: steps}
+    epochs = iter([windows(table[epoch], count=None if stop is None else stop + 1) for epoch in (0, 1)])
+
+    class Large(IterableDataset):
+        def __iter__(self):
+            return iter([tuple(t[w] for t in data()) for w in next(epochs)])
+
+    # The same module under Lightning on the large batches, without accumulation.
+    plain, expected, rates = Alternating(), LargeBatches(), LargeBatches()
+    one = trainer([expected], max_epochs=2 if stop is None else 1)
+    one.fit(plain, DataLoader(Large(), batch_size=None))
+    module = Alternating()
+    fit(module, steps, max_epochs=2, callbacks=[rates] + ([StopAt(stop)] if stop is not None else []))
+    assert rates.rates == expected.rates
+    assert relative_error(module.network.parameters(), plain.network.parameters()) <= FLOAT64
+    assert module.lr_schedulers().last_epoch == plain.lr_schedulers().last_epoch > 0
+    assert module.trainer.lr_scheduler_configs[0].frequency == 2
+    assert "update_lr_schedulers" not in vars(module.trainer.fit_loop.epoch_loop)
 
 
 def test_a_scheduler_of_epochs_steps_after_the_epochs_last_update():

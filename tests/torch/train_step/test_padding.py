@@ -160,6 +160,75 @@ def test_padding_on_the_left_is_judged_where_it_comes_first(kind: str) -> None:
     assert step.cutting.packing.left == {"bert": "number", "gpt2": "keep", "llama": "keep"}[kind]
 
 
+@pytest.mark.parametrize("rows", [[3], [0, 7]], ids=["one row", "others"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_first_label_that_counts_in_a_later_batch_alone_is_noticed(kind: str, rows: list[int], caplog: Any) -> None:
+    data = [(text("left", seed),) for seed in range(4)]
+    for index, (batch,) in enumerate(data):
+        first = batch["attention_mask"].argmax(1)
+        kept = {row: int(batch["labels"][row, first[row]]) for row in rows if index == 2}
+        batch["labels"][torch.arange(len(LENGTHS)), first] = -100
+        for row, label in kept.items():
+            batch["labels"][row, first[row]] = label
+    caplog.set_level("INFO", "gradaccum")
+    step = assert_same_for_transformers(
+        tiny(kind), data, compute_loss=output_loss, weight=shifted, max_tokens=24, micro_batch_size=2
+    )
+    assert step.cutting.packing is not None
+    assert step.cutting.packing.left == ("number" if kind == "gpt2" else "cut")  # of the last batch
+    assert "A first label of -100 predicts nothing from padding" in caplog.text
+    assert "batch[0]['labels']" in caplog.text
+
+
+def test_a_loss_mask_of_the_users_own_is_noticed_as_labels_are() -> None:
+    """The first token of some rows counts by a mask that has no name known to the library."""
+
+    def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+        each = F.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten(), reduction="none")
+        counts = batch["counts"][:, 1:].flatten()
+        return (each * counts).sum() / counts.sum()
+
+    data = [(text("left", seed),) for seed in range(3)]
+    for index, (batch,) in enumerate(data):
+        batch["counts"] = batch["attention_mask"].double()
+        if index < 2:
+            batch["counts"][torch.arange(len(LENGTHS)), batch["attention_mask"].argmax(1)] = 0
+    counted = lambda batch: batch["counts"][:, 1:].sum()  # noqa: E731
+    step = assert_same_for_transformers(tiny("llama"), data, compute_loss=loss, weight=counted, max_tokens=24)
+    assert step.cutting.packing is not None
+    assert step.cutting.packing.left == "keep"
+
+
+def test_padded_labels_that_count_in_a_later_batch_alone_are_refused() -> None:
+    data = [text("right", seed) for seed in range(3)]
+    data[2]["labels"] = data[2]["labels"].masked_fill(data[2]["attention_mask"] == 0, 0)  # 0 is a token here
+    model = Attention()
+    step = TrainStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), compute_loss=token_mean, weight=valid, max_tokens=24
+    )
+    full = text("right", 9)
+    full["attention_mask"].fill_(1)
+    full["labels"] = full["input_ids"].clone()
+    for batch in (full, *data[:2]):
+        step(batch)
+    with pytest.raises(NotEquivalentError, match="mark them with -100 in the labels.*Leave out `max_tokens`"):
+        step(data[2])
+
+
+def test_an_error_where_padding_was_cut_off_names_max_tokens() -> None:
+    def mean_of_means(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        outputs = model(batch["input_ids"], batch["attention_mask"])
+        each = F.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
+        return (each.sum(1) / (batch["labels"] != -100).sum(1)).mean()
+
+    model = Attention()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(model, optimizer, compute_loss=mean_of_means, weight=valid, max_tokens=24)
+    with pytest.raises(NotEquivalentError, match="`max_tokens` has cut off padding there. Taken for text"):
+        step(text("left"))
+
+
 def test_padding_that_stays_on_the_left_counts_in_the_budget() -> None:
     class Numbered(Attention):
         """Knows the column of each token, and takes no `position_ids`."""

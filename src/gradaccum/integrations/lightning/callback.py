@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradaccum.errors import WindowError
 from gradaccum.integrations.lightning.checks import Varying, check, check_optimizer
+from gradaccum.integrations.lightning.frequencies import count_batches, count_updates
 from gradaccum.integrations.lightning.ranks import mean, over_ranks, reduce_
 from gradaccum.on_torch.gradients import scale_
 from gradaccum.schedule import Schedule, Steps
@@ -117,6 +118,7 @@ class GradientAccumulation(Callback):
         self._guard = Guard(self._parameters)
         if is_overridden("on_train_batch_start", pl_module):
             self._flush_where_the_rest_is_skipped(trainer, pl_module)
+        count_updates(trainer)
         self._begin()
         if self._restored is not None:
             restored, self._restored = self._restored, None
@@ -281,6 +283,7 @@ class GradientAccumulation(Callback):
         trainer, guard = self._trainer, self._guard
         if trainer is not None:
             trainer.accumulate_grad_batches = 1
+            count_batches(trainer)
             trainer.lightning_module.__dict__.pop("on_train_batch_start", None)
         if guard is not None:
             guard.remove()

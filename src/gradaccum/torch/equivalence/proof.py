@@ -208,9 +208,11 @@ class Proof:
         try:
             result.raise_if_different()
         except NotEquivalentError as error:
+            said = not self._text or what_is_cut(self._text) in str(error)
+            cut = "" if said else f"\n`max_tokens` has cut off padding there. {what_is_cut(self._text)}"
             raise NotEquivalentError(
-                f"{error}\nFound on {few.rows} rows of this batch, whole and in micro-batches, before an update was "
-                "made with it. verify=False leaves this proof out."
+                f"{error}{cut}\nFound on {few.rows} rows of this batch, whole and in micro-batches, before an update "
+                "was made with it. verify=False leaves this proof out."
             ) from None
 
     def _causes(self, few: Batch, wrong: list[Difference], tolerance: float) -> list[Cause] | None:

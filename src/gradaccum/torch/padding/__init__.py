@@ -1,6 +1,7 @@
 """Padded rows: sorted, packed, and rid of columns of nothing but padding."""
 
 from gradaccum.torch.padding.columns import (
+    IGNORED,
     Left,
     can_take_positions,
     cut,
@@ -15,6 +16,7 @@ from gradaccum.torch.padding.columns import (
 from gradaccum.torch.padding.packs import Packs
 
 __all__ = [
+    "IGNORED",
     "Left",
     "Packs",
     "can_take_positions",

@@ -14,6 +14,7 @@ from gradaccum.on_torch.batch import Batch, has_rows, leaves, map_leaves
 from gradaccum.sizes import Piece
 
 __all__ = [
+    "IGNORED",
     "Left",
     "can_take_positions",
     "cut",

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gradaccum.errors import NotEquivalentError
-from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.batch import Batch, leaves
 from gradaccum.on_torch.transaction import as_found
 from gradaccum.rounding import rounding
 from gradaccum.sizes import Groups, Piece, TokenBudget, Tokens
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.padding import (
+    IGNORED,
     Left,
     can_take_positions,
     extents,
@@ -32,6 +34,8 @@ logger = logging.getLogger("gradaccum")
 
 ROWS = 4
 """Rows that are looked at to find out."""
+WAYS: tuple[Left, ...] = "cut", "number", "keep"
+"""From the one that cuts most to the one that changes nothing."""
 
 
 class Packing:
@@ -48,9 +52,11 @@ class Packing:
         self.objective = objective
         self.budget = TokenBudget(max_tokens, max_rows)
         self.left: Left = "cut"
+        """What happens to padding on the left of this batch."""
         self.apart = set[str]()
         """The paths of what is no text: in some batch it was wider or narrower."""
-        self._judged: set[bool] = set() if judge else {False, True}
+        self._judge = judge
+        self._judged: dict[Edge, Left] = {}
 
     def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Tokens:
         """The micro-batches of a batch.
@@ -63,18 +69,46 @@ class Packing:
             NotEquivalentError: Padding counts in the loss.
             ValueError: The rows are not in front.
         """
-        self.text(batch)
+        text = self.text(batch)
         found = extents(batch.tree)
         groups = None if batch.groups is None else Groups(batch.groups.tolist())
         plan = Tokens(self.budget, found, sizes, groups)
-        # Batches that are padded on the left may come first after many that are not.
-        piece = next((piece for piece in plan.pieces if piece.columns and piece.columns[0] > 0), None)
-        if batch.rows and (padded := piece is not None) not in self._judged:
-            self.left = judged_left(self.objective, batch, piece or plan.pieces[-1], self.apart)
-            self._judged.add(padded)
-        if self.left == "keep" and piece is not None:
+        if self._judge and batch.rows:
+            self.left = self._found_out(batch, text, plan.pieces, known=sizes is not None)
+        if self.left == "keep" and any(piece.columns and piece.columns[0] > 0 for piece in plan.pieces):
             plan = Tokens(self.budget, [(0, stop) for _, stop in found], sizes, groups)
         return plan
+
+    def keep_left(self) -> None:
+        """Leave padding on the left as it is, since nothing can be tried out."""
+        self._judge, self.left = False, "keep"
+
+    def _found_out(self, batch: Batch, text: Collection[str], pieces: Sequence[Piece], *, known: bool) -> Left:
+        """What happens to padding on the left of this batch: what each kind of row in it can bear, judged once.
+
+        Args:
+            batch: The large batch.
+            text: The paths of what is cut.
+            pieces: Its micro-batches.
+            known: Judge nothing: what isn't known is left as it is.
+        """
+        ways = list[Left]()
+        for edge, piece in edges(batch, text, pieces).items():
+            if known and edge not in self._judged:
+                ways.append("keep" if edge.left else "cut")
+                continue
+            if edge not in self._judged:
+                self._judged[edge] = judged_left(self.objective, batch, piece, self.apart)
+                if self._judged[edge] == "keep" and edge.left:
+                    names = ", ".join(f"batch{path}" for path in sorted(edge.counting)) or "nothing but the mask"
+                    logger.info(
+                        "max_tokens: padding on the left is not cut off where first tokens count as they do in this "
+                        "batch (%s), for it changes the gradient. A first label of -100 predicts nothing from padding.",
+                        names,
+                    )
+            if edge.left:
+                ways.append(self._judged[edge])
+        return max(ways, key=WAYS.index, default="cut")
 
     def text(self, batch: Batch) -> frozenset[str]:
         """The paths of what is cut in this batch: as wide as its attention mask, in it and in all batches before."""
@@ -86,6 +120,83 @@ class Packing:
             )
         self.apart.update(widths_apart(batch.tree, rows, columns))
         return text_of(batch.tree, rows, columns) - self.apart
+
+
+class Edge(NamedTuple):
+    """A kind of row, by what happens where its padding is cut off."""
+
+    left: bool
+    """Cut off in front; else behind."""
+    first: bool
+    """The first column that stays is this row's first token."""
+    counting: frozenset[str]
+    """The paths of what says something else there than in padding: labels that count, weights of tokens, ids."""
+
+
+def edges(batch: Batch, text: Collection[str], pieces: Sequence[Piece]) -> dict[Edge, Piece]:
+    """The kinds of rows in a batch, and for each a few rows of one piece.
+
+    A causal model predicts a row's first token from the padding in front of it, if there is any, so a label there may
+    count before padding is cut off, and not after. It does in some rows, and in others not: each kind is judged apart.
+    """
+    found: dict[Edge, Piece] = {}
+    rows, columns = mask_of(batch.tree).shape
+    leaves_of_text = [
+        (path, torch.as_tensor(leaf))
+        for path, leaf in leaves(batch.tree)
+        if path in text and "attention_mask" not in path and leaf.shape[1] == columns
+    ]
+    spans = extents(batch.tree)
+    left = [piece for piece in pieces if piece.columns and piece.columns[0] > 0]
+    counting: list[list[str]] = [[] for _ in range(rows)]
+    if left:
+        firsts = torch.tensor([first for first, _ in spans])
+        every = torch.arange(rows)
+        for path, leaf in leaves_of_text:
+            at, before = firsts.to(leaf.device), (firsts - 1).clamp(min=0).to(leaf.device)
+            changes = (leaf[every, at] != leaf[every, before]).reshape(rows, -1).any(1).tolist()
+            for row in every[torch.tensor(changes)].tolist():
+                counting[row].append(path)
+    for piece in left:
+        assert piece.columns is not None
+        assert isinstance(piece.rows, list)
+        for row in piece.rows:
+            edge = Edge(True, spans[row][0] == piece.columns[0], frozenset(counting[row]))
+            known = found.setdefault(edge, piece._replace(rows=[]))
+            if known.columns == piece.columns and known.size < ROWS:
+                known.rows.append(row)  # type: ignore[union-attr]  # a list
+    for edge, piece in _right(rows, columns, leaves_of_text, pieces):
+        found.setdefault(edge, piece)
+    return found
+
+
+def _right(
+    rows: int, columns: int, text: Sequence[tuple[str, Tensor]], pieces: Sequence[Piece]
+) -> Iterator[tuple[Edge, Piece]]:
+    """The same behind a row's last token: a label of 0 there may be padding, or count."""
+    cut = [piece for piece in pieces if piece.columns and piece.columns[1] < columns]
+    if not cut:
+        return
+    stops = torch.full((rows,), columns)
+    for piece in cut:
+        assert piece.columns is not None
+        stops[torch.as_tensor(piece.rows)] = piece.columns[1]
+    counting: list[list[str]] = [[] for _ in range(rows)]
+    for path, leaf in text:
+        if "label" in path:
+            beyond = (torch.arange(columns) >= stops[:, None]).to(leaf.device)
+            counts = (leaf != IGNORED).reshape(rows, columns, -1).any(2) & beyond
+            for row, there in enumerate(counts.any(1).tolist()):
+                if there:
+                    counting[row].append(path)
+    seen = set[Edge]()
+    for piece in reversed(cut):  # the shortest ones first
+        assert isinstance(piece.rows, list)
+        for row in piece.rows:
+            edge = Edge(False, False, frozenset(counting[row]))
+            if edge not in seen:
+                seen.add(edge)
+                yield edge, piece._replace(rows=[row, *(other for other in piece.rows if other != row)][:ROWS])
 
 
 def judged_left(objective: Objective, batch: Batch, piece: Piece, apart: Collection[str] = ()) -> Left:
@@ -112,8 +223,6 @@ def judged_left(objective: Objective, batch: Batch, piece: Piece, apart: Collect
                     continue
                 cut = packed_rows(batch, piece._replace(rows=piece.rows[:ROWS]), way, apart)
                 if not _differ(objective, expected, _gradient(objective, cut)):
-                    if way == "keep" and start > 0:
-                        logger.info("max_tokens: padding on the left is not cut off, for it changes this gradient.")
                     return way
         except Exception as error:
             logger.debug("The loss could not be evaluated on trimmed rows: %s", error)

@@ -161,6 +161,8 @@ class TrainStep:
         self.ranks = find_ranks(model, self.objective, self.update, options, micro_batch_size, max_tokens)
         self._verify = verify and not spans_ranks(self.model, self.ranks, exact=self._whole is not None)
         if verify and not self._verify:
+            if self.cutting.packing is not None:
+                self.cutting.packing.keep_left()
             logger.warning(
                 "Whether micro-batches make the large batch's update is not proven here: in this model the ranks wait "
                 "for each other in every pass. Prove it on one process, with gradaccum.torch.check_equivalence."
