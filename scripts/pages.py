@@ -24,6 +24,7 @@ WHOLE_FILES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "compat/runai/README.md": "migrate/runai.md",
 }
 EXAMPLES = {
