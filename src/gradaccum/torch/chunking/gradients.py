@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +14,15 @@ from torch import Tensor, nn
 
 from gradaccum.torch.chunking.trees import tensors_of
 
-__all__ = ["GradientSums", "backward_roots", "gradient_leaf", "spare_hooks"]
+__all__ = [
+    "GradientSums",
+    "aliases",
+    "backward_roots",
+    "gradient_leaf",
+    "hooks_on_activations_explained",
+    "spare_hooks",
+    "without_a_word_of_gradients",
+]
 
 
 class GradientSums:
@@ -99,6 +110,19 @@ def gradient_leaf(parameter: Tensor) -> Tensor:
     return leaf
 
 
+def aliases(tensors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
+    """The same tensors, whose gradients can be asked for without calling the hooks of those that are needed."""
+    return [_alias(tensor) if is_needed else tensor for tensor, is_needed in zip(tensors, needed, strict=True)]
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    alias = tensor.view_as(tensor)
+    if isinstance(tensor, nn.Parameter):  # it takes the place of one
+        alias.__dict__.update(tensor.__dict__)
+        alias._is_param = True  # type: ignore[attr-defined]  # what `isinstance` asks for
+    return alias
+
+
 def spare_hooks(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Keep hooks on parameters that got no gradient from being called with None, as torch does after a Function.
 
@@ -122,3 +146,34 @@ class _OnGradients:
 
     def __call__(self, gradient: Tensor | None) -> Any:
         return None if gradient is None else self.hook(gradient)
+
+
+_NO_GRADIENTS = ("ignore", re.compile("None of the inputs have requires_grad=True"), Warning, None, 0)
+
+
+@contextlib.contextmanager
+def without_a_word_of_gradients() -> Iterator[None]:
+    """Reentrant checkpoints inside would say so of a first pass, which is without gradients on purpose.
+
+    Not by `warnings.catch_warnings`, after which Python forgets what it has shown and shows it once more.
+    """
+    warnings.filters.insert(0, _NO_GRADIENTS)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            warnings.filters.remove(_NO_GRADIENTS)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def hooks_on_activations_explained() -> Iterator[None]:
+    """PyTorch's error about a hook on an activation without a graph, with the reason why it has none."""
+    try:
+        yield
+    except RuntimeError as error:
+        if torch.is_grad_enabled() or "register a hook on a tensor that doesn't require gradient" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{error}: a chunked module runs twice, at first without gradients. Register hooks on activations where "
+            "`output.requires_grad` alone; they are called for each micro-batch."
+        ) from error

@@ -7,6 +7,7 @@ module's own generators), autocast, and the buffers that the module moves.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -68,8 +69,8 @@ class ModuleState:
         self.buffers: list[tuple[dict[str, Any], str, Tensor]] = []
         self.generators: list[Any] = []
         """Random number generators that are attributes."""
-        self.modes: set[tuple[bool, int, bool]] = set()
-        """Whether each module, by its place, is in training mode, with the root's own mode."""
+        self.modes: set[tuple[Any, ...]] = {(-1, kind, by) for kind, by in _hooks(_EVERYWHERE)}
+        """What each module, by its place, is, whether it is in training mode, with the root's own, and its hooks."""
         self._held: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._held_parameters: list[tuple[dict[str, Any], dict[str, Any]]] = []
         parameters: dict[int, Tensor] = {}
@@ -77,7 +78,8 @@ class ModuleState:
         seen = set(map(id, submodules))
         for place, submodule in enumerate(submodules):
             attributes = vars(submodule)
-            self.modes.add((module.training, place, submodule.training))
+            self.modes.add((module.training, place, submodule.training, type(submodule).__qualname__))
+            self.modes.update([(place, kind, by) for kind, by in _hooks(attributes)])
             then = dict(attributes)
             for name, value in attributes.items():
                 if type(value) in _PLAIN:
@@ -98,7 +100,7 @@ class ModuleState:
             for name, buffer in attributes["_buffers"].items():
                 if buffer is not None:
                     self.buffers.append((attributes["_buffers"], name, buffer))
-            for kind in ("_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks"):
+            for kind in ("_buffers", "_modules", *_HOOKS):
                 self._held.append((attributes[kind], dict(attributes[kind])))
         self.parameters = list(parameters.values())
         """Each once. What `torch.func.functional_call` puts in their place counts."""
@@ -130,6 +132,30 @@ class ModuleState:
         finally:
             for holder, now in found:
                 _set(holder, now)
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_EVERYWHERE = {kind: vars(torch.nn.modules.module).get(f"_global{kind}", {}) for kind in _HOOKS}
+"""Hooks that torch calls for every module."""
+
+
+def _hooks(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Hooks, and a `forward` of a module's own, by where their code is; not this package's, which come and go."""
+    for kind in _HOOKS:
+        for hook in attributes[kind].values() if attributes[kind] else ():
+            by = _code_of(hook)
+            if not by.startswith("gradaccum."):
+                yield kind, by
+    if "forward" in attributes:
+        yield "forward", _code_of(attributes["forward"])
+
+
+def _code_of(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    named = function if code is not None and hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}:{code.co_firstlineno if code is not None else 0}"
 
 
 def _set(holder: dict[Any, Any], content: dict[Any, Any]) -> None:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradaccum.on_torch.batch import leaves, map_leaves
+from gradaccum.on_torch.batch import has_rows, leaves, map_leaves
 
-__all__ = ["Inputs", "as_leaf", "by_name", "copied", "is_floating", "tensors_of", "with_tensors", "without_tensors"]
+__all__ = [
+    "Inputs",
+    "Samples",
+    "as_leaf",
+    "by_name",
+    "copied",
+    "is_floating",
+    "tensors_of",
+    "with_tensors",
+    "without_tensors",
+]
 
 
 class Inputs(NamedTuple):
@@ -72,3 +83,42 @@ def as_leaf(leaf: Any, like: Any = None) -> Any:
     """A tensor as a leaf that needs a gradient as another one does, or as it does itself."""
     like = leaf if like is None else like
     return leaf.detach().requires_grad_(like.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+class Samples:
+    """Some numbers of each input that lies in host memory, where it may be refilled behind autograd's back.
+
+    Args:
+        paths: Of the tensors.
+        tensors: Those in the inputs.
+        skeleton: The inputs without them: arrays are left.
+    """
+
+    def __init__(self, paths: Sequence[str], tensors: Sequence[Tensor], skeleton: Any) -> None:
+        self.paths, self.skeleton = paths, skeleton
+        self._then = list(self._taken(tensors))
+
+    def _taken(self, tensors: Sequence[Tensor]) -> Iterator[tuple[str, Any]]:
+        for path, tensor in zip(self.paths, tensors, strict=True):
+            plain = type(tensor) is Tensor and not (tensor.is_nested or tensor.is_quantized)
+            if plain and tensor.device.type == "cpu" and tensor.layout is torch.strided:
+                yield path, tensor.detach().take(_positions(tensor.numel()))
+        for path, leaf in leaves(self.skeleton):
+            if type(leaf).__module__ == "numpy" and has_rows(leaf) and leaf.dtype.kind in "biufc":
+                yield path, torch.as_tensor(leaf.flat[_positions(leaf.size).numpy()])
+
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """Raise a RuntimeError if they are others now."""
+        for (path, then), (_, now) in zip(self._then, self._taken(tensors), strict=True):
+            if not torch.equal(now, then) and not bool(((now == then) | ((now != now) & (then != then))).all()):
+                raise RuntimeError(
+                    f"{path.removeprefix('.')} of a chunked module was edited between forward and backward, which runs "
+                    "the module on it again: through NumPy, `.data` or a buffer that is refilled. Pass a copy, or "
+                    "refill it after backward."
+                )
+
+
+@functools.lru_cache(maxsize=64)
+def _positions(count: int) -> Tensor:
+    """Up to 256 places in so many numbers, in step with no row length."""
+    return torch.arange(count) if count <= 256 else torch.arange(256) * 2654435761 % count

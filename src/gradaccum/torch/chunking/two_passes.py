@@ -8,8 +8,6 @@ called several times see what they would see of the large batch.
 from __future__ import annotations
 
 import contextlib
-import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +21,14 @@ from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.random_state import RandomState, all_generators, is_generator, kept
 from gradaccum.rounding import rounding
 from gradaccum.torch.batch_norm import BatchNormPolicy
-from gradaccum.torch.chunking.gradients import GradientSums, backward_roots, spare_hooks
+from gradaccum.torch.chunking.gradients import (
+    GradientSums,
+    aliases,
+    backward_roots,
+    hooks_on_activations_explained,
+    spare_hooks,
+    without_a_word_of_gradients,
+)
 from gradaccum.torch.chunking.recompute import (
     Buffers,
     Conditions,
@@ -31,7 +36,7 @@ from gradaccum.torch.chunking.recompute import (
     accelerators,
     parametrizations_computed,
 )
-from gradaccum.torch.chunking.trees import Inputs, tensors_of, with_tensors, without_tensors
+from gradaccum.torch.chunking.trees import Inputs, Samples, tensors_of, with_tensors, without_tensors
 from gradaccum.torch.equivalence import relative_error
 from gradaccum.torch.padding import Packs
 
@@ -160,7 +165,7 @@ class Call:
         """
         inputs = self.inputs_of(self.pieces(tensors, index) if pieces is None else pieces, index)
         versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
-        with self.policy.micro_batch(), self.buffers.lent(self.sizes[index]):
+        with self.policy.micro_batch(), self.buffers.lent(self.sizes[index]), hooks_on_activations_explained():
             outputs = self.module(*inputs.args, **inputs.kwargs)
         if self._next is not None:
             self.conditions[index], self._next = self._next, self._next.advance(all_moved=index > 0)
@@ -298,23 +303,6 @@ class Call:
                     )
 
 
-_NO_GRADIENTS = ("ignore", re.compile("None of the inputs have requires_grad=True"), Warning, None, 0)
-
-
-@contextlib.contextmanager
-def _without_a_word_of_gradients() -> Iterator[None]:
-    """Reentrant checkpoints inside would say so of a first pass, which is without gradients on purpose.
-
-    Not by `warnings.catch_warnings`, after which Python forgets what it has shown and shows it once more.
-    """
-    warnings.filters.insert(0, _NO_GRADIENTS)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):
-            warnings.filters.remove(_NO_GRADIENTS)  # type: ignore[attr-defined]
-
-
 class TwoPasses(torch.autograd.Function):
     """The first passes forward, the second ones backward."""
 
@@ -322,9 +310,10 @@ class TwoPasses(torch.autograd.Function):
     def forward(ctx: Any, call: Call, indices: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call, ctx.indices = call, indices
         ctx.set_materialize_grads(False)
-        with _without_a_word_of_gradients():
+        with without_a_word_of_gradients():
             outputs = call.first_passes(indices, tensors[len(call.trained) :])
         ctx.save_for_backward(*tensors, *call.stored_tensors())
+        ctx.samples = Samples(call.paths, tensors[len(call.trained) :], call.skeleton)
         # Autocast keeps half-precision copies of parameters for reuse. In some releases a copy made here, without
         # a graph, would hide its parameter from the loss.
         if torch.is_autocast_cache_enabled():
@@ -341,6 +330,7 @@ class TwoPasses(torch.autograd.Function):
         call: Call = ctx.call
         needed, saved = ctx.needs_input_grad[2:], ctx.saved_tensors
         tensors, stored = saved[: len(needed)], saved[len(needed) :]
+        ctx.samples.check(tensors[len(call.trained) :])
         gradients: list[Tensor | None] = [None] * len(needed)
         if any(grad is not None for grad in grads):
             gradients = call.second_passes(ctx.indices, tensors, stored, needed, grads)
@@ -379,9 +369,10 @@ def _differentiable(
     grads: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """The same under `create_graph=True`: gradients that can be differentiated again, so all graphs stay."""
-    inputs = tensors[len(call.trained) :]
-    parameters = {id(p): saved for p, saved in zip(call.trained, tensors)}
-    wanted = [tensor for tensor, is_needed in zip(tensors, needed, strict=True) if is_needed]
+    own = aliases(tensors, needed)  # so that hooks see a finished gradient, not that of each micro-batch
+    inputs = own[len(call.trained) :]
+    parameters = {id(p): alias for p, alias in zip(call.trained, own)}
+    wanted = [tensor for tensor, is_needed in zip(own, needed, strict=True) if is_needed]
     total: list[Tensor | None] = [None] * len(wanted)
     pieces_of_grads = call.split_gradients(grads, len(indices))
     with call.recomputation(parameters):
