@@ -237,3 +237,77 @@ def test_towers_of_transformers_train_as_the_padded_batch(side):
     vectors = [torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (small, whole)]
     assert relative_error([losses[1], vectors[0]], [losses[0], vectors[1]]) <= FLOAT64
     assert small._left == ("number" if side == "left" else "keep")
+
+
+class Reads(nn.Module):
+    """Encoders that look at padding, each in its own way."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.embedding = kind, nn.Embedding(20, 6)
+        self.recurrent, self.window = nn.GRU(6, 4, batch_first=True), nn.Conv1d(6, 4, 3, padding=1)
+
+    def forward(self, input_ids, attention_mask):
+        x, mask = self.embedding(input_ids), attention_mask[..., None]
+        if self.kind == "the last state":
+            return self.recurrent(x)[0][:, -1]
+        if self.kind == "a recurrence over gaps":
+            return (self.recurrent(x)[0] * mask).sum(1)
+        if self.kind == "neighbours":
+            return (self.window(x.transpose(1, 2)).transpose(1, 2).tanh() * mask).sum(1)
+        if self.kind == "the first column":
+            return self.window((x * mask).transpose(1, 2))[..., 0]
+        return self.recurrent(x)[0].masked_fill(mask == 0, -9.0).amax(1)
+
+
+def with_gaps(seed, width=9, rows=11):
+    """Tokens and padding in no order, so that rows share hardly a column of padding."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.rand(rows, width, generator=generator) < 0.5).long()
+    mask[0] = 1
+    return {"input_ids": torch.randint(1, 20, mask.shape, generator=generator) * mask, "attention_mask": mask}
+
+
+READS = ["the last state", "a recurrence over gaps", "neighbours", "the first column", "the largest state"]
+
+
+@pytest.mark.parametrize("without_gradients", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 11])
+@pytest.mark.parametrize("kind", READS)
+def test_whoever_reads_padding_has_the_padded_batchs_outputs_or_is_refused(kind, rows, without_gradients, float64):
+    exact, refused = 0, 0
+    for seed in range(3):
+        module, batch = Reads(kind), with_gaps(seed)
+        try:
+            with torch.set_grad_enabled(not without_gradients):
+                found = chunked(copy.deepcopy(module), rows, max_tokens=16)(**batch)
+        except NotEquivalentError:
+            refused += 1
+        else:
+            exact += 1
+            assert relative_error([found], [module(**batch)]) <= FLOAT64
+    assert (exact, refused) == ((0, 3) if kind in ("the last state", "neighbours") else (3, 0))
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_a_single_row_keeps_its_padding_until_that_is_proven(kind, float64):
+    module, batch = Reads(kind), {name: value[1:2] for name, value in with_gaps(1).items()}
+    batch["attention_mask"][:, [0, -1]] = 0
+    assert_exact(module, batch, tokens=4)
+
+
+def test_padding_stays_where_cutting_it_off_cannot_be_tried_out(caplog, float64):
+    class Pairs(Reads):
+        def forward(self, input_ids, attention_mask):
+            if len(input_ids) < 2:
+                raise ValueError("two rows at least")
+            return super().forward(input_ids, attention_mask)
+
+    batch = {name: value.repeat(2, 1) for name, value in with_gaps(1).items()}
+    module = Pairs("the last state")
+    with caplog.at_level(logging.WARNING, "gradaccum"):
+        found = chunked(module, 6, max_tokens=60)(**batch)
+    assert "two rows at least" in caplog.text
+    assert "Padding is not cut off." in caplog.text
+    assert relative_error([found], [module(**batch)]) <= FLOAT64

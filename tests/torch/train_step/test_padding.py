@@ -312,3 +312,48 @@ def test_a_batch_without_a_mask_is_refused() -> None:
     del batch["attention_mask"]
     with pytest.raises(ValueError, match="attention_mask"):
         step(batch)
+
+
+class States(Attention):
+    """Reads what is padded, as a recurrence does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(8, 8, batch_first=True, bidirectional=False, dtype=torch.float64)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(self.recurrent(self.embedding(input_ids).flip(1))[0].flip(1))
+
+
+@pytest.mark.parametrize("before", [[], ["full"], ["left"], ["full", "left"]])
+def test_padding_on_the_right_that_counts_is_refused_where_it_first_comes(before: list[str]) -> None:
+    """A recurrence from the right, which comes to the padding there first."""
+    step = padded_step(States())
+    for kind in before:
+        batch = text("right" if kind == "full" else "left")
+        if kind == "full":
+            batch["attention_mask"].fill_(1)
+            batch["labels"] = batch["input_ids"]
+        step(batch)
+    with pytest.raises(NotEquivalentError, match="Cutting off columns of nothing but padding changes the loss"):
+        step(text("right"))
+
+
+def padded_step(model: nn.Module, **options: Any) -> TrainStep:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TrainStep(model, optimizer, compute_loss=token_mean, weight=valid, max_tokens=24, **options)
+
+
+def test_padding_stays_where_it_cannot_be_tried_out(caplog: pytest.LogCaptureFixture) -> None:
+    class Wide(Attention):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            if not self.training and input_ids.shape[1] < COLUMNS:
+                raise ValueError("all columns are needed")
+            return super().forward(input_ids, attention_mask)
+
+    model = Wide()
+    step = padded_step(model)
+    with caplog.at_level("WARNING", "gradaccum"):
+        step(text("right"))
+    assert "padding is not cut off, for the loss can't be tried out without (all columns are needed)" in caplog.text
+    assert all(tokens % COLUMNS == 0 for tokens in model.tokens)

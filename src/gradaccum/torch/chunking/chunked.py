@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,10 +29,10 @@ from gradaccum.torch.batch_norm import (
     warn_of_functional_batch_norm,
 )
 from gradaccum.torch.chunking.exact_batch_norm import ExactCall
-from gradaccum.torch.chunking.proof import Findings, prove
+from gradaccum.torch.chunking.proof import ROWS, Findings, prove
 from gradaccum.torch.chunking.recompute import check_not_sharded_inside, checked_module, parametrizations_computed
-from gradaccum.torch.chunking.trees import Inputs, by_name, tensors_of
-from gradaccum.torch.chunking.two_passes import Call
+from gradaccum.torch.chunking.trees import Inputs, by_name, dims_by_name, tensors_of
+from gradaccum.torch.chunking.two_passes import Call, ColumnsError
 from gradaccum.torch.chunking.watch import proving
 from gradaccum.torch.padding import Left, Packs, can_take_positions
 
@@ -88,7 +88,7 @@ class Chunked(nn.Module):
     module: nn.Module
     max_tokens: int | None = None
     _left: Left = "cut"
-    """What happens to padding on the left."""
+    """What happens to padding."""
     _proven: frozenset[Any] | None = None
     """The modes of modules, and the sides with padding, in which a call has proven itself; None where none is to."""
 
@@ -131,7 +131,7 @@ class Chunked(nn.Module):
         self.policy = policy
         self.micro_batch_size = checked_count(micro_batch_size, "micro_batch_size")
         self.max_tokens = None if max_tokens is None else checked_count(max_tokens, "max_tokens")
-        self._left = "keep" if verify else "cut"  # until it is proven that it can be cut off
+        self._left = "whole" if verify else "cut"  # until it is proven that it can be cut off
         self.keep, self.offload = checked_count(keep, "keep", least=0), offload
         self.batch_dims = batch_dims
         self._proven = frozenset() if verify else None
@@ -146,7 +146,7 @@ class Chunked(nn.Module):
         if proving():  # inside of another one, which looks at a few rows
             return self.module(*args, **kwargs)
         inputs = self._inputs(args, kwargs)
-        dims = self._dims_of(inputs)
+        dims = dims_by_name(self.batch_dims, inputs, self.module)
         rows = number_of_rows(inputs, dims)
         packs = None if self.max_tokens is None else self._packs(inputs, self._left)
         sizes = even_sizes(rows, self.micro_batch_size) if packs is None else packs.sizes
@@ -171,7 +171,11 @@ class Chunked(nn.Module):
                 "transform the module inside."
             )
         modes = call.state.modes | (frozenset() if packs is None else packs.padded | packs.text)
-        if differentiated and self._proven is not None and not modes <= self._proven:
+        unproven = self._proven is not None and not modes <= self._proven
+        if unproven and packs is not None and rows < 2:  # nothing to compare it with: padding stays
+            packs = self._packs(inputs, "whole")
+            call = self._call(is_exact, self.module, inputs, dims, packs.sizes, self.policy, packs)
+        elif unproven and self._proven is not None and (differentiated or packs is not None):
             if spans_ranks:
                 logger.warning(
                     "Whether a chunked %s gives the outputs and gradients of all rows at once is not proven here: the "
@@ -216,21 +220,26 @@ class Chunked(nn.Module):
         name = type(self.module).__name__
         try:
             batch_norm = self.policy.choice == "exact"
-            if packs is None:
-                found = self._findings(inputs, dims, is_exact, batch_norm=batch_norm)
-            else:
-                found = self._findings_of_packs(inputs, dims, packs, batch_norm=batch_norm)
+            with torch.inference_mode(False):
+                if packs is None:
+                    found = self._findings(inputs, dims, is_exact, batch_norm=batch_norm)
+                else:
+                    found = self._findings_of_packs(inputs, dims, packs, batch_norm=batch_norm)
         except NotEquivalentError as error:
             raise NotEquivalentError(
                 f"{error}\nFound on a few rows, before the call was made. verify=False leaves this proof out."
             ) from None
+        except ColumnsError:
+            raise
         except Exception as error:
+            self._left = "whole"
             logger.warning(
                 "Whether a chunked %s gives the outputs and gradients of all rows at once could not be proven: a few "
-                "of these rows can't be evaluated so (%s: %s).",
+                "of these rows can't be evaluated so (%s: %s).%s",
                 name,
                 type(error).__name__,
                 str(error).strip().partition("\n")[0],
+                "" if packs is None else " Padding is not cut off.",
             )
         else:
             if found.functional and self.policy.choice in ("pooled", "frozen"):
@@ -251,7 +260,15 @@ class Chunked(nn.Module):
 
         def call_of(module: nn.Module, few: Inputs, sizes: list[int]) -> Call:
             packs = None if left is None else self._packs(few, left, sizes)
-            call = self._call(is_exact, module, few, self._dims_of(few), sizes, BatchNormPolicy(choice, module), packs)
+            call = self._call(
+                is_exact,
+                module,
+                few,
+                dims_by_name(self.batch_dims, few, self.module),
+                sizes,
+                BatchNormPolicy(choice, module),
+                packs,
+            )
             call.first_outputs = {}
             return call
 
@@ -259,8 +276,9 @@ class Chunked(nn.Module):
 
     def _findings_of_packs(self, inputs: Inputs, dims: BatchDims, packs: Packs, *, batch_norm: bool) -> Findings:
         """The same of packed rows; finds out how padding on the left can be cut off."""
-        ordered = take(inputs, packs.order, dims)  # a few of them are of any length
-        ways: list[Left] = ["cut", "number", "keep"] if "left" in packs.padded else [self._left]
+        ordered = take(inputs, packs.telling(inputs, ROWS), dims)
+        now: Left = "keep" if self._left == "whole" else self._left
+        ways: list[Left] = ["cut", "number", "keep"] if "left" in packs.padded else [now]
         for way in ways:
             if way != "number" or can_take_positions(inputs, self.module):
                 try:
@@ -289,7 +307,7 @@ class Chunked(nn.Module):
             >>> chunked(nn.Linear(4, 2), 32).verify(torch.randn(256, 4))
         """
         inputs = self._inputs(args, kwargs)
-        dims = self._dims_of(inputs)
+        dims = dims_by_name(self.batch_dims, inputs, self.module)
         is_exact = self.policy.choice == "exact" and bool(batch_norms(self.module))
         batch_norm = self.policy.choice != "frozen"
         if self.max_tokens is None:
@@ -298,26 +316,6 @@ class Chunked(nn.Module):
             found = self._findings_of_packs(inputs, dims, self._packs(inputs, self._left), batch_norm=batch_norm)
         for remark in found.remarks:
             logger.warning(remark)
-
-    def _dims_of(self, inputs: Inputs) -> BatchDims:
-        """`batch_dims` as a prefix of `Inputs`."""
-        dims = self.batch_dims
-        if dims is None or isinstance(dims, int):
-            return dims
-        if not isinstance(dims, Mapping):
-            return Inputs(tuple(dims), dict.fromkeys(inputs.kwargs, 0))
-        signature = inspect.signature(self.module.forward)
-        names = [name for name, p in signature.parameters.items() if p.kind is not p.KEYWORD_ONLY]
-        unknown = set(dims) - set(signature.parameters) - set(inputs.kwargs)
-        if unknown:
-            raise ValueError(
-                f"`batch_dims` names {sorted(unknown)}, which {type(self.module).__name__}.forward{signature} doesn't "
-                "have."
-            )
-        return Inputs(
-            tuple(dims.get(name, 0) for name in (names + [""] * len(inputs.args))[: len(inputs.args)]),
-            {name: dims.get(name, 0) for name in inputs.kwargs},
-        )
 
     # The module's own, in every respect but `forward`.
 

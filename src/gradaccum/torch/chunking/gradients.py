@@ -119,7 +119,7 @@ def _alias(tensor: Tensor) -> Tensor:
     alias = tensor.view_as(tensor)
     if isinstance(tensor, nn.Parameter):  # it takes the place of one
         alias.__dict__.update(tensor.__dict__)
-        alias._is_param = True  # type: ignore[attr-defined]  # what `isinstance` asks for
+        alias._is_param = True  # what `isinstance` asks for
     return alias
 
 

@@ -37,7 +37,7 @@ from gradaccum.torch.chunking.watch import (
 )
 from gradaccum.torch.equivalence import Replay, counting_layers, relative_error
 
-__all__ = ["Findings", "prove"]
+__all__ = ["ROWS", "Findings", "prove"]
 
 ROWS = 8
 """Rows that are looked at, at most."""
@@ -106,7 +106,7 @@ def prove(
             "micro-batches can't be compared with the whole."
         )
     if wrong:
-        listing, sizes = "\n".join(wrong), " and ".join(map(str, comparison.sizes))
+        listing, sizes = "\n".join(wrong), " and ".join(map(str, dict.fromkeys(comparison.sizes)))
         raise NotEquivalentError(
             f"{name} is not per-row: {count} rows at once differ from the same in micro-batches of {sizes}.\n"
             f"{listing}\n{comparison.culprit()}"
@@ -146,7 +146,7 @@ def _compared(
     ):
         # Once more, with the mean in place of noise that belongs to no row; at once where columns are cut off.
         for neutral in (exact or trims, True):
-            comparison = _Comparison(module, call_of, few, count, exact, batch_norm, neutral=neutral)
+            comparison = _Comparison(module, call_of, few, count, exact, batch_norm, neutral=neutral, trims=trims)
             wrong = comparison.differences()
             if neutral or not comparison.noise.unreplayed:
                 break
@@ -176,6 +176,7 @@ class _Comparison:
         few: The rows.
         rows: How many there are.
         neutral: Replace random numbers by their mean.
+        trims: As for `prove`.
     """
 
     def __init__(
@@ -188,10 +189,12 @@ class _Comparison:
         batch_norm: bool,
         *,
         neutral: bool,
+        trims: bool,
     ) -> None:
-        self.module, self.call_of, self.few, self.rows = module, call_of, few, rows
+        self.module, self.call_of, self.few, self.rows, self.trims = module, call_of, few, rows, trims
         self.exact, self.batch_norm, self.neutral = exact, batch_norm, neutral
-        self.sizes = [rows // 2 + 1, rows - rows // 2 - 1] if rows > 2 else [1, 1]  # 5 and 3: in step with no period
+        halves = [rows // 2 + 1, rows - rows // 2 - 1] if rows > 2 else [1, 1]  # 5 and 3: in step with no period
+        self.sizes = [1] * rows if trims else halves  # single rows: cut as much as any micro-batch cuts them
         self.noise = Replay(rows, neutral=neutral)
         self.state = ModuleState(module)
         self.names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -237,7 +240,8 @@ class _Comparison:
         try:
             few = map_leaves(lambda leaf: as_leaf(leaf.double()) if is_floating(leaf) else leaf, self.few)
             module = copy.deepcopy(self.module).double()
-            again = _Comparison(module, self.call_of, few, self.rows, self.exact, self.batch_norm, neutral=self.neutral)
+            flags = {"neutral": self.neutral, "trims": self.trims}
+            again = _Comparison(module, self.call_of, few, self.rows, self.exact, self.batch_norm, **flags)
             return again.differences()
         except Exception:
             return found

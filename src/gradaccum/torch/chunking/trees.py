@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gradaccum.on_torch.batch import has_rows, leaves, map_leaves
+from gradaccum.on_torch.batch import BatchDims, has_rows, leaves, map_leaves
 
 __all__ = [
     "Inputs",
@@ -18,6 +18,7 @@ __all__ = [
     "as_leaf",
     "by_name",
     "copied",
+    "dims_by_name",
     "is_floating",
     "tensors_of",
     "with_tensors",
@@ -43,6 +44,25 @@ def by_name(inputs: Inputs, signature: inspect.Signature, name: str) -> Inputs:
     if name not in names or len(names) < len(inputs.args):
         return inputs
     return Inputs((), {**dict(zip(names, inputs.args, strict=True)), **inputs.kwargs})
+
+
+def dims_by_name(dims: BatchDims, inputs: Inputs, module: nn.Module) -> BatchDims:
+    """`batch_dims`, which users give for positional arguments or by name, as a prefix of the inputs."""
+    if dims is None or isinstance(dims, int):
+        return dims
+    if not isinstance(dims, Mapping):
+        return Inputs(tuple(dims), dict.fromkeys(inputs.kwargs, 0))
+    signature = inspect.signature(module.forward)
+    names = [name for name, p in signature.parameters.items() if p.kind is not p.KEYWORD_ONLY]
+    unknown = set(dims) - set(signature.parameters) - set(inputs.kwargs)
+    if unknown:
+        raise ValueError(
+            f"`batch_dims` names {sorted(unknown)}, which {type(module).__name__}.forward{signature} doesn't have."
+        )
+    return Inputs(
+        tuple(dims.get(name, 0) for name in (names + [""] * len(inputs.args))[: len(inputs.args)]),
+        {name: dims.get(name, 0) for name in inputs.kwargs},
+    )
 
 
 _PLACEHOLDER = torch.empty(0)

@@ -40,7 +40,11 @@ from gradaccum.torch.chunking.trees import Inputs, Samples, tensors_of, with_ten
 from gradaccum.torch.equivalence import relative_error
 from gradaccum.torch.padding import Packs
 
-__all__ = ["Call"]
+__all__ = ["Call", "ColumnsError"]
+
+
+class ColumnsError(ValueError):
+    """Outputs for each token, where micro-batches have columns of their own."""
 
 
 class Call:
@@ -296,7 +300,7 @@ class Call:
             if self.packs is not None and isinstance(leaf, Tensor) and dim is not None:
                 shape = (*leaf.shape[:dim], *leaf.shape[dim + 1 :])
                 if self._shapes.setdefault(path, shape) != shape:
-                    raise ValueError(
+                    raise ColumnsError(
                         "With `max_tokens` each micro-batch has columns of its own, so outputs must have none: pool "
                         f"over tokens in the chunked module. Received: rows of output{path} of shapes "
                         f"{self._shapes[path]} and {shape}."

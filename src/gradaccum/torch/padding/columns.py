@@ -19,6 +19,7 @@ __all__ = [
     "can_take_positions",
     "cut",
     "extents",
+    "kept_columns",
     "mask_of",
     "masks",
     "packed_rows",
@@ -28,8 +29,9 @@ __all__ = [
     "widths_apart",
 ]
 
-Left = Literal["cut", "number", "keep"]
-"""What happens to padding on the left: cut off, cut off with the columns' numbers told to the model, or kept."""
+Left = Literal["cut", "number", "keep", "whole"]
+"""What happens to padding on the left: cut off, cut off with the columns' numbers told to the model, or kept; "whole"
+keeps it on both sides."""
 
 IGNORED = -100
 """What `torch.nn.CrossEntropyLoss` and `transformers` ignore in labels."""
@@ -180,11 +182,20 @@ def cut(
 def packed_rows(batch: Batch, piece: Piece, left: Left, apart: Collection[str] = ()) -> Batch:
     """The rows of a piece, with its columns alone; what is `apart` has none, by its path."""
     assert piece.columns is not None
-    start = piece.columns[0] if left != "keep" else 0
     rows, columns = mask_of(batch.tree).shape
+    start, stop = kept_columns(piece.columns, left, columns)
     numbered = left == "number" and start > 0
-    narrow = cut(batch.tree, rows, columns, start, piece.columns[1], positions=numbered, apart=apart)
+    narrow = cut(batch.tree, rows, columns, start, stop, positions=numbered, apart=apart)
     return batch.like(narrow).take(torch.tensor(piece.rows))
+
+
+def kept_columns(extent: tuple[int, int], left: Left, width: int) -> tuple[int, int]:
+    """The columns that stay of those between which the tokens are.
+
+    >>> kept_columns((2, 5), "cut", 8), kept_columns((2, 5), "keep", 8), kept_columns((2, 5), "whole", 8)
+    ((2, 5), (0, 5), (0, 8))
+    """
+    return (extent[0] if left in ("cut", "number") else 0), (width if left == "whole" else extent[1])
 
 
 def can_take_positions(batch: Any, model: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gradaccum.sizes import TokenBudget, Tokens
-from gradaccum.torch.padding.columns import Left, cut, extents, mask_of, text_of
+from gradaccum.torch.padding.columns import Left, cut, extents, kept_columns, mask_of, text_of
 
 __all__ = ["Packs"]
 
@@ -33,7 +33,8 @@ class Packs:
     """
 
     def __init__(self, tree: Any, budget: TokenBudget, left: Left, sizes: Sequence[int] | None = None) -> None:
-        found = extents(tree)
+        self.extents = found = extents(tree)
+        """Of each row the columns between which its tokens are."""
         self.left, self.width = left, mask_of(tree).shape[1]
         self.padded = frozenset(
             side
@@ -46,8 +47,7 @@ class Packs:
         """The sides on which there is padding."""
         self.text = text_of(tree, len(found), self.width)
         """The paths of what is cut."""
-        if left == "keep":
-            found = [(0, stop) for _, stop in found]
+        found = [kept_columns(extent, left, self.width) for extent in found]
         pieces = Tokens(budget, found, sizes).pieces
         self.sizes = [piece.size for piece in pieces]
         """Rows of each micro-batch."""
@@ -58,6 +58,17 @@ class Packs:
         self.back = torch.empty_like(self.order)
         """Where each row has come."""
         self.back[self.order] = torch.arange(len(self.order))
+
+    def telling(self, tree: Any, most: int) -> torch.Tensor:
+        """A few rows of all lengths: those with the most padding on the left and on the right, and an empty one."""
+        filled = (torch.as_tensor(mask_of(tree)) != 0).any(1).tolist()
+        order = self.order.tolist()
+        rows = [row for row in order if filled[row]] or order
+        ends = [min(rows, key=lambda row: self.extents[row][1]), *[row for row in order if not filled[row]][:1]]
+        spread = [rows[int(place)] for place in torch.linspace(0, len(rows) - 1, most).round()]
+        first = list(dict.fromkeys([max(rows, key=lambda row: self.extents[row][0]), *spread]))
+        first = [row for row in first if row not in ends]
+        return torch.tensor([*first[: most - len(ends)], *dict.fromkeys(ends)])
 
     def trimmed(self, tree: Any, index: int) -> Any:
         """The rows of a micro-batch, with its columns alone."""

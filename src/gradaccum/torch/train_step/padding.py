@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch, leaves
+from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.transaction import as_found
 from gradaccum.rounding import rounding
 from gradaccum.sizes import Groups, Piece, TokenBudget, Tokens
@@ -21,6 +22,7 @@ from gradaccum.torch.padding import (
     Left,
     can_take_positions,
     extents,
+    kept_columns,
     mask_of,
     packed_rows,
     text_of,
@@ -34,7 +36,7 @@ logger = logging.getLogger("gradaccum")
 
 ROWS = 4
 """Rows that are looked at to find out."""
-WAYS: tuple[Left, ...] = "cut", "number", "keep"
+WAYS: tuple[Left, ...] = "cut", "number", "keep", "whole"
 """From the one that cuts most to the one that changes nothing."""
 
 
@@ -75,8 +77,10 @@ class Packing:
         plan = Tokens(self.budget, found, sizes, groups)
         if self._judge and batch.rows:
             self.left = self._found_out(batch, text, plan.pieces, known=sizes is not None)
-        if self.left == "keep" and any(piece.columns and piece.columns[0] > 0 for piece in plan.pieces):
-            plan = Tokens(self.budget, [(0, stop) for _, stop in found], sizes, groups)
+        width = mask_of(batch.tree).shape[1]
+        kept = [kept_columns(extent, self.left, width) for extent in found]
+        if self.left == "whole" or (self.left == "keep" and any(p.columns and p.columns[0] > 0 for p in plan.pieces)):
+            plan = Tokens(self.budget, kept, sizes, groups)
         return plan
 
     def keep_left(self) -> None:
@@ -106,7 +110,7 @@ class Packing:
                         "batch (%s), for it changes the gradient. A first label of -100 predicts nothing from padding.",
                         names,
                     )
-            if edge.left:
+            if edge.left or self._judged[edge] == "whole":
                 ways.append(self._judged[edge])
         return max(ways, key=WAYS.index, default="cut")
 
@@ -203,7 +207,7 @@ def judged_left(objective: Objective, batch: Batch, piece: Piece, apart: Collect
     """How padding on the left can be cut off, found out on a few rows of a piece in evaluation mode.
 
     A model that numbers its columns from 0 sees other positions once some on the left are gone: it is told them in
-    `position_ids`, if it takes them; else the left side stays. It stays where that can't be found out, too.
+    `position_ids`, if it takes them; else the left side stays. Both sides stay where that can't be found out.
 
     Raises:
         NotEquivalentError: Cutting off the right side changes the gradient: something counts there.
@@ -216,8 +220,8 @@ def judged_left(objective: Objective, batch: Batch, piece: Piece, apart: Collect
     with _undisturbed(objective):
         try:
             expected, again = (_gradient(objective, few) for _ in range(2))
-            if _differ(objective, expected, again):  # random numbers, or NaN
-                return "keep"
+            if _differ(objective, expected, again):
+                raise ValueError("it is not the same twice in evaluation mode, or not finite")
             for way in ways:
                 if way == "number" and not can_take_positions(few.tree, objective.model):
                     continue
@@ -225,8 +229,12 @@ def judged_left(objective: Objective, batch: Batch, piece: Piece, apart: Collect
                 if not _differ(objective, expected, _gradient(objective, cut)):
                     return way
         except Exception as error:
-            logger.debug("The loss could not be evaluated on trimmed rows: %s", error)
-            return "keep"
+            if is_out_of_memory(error):
+                fewer = piece.rows[: min(len(piece.rows), ROWS) // 2]
+                return judged_left(objective, batch, piece._replace(rows=fewer), apart) if fewer else "keep"
+            reason = str(error).strip().partition("\n")[0]
+            logger.warning("max_tokens: padding is not cut off, for the loss can't be tried out without (%s).", reason)
+            return "whole"
     raise NotEquivalentError(
         f"Cutting off columns of nothing but padding changes the loss (columns {stop} and more of "
         f"{mask_of(few.tree).shape[1]}). Either padded positions count in it: mark them with -100 in the labels, or "
