@@ -17,6 +17,7 @@ from gradaccum.torch.chunking.trees import tensors_of
 __all__ = [
     "GradientSums",
     "aliases",
+    "backward_hooks_only_look",
     "backward_roots",
     "gradient_leaf",
     "hooks_on_activations_explained",
@@ -177,3 +178,33 @@ def hooks_on_activations_explained() -> Iterator[None]:
             f"{error}: a chunked module runs twice, at first without gradients. Register hooks on activations where "
             "`output.requires_grad` alone; they are called for each micro-batch."
         ) from error
+
+
+@contextlib.contextmanager
+def backward_hooks_only_look(module: nn.Module) -> Iterator[None]:
+    """Around passes for second derivatives: a module's full backward hook that returns a gradient is an error.
+
+    Of a gradient that reaches the module's input, PyTorch gives such hooks what came along with one of its output. Of
+    the large batch that is all of it; here second derivatives come by themselves, and pass them by.
+    """
+    changed = []
+    for path, layer in module.named_modules():
+        for key, hook in layer._backward_hooks.items():
+            changed.append((layer._backward_hooks, key, hook))
+            layer._backward_hooks[key] = _looking(hook, f"{path or 'the module'!r} ({type(layer).__name__})")
+    try:
+        yield
+    finally:
+        for hooks, key, hook in changed:
+            hooks[key] = hook
+
+
+def _looking(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def looks(*args: Any) -> None:
+        if hook(*args) is not None:
+            raise NotImplementedError(
+                f"A backward hook of {name} in a chunked module returns a gradient under create_graph=True, and second "
+                "derivatives pass it by. Leave it out, or change gradients by a hook on a parameter or on an input."
+            )
+
+    return looks

@@ -24,6 +24,7 @@ from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.chunking.gradients import (
     GradientSums,
     aliases,
+    backward_hooks_only_look,
     backward_roots,
     hooks_on_activations_explained,
     spare_hooks,
@@ -379,7 +380,7 @@ def _differentiable(
     wanted = [tensor for tensor, is_needed in zip(own, needed, strict=True) if is_needed]
     total: list[Tensor | None] = [None] * len(wanted)
     pieces_of_grads = call.split_gradients(grads, len(indices))
-    with call.recomputation(parameters):
+    with call.recomputation(parameters), backward_hooks_only_look(call.module):
         for index in indices:
             outputs = call.second_pass(call.inputs_of(call.pieces(inputs, index), index), index)
             roots, given = backward_roots(outputs, pieces_of_grads[index])
