@@ -60,6 +60,9 @@ def _loss(params: Any, x: Any, y: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(_outputs(params, x), y).mean()
 
 
+_gradient = jax.jit(jax.grad(_loss))
+
+
 def _step(optimizer: Any, weigh: bool) -> Any:
     """The training loop's step, the same for all three runs."""
 
@@ -94,7 +97,7 @@ def _first_gradients(plan: Plan, params: Any, x: np.ndarray, y: np.ndarray) -> l
     optimizer = windowed(optax.identity(), plan.steps)
     state, found = optimizer.init(params), params
     for rows in _slices(min(len(x), plan.micro_batch_size * plan.steps), plan.micro_batch_size):
-        found, state = optimizer.update(jax.grad(_loss)(params, x[rows], y[rows]), state, params, weight=len(x[rows]))
+        found, state = optimizer.update(_gradient(params, x[rows], y[rows]), state, params, weight=len(x[rows]))
     if not updated(state):
         found, state = optimizer.flush(state, params)
     return [np.asarray(gradient) for gradient in found]

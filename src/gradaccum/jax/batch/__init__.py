@@ -2,6 +2,7 @@
 
 from gradaccum.jax.batch.arguments import argument_numbers, axes_of_each
 from gradaccum.jax.batch.jaxprs import drawn_shapes, equations
+from gradaccum.jax.batch.norms import squared_norm
 from gradaccum.jax.batch.rows import Batch, Group, spread
 from gradaccum.jax.batch.types import as_varying, devices_of, like, varying_axes, zeros
 
@@ -16,6 +17,7 @@ __all__ = [
     "equations",
     "like",
     "spread",
+    "squared_norm",
     "varying_axes",
     "zeros",
 ]

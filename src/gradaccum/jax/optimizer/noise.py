@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradaccum.jax.batch import squared_norm
 from gradaccum.jax.optimizer.state import found_state
 from gradaccum.noise import NoiseScale, Norms, estimate
 
@@ -49,7 +50,7 @@ def empty_noise() -> NoiseState:
 def add_micro_batch(noise: NoiseState, gradients: Any, weight: jax.Array, weighed: bool) -> NoiseState:
     """A micro-batch of this mean gradient joins the window."""
     is_first = (noise.first_size == 0) & (weight > 0)
-    squared = jax.lax.cond(is_first, lambda: _squared_norm(gradients), lambda: noise.first)
+    squared = jax.lax.cond(is_first, lambda: squared_norm(gradients), lambda: noise.first)
     size = jnp.where(is_first, weight, noise.first_size)
     return noise._replace(first=squared, first_size=size, weighed=noise.weighed | weighed)
 
@@ -57,20 +58,22 @@ def add_micro_batch(noise: NoiseState, gradients: Any, weight: jax.Array, weighe
 def close_window(noise: NoiseState, mean: Any, weight: jax.Array) -> NoiseState:
     """The window closes with this mean gradient. One of a single micro-batch tells nothing."""
     empty = noise._replace(first=jnp.zeros_like(noise.first), first_size=jnp.zeros_like(noise.first_size))
-    row = jnp.stack([noise.first, noise.first_size, _squared_norm(mean), weight])
+    row = jnp.stack([noise.first, noise.first_size, squared_norm(mean), weight])
     usable = weight > noise.first_size
     windows = noise.windows.at[noise.measured % KEEP].set(jnp.where(usable, row, noise.windows[noise.measured % KEEP]))
     return empty._replace(windows=windows, measured=noise.measured + usable.astype(jnp.int32))
 
 
 def noise_scale(state: Any) -> NoiseScale:
-    """The gradient noise scale that `windowed(..., noise_scale=True)` has measured: how many rows an update can use.
+    """The gradient noise scale that was measured on the way: how many rows an update can use.
 
-    It waits for the device, so call it now and then, outside of `jax.jit`. It is measured in rows where micro-batches
-    come with `weight=` (their rows), in micro-batches where they don't.
+    It waits for the device, so call it now and then, outside of `jax.jit`. With `windowed(..., noise_scale=True)` it is
+    measured in rows where micro-batches come with `weight=` (their rows), in micro-batches where they don't; with
+    `value_and_grad(..., noise_scale=True)` in rows.
 
     Args:
-        state: The windowed optimizer's; or a larger state with one such in it.
+        state: The windowed optimizer's; or a larger state with one such in it. Or the norms that `value_and_grad` has
+            returned: a list with those of each update, or what `lax.scan` made of them.
 
     Returns:
         A `gradaccum.noise.NoiseScale`, with `.value`, `.interval` and `.advice()`.
@@ -91,6 +94,9 @@ def noise_scale(state: Any) -> NoiseScale:
         >>> bool(low < 4 < high)
         True
     """
+    norms = [leaf for leaf in jax.tree.leaves(state, is_leaf=_is_norms) if _is_norms(leaf)]
+    if norms or (isinstance(state, list) and not state):
+        return estimate([Norms(*row) for each in jax.device_get(norms) for row in _updates(each)])
     noise = found_state(state).noise
     if noise is None:
         raise ValueError("Nothing was measured: make the optimizer with windowed(optimizer, steps, noise_scale=True).")
@@ -99,7 +105,10 @@ def noise_scale(state: Any) -> NoiseScale:
     return estimate(windows, unit="rows" if bool(noise.weighed) else "micro-batches")
 
 
-def _squared_norm(gradients: Any) -> jax.Array:
-    wide = jnp.result_type(float)
-    leaves = jax.tree.leaves(gradients)
-    return sum((jnp.sum(jnp.square(jnp.abs(leaf)), dtype=wide) for leaf in leaves), jnp.zeros((), wide))
+def _is_norms(node: Any) -> bool:
+    return isinstance(node, Norms)
+
+
+def _updates(norms: Norms) -> list[list[float]]:
+    """The norms of each update; there are several where they were stacked."""
+    return np.stack([np.ravel(number) for number in np.broadcast_arrays(*norms)], axis=-1).tolist()

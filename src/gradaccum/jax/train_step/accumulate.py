@@ -11,17 +11,22 @@ import jax.numpy as jnp
 from gradaccum.jax.batch import Group, as_varying, like, varying_axes, zeros
 from gradaccum.jax.train_step.beside import Beside
 from gradaccum.jax.train_step.call import Call, Outcome
+from gradaccum.jax.train_step.noise import NoiseMeter, norms_of_one
 from gradaccum.jax.train_step.weights import factors_of
 
 __all__ = ["accumulated"]
 
 
-def accumulated(call: Call, micro_batch_size: int) -> tuple[Any, Any, Any, tuple[Any, ...]]:
-    """The losses by name, the new state, the aux and the gradients of the whole batch."""
+def accumulated(call: Call, micro_batch_size: int) -> tuple[Any, Any, Any, tuple[Any, ...], Any]:
+    """The losses by name, the new state, the aux and the gradients of the whole batch; and its norms, if asked for."""
     groups = call.batch.groups(max(micro_batch_size // call.devices, 1))
     if len(groups) == groups[0].count == 1 and not call.axes:
         outcome, gradients = _gradients(call, list(call.args), {})
-        return outcome.losses, outcome.state, Beside(call, groups, outcome).of_one(outcome.aux), gradients
+        norms = None
+        if call.options.noise_scale:
+            pairs = zip(jax.tree.leaves(gradients), _axes(call))
+            norms = norms_of_one(call, [leaf for leaf, axis in pairs if axis is None])
+        return outcome.losses, outcome.state, Beside(call, groups, outcome).of_one(outcome.aux), gradients, norms
     return _Accumulation(call, groups).run()
 
 
@@ -39,22 +44,21 @@ class _Accumulation:
         self.factors = factors_of(call, groups, self.kinds, self.state, self.keys)
         self.beside = Beside(call, groups, self.kinds)
         self.given = tuple(call.args[number] for number in self.options.differentiated)
-        batches = {number: position for position, number in enumerate(self.options.batches)}
-        self.axes: list[int | None] = []
-        """For each leaf of the gradients, the axis of its rows; None for what is summed over micro-batches."""
+        self.axes = _axes(call)
         varying = varying_axes(self.kinds.losses)
         for number, argument in zip(self.options.differentiated, self.given):
-            if number in batches:
-                self.axes += call.batch.axes_of(batches[number])
-            else:
-                self.axes += [None] * len(jax.tree.leaves(argument))
+            if number not in self.options.batches:
                 # Else each micro-batch's gradients would be summed over the devices of an enclosing `shard_map`.
                 call = call.replaced(number, as_varying(jax.tree.map(jnp.asarray, argument), varying))
         self.call = call
+        self.noise: NoiseMeter | None = None
+        if self.options.noise_scale:
+            self.noise = NoiseMeter(call, self.count, varying | varying_axes((call.batch.leaves, self.given)))
 
-    def run(self) -> tuple[Any, Any, Any, tuple[Any, ...]]:
+    def run(self) -> tuple[Any, Any, Any, tuple[Any, ...], Any]:
         sums: Any = None
         state = self.state
+        first = self.noise and self.noise.start()
         parts: list[Any] = []
         done = 0
         for group in self.groups:
@@ -66,27 +70,29 @@ class _Accumulation:
             if sums is not None:
                 sums = self._in_units_of(sums, group)
             if group.count == 1:
-                state, added, part = self._visit(group, 0, state, *jax.tree.map(lambda each: each[0], xs))
+                state, added, part, first = self._visit(group, 0, state, first, *jax.tree.map(lambda each: each[0], xs))
                 sums = added if sums is None else self._sum(sums, added)
                 part = jax.tree.map(lambda each: each[None], part)
             else:
-                (sums, state), part = self._scan(group, self._start(group, sums), state, xs)
+                (sums, state, first), part = self._scan(group, self._start(group, sums), state, first, xs)
             parts.append(part)
-        return self._finished(sums, state, parts)
+        return self._finished(sums, state, parts, first)
 
-    def _scan(self, group: Group, sums: Any, state: Any, xs: Any) -> Any:
+    def _scan(self, group: Group, sums: Any, state: Any, first: Any, xs: Any) -> Any:
         def body(carry: Any, x: Any) -> Any:
-            index, sums, state = carry
-            state, added, part = self._visit(group, index, state, *x)
-            return (index + 1, self._sum(sums, added), state), part
+            index, sums, state, first = carry
+            state, added, part, first = self._visit(group, index, state, first, *x)
+            return (index + 1, self._sum(sums, added), state, first), part
 
         # Counted in the carry: as `xs`, the numbers would be an array that grows with the micro-batches.
         start = jnp.zeros((), jnp.int32)
-        (_, sums, state), parts = jax.lax.scan(body, (start, sums, state), xs, length=group.count)
-        return (sums, state), parts
+        (_, *sums_and_more), parts = jax.lax.scan(body, (start, sums, state, first), xs, length=group.count)
+        return sums_and_more, parts
 
-    def _visit(self, group: Group, index: Any, state: Any, key: Any, factors: Any) -> tuple[Any, Any, Any]:
-        """A micro-batch: the new state, what is added to the sums, and what has a row for each of its rows."""
+    def _visit(
+        self, group: Group, index: Any, state: Any, first: Any, key: Any, factors: Any
+    ) -> tuple[Any, Any, Any, Any]:
+        """A micro-batch: the new state, what is added to the sums, what has a row for each of its rows; and `first`."""
         micro_batch = self.call.batch.micro_batch(group, index)
         outcome, gradients = _gradients(self.call, self.call.arguments(micro_batch, state, key), factors)
         leaves = [self._widened(leaf) for leaf in jax.tree.leaves(gradients)]
@@ -100,7 +106,9 @@ class _Accumulation:
             "gradients": [leaf for leaf, axis in zip(leaves, self.axes) if axis is not None],
             "aux": self.beside.rows(outcome.aux, group),
         }
-        return self.call.state_like(outcome.state, self.kinds.state), added, part
+        if self.noise is not None:
+            first = self.noise.seen(first, added["gradients"], factors, group)
+        return self.call.state_like(outcome.state, self.kinds.state), added, part, first
 
     def _widened(self, number: Any) -> Any:
         return number.astype(self.options.sum_dtype(number.dtype))
@@ -149,9 +157,12 @@ class _Accumulation:
             for name, part in sums.items()
         }
 
-    def _finished(self, sums: Any, state: Any, parts: list[Any]) -> tuple[Any, Any, Any, tuple[Any, ...]]:
+    def _finished(
+        self, sums: Any, state: Any, parts: list[Any], first: Any
+    ) -> tuple[Any, Any, Any, tuple[Any, ...], Any]:
         last = self.groups[-1]
         sums = self.call.of_all_devices({name: _scaled(part, self._unit(last, name)) for name, part in sums.items()})
+        norms = None if self.noise is None else self.noise.finished(first, sums["gradients"])
         losses = {name: loss.astype(self.kinds.losses[name].dtype) for name, loss in sums["losses"].items()}
         summed = iter(sums["gradients"])
         rows = iter(zip(*(part["gradients"] for part in parts)))
@@ -168,7 +179,7 @@ class _Accumulation:
                 gradient = self.call.batch.joined(scaled, axis)
             gradients.append(gradient.astype(jnp.result_type(leaf)))
         aux = self.beside.finished(sums, [part["aux"] for part in parts])
-        return losses, state, aux, jax.tree.unflatten(structure, gradients)
+        return losses, state, aux, jax.tree.unflatten(structure, gradients), norms
 
 
 def _gradients(call: Call, values: list[Any], factors: dict[str, Any]) -> tuple[Outcome, tuple[Any, ...]]:
@@ -209,6 +220,23 @@ def _gradients(call: Call, values: list[Any], factors: dict[str, Any]) -> tuple[
         return one(*factors)
     empty = jnp.any(jnp.stack([factor == 0 for factor in factors.values()]))
     return jax.lax.cond(empty, one_by_one, of(None))
+
+
+def _axes(call: Call) -> list[int | None]:
+    """For each leaf of the gradients, the axis of its rows; None for what is summed over micro-batches."""
+    options = call.options
+    axes: list[int | None] = []
+    for number in options.differentiated:
+        if number in options.batches:
+            axes += call.batch.axes_of(options.batches.index(number))
+        else:
+            axes += [None] * len(jax.tree.leaves(call.args[number]))
+    if options.noise_scale and None not in axes:
+        raise ValueError(
+            "noise_scale=True measures gradients that are summed over rows, and `argnums` names rows alone. Received: "
+            f"argnums={options.argnums}, batch_argnums={options.batch_argnums}."
+        )
+    return axes
 
 
 def _times(factor: Any, number: Any) -> Any:

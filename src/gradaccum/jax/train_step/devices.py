@@ -98,7 +98,7 @@ def _spec(axis: int | None, axes: tuple[str, ...]) -> PartitionSpec:
 
 
 def _results(call: Call, axes: tuple[str, ...]) -> Any:
-    """How what `accumulated` returns is spread: losses, state, aux, gradients."""
+    """How what `accumulated` returns is spread: losses, state, aux, gradients, norms."""
     options = call.options
     hows = jax.tree.map(lambda how: _spec(0 if how == "concat" else None, axes), options.aux)
     gradients = []
@@ -108,4 +108,4 @@ def _results(call: Call, axes: tuple[str, ...]) -> Any:
         if number in options.batches:
             places = call.batch.axes_of(options.batches.index(number))
         gradients.append(jax.tree.unflatten(structure, [_spec(axis, axes) for axis in places]))
-    return PartitionSpec(), PartitionSpec(), hows, tuple(gradients)
+    return PartitionSpec(), PartitionSpec(), hows, tuple(gradients), PartitionSpec()

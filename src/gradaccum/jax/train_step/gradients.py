@@ -29,6 +29,7 @@ def value_and_grad(
     state_argnum: int | None = None,
     accumulate_dtype: Any = None,
     memory_limit: int | str | None = None,
+    noise_scale: bool = False,
 ) -> Callable[..., Any]:
     """Like `jax.value_and_grad(loss_fn)`, in the memory of a micro-batch.
 
@@ -65,6 +66,9 @@ def value_and_grad(
             float32 for narrower ones. What is returned has the dtype of the parameters.
         memory_limit: For `micro_batch_size="auto"`: bytes, or a string such as `"4GiB"`, that XLA may state for the
             arguments, the results and all between, on a device. Default: what the device has free.
+        noise_scale: Measure the gradient noise scale: a third result, after value and gradients, is the
+            `gradaccum.noise.Norms` of this update, four numbers. `gradaccum.jax.noise_scale` estimates it from those of
+            some updates, in a list or stacked by `lax.scan`.
 
     Raises:
         TypeError, ValueError: An option, the batch or what `loss_fn` returns isn't as described; when the function is
@@ -101,6 +105,7 @@ def value_and_grad(
         state_argnum=state_argnum,
         accumulate_dtype=accumulate_dtype,
         memory_limit=memory_limit,
+        noise_scale=noise_scale,
     )
 
     auto = AutoSize(options.memory_limit, accumulated)
@@ -130,12 +135,15 @@ def grad(
     state_argnum: int | None = None,
     accumulate_dtype: Any = None,
     memory_limit: int | str | None = None,
+    noise_scale: bool = False,
 ) -> Callable[..., Any]:
     """The gradients of `value_and_grad` alone, as `jax.grad`: `(gradients, aux)` with `has_aux`, or with a new state.
 
+    With `noise_scale` the norms of this update come last.
+
     Args:
         loss_fn, micro_batch_size, argnums, batch_argnums, in_axes, weight, reduction: As for `value_and_grad`.
-        has_aux, aux, rng_argnum, state_argnum, accumulate_dtype, memory_limit: As for `value_and_grad`.
+        has_aux, aux, rng_argnum, state_argnum, accumulate_dtype, memory_limit, noise_scale: As for `value_and_grad`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -146,21 +154,24 @@ def grad(
     both = value_and_grad(loss_fn, **keywords)
 
     def grad_of(*args: Any, **kwargs: Any) -> Any:
-        value, gradients = both(*args, **kwargs)
-        return (gradients, value[1]) if has_aux or state_argnum is not None else gradients
+        value, *found = both(*args, **kwargs)
+        if has_aux or state_argnum is not None:
+            found.insert(1, value[1])
+        return tuple(found) if len(found) > 1 else found[0]
 
     return _named(grad_of, loss_fn)
 
 
 def _computed(call: Call, micro_batch_size: int) -> Any:
     options = call.options
-    losses, state, aux, gradients = _on_its_devices(call, micro_batch_size)
+    losses, state, aux, gradients, norms = _on_its_devices(call, micro_batch_size)
     value = losses.get("", losses)
     if options.state_argnum is not None:
         value = (value, (state, aux) if options.has_aux else state)
     elif options.has_aux:
         value = (value, aux)
-    return value, gradients if isinstance(options.argnums, tuple) else gradients[0]
+    found = value, gradients if isinstance(options.argnums, tuple) else gradients[0]
+    return (*found, norms) if options.noise_scale else found
 
 
 def _on_its_devices(call: Call, micro_batch_size: int) -> Any:

@@ -33,6 +33,7 @@ class Options(NamedTuple):
     state_argnum: int | None
     accumulate_dtype: Any
     memory_limit: int | None
+    noise_scale: bool
 
     @property
     def differentiated(self) -> tuple[int, ...]:
