@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,18 @@ __all__ = ["Fitting", "OneRow", "Passes", "StartOver", "nothing_fits"]
 logger = logging.getLogger("gradaccum")
 
 
+Coupled = Callable[[], bool]
+"""Tells whether a row's gradient depends on the rows beside it."""
+
 _NONE_ALONE = "The model can't take one row alone: all over again in micro-batches that leave none."
+_OVER = "Out of memory in the backward pass of a micro-batch of %d rows that %s: all over again with %d rows."
+_DREW = "drew random numbers, as dropout does"
+_TOGETHER = "BatchNorm has normalised together"
+
+
+def never() -> bool:
+    """No."""
+    return False
 
 
 class Passes(Protocol):
@@ -50,7 +62,9 @@ class Fitting:
         self._transaction = transaction
         self._gauge = gauge
 
-    def run(self, piece: Piece, plan: Rows | Tokens, passes: Passes, anew: bool = False) -> None:
+    def run(
+        self, piece: Piece, plan: Rows | Tokens, passes: Passes, *, anew: bool = False, coupled: Coupled = never
+    ) -> None:
         """One micro-batch; where it does not fit, the same rows in smaller ones.
 
         Args:
@@ -58,15 +72,18 @@ class Fitting:
             plan: Where smaller ones come from.
             passes: The two passes.
             anew: Start over where it does not fit, whatever has arrived.
+            coupled: Tells whether a row's gradient depends on the rows beside it, as with BatchNorm: start over
+                then, where gradients have arrived.
 
         Raises:
             torch.OutOfMemoryError: Even one row does not fit, or as few as the model can take.
             ValueError: It can't take one, and memory had no part in that.
-            StartOver: The failed backward pass has left gradients that belong to random numbers already drawn, the
-                failed micro-batch has moved what nobody knew to move, or a split would leave one row alone.
+            StartOver: The failed backward pass has left gradients that belong to random numbers already drawn, or to
+                rows that are together no more; the failed micro-batch has moved what nobody knew to move; or a split
+                would leave one row alone.
         """
         try:
-            self._run(piece, plan, passes, anew)
+            self._run(piece, plan, passes, anew, coupled)
         except OneRow as error:
             if not plan.lowered:
                 raise ValueError(str(error)) from error
@@ -77,7 +94,7 @@ class Fitting:
         logger.warning(_NONE_ALONE)  # an earlier batch ran out of memory with one row
         raise StartOver
 
-    def _run(self, piece: Piece, plan: Rows | Tokens, passes: Passes, anew: bool) -> None:
+    def _run(self, piece: Piece, plan: Rows | Tokens, passes: Passes, anew: bool, coupled: Coupled) -> None:
         try:
             self.once(piece, plan, passes)
             return
@@ -91,17 +108,12 @@ class Fitting:
         self._gauge.release()
         arrived = self._transaction.arrived()
         # Smaller micro-batches draw other dropout masks, which would go with these gradients to no common loss.
-        over = bool(arrived) and self._transaction.drew_in_micro_batch()
+        drew = bool(arrived) and self._transaction.drew_in_micro_batch()
         unseen = not self._transaction.restore()
         final = piece.size <= 2 or plan.failed_before(piece)
         pieces = plan.failed(piece)
-        if over:
-            logger.warning(
-                "Out of memory in the backward pass of a micro-batch of %d rows that drew random numbers, as dropout "
-                "does: all over again with %d rows.",
-                piece.size,
-                pieces[0].size,
-            )
+        if drew or (arrived and coupled()):
+            logger.warning(_OVER, piece.size, _DREW if drew else _TOGETHER, pieces[0].size)
             raise StartOver
         if anew or unseen:
             logger.warning(
@@ -115,11 +127,11 @@ class Fitting:
             piece.size,
             pieces[0].size,
         )
-        aside = PutAside(arrived)
+        aside, rest = PutAside(arrived), self._transaction.not_looked_at() if arrived else None
         try:
             for smaller in pieces:
                 for fitting in plan.fitting(smaller):
-                    self._run(fitting, plan, passes, anew=False)
+                    self._run(fitting, plan, passes, False, coupled)
         except OneRow as error:
             if final:
                 plan.refused()
@@ -128,6 +140,9 @@ class Fitting:
             raise StartOver from None
         finally:
             aside.take_back()
+        if rest is not None and self._transaction.drew_from(rest):
+            logger.warning(_OVER, piece.size, _DREW, pieces[0].size)
+            raise StartOver
 
     def once(self, piece: Piece, plan: Rows | Tokens, passes: Passes) -> None:
         """One micro-batch, whether it fits or not. What it cost is told to a plan that measures."""

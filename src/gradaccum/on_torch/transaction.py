@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradaccum.on_torch.random_state import RandomState, torch_generators
+from gradaccum.on_torch.random_state import Draws, RandomState, is_generator, torch_generators
 
 __all__ = ["PutAside", "Transaction", "as_found"]
 
@@ -115,8 +115,9 @@ class Transaction:
 
     Before an update, buffers of at most 1 MiB are copied, and larger ones that move; of those that don't, a sample is,
     as what moves through `.data` shows in its value alone. Before a micro-batch those are copied that
-    move, such as the statistics of a BatchNorm. A buffer moves until it has been seen to stand still. Random numbers
-    are remembered before each micro-batch, unless nobody drew any in the last update. As to gradients: autograd runs
+    move, such as the statistics of a BatchNorm. A buffer moves until it has been seen to stand still. Of random numbers
+    (PyTorch's, Python's, NumPy's, and those of generators that are attributes of modules) those are remembered before
+    each micro-batch that were drawn from since the last update began. As to gradients: autograd runs
     each parameter's accumulation once per backward pass, and raises the version of `p.grad`; so a changed version means
     that all of this micro-batch's gradient has arrived there.
 
@@ -137,13 +138,11 @@ class Transaction:
         self._modules = list(modules)
         self._find_parameters = parameters
         self._find_others = others
-        self._generators = torch_generators([device])
+        self._draws = Draws(device)
         self._still_in_micro_batches: set[tuple[int, str]] = set()
         self._still_in_updates: set[tuple[int, str]] = set()
         self._compared: set[tuple[int, str]] = set()
         self._unversioned: set[tuple[int, str]] = set()
-        self._random: RandomState | None = None
-        self._still = False
         self.modes: list[bool] = []
         """Of each module, the model's own first: whether it is in training mode, since `open`."""
         self._places: list[_Place] = []
@@ -173,13 +172,12 @@ class Transaction:
         if modes != self.modes:  # other buffers may move from now on
             self.modes = modes
             self.forget()
+            self._draws.own = [g for module in modules for g in vars(module).values() if is_generator(g)]
         self._places, self._parameters = places, list(found.values())
         self._outside = [(p, p.grad) for p in self._parameters[own:] if p.requires_grad or p.grad is not None]
         for parameter, _ in self._outside:
             parameter.grad = None
-        before, self._random = self._random, RandomState(self._generators)
-        self._still = before is not None and not before.moved(self._random)
-        self._update = _State(self._random, _buffers(places, self._still_in_updates, smallest=SMALL))
+        self._update = _State(self._draws.open(), _buffers(places, self._still_in_updates, smallest=SMALL))
 
     @property
     def outside(self) -> list[Tensor]:
@@ -191,6 +189,7 @@ class Transaction:
         assert self._update is not None
         if self._outside:
             self._add_up_outside()
+        self._draws.close()
         self._update.learn(self._still_in_updates)
         new = [
             b
@@ -250,21 +249,21 @@ class Transaction:
     def forget(self) -> None:
         """Leave everything as it is now, and look anew at what stands still."""
         self._update, self._outside = None, []
-        self._still_in_micro_batches, self._still_in_updates, self._random = set(), set(), None
+        self._still_in_micro_batches, self._still_in_updates = set(), set()
+        self._draws.forget()
         self._compared, self._unversioned = set(), set()
 
     def drew(self) -> bool:
-        """Whether random numbers have been drawn from PyTorch's own generators since the update began."""
-        assert self._update is not None
-        assert self._update.random is not None
-        return bool(self._update.random.moved())
+        """Whether random numbers have been drawn since the update began."""
+        return bool(self._draws.moved())
 
     def begin(self) -> None:
         """A micro-batch begins: remember how everything is."""
-        if self._still and not self._places:
+        watched = self._draws.watched
+        if not watched and not self._places:
             self._micro_batch = _NOTHING_MOVES
         else:
-            random = None if self._still else RandomState(self._generators)
+            random = RandomState(watched) if watched else None
             self._micro_batch = _State(random, _buffers(self._places, self._still_in_micro_batches))
         self._before = [(p, g := p.grad, -1 if g is None else g._version) for p in self._parameters]
 
@@ -279,20 +278,31 @@ class Transaction:
 
         Returns:
             Whether that is so of all: a buffer that moves without a new version shows only now, when nobody knows
-            which of the update's micro-batches have moved it. It is copied before each from now on.
+            which of the update's micro-batches have moved it, and so does a generator that nobody drew from before.
+            They are copied before each from now on.
         """
         assert self._micro_batch is not None
         assert self._update is not None
+        drew = self._draws.unwatched_moved()
+        self._draws.watched += drew
         held = {buffer.place for buffer in self._micro_batch.buffers if buffer.copy is not None}
         unseen = self._moved_unseen(buffer for buffer in self._update.buffers if buffer.place not in held)
         self._micro_batch.put_back(self._update)
-        return not unseen
+        return not (unseen or drew)
 
     def drew_in_micro_batch(self) -> bool:
         """Whether random numbers have been drawn since the micro-batch began, or may have been."""
         assert self._micro_batch is not None
         random = self._micro_batch.random
-        return self.drew() if random is None else bool(random.moved())
+        return bool((random is not None and random.moved()) or self._draws.unwatched_moved())
+
+    def not_looked_at(self) -> RandomState:
+        """The generators that nobody looks at, since the first update did not draw from them."""
+        return self._draws.rest()
+
+    def drew_from(self, rest: RandomState) -> bool:
+        """Whether some of these have been drawn from since. They are looked at from now on."""
+        return self._draws.note(rest)
 
     def arrived(self) -> list[Tensor]:
         """Parameters whose `.grad` already includes this micro-batch."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
+import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -222,6 +225,112 @@ def test_dropout_masks_of_a_failed_backward_pass_are_not_mixed_with_others(caplo
         outcomes.append((loss, torch.get_rng_state(), *model.state_dict().values()))
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
     assert "all over again with 2 rows" in caplog.text
+
+
+class Draws(Fragile):
+    """Draws masks from some generator from a pass on, and runs out of memory in one."""
+
+    def __init__(self, source: str, begins: int, fails: str = "never") -> None:
+        super().__init__()
+        self.source, self.begins, self.fails = source, begins, fails
+        self.own = torch.Generator().manual_seed(1)
+        self.python, self.numpy = random.Random(2), np.random.default_rng(3)
+        self.masks: list[Tensor] = []
+        random.seed(4)
+        np.random.seed(5)  # noqa: NPY002  # the global generator, as older models draw from it
+
+    def mask(self, x: Tensor) -> Tensor:
+        drawn: Any = {
+            "Python": lambda: [random.random() for _ in x],
+            "NumPy": lambda: np.random.rand(len(x)),  # noqa: NPY002
+            "a torch.Generator": lambda: torch.rand(len(x), generator=self.own),
+            "a random.Random": lambda: [self.python.random() for _ in x],
+            "a NumPy Generator": lambda: self.numpy.random(len(x)),
+        }[self.source]()
+        self.masks.append(2.0 * (torch.as_tensor(drawn) < 0.5).double()[:, None])
+        return self.masks[-1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        failing = self.fails if len(self.sizes) == 3 else "never"
+        self.forward_limit, self.backward_limit = (3 if failing == where else 99 for where in ("forward", "backward"))
+        return super().forward(x * self.mask(x) if len(self.sizes) >= self.begins else x)
+
+    def states(self) -> list[Any]:
+        numpy = np.random.get_state()[1].tolist()  # type: ignore[index]  # noqa: NPY002
+        own = self.own.get_state().tolist()
+        return [own, random.getstate(), self.python.getstate(), numpy, self.numpy.bit_generator.state]
+
+
+@pytest.mark.parametrize(
+    ("fails", "begins", "sizes"),
+    [
+        ("backward", 0, [3, 3, 3, 3]),
+        ("backward", 2, [3, 3, 3, 3]),
+        ("forward", 0, [6, 3, 3]),
+        ("forward", 2, [6, 3, 3]),
+    ],
+)
+@pytest.mark.parametrize("source", ["Python", "NumPy", "a torch.Generator", "a random.Random", "a NumPy Generator"])
+def test_masks_of_any_generator_are_not_mixed_with_others(
+    source: str, fails: str, begins: int, sizes: list[int]
+) -> None:
+    data = batches(12, count=2)
+    model = Draws(source, begins, fails)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    step = TrainStep(
+        model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=6, batch_norm="micro", verify=False
+    )
+    for batch in data:
+        step(*batch)
+    drawn = model.states()
+    assert model.sizes[-len(sizes) :] == sizes or fails == "forward"
+
+    reference = Draws(source, begins)
+    inner = OPTIMIZERS["sgd"](reference.parameters())
+    if begins:  # not from the first update on: another draw, and still a single one
+        kept = model.masks[-4:] if fails == "backward" else [model.masks[0], *model.masks[2:]]
+        reference.mask = lambda x: kept.pop(0)  # type: ignore[method-assign]
+    for (x, y), of_update in zip(data, ([6, 6], sizes)):
+        inner.zero_grad()
+        for rows, targets in zip(x.split(of_update), y.split(of_update)):
+            (plain_loss(reference, rows, targets) * len(rows) / 12).backward()
+        inner.step()
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    assert begins or drawn == reference.states()
+
+
+class Whitened(Fragile):
+    """With a BatchNorm in front of what runs out of memory in one pass."""
+
+    def __init__(self, fails: int | None = None) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6, dtype=torch.float64)
+        self.fails = fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sizes.append(len(x))
+        self.backward_limit = 3 if len(self.sizes) - 1 == self.fails else 99
+        x = self.last(torch.tanh(self.norm(Backward.apply(self.first(x), self.backward_limit))))
+        return x
+
+
+@pytest.mark.parametrize("choice", ["micro", "warn", "pooled", "frozen"])
+def test_statistics_of_a_failed_backward_pass_are_not_mixed_with_others(
+    choice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcomes, data = [], batches(12, count=1)
+    for model, size in ((Whitened(fails=1), 6), (Whitened(), 3)):
+        optimizer, keywords = OPTIMIZERS["sgd"](model.parameters()), {"micro_batch_size": size, "verify": False}
+        step = TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), batch_norm=choice, **keywords)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of "warn"
+            step(*data[0])
+        outcomes.append(list(model.state_dict().values()))
+        if size == 6:  # frozen layers look at one row at a time: what is finished stays
+            assert model.sizes == ([6, 6, 3, 3] if choice == "frozen" else [6, 6, 3, 3, 3, 3])
+    assert relative_error(*outcomes) <= FLOAT64
+    together = "6 rows that BatchNorm has normalised together: all over again with 3 rows"
+    assert (together in caplog.text) is (choice != "frozen")
 
 
 class StartsLate(nn.Module):

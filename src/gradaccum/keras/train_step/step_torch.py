@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -235,8 +236,9 @@ class TorchStep(MicroBatchedStep):
                 window.outputs.append(y_pred)
 
         fitting, passes = Fitting(self.transaction, self.gauge), _Passes(forward, backward)
+        coupled = self.batch_norm != "frozen" and bool(layers)
         for piece in todo:
-            run = fitting.once if self._as_cut else fitting.run
+            run = fitting.once if self._as_cut else functools.partial(fitting.run, coupled=lambda: coupled)
             run(piece, pieces, passes)
             window.sums.take()  # what had arrived before memory ran out
         return window

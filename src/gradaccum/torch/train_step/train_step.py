@@ -324,7 +324,8 @@ class TrainStep:
         passes = Passes(window, take, self.update, self.batch_norm, self.ranks, self._transaction)
         # In the middle of a sharded model's pass the other ranks wait: it cannot be run again.
         anew = self._verify and sizes is None and rows <= (self.cutting.sizers.size or 0)  # nothing was proven
-        run = self._fitting.once if self.ranks.in_step else functools.partial(self._fitting.run, anew=anew)
+        fits = functools.partial(self._fitting.run, anew=anew, coupled=self.batch_norm.couples)
+        run = self._fitting.once if self.ranks.in_step else fits
         missing = self.ranks.most_passes(own := len(list(plan))) - own if self.ranks.in_step else 0
         with self.batch_norm.window():
             if rows == 0:
