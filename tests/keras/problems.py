@@ -26,6 +26,11 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=[] if BACKEND == "torch" else pytest.mark.slow)
 
 
+def slow_where_compiled(test: Any) -> Any:
+    """A test whose claim another one makes on this backend, or that is none about backends: as `slow`, all of it."""
+    return test if BACKEND == "torch" else pytest.mark.slow(test)
+
+
 def network(seed: int = 0, **hidden: Any) -> keras.Model:
     """5 -> 7 -> 3; tanh, so that every gradient is of ordinary size."""
     keras.utils.set_random_seed(seed)

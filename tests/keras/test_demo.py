@@ -1,6 +1,7 @@
 """The experiment's Keras side: in a process of its own, as the command runs it."""
 
 from tests.documents import ROOT
+from tests.keras.problems import slow_where_compiled
 
 PROGRAM = (
     f"""
@@ -48,6 +49,7 @@ print("equal")
 )
 
 
+@slow_where_compiled
 def test_accumulated_is_the_large_batch_and_each_run_is_pytorchs(tmp_path, fresh_process):
     (tmp_path / "experiment.py").write_text(PROGRAM, encoding="utf-8")
     done = fresh_process(tmp_path / "experiment.py", tmp_path)

@@ -3,11 +3,17 @@
 import pytest
 
 from tests.documents import ROOT
+from tests.keras.problems import slow
 
 PAGES = sorted((ROOT / "docs").rglob("keras*.md"))
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+# The longest one on every backend.
+@pytest.mark.parametrize(
+    "path",
+    [path if path.stem == "keras_micro_batched" else slow(path) for path in PAGES],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_the_pages_blocks_run(path, tmp_path, fresh_process):
     done = fresh_process(path, tmp_path)
     assert done.ok, done.stderr

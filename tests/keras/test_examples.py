@@ -3,7 +3,7 @@
 import pytest
 
 from tests.documents import ROOT
-from tests.keras.problems import BACKEND
+from tests.keras.problems import BACKEND, slow_where_compiled
 
 
 @pytest.fixture
@@ -22,10 +22,12 @@ def test_mlp(run):
     assert float(last.split()[-1].rstrip("%")) > 50
 
 
+@slow_where_compiled
 def test_vgg16(run):
     assert run("vgg16.py").splitlines()[-1] == "2 updates of 4 pictures"
 
 
+@slow_where_compiled
 def test_batch_optimizer(run):
     lines = [line.split() for line in run("batch_optimizer.py").splitlines() if line.startswith("float")]
     assert [(dtype, powers) for dtype, _, _, powers, _ in lines] == [

@@ -5,6 +5,7 @@ import json
 from click.testing import CliRunner
 
 from gradaccum.cli import commands
+from tests.keras.problems import slow_where_compiled
 
 FILE = """
 import keras
@@ -33,12 +34,14 @@ def check(folder, *arguments):
     return CliRunner().invoke(commands, ["check", f"{file}:{name}", *options])
 
 
+@slow_where_compiled
 def test_a_model_that_treats_rows_one_by_one_is_exit_code_0(tmp_path):
     result = check(tmp_path, "make", "--micro-batch-size", "4")
     assert result.exit_code == 0, result.output
     assert "The accumulated gradient is the large batch's" in result.stdout
 
 
+@slow_where_compiled
 def test_batch_normalization_is_named_with_exit_code_1(tmp_path):
     result = check(tmp_path, "different", "--json")
     assert result.exit_code == 1, result.output

@@ -10,7 +10,7 @@ from keras import layers, losses, ops
 import gradaccum.keras
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras import check_equivalence, micro_batched
-from tests.keras.problems import ACTIVITY
+from tests.keras.problems import ACTIVITY, slow_where_compiled
 from tests.keras.train_step.test_micro_batched import (
     CLASSES,
     ROWS,
@@ -42,6 +42,7 @@ def test_equal_models_pass_and_stay_as_they_are():
     assert model.optimizer.iterations == 0
 
 
+@slow_where_compiled
 def test_masks_and_several_outputs_pass():
     assert check_equivalence(compiled(two_outputs(), **two_losses()), TWO_INPUTS, TWO_TARGETS, micro_batch_size=3).ok
 
@@ -64,6 +65,7 @@ class Sampling(layers.Layer):
         return inputs + keras.random.normal(ops.shape(inputs), seed=self.seeds["noise"])
 
 
+@slow_where_compiled
 def test_a_layer_without_a_path_is_named_and_sampling_beside_it_is_not():
     mixing = layers.Softmax(axis=0, name="mixing")
     model = compiled(keras.Sequential([layers.Dense(8), Sampling(), mixing, layers.Dense(3, "softmax")]))
@@ -72,6 +74,7 @@ def test_a_layer_without_a_path_is_named_and_sampling_beside_it_is_not():
     ]
 
 
+@slow_where_compiled
 def test_the_micro_batch_size_is_that_of_micro_batched():
     result = check_equivalence(micro_batched(compiled(classifier()), 5), X, CLASSES)
     assert (5, 5, 4, 4, 4) in result.partitions

@@ -12,7 +12,7 @@ import pytest
 
 from tests.keras.fuzz import runs
 from tests.keras.fuzz.scenario import Scenario, random_scenario, sensible, shrunk
-from tests.keras.problems import BACKEND
+from tests.keras.problems import BACKEND, slow_where_compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # they are part of the outcome
 SLICE = 10 if BACKEND == "torch" else 2
@@ -37,6 +37,7 @@ def test_shrinking_ends() -> None:
         assert len(shrunk(random_scenario(seed), lambda candidate: True).batches) == 1
 
 
+@slow_where_compiled
 @pytest.mark.parametrize("kind", ["wrapper", "micro_batched"])
 def test_some_random_runs_are_right_or_refused(kind: str, float64: float) -> None:
     for seed in range(SLICE):
