@@ -162,7 +162,7 @@ def without_global_step_hooks() -> Iterator[tuple[list[Any], list[Any]]]:
 # The autograd engine.
 
 
-def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor], retain_graph: bool = False) -> None:
     """`torch.autograd.backward(tensors, gradients)`, where the gradients are known to fit.
 
     What torch looks at first, once more for each micro-batch, takes as long as the backward pass of a small layer.
@@ -170,6 +170,7 @@ def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None
     Args:
         tensors: Where to start.
         gradients: Of each of them, of its shape and dtype, on its device.
+        retain_graph: As for `torch.autograd.backward`.
 
     Example:
         >>> weight = torch.ones(3, requires_grad=True)
@@ -179,9 +180,9 @@ def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None
     """
     engine = backward_engine()
     if engine is None or any([type(tensor) is not Tensor for tensor in tensors]):
-        torch.autograd.backward(tensors, gradients)
+        torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
     else:
-        engine(tuple(tensors), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        engine(tuple(tensors), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @functools.cache

@@ -64,6 +64,8 @@ class LossAccumulator:
 
     attempts = 0
     """As of a window of several losses."""
+    retain_graph = False
+    """Whether parts of the graphs go backward once more after the loss has."""
 
     def __init__(
         self, objective: Objective, batch: Batch, total: Weight | None = None, unit: Weight | None = None
@@ -205,7 +207,7 @@ class LossAccumulator:
         if key not in starts:
             start = times(torch.ones_like(loss, requires_grad=False), weighted.factor)
             starts[key] = weighted.factor, start  # with the factor, so that its id stays its own
-        run_backward([loss], [starts[key][1]])
+        run_backward([loss], [starts[key][1]], retain_graph=self.retain_graph)
 
     def add(self, weighted: WeightedLoss) -> None:
         """Count a micro-batch whose gradient has arrived."""

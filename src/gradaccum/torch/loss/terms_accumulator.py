@@ -39,6 +39,8 @@ class TermsAccumulator:
     divisor = None
     """What the summed gradients are to be divided by: nothing."""
     is_mean = True
+    retain_graph = False
+    """As of a window of one loss."""
     attempts = 0
     """How often the weights were other than counted."""
 
@@ -145,7 +147,7 @@ class TermsAccumulator:
             weighted: What `forward` returned.
             loss: Its loss, or that multiplied by a GradScaler's scale.
         """
-        run_backward([loss], [torch.ones_like(loss, requires_grad=False)])
+        run_backward([loss], [torch.ones_like(loss, requires_grad=False)], retain_graph=self.retain_graph)
 
     def add(self, weighted: WeightedLoss) -> None:
         """Count a micro-batch whose gradient has arrived."""

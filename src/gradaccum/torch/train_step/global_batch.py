@@ -187,10 +187,23 @@ def _check_sizes(ranks: SingleRank, micro_batch_size: Any, max_tokens: int | Non
         )
 
 
-def spans_ranks(model: nn.Module, ranks: SingleRank, *, exact: bool) -> bool:
-    """Whether a forward pass of one rank needs the others; `exact`: with exact BatchNorm."""
+def spans_ranks(model: nn.Module, ranks: SingleRank, *, exact: bool, verify: bool) -> bool:
+    """Whether a forward pass of one rank needs the others.
+
+    Args:
+        model: The model.
+        ranks: What keeps the ranks together.
+        exact: Whether BatchNorm is exact.
+        verify: Whether to say that a rank can't prove anything by itself.
+    """
     layers = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
-    return ranks.in_step or (ranks.several and exact and layers)
+    spans = ranks.in_step or (ranks.several and exact and layers)
+    if verify and spans:
+        logger.warning(
+            "Whether micro-batches make the large batch's update is not proven here: in this model the ranks wait "
+            "for each other in every pass. Prove it on one process, with gradaccum.torch.check_equivalence."
+        )
+    return spans
 
 
 def inside(model: nn.Module) -> nn.Module:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from gradaccum.on_torch.transaction import Transaction, as_found
 from gradaccum.sizes import Piece, Rows, Tokens
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.distributed import SingleRank
+from gradaccum.torch.layers import Layers
 from gradaccum.torch.loss import MIXED_TERMS, LossAccumulator, Objective, Term, Terms, TermsAccumulator, WeightedLoss
 from gradaccum.torch.train_step.update import Update
 
@@ -41,6 +44,7 @@ class Passes:
         batch_norm: What is done about BatchNorm.
         ranks: The other ranks.
         transaction: What a micro-batch changes.
+        layers: The blocks of the model, where their backward passes wait for those of all micro-batches.
     """
 
     def __init__(
@@ -51,8 +55,10 @@ class Passes:
         batch_norm: BatchNormPolicy,
         ranks: SingleRank,
         transaction: Transaction,
+        layers: Layers | None = None,
     ) -> None:
-        self.window, self.take = window, take
+        self.window, self.take, self._layers = window, take, layers
+        window.retain_graph = layers is not None
         self._update, self._batch_norm = update, batch_norm
         self._ranks, self._transaction = ranks, transaction
 
@@ -60,8 +66,11 @@ class Passes:
         """The forward pass of a piece."""
         micro_batch, noise = self.take(piece), self._update.noise
         measured = noise is not None and noise.waiting
+        layers: Any = _NO_CONTEXT
+        if self._layers is not None:
+            layers = self._layers.micro_batch(functools.partial(self.take, piece), self.window.objective.evaluate)
         try:
-            with _NO_CONTEXT if self._batch_norm.idle else self._batch_norm.micro_batch():
+            with _NO_CONTEXT if self._batch_norm.idle else self._batch_norm.micro_batch(), layers:
                 return self.window.forward(micro_batch, measured)
         except ValueError as error:
             if piece.size == 1 and "more than 1 value per channel" in str(error):  # torch.nn.functional's
@@ -77,6 +86,8 @@ class Passes:
             self._backward_of_nothing(weighted.weightless)
         elif self._ranks.in_step:
             self.idle(self.take(piece))
+        if self._layers is not None:
+            self._layers.commit(piece)
         self.window.add(weighted)
         if noise is not None and noise.waiting and loss is not None:
             self._update.measure(self.window.multiple(weighted, piece.size), piece.size)

@@ -26,6 +26,7 @@ from gradaccum.sizes import Piece, Rows, Tokens
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
 from gradaccum.torch.distributed import SingleRank, leaving_on_error
 from gradaccum.torch.equivalence import Proof
+from gradaccum.torch.layers import BlocksChoice, Layers, check_options, proof_of
 from gradaccum.torch.loss import Objective, Terms
 from gradaccum.torch.train_step.cutting import Cutting, GroupsChoice
 from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch, check_exact, run_at_once
@@ -76,6 +77,9 @@ class TrainStep:
             again where a batch is of a new kind, and at updates 2, 4, 8, ..., 1024, 2048, 3072, ...
         sync: When ranks reduce their gradients: `"window"`, once per update; `"micro_batch"`, on every micro-batch, for
             sharded models whose unsharded gradients don't fit.
+        blocks: Layer by layer: the model's blocks, an `nn.ModuleList`, its dotted path, a list of modules, or `"auto"`.
+            Of a micro-batch only what the blocks are called with is kept; backward runs the blocks again, one after
+            the other, each on all micro-batches.
 
     Raises:
         TypeError, ValueError: An argument is not what it must be.
@@ -116,6 +120,7 @@ class TrainStep:
         noise_scale: bool = False,
         verify: bool = True,
         sync: Sync = "window",
+        blocks: BlocksChoice = None,
     ) -> None:
         self.model = checked_model(model)
         self.batch_norm = BatchNormPolicy(
@@ -126,6 +131,7 @@ class TrainStep:
         self.sync = checked_choice("sync", sync, get_args(Sync))
         self._whole: WholeBatch | None = None
         check_exact(self.batch_norm.choice, offload, max_tokens, groups)
+        check_options(blocks, batch_norm=batch_norm, noise_scale=noise_scale)
         if self.batch_norm.choice == "exact":
             self._whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=offload)
         self.objective = Objective(
@@ -137,6 +143,7 @@ class TrainStep:
             batch_dims=batch_dims,
             autocast=autocast,
         )
+        self._layers = None if blocks is None else Layers(model, blocks)
         self.gauge = Gauge(self.objective.device, parse_bytes(memory_limit))
         self.update = Update(
             optimizer,
@@ -159,14 +166,8 @@ class TrainStep:
         # By hand: a backward pass that runs out of memory halfway through a reduction could not be taken back.
         options = {"sync": self.sync, "batch_norm": self.batch_norm.choice.replace("warn", "micro")}
         self.ranks = find_ranks(model, self.objective, self.update, options, micro_batch_size, max_tokens)
-        self._verify = verify and not spans_ranks(self.model, self.ranks, exact=self._whole is not None)
-        if verify and not self._verify:
-            if self.cutting.packing is not None:
-                self.cutting.packing.keep_left()
-            logger.warning(
-                "Whether micro-batches make the large batch's update is not proven here: in this model the ranks wait "
-                "for each other in every pass. Prove it on one process, with gradaccum.torch.check_equivalence."
-            )
+        self._spans = spans_ranks(self.model, self.ranks, exact=self._whole is not None, verify=verify)
+        self._verify = verify and not self._spans
         self.global_batch = GlobalBatch(self.ranks, self.update.sums)
         self.update.sums.attach(self.ranks.pending)
         self._checked = False
@@ -321,7 +322,7 @@ class TrainStep:
         """Run all micro-batches of a batch. Returns the plan that they followed."""
         rows, plan = batch.rows, self.cutting.plan(batch, sizes)
         take = functools.partial(self.cutting.take, batch)
-        passes = Passes(window, take, self.update, self.batch_norm, self.ranks, self._transaction)
+        passes = Passes(window, take, self.update, self.batch_norm, self.ranks, self._transaction, self._layers)
         # In the middle of a sharded model's pass the other ranks wait: it cannot be run again.
         anew = self._verify and sizes is None and rows <= (self.cutting.sizers.size or 0)  # nothing was proven
         fits = functools.partial(self._fitting.run, anew=anew, coupled=self.batch_norm.couples)
@@ -333,6 +334,8 @@ class TrainStep:
             elif self._all_at_once and isinstance(plan, Rows):
                 assert self._whole is not None
                 run_at_once(self._whole, rows, plan, passes, self._fitting, self.gauge)
+            elif self._layers is not None:
+                self._layers.run(plan, lambda piece: run(piece, plan, passes), self.gauge, proving=self.proving)
             else:
                 for piece in plan:
                     run(piece, plan, passes)
@@ -342,9 +345,7 @@ class TrainStep:
 
     def _count(self, batch: Batch, sizes: Sequence[int] | None, first: bool) -> list[Terms] | None:
         """What several losses divide by, counted; None where the micro-batches' own passes tell in time."""
-        if self.ranks.several and (
-            self._all_at_once or spans_ranks(self.model, self.ranks, exact=self._whole is not None)
-        ):
+        if self.ranks.several and (self._all_at_once or self._spans):
             return None  # it would have to run on all ranks at once
         plan = functools.partial(self.cutting.without_measuring, batch, sizes)
         if not self.ranks.several and (self._all_at_once or (first and len(list(plan())) == 1)):
@@ -379,7 +380,8 @@ class TrainStep:
             try:
                 self.cutting.plan(batch)  # max_tokens judges the padding
                 self._transaction.abandon()
-                self._proof.run(batch, self.cutting.sizers.given)
+                with proof_of(self._layers):
+                    self._proof.run(batch, self.cutting.sizers.given)
             finally:
                 self.proving = False
             self._transaction.open()

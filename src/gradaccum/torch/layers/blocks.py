@@ -1,0 +1,141 @@
+"""Which modules of a model are its blocks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+__all__ = ["Block", "BlocksChoice", "find_blocks"]
+
+BlocksChoice = nn.ModuleList | nn.Sequential | list[nn.Module] | tuple[nn.Module, ...] | str | None
+"""An `nn.ModuleList`, its dotted path, a list of modules, or `"auto"`."""
+
+
+class Block(NamedTuple):
+    """A block, and what it is called."""
+
+    path: str
+    module: nn.Module
+
+
+def find_blocks(model: nn.Module, blocks: Any) -> list[Block]:
+    """The blocks of a model, in the order in which they are called.
+
+    Args:
+        model: The model.
+        blocks: An `nn.ModuleList` or `nn.Sequential`, its dotted path, a list of modules, or `"auto"`: the longest list
+            of modules of one class, lists inside of its modules left aside.
+
+    Raises:
+        TypeError: It is none of these.
+        ValueError: A block is not in the model, twice in the list, inside of another one, or there is none.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(5, 2), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+        >>> [block.path for block in find_blocks(model, "auto")]
+        ['1.0', '1.1']
+    """
+    _check_not_compiled(model)
+    _check_not_sharded(model)
+    if isinstance(blocks, str):
+        blocks = _longest(model) if blocks == "auto" else _at(model, blocks)
+    if not isinstance(blocks, (nn.ModuleList, nn.Sequential, list, tuple)):
+        raise TypeError(
+            "`blocks` must be an nn.ModuleList, its dotted path, a list of modules, or 'auto'. "
+            f"Received: {blocks!r} of type {type(blocks).__name__}."
+        )
+    paths = {id(module): path for path, module in model.named_modules()}
+    found = []
+    for index, module in enumerate(blocks):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"`blocks` must hold modules. Received: blocks[{index}] of type {type(module).__name__}.")
+        if id(module) not in paths:
+            raise ValueError(
+                f"blocks[{index}], of type {type(module).__name__}, is not a module of the model. Give the model's own "
+                "modules, or the dotted path of the list that holds them."
+            )
+        found.append(Block(paths[id(module)], module))
+    if not found:
+        raise ValueError("`blocks` must hold at least one module. Received: none.")
+    _check_apart(found)
+    return found
+
+
+def _check_apart(blocks: list[Block]) -> None:
+    """Raise a ValueError if a block is there twice, or inside of another one."""
+    owners: dict[int, str] = {}
+    for block in blocks:
+        if owners.get(id(block.module)) == block.path:
+            raise ValueError(
+                f"The block {block.path!r} is in `blocks` twice. Each is to be called once: leave layers that share "
+                "one module out of `blocks`."
+            )
+        for module in block.module.modules():
+            if id(module) in owners:
+                raise ValueError(
+                    f"The blocks {owners[id(module)]!r} and {block.path!r} have a module in common, a "
+                    f"{type(module).__name__}. Blocks must lie one behind the other: give the outer ones, or the inner."
+                )
+        owners.update((id(module), block.path) for module in block.module.modules())
+
+
+def _check_not_compiled(model: nn.Module) -> None:
+    """Raise a ValueError if `torch.compile` has made one program of all blocks."""
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    inside = getattr(model, "module", model)
+    if eval_frame is not None and any(isinstance(m, eval_frame.OptimizedModule) for m in (model, inside)):
+        raise ValueError(
+            "`blocks` needs to run the model's blocks one by one, and torch.compile(model) makes one program of them. "
+            "Compile each block instead: `for block in model.layers: block.compile()`."
+        )
+
+
+def _check_not_sharded(model: nn.Module) -> None:
+    """Raise a ValueError if FSDP has sharded a part of the model."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    for path, module in model.named_modules() if kinds else ():
+        if isinstance(module, kinds):
+            raise ValueError(
+                f"{path or 'The model'!r} is sharded, and `blocks` doesn't know how to gather what it runs again. "
+                'Leave out `blocks`, or `fully_shard`; sync="micro_batch" bounds the memory of gradients there.'
+            )
+
+
+def _at(model: nn.Module, path: str) -> nn.Module:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        lists = [name for name, module in _lists(model)]
+        raise ValueError(
+            f"The model has no module at the path given. Received: blocks={path!r}. "
+            + (f"Lists of modules are at {', '.join(map(repr, lists[:8]))}." if lists else "It has no list of modules.")
+        ) from None
+
+
+def _longest(model: nn.Module) -> nn.Module:
+    alike = [(name, module) for name, module in _lists(model) if _of_one_class(module.children())]
+    outermost = [
+        module for name, module in alike if not any(name.startswith(f"{other}.") for other, _ in alike if other != name)
+    ]
+    if not outermost:
+        raise ValueError(
+            "blocks='auto' looks for an nn.ModuleList or nn.Sequential of two or more modules of one class, with "
+            f"parameters, and {type(model).__name__} has none. Give a list of its modules."
+        )
+    return max(outermost, key=lambda module: len(list(module.children())))  # the first of the longest
+
+
+def _lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
+            yield name, module
+
+
+def _of_one_class(modules: Iterable[nn.Module]) -> bool:
+    listed = list(modules)
+    trained = any(True for module in listed for _ in module.parameters())
+    return trained and len({type(module) for module in listed}) == 1

@@ -1,0 +1,209 @@
+"""One block's call on one micro-batch: run without a graph, and again when its gradients' turn has come."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradaccum.errors import NotEquivalentError
+from gradaccum.on_torch.private import run_backward
+from gradaccum.torch.chunking.gradients import backward_roots
+from gradaccum.torch.chunking.recompute import Conditions
+from gradaccum.torch.chunking.trees import Inputs, is_floating, tensors_of, with_tensors, without_tensors
+from gradaccum.torch.layers.blocks import Block
+from gradaccum.torch.layers.interception import called
+from gradaccum.torch.layers.objects import Objects
+
+__all__ = ["BlockCall", "MovedBuffers", "lent"]
+
+_Place = tuple[dict[str, Any], str, Tensor]
+
+
+class MovedBuffers:
+    """Buffers that passes move, as each pass found them, so that it finds them so again.
+
+    Args:
+        places: Where each is held: a dict, its key there, the buffer.
+    """
+
+    def __init__(self, places: Sequence[_Place]) -> None:
+        self._places = list(places)
+
+    @torch.no_grad()
+    def copies(self) -> list[tuple[_Place, Tensor, int]]:
+        """As they are now, before a first pass."""
+        return [
+            ((holder, name, buffer), buffer.clone(), -1 if buffer.is_inference() else buffer._version)
+            for holder, name, _ in self._places
+            if (buffer := holder.get(name)) is not None
+        ]
+
+    def moved(self, copies: list[tuple[_Place, Tensor, int]]) -> list[tuple[_Place, Tensor]]:
+        """After it: the copies of those that it has moved. The others are left alone from here on."""
+        moved = [
+            (place, copy)
+            for place, copy, version in copies
+            # PyTorch's normalisation kernels don't raise the version of the statistics they move.
+            if place[0].get(place[1]) is not place[2] or place[2]._version != version or place[1].startswith("running_")
+        ]
+        if len(moved) < len(self._places):
+            names = {(id(holder), name) for (holder, name, _), _ in moved}
+            self._places = [place for place in self._places if (id(place[0]), place[1]) in names]
+        return moved
+
+
+@contextlib.contextmanager
+def lent(copies: list[tuple[_Place, Tensor]]) -> Iterator[None]:
+    """Around a repetition: it finds these buffers, and what it does to them is forgotten."""
+    held = [(holder, name, holder.get(name)) for (holder, name, _), _ in copies]
+    try:
+        for (holder, name, _), copy in copies:
+            holder[name] = copy.clone()
+        yield
+    finally:
+        for holder, name, buffer in held:
+            holder[name] = buffer
+
+
+class BlockCall:
+    """What it takes to run a block's call again, and the gradients of its outputs as they arrive.
+
+    Args:
+        block: What is called.
+        args: With what.
+        kwargs: With what, by name.
+    """
+
+    def __init__(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.block = block
+        self._given = Inputs(args, kwargs)
+        found = tensors_of(self._given)
+        self._skeleton = without_tensors(self._given)
+        self._tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in found]
+        self._versions = [None if tensor.is_inference() else tensor._version for tensor in found]
+        first = {id(tensor): place for place, tensor in reversed(list(enumerate(found)))}
+        self._same = [first[id(tensor)] for tensor in found]
+        self.roots = {place: found[place] for place in sorted(set(self._same)) if found[place].requires_grad}
+        """The tensors among the inputs that pass gradients on, by place, until somebody has numbered them."""
+        self.keys: dict[int, int] = {}
+        """Their numbers, by place."""
+        self._conditions: Conditions | None = None
+        self._buffers: list[tuple[_Place, Tensor]] = []
+        self._skeleton_of_outputs: Any = None
+        self.grads: list[Tensor | None] = []
+        """Of the tensors in the outputs."""
+
+    def run(
+        self,
+        objects: Objects,
+        generators: Sequence[Any],
+        devices: Sequence[torch.device],
+        buffers: MovedBuffers,
+        *,
+        differentiated: bool,
+    ) -> Any:
+        """The outputs, without a graph of the block's inside.
+
+        Args:
+            objects: Those of the micro-batch.
+            generators: What the block may draw random numbers from.
+            devices: Accelerators that it uses.
+            buffers: The block's.
+            differentiated: Whether the outputs pass gradients on to the block.
+        """
+
+        def first_pass() -> Any:
+            found, copies = objects.found(self._given), buffers.copies()
+            conditions = Conditions([*generators], devices)
+            outputs = called(self.block.module, self._given.args, self._given.kwargs)
+            conditions.advance()
+            self._conditions, self._buffers = conditions, buffers.moved(copies)
+            self._skeleton = objects.as_found(self._skeleton, found)
+            return outputs
+
+        if not differentiated:
+            with torch.no_grad():
+                return first_pass()
+        anchor = torch.zeros((), requires_grad=True)
+        flat = _Boundary.apply(self, first_pass, anchor)
+        self._check_unedited(
+            f"{self._name} edits its inputs in place, so it can't be run again on the same inputs. Its "
+            "first operation may have inplace=True; or give it a clone."
+        )
+        self._given = Inputs((), {})
+        return with_tensors(self._skeleton_of_outputs, flat)
+
+    @property
+    def _name(self) -> str:
+        return f"The block {self.block.path!r}"
+
+    def _check_unedited(self, message: str) -> None:
+        for tensor, version in zip(self._tensors, self._versions, strict=True):
+            if version is not None and tensor._version != version:
+                raise ValueError(f"{message} Received: a tensor of shape {tuple(tensor.shape)}.")
+
+    def flattened(self, outputs: Any) -> tuple[Tensor, ...]:
+        """The tensors in the outputs, each an object of its own."""
+        self._skeleton_of_outputs = without_tensors(outputs)
+        found, seen = [], {id(tensor) for tensor in tensors_of(self._given)}
+        for tensor in tensors_of(outputs):
+            found.append(tensor.detach() if id(tensor) in seen or tensor.requires_grad else tensor)
+            seen.add(id(tensor))
+        self.grads = [None] * len(found)
+        return tuple(found)
+
+    def arrive(self, grads: Sequence[Tensor | None]) -> None:
+        """Gradients of the outputs have come, in one backward pass of maybe several."""
+        for place, grad in enumerate(grads):
+            if grad is not None:
+                known = self.grads[place]
+                self.grads[place] = grad if known is None else known + grad
+
+    def again(self) -> dict[int, Tensor]:
+        """Run the call again, with a graph, and backward. Returns the gradients of what was in `roots`, by place."""
+        if all(grad is None for grad in self.grads):
+            return {}
+        self._check_unedited(f"Something has edited an input of {self._name.lower()} in place after its call.")
+        assert self._conditions is not None
+        tensors = list(self._tensors)
+        for place in self.keys:
+            tensors[place] = tensors[place].detach().requires_grad_()
+        tensors = [tensors[place] for place in self._same]
+        inputs = with_tensors(self._skeleton, tensors)
+        with torch.enable_grad(), lent(self._buffers), self._conditions.restored():
+            outputs = called(self.block.module, inputs.args, inputs.kwargs)
+        self._check_count(outputs)
+        roots, given = backward_roots(outputs, self.grads)
+        if roots:
+            run_backward(roots, given)
+        found = {place: tensors[place].grad for place in self.keys}
+        return {place: grad for place, grad in found.items() if grad is not None}
+
+    def _check_count(self, outputs: Any) -> None:
+        if (count := len(tensors_of(outputs))) != len(self.grads):
+            raise NotEquivalentError(
+                f"{self._name} returned {len(self.grads)} tensors, and {count} when backward ran it again."
+            )
+
+
+class _Boundary(torch.autograd.Function):
+    """Where a micro-batch's graph ends, to go on when it is the block's turn."""
+
+    @staticmethod
+    def forward(ctx: Any, call: BlockCall, run: Callable[[], Any], anchor: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        flat = call.flattened(run())
+        if torch.is_autocast_cache_enabled():  # copies made here, without a graph, would hide tied weights from a loss
+            torch.clear_autocast_cache()
+        ctx.mark_non_differentiable(*[tensor for tensor in flat if not is_floating(tensor)])
+        return flat
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        ctx.call.arrive(grads)
+        return None, None, None

@@ -1,0 +1,370 @@
+"""The order of passes: micro-batch by micro-batch forward, block by block backward."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradaccum.errors import NotEquivalentError
+from gradaccum.on_torch.batch import Batch, leaves
+from gradaccum.on_torch.fitting import StartOver, nothing_fits
+from gradaccum.on_torch.memory import Gauge, is_out_of_memory
+from gradaccum.on_torch.random_state import all_generators, is_generator, kept
+from gradaccum.sizes import Piece, Rows, Tokens
+from gradaccum.torch.chunking.recompute import Conditions, ModuleState, accelerators, parametrizations_computed
+from gradaccum.torch.chunking.trees import Inputs, tensors_of
+from gradaccum.torch.chunking.watch import attributes_of
+from gradaccum.torch.layers.blocks import find_blocks
+from gradaccum.torch.layers.calls import BlockCall, MovedBuffers, lent
+from gradaccum.torch.layers.interception import called, intercepted
+from gradaccum.torch.layers.objects import Objects
+
+__all__ = ["Layers", "proof_of"]
+
+logger = logging.getLogger("gradaccum")
+
+_ORDER = (
+    "`blocks` must be called once each, in their order, in the forward pass of every micro-batch. {what} Leave out of "
+    "`blocks` what is called otherwise, or list the modules in the order in which they are called."
+)
+
+
+class Layers:
+    """The blocks of a model, whose backward passes go block by block, each over all micro-batches.
+
+    Forward, a micro-batch's blocks run without graphs: what is kept is what they are called with. Its loss goes
+    backward at once, down to what the last block returned. When all micro-batches have come so far, the last block
+    runs again on each of them and passes their gradients on; then the one before it, and so on. What stands before the
+    blocks runs again at last.
+
+    Args:
+        model: The model.
+        blocks: As for `find_blocks`.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Any) -> None:
+        self.model = model
+        self.blocks = find_blocks(model, blocks)
+        self._at_once = self._proving = False
+        self.left: dict[str, list[str]] = {}
+        """What blocks have kept in attributes while something was proven, by the block's path."""
+        self._largest: Any = None
+        self._states: dict[int, ModuleState] = {}
+        self._buffers: dict[int, MovedBuffers] = {}
+        self._micro_batches: list[_MicroBatch] = []
+        self._current: _MicroBatch | None = None
+        self._reaching = False
+
+    def run(
+        self, plan: Rows | Tokens, forward_and_loss: Callable[[Piece], None], gauge: Gauge, *, proving: bool
+    ) -> None:
+        """All passes of a window.
+
+        Args:
+            plan: Its micro-batches.
+            forward_and_loss: Runs the forward pass of one, and its loss' backward pass down to the last block.
+            gauge: What memory there is.
+            proving: Whether rows are taken again before second passes, and what blocks keep is noted.
+
+        Raises:
+            StartOver: Smaller micro-batches may fit.
+            torch.OutOfMemoryError: None does.
+            ValueError: Blocks are not called once each in order.
+        """
+        self.clear()
+        self._proving = proving
+        with intercepted([block.module for block in self.blocks], self._call):
+            try:
+                for piece in plan:
+                    self._at_once = plan.measuring  # so that what it costs is all of it
+                    forward_and_loss(piece)
+                self._fitting(plan, gauge)
+            finally:
+                self.clear()
+
+    def clear(self) -> None:
+        """Forget what first passes have kept."""
+        self._micro_batches, self._current, self._largest = [], None, None
+        self._states, self._buffers, self._reaching = {}, {}, False
+
+    # Forward.
+
+    @contextlib.contextmanager
+    def micro_batch(self, retake: Callable[[], Batch], forward: Callable[[Batch], Any]) -> Iterator[None]:
+        """Around a micro-batch's forward pass.
+
+        Args:
+            retake: Returns the micro-batch once more.
+            forward: Computes its loss, as the forward pass does.
+
+        Raises:
+            ValueError: The blocks are not called once each in order; the message names the first that isn't.
+        """
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        if -1 not in self._buffers:
+            inside = {id(module) for block in self.blocks for module in block.module.modules()}
+            outside = [
+                (module._buffers, name, buffer)
+                for module in self.model.modules()
+                if id(module) not in inside
+                for name, buffer in module._buffers.items()
+                if buffer is not None
+            ]
+            self._buffers[-1] = MovedBuffers(outside)
+        conditions = Conditions(all_generators([device]), accelerators([torch.empty(0, device=device)]))
+        copies = self._buffers[-1].copies()
+        self._current = current = _MicroBatch(retake, forward)
+        try:
+            yield
+        except BaseException:
+            self._current = None
+            raise
+        if current.calls and len(current.calls) < len(self.blocks):
+            missing = self.blocks[len(current.calls)]
+            raise ValueError(_ORDER.format(what=f"The block {missing.path!r} was not called."))
+        conditions.advance()
+        current.conditions, current.buffers = conditions, self._buffers[-1].moved(copies)
+        current.done = True
+
+    def _call(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._reaching:
+            raise _Reached(place, Inputs(args, kwargs))
+        block, current = self.blocks[place], self._current
+        if current is None or current.done:
+            raise ValueError(
+                f"The block {block.path!r} was called in a backward pass. Is it called inside of "
+                "torch.utils.checkpoint? Leave that out: with `blocks`, each block is recomputed in any case."
+            )
+        if place != len(current.calls):
+            if place < len(current.calls):
+                what = f"The block {block.path!r} was called twice."
+            else:
+                what = f"The block {self.blocks[len(current.calls)].path!r} was not called before {block.path!r}."
+            raise ValueError(_ORDER.format(what=what))
+        if not torch.is_grad_enabled():
+            current.calls.append(None)
+            return called(block.module, args, kwargs)
+        state = self._state(place)
+        call = BlockCall(block, args, kwargs)
+        trained = any(parameter.requires_grad for parameter in state.parameters)
+        current.calls.append(call if trained or call.roots else None)
+        current.note_roots(place, call)
+        given = [leaf for _, leaf in leaves(Inputs(args, kwargs)) if is_generator(leaf)]
+        devices = accelerators([*tensors_of(Inputs(args, kwargs)), *state.parameters])
+        before = attributes_of(block.module) if self._proving else {}
+        outputs = call.run(
+            current.objects,
+            [*all_generators(devices), *state.generators, *given],
+            devices,
+            self._buffers[place],
+            differentiated=current.calls[-1] is not None,
+        )
+        if self._proving:
+            now = attributes_of(block.module)
+            left = [name for name, value in now.items() if value is not before.get(name)]
+            if left:
+                self.left[block.path] = left
+        return outputs
+
+    def _state(self, place: int) -> ModuleState:
+        if place not in self._states:
+            state = ModuleState(self.blocks[place].module)
+            self._states[place] = state
+            self._buffers[place] = MovedBuffers(state.buffers)
+        return self._states[place]
+
+    def commit(self, piece: Any) -> None:
+        """The micro-batch's loss has gone backward, so its blocks' gradients are due.
+
+        Args:
+            piece: What it was cut out as.
+        """
+        current, self._current = self._current, None
+        assert current is not None
+        if not any(current.calls):
+            return
+        self._micro_batches.append(current)
+        if self._largest is None or piece.size > self._largest.size:
+            self._largest = piece
+        if self._at_once:
+            self.backward()
+
+    # Backward.
+
+    def backward(self, finished: Callable[[int], None] | None = None) -> None:
+        """Block by block, each over all micro-batches; then what stands before the blocks.
+
+        Args:
+            finished: Called with the place of each block whose gradients are complete, and with -1 at the end.
+        """
+        self._current = None
+        waiting, self._micro_batches = self._micro_batches, []
+        generators = {g for state in self._states.values() for g in state.generators}
+        devices = accelerators(p for state in self._states.values() for p in state.parameters)
+        with kept([*all_generators(devices), *generators]):
+            for place in reversed(range(len(self.blocks))):
+                if place in self._states:
+                    with self._states[place].restored(), parametrizations_computed():
+                        for micro_batch in waiting:
+                            self._again(place, micro_batch)
+                if finished is not None:
+                    finished(place)
+            for micro_batch in waiting:
+                self._before_the_blocks(micro_batch)
+        if finished is not None:
+            finished(-1)
+
+    def _fitting(self, plan: Rows | Tokens, gauge: Gauge) -> None:
+        """The same, where a micro-batch may not fit: blocks keep no activations before they run again.
+
+        Args:
+            plan: Where smaller micro-batches come from.
+            gauge: What they cost.
+
+        Raises:
+            StartOver: One did not fit; smaller ones may.
+            torch.OutOfMemoryError: As few rows as can be don't fit.
+        """
+        piece = self._largest
+        try:
+            self.backward()
+            return
+        except Exception as error:
+            if piece is None or not is_out_of_memory(error):
+                raise
+            alone = plan.indivisible(piece)
+            if alone is not None:
+                raise nothing_fits(error, alone) from error
+        self.clear()
+        gauge.release()  # only here, out of reach of the error's frames, is its memory free
+        smaller = plan.failed(piece)[0].size
+        logger.warning(
+            "Out of memory in a block's backward pass with %d rows: all over again in micro-batches of %d.",
+            piece.size,
+            smaller,
+        )
+        raise StartOver
+
+    def _again(self, place: int, micro_batch: _MicroBatch) -> None:
+        call, micro_batch.calls[place] = micro_batch.calls[place], None
+        if call is None:
+            return
+        try:
+            if self._proving:
+                micro_batch.retake()
+            found = call.again()
+        except Exception as error:
+            with contextlib.suppress(AttributeError):  # notes came with Python 3.11
+                error.add_note(f"Raised where backward runs the block {call.block.path!r} again.")
+            raise
+        micro_batch.arrive(place, call, found)
+
+    def _before_the_blocks(self, micro_batch: _MicroBatch) -> None:
+        """The gradients of what the first block is called with, passed on to what stands before it."""
+        grads = micro_batch.first_grads
+        if not grads:
+            return
+        assert micro_batch.conditions is not None
+        batch = micro_batch.retake()
+        self._reaching = True
+        try:
+            with torch.enable_grad(), lent(micro_batch.buffers), micro_batch.conditions.restored():
+                try:
+                    micro_batch.forward(batch)
+                except _Reached as reached:
+                    reached.__traceback__ = None
+                    place, inputs = reached.place, reached.inputs
+                else:
+                    raise AssertionError("the first pass came to a block")
+        finally:
+            self._reaching = False
+        tensors = tensors_of(inputs)
+        if place != 0 or len(tensors) <= max(grads) or any(tensors[i].shape != g.shape for i, g in grads.items()):
+            raise ValueError(
+                f"What the block {self.blocks[0].path!r} is called with was something else when backward ran the model "
+                "up to there again. Does the loss take something from an iterator, or count its calls?"
+            )
+        roots = [(tensors[index], grad) for index, grad in grads.items() if tensors[index].requires_grad]
+        if roots:
+            torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
+
+
+@contextlib.contextmanager
+def proof_of(layers: Layers | None) -> Iterator[None]:
+    """Around a proof: where it fails, say which blocks have left something that backward can't know of."""
+    if layers is not None:
+        layers.left = {}
+    try:
+        yield
+    except NotEquivalentError as error:
+        if layers is None or not layers.left:
+            raise
+        left = ", ".join(f"the block {path!r} ({', '.join(names)})" for path, names in layers.left.items())
+        raise NotEquivalentError(
+            f"{error}\nThese keep something from a call in attributes: {left}. With `blocks`, what a block gives "
+            "to the loss must be among its outputs, as its forward pass has no graph; and what it keeps from one "
+            "micro-batch to the next is other rows'."
+        ) from None
+
+
+class _Reached(BaseException):  # no error, and nothing that a loss would catch
+    """The model has come to a block, which is far enough."""
+
+    def __init__(self, place: int, inputs: Inputs) -> None:
+        super().__init__()
+        self.place, self.inputs = place, inputs
+
+
+class _MicroBatch:
+    """What a micro-batch's forward pass leaves for backward."""
+
+    def __init__(self, retake: Callable[[], Batch], forward: Callable[[Batch], Any]) -> None:
+        self.retake, self.forward = retake, forward
+        self.objects = Objects()
+        self.calls: list[BlockCall | None] = []
+        self.conditions: Conditions | None = None
+        self.buffers: list[Any] = []
+        self.done = False
+        self.first_grads: dict[int, Tensor] = {}
+        """Of what the first block is called with, by place."""
+        self._keys: Any = WeakIdKeyDictionary()
+        self._numbers = itertools.count()
+        self._first_places: dict[int, int] = {}
+        self._due: dict[int, dict[int, Tensor]] = {}
+        self._grads: dict[int, Tensor] = {}
+
+    def note_roots(self, place: int, call: BlockCall) -> None:
+        """A block has been called: note what passes gradients on, and what no block before it was called with.
+
+        What the first block is called with isn't held, nor is so the graph of what stands before it.
+        """
+        for index, root in call.roots.items():
+            key = self._keys.get(root)
+            if key is None:
+                self._keys[root] = key = next(self._numbers)
+                if place == 0:
+                    self._first_places[key] = index
+                else:
+                    self._due.setdefault(place, {})[key] = root
+            call.keys[index] = key
+        call.roots = {}
+
+    def arrive(self, place: int, call: BlockCall, found: dict[int, Tensor]) -> None:
+        """A block's inputs have gradients. Those that no other block waits for are passed on."""
+        for index, grad in found.items():
+            key = call.keys[index]
+            self._grads[key] = self._grads[key] + grad if key in self._grads else grad
+        if place == 0:
+            grads = self._grads
+            self.first_grads = {index: grads.pop(key) for key, index in self._first_places.items() if key in grads}
+            return
+        roots = [(root, self._grads.pop(key)) for key, root in self._due.pop(place, {}).items() if key in self._grads]
+        if roots:  # two of them may come from the same tensors, at different times
+            torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots], retain_graph=True)

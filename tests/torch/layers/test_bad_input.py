@@ -1,0 +1,149 @@
+"""What can't go layer by layer is an error that names the block, before anything is updated."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from gradaccum.errors import NotEquivalentError
+from gradaccum.torch import TrainStep
+from tests.reference import relative_error
+from tests.torch.layers.test_blocks import OPTIMIZERS, Layer, Network, assert_same_updates, batches, loss_of, network
+
+
+def build(model: nn.Module, blocks: Any, **options: Any) -> TrainStep:
+    options = {"compute_loss": loss_of, "micro_batch_size": 2, **options}
+    return TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), blocks=blocks, **options)
+
+
+def test_blocks_that_are_none() -> None:
+    model = network()
+    for blocks, error, words in (
+        (7, TypeError, "`blocks` must be an nn.ModuleList, its dotted path, a list of modules, or 'auto'. Received: 7"),
+        ([model.norm, 3], TypeError, "Received: blocks[1] of type int"),
+        ([], ValueError, "at least one module"),
+        ([model.norm, Layer(6)], ValueError, "blocks[1], of type Layer, is not a module of the model"),
+        ("encoder.layers", ValueError, "Received: blocks='encoder.layers'. Lists of modules are at 'layers'."),
+        ([model.norm, model.norm], ValueError, "The block 'norm' is in `blocks` twice"),
+        ([model.layers[0], model.layers[0].inner], ValueError, "The blocks 'layers.0' and 'layers.0.inner' have"),
+    ):
+        with pytest.raises(error) as raised:
+            build(model, blocks)
+        assert words in str(raised.value)
+    with pytest.raises(ValueError, match="blocks='auto' looks for"):
+        build(nn.Linear(2, 2), "auto")
+
+
+def test_options_that_blocks_exclude_are_named() -> None:
+    model = network()
+    for options, words in (
+        ({"batch_norm": "exact"}, 'batch_norm="exact"'),
+        ({"noise_scale": True}, "noise_scale=True"),
+    ):
+        with pytest.raises(ValueError, match="Leave out one of them") as raised:
+            build(model, "auto", **options)
+        assert words in str(raised.value)
+
+
+class Wrong(Network):
+    """Calls its layers as it is told."""
+
+    order: Sequence[int] = (0, 1, 2)
+    around: Callable[..., Any] | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        shared = self.position(x)
+        for index in self.order:
+            layer = self.layers[index]
+            x, shared = layer(x, shared) if self.around is None else self.around(layer, x, shared)
+        return self.head(self.norm(x))
+
+
+def refused(model: Network, error: type[Exception], **options: Any) -> str:
+    """What is raised; nothing may have changed by then."""
+    step, before = build(model, model.layers, verify=False, **options), copy.deepcopy(model.state_dict())
+    with pytest.raises(error) as raised:
+        step(*batches()[0])
+    assert relative_error(model.state_dict().values(), before.values()) == 0.0
+    assert all(p.grad is None for p in model.parameters())
+    assert type(model.layers[0]) is Layer
+    assert step.updates == 0
+    return str(raised.value)
+
+
+def wrong(order: Sequence[int], around: Callable[..., Any] | None = None) -> Wrong:
+    torch.manual_seed(0)
+    model = Wrong().double()
+    model.order, model.around = order, around
+    return model
+
+
+def test_blocks_that_are_not_called_once_each_in_order() -> None:
+    assert "The block 'layers.2' was not called." in refused(wrong([0, 1]), ValueError)
+    assert "The block 'layers.1' was called twice." in refused(wrong([0, 1, 1, 2]), ValueError)
+    assert "The block 'layers.1' was not called before 'layers.2'." in refused(wrong([0, 2, 1]), ValueError)
+
+
+def test_a_checkpoint_around_the_blocks_is_told_to_leave() -> None:
+    def reentrant(*args: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(*args, use_reentrant=True)
+
+    assert "The block 'layers.2' was called in a backward pass." in refused(wrong([0, 1, 2], reentrant), ValueError)
+
+    def functional(layer: nn.Module, *args: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(layer, *args, use_reentrant=False)
+
+    assert_same_updates(wrong([0, 1, 2], functional), batches(), loss_of)
+
+
+def test_a_block_that_edits_its_input_in_place() -> None:
+    def doubled(layer: nn.Module, args: Any) -> None:
+        args[0].mul_(2)
+
+    model = wrong([0, 1, 2])
+    model.layers[1].register_forward_pre_hook(doubled)
+    assert "The block 'layers.1' edits its inputs in place" in refused(model, ValueError)
+
+
+class Remembering(Layer):
+    """Keeps a mean from one call to the next."""
+
+    mean: Tensor | float = 0.0
+
+    def forward(self, x: Tensor, shared: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().square().mean()
+        return super().forward(x * (1 + self.mean), shared, scale=scale)
+
+
+def test_a_block_that_keeps_state_across_rows_is_named_by_the_proof() -> None:
+    model = network()
+    model.layers[1] = Remembering(6).double()
+    with pytest.raises(NotEquivalentError, match=r"the block 'layers\.1' \(mean\)"):
+        build(model, model.layers)(*batches()[0])
+
+
+class Aside(Layer):
+    """Leaves a loss of its own where the model's loss finds it."""
+
+    penalty: Tensor
+
+    def forward(self, x: Tensor, shared: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        outputs = super().forward(x, shared, scale=scale)
+        self.penalty = outputs[0].square().mean()
+        return outputs
+
+
+def test_a_loss_that_a_block_leaves_aside_is_no_silent_error() -> None:
+    model = network()
+    model.layers[1] = Aside(6).double()
+    with pytest.raises(NotEquivalentError, match=r"the block 'layers\.1' \(penalty\)"):
+        build(model, model.layers, compute_loss=lambda m, *batch: loss_of(m, *batch) + m.layers[1].penalty)(
+            *batches()[0]
+        )

@@ -1,0 +1,278 @@
+"""Layer by layer, TrainStep makes the large batch's update."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradaccum.torch import TrainStep
+from tests.reference import FLOAT64, relative_error, torch_updates
+
+ADAM = {"lr": 1e-2}
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+}
+
+
+class Layer(nn.Module):
+    """A residual block with an argument that all blocks share, and a tuple of outputs."""
+
+    def __init__(self, size: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.inner, self.outer = nn.LayerNorm(size), nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, shared: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        y = self.outer(torch.tanh(self.inner(self.norm(x)) + shared))
+        return x + scale * self.dropout(y), shared
+
+
+class Network(nn.Module):
+    """Embeddings, blocks, and a head whose weight is the embeddings'."""
+
+    def __init__(self, size: int = 6, depth: int = 3, dropout: float = 0.0, vocabulary: int = 11) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, size)
+        self.position = nn.Linear(size, 2 * size)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList([Layer(size, dropout) for _ in range(depth)])
+        self.norm = nn.LayerNorm(size)
+        self.head = nn.Linear(size, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.dropout(self.embedding(ids))
+        shared, first = self.position(x), x
+        for layer in self.layers:
+            x, shared = layer(x, shared, scale=0.5)
+        return self.head(self.norm(x + first + shared[..., : x.shape[-1]]))
+
+
+def network(**options: Any) -> Network:
+    torch.manual_seed(0)
+    return Network(**options).double()
+
+
+def batches(rows: int = 7, count: int = 3) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randint(11, (rows, 5)), torch.randint(11, (rows, 5))) for _ in range(count)]
+
+
+def loss_of(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+
+
+def assert_same_updates(
+    model: nn.Module, data: Any, loss: Any, make: Any = OPTIMIZERS["sgd"], size: Any = 2, **options: Any
+) -> TrainStep:
+    """Train a copy by ordinary steps and the model layer by layer: the same parameters, the same losses."""
+    reference = copy.deepcopy(model)
+    trained = [p for p in reference.parameters() if p.requires_grad]
+    expected = torch_updates(reference, make(trained), data, loss)
+    options = {"compute_loss": loss, "blocks": "auto", "micro_batch_size": size, **options}
+    step = TrainStep(model, make([p for p in model.parameters() if p.requires_grad]), **options)
+    losses = [step(*batch).item() for batch in data]
+    assert relative_error([torch.tensor(losses)], [torch.tensor(expected)]) <= FLOAT64
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    assert step.updates == len(data)
+    return step
+
+
+def test_layer_by_layer_one_call_makes_the_large_batchs_update() -> None:
+    for make in OPTIMIZERS.values():
+        for size in (1, 3, 7, "auto"):
+            assert_same_updates(network(), batches(), loss_of, make, size)
+
+
+def test_dropout_is_replayed_so_that_the_update_is_that_of_accumulation() -> None:
+    updated = []
+    for blocks in (None, "auto"):
+        model = network(dropout=0.3)
+        step = TrainStep(
+            model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=loss_of, micro_batch_size=3, blocks=blocks
+        )
+        torch.manual_seed(5)
+        losses = [step(*batch) for batch in batches()]
+        updated.append([*model.parameters(), *losses, torch.get_rng_state()])
+    assert relative_error(*updated) <= FLOAT64
+
+
+def test_frozen_blocks_and_adapters_inside_of_frozen_blocks() -> None:
+    model = network()
+    model.requires_grad_(False)
+    model.layers[1].inner.weight.requires_grad_()
+    assert_same_updates(model, batches(), loss_of)
+
+    model = network()
+    model.layers[2].requires_grad_(False)
+    model.layers[0].requires_grad_(False)
+    assert_same_updates(model, batches(), loss_of)
+
+
+def test_weights_that_blocks_have_in_common() -> None:
+    model = network()
+    model.layers[2].inner.weight = model.layers[0].inner.weight
+    model.layers[1].outer.bias = model.norm.weight
+    assert_same_updates(model, batches(), loss_of, OPTIMIZERS["adam"])
+
+
+def test_means_over_tokens_terms_groups_and_sums_compose() -> None:
+    def tokens(model: nn.Module, ids: Tensor, labels: Tensor) -> Any:
+        loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=0, reduction="sum")
+        count = (labels != 0).sum()
+        return loss / count, count
+
+    def several(model: nn.Module, ids: Tensor, labels: Tensor) -> Any:
+        outputs = model(ids)
+        loss = nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+        return {"words": (loss, labels.numel()), "size": (outputs.square().mean(), len(ids))}
+
+    def plain(compute: Any) -> Any:
+        def loss(model: nn.Module, *batch: Tensor) -> Tensor:
+            found = compute(model, *batch)
+            return sum(loss for loss, _ in found.values()) if isinstance(found, dict) else found[0]
+
+        return loss
+
+    for compute in (tokens, several):
+        model, reference = network(), network()
+        expected = torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), batches(8), plain(compute))
+        step = TrainStep(
+            model,
+            OPTIMIZERS["sgd"](model.parameters()),
+            compute_loss=compute,
+            micro_batch_size=4,
+            groups=2,
+            blocks=model.layers,
+        )
+        losses = [step(*batch).item() for batch in batches(8)]
+        assert losses == pytest.approx(expected, rel=FLOAT64)
+        assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+
+
+def test_a_closure_evaluates_the_window_again() -> None:
+    def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
+
+    model, reference = network(), network()
+    optimizer = lbfgs(reference.parameters())
+    (batch,) = batches(count=1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(reference, *batch)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    TrainStep(model, lbfgs(model.parameters()), compute_loss=loss_of, micro_batch_size=3, blocks="layers")(*batch)
+    assert relative_error(model.parameters(), reference.parameters()) <= 1e-9  # three steps amplify rounding
+
+
+def test_autocast_is_in_force_where_backward_runs_a_block_again() -> None:
+    updated = []
+    for blocks in (None, "auto"):
+        model = network(vocabulary=7).float()
+        step = TrainStep(
+            model,
+            OPTIMIZERS["sgd"](model.parameters()),
+            compute_loss=loss_of,
+            micro_batch_size=3,
+            blocks=blocks,
+            autocast=torch.bfloat16,
+        )
+        torch.manual_seed(2)
+        step(torch.randint(7, (6, 5)), torch.randint(7, (6, 5)))
+        updated.append([p.detach() for p in model.parameters()])
+    assert relative_error(*updated) <= 1e-6
+
+
+class Counting(nn.Module):
+    """What stands before the blocks, and moves a buffer in every pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 6))
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x))
+
+
+def test_buffers_move_in_first_passes_alone() -> None:
+    updated = []
+    for blocks in (None, "1"):
+        torch.manual_seed(0)
+        blocks_of = [nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)) for _ in range(2)]
+        model = nn.Sequential(Counting(), nn.Sequential(*blocks_of, nn.BatchNorm1d(6)), nn.Linear(6, 3)).double()
+        step = TrainStep(
+            model,
+            OPTIMIZERS["sgd"](model.parameters()),
+            loss_fn=nn.CrossEntropyLoss(),
+            micro_batch_size=4,
+            blocks=blocks,
+            batch_norm="micro",
+            verify=False,
+        )
+        torch.manual_seed(3)
+        for _ in range(2):
+            step(torch.randn(8, 5).double(), torch.randint(3, (8,)))
+        updated.append([*model.state_dict().values()])
+    assert relative_error(*updated) <= 1e-9  # BatchNorm amplifies the rounding of biases before it
+
+
+def test_logits_are_those_of_one_micro_batch_and_the_blocks_keep_no_activations() -> None:
+    model, held, most = network(depth=4), [0], [0]
+
+    def add(tensor: Tensor, factor: int = 1) -> Tensor:
+        held[0] += factor
+        most[0] = max(most[0], held[0])
+        return tensor
+
+    class Saved:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = add(tensor.detach())
+
+        def __del__(self) -> None:
+            held[0] -= 1
+
+    counts = {}
+    for blocks in (None, "auto"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        step = TrainStep(model, optimizer, compute_loss=loss_of, micro_batch_size=1, blocks=blocks, verify=False)
+        most[0] = 0
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+            step(*batches()[0])
+        counts[blocks] = most[0]
+        assert held[0] == 0
+    assert counts["auto"] < 0.6 * counts[None], counts
+
+
+def test_a_block_that_runs_out_of_memory_in_backward_starts_over_in_smaller_micro_batches() -> None:
+    model, reference = network(), network()
+    plain = model.layers[1].inner.forward
+
+    def limited(x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and len(x) > 2:
+            raise torch.OutOfMemoryError("no room")
+        return plain(x)
+
+    expected = torch_updates(reference, OPTIMIZERS["adam"](reference.parameters()), batches(), loss_of)
+    step = TrainStep(
+        model,
+        OPTIMIZERS["adam"](model.parameters()),
+        compute_loss=loss_of,
+        micro_batch_size=7,
+        blocks="auto",
+        verify=False,
+    )
+    model.layers[1].inner.forward = limited
+    losses = [step(*batch).item() for batch in batches()]
+    assert step.micro_batch_size == 2
+    assert losses == pytest.approx(expected, rel=FLOAT64)
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64

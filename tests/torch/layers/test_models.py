@@ -1,0 +1,159 @@
+"""Models as people have them, layer by layer: those of transformers, from tiny configs, and a ResNet."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from tests.torch.layers.test_blocks import OPTIMIZERS, assert_same_updates
+
+transformers = pytest.importorskip("transformers")
+
+
+def _text(rows: int = 5, length: int = 6) -> list[tuple[dict[str, Tensor]]]:
+    torch.manual_seed(1)
+    batches = []
+    for _ in range(2):
+        ids = torch.randint(3, 20, (rows, length))
+        mask = torch.ones_like(ids)
+        mask[0, 4:] = 0
+        batches.append(({"input_ids": ids, "attention_mask": mask, "labels": torch.randint(3, 20, (rows, length))},))
+    return batches
+
+
+def _images(rows: int = 5) -> list[tuple[dict[str, Tensor]]]:
+    torch.manual_seed(1)
+    pixels = [torch.randn(rows, 3, 8, 8, dtype=torch.float64) for _ in range(2)]
+    return [({"pixel_values": x, "labels": torch.randint(0, 3, (rows,))},) for x in pixels]
+
+
+SMALL = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 12}
+QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def _gpt2() -> Any:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=20, n_embd=8, n_layer=3, n_head=2, n_positions=8, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        )
+    )
+
+
+def _llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=20, num_key_value_heads=1, **SMALL))
+
+
+def _bert() -> Any:
+    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=20, **SMALL, **QUIET))
+
+
+def _t5() -> Any:
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=20,
+            d_model=8,
+            d_kv=4,
+            d_ff=12,
+            num_layers=2,
+            num_heads=2,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )
+
+
+def _vit() -> Any:
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(image_size=8, patch_size=4, num_labels=3, **SMALL, **QUIET)
+    )
+
+
+def _t5_blocks(model: Any) -> Any:
+    return [*model.encoder.block, *model.decoder.block]
+
+
+MODELS: dict[str, Any] = {
+    "gpt2": (_gpt2, _text, lambda model: "transformer.h"),
+    "llama": (_llama, _text, lambda model: model.model.layers),
+    "bert": (_bert, _text, lambda model: "auto"),
+    "t5": (_t5, _text, _t5_blocks),
+    "vit": (_vit, _images, lambda model: "auto"),
+}
+
+
+def _loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """A mean over rows: transformers' own is one over tokens that count."""
+    labels = batch["labels"]
+    outputs = model(**batch)
+    if labels.dim() == 1:
+        return outputs.loss
+    return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_make_the_large_batchs_update(name: str) -> None:
+    make, data, blocks = MODELS[name]
+    torch.manual_seed(0)
+    model = make().double()
+    for path, parameter in model.named_parameters():
+        if path.endswith("bias"):  # that of keys gets no gradient but rounding
+            nn.init.normal_(parameter, std=0.1)
+    assert_same_updates(model, data(), _loss, OPTIMIZERS["sgd"], 2, blocks=blocks(model))
+
+
+def test_keys_and_values_that_blocks_leave_in_a_cache_are_not_there_when_backward_runs_them_again() -> None:
+    torch.manual_seed(0)
+    model = _llama().double()
+    assert model.config.use_cache
+    seen = []
+    model.model.layers[1].register_forward_pre_hook(
+        lambda layer, args, kwargs: seen.append(kwargs["past_key_values"].get_seq_length(1)), with_kwargs=True
+    )
+    assert_same_updates(model, _text()[:1], _loss, blocks="auto", verify=False)
+    assert set(seen) == {0}
+
+
+def test_checkpointing_inside_blocks_goes_on() -> None:
+    torch.manual_seed(0)
+    model = _llama().double()
+    model.config.use_cache = False
+    for layer in model.model.layers:  # as model.activation_checkpointing_enable() does
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
+    assert_same_updates(model.train(), _text(), _loss, blocks="auto")
+
+
+class _Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        self.norm = nn.GroupNorm(2, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu_(x + self.two(torch.relu(self.norm(self.one(x)))))
+
+
+def _resnet() -> nn.Module:
+    stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU())
+    stages = [nn.Sequential(*(_Residual(4) for _ in range(2))) for _ in range(2)]
+    return nn.Sequential(
+        stem, stages[0], nn.AvgPool2d(2), stages[1], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    )
+
+
+def test_a_resnet_with_layers_between_its_blocks() -> None:
+    torch.manual_seed(0)
+    model = _resnet().double()
+    data = [(batch["pixel_values"], batch["labels"]) for (batch,) in _images()]
+    loss_fn = nn.CrossEntropyLoss()
+    assert_same_updates(
+        model,
+        data,
+        lambda model, x, y: loss_fn(model(x), y),
+        blocks=[*model.get_submodule("1"), *model.get_submodule("3")],
+    )
