@@ -49,10 +49,12 @@ def prepare_optimizer(
     """Wrap an optimizer, and have the Accelerator know it as if `accelerator.prepare` had returned it.
 
     Call it after `accelerator.prepare(model)`. Then the loop is Accelerate's own, over `optimizer.batches(loader)`.
+    With an FSDP2 plugin, where Accelerate prepares model and optimizer together, call it with what that has returned:
+    `model, inner = accelerator.prepare(model, inner)`.
 
     Args:
         accelerator: The one that has prepared the model, and accumulates nothing itself.
-        optimizer: The inner optimizer, not prepared.
+        optimizer: The inner optimizer, not prepared; with an FSDP2 plugin the one that was prepared with the model.
         steps: Micro-batches in a window: an int >= 1, `{epoch: steps}`, or a callable `(epoch, update) -> steps`.
         model: The prepared model. None: the one that has the optimizer's parameters.
         **options: What `gradaccum.torch.optim.Optimizer` takes: `clip_grad_norm`, `nonfinite`, `reduction` ...
@@ -80,28 +82,40 @@ def prepare_optimizer(
         missing = name.missing_from(accelerator, f"accelerate {accelerate.__version__}")
         if missing:
             raise ValueError(f"{missing} Use accelerate 1.10 or later.")
+    sharded = accelerator.distributed_type == DistributedType.FSDP and accelerator.is_fsdp2
+    _check_distribution(accelerator, sharded)
+    _check_alone(accelerator.gradient_state)
+    # Not one of its subclasses, which accumulates already.
+    if sharded and isinstance(optimizer, AcceleratedOptimizer) and not isinstance(optimizer, PreparedOptimizer):
+        accelerator._optimizers = [o for o in accelerator._optimizers if o is not optimizer]
+        optimizer = optimizer.optimizer
     if getattr(optimizer, "_is_accelerate_prepared", False) or isinstance(optimizer, AcceleratedOptimizer):
         raise ValueError(
             "This optimizer is prepared already. Remove it from accelerator.prepare(...), and pass the plain one: "
             f"prepare_optimizer(accelerator, inner, steps). Received: {type(optimizer).__name__}."
         )
-    _check_alone(accelerator.gradient_state)
-    if accelerator.distributed_type not in _KNOWN:
-        raise ValueError(
-            "prepare_optimizer works on one device, and with DistributedDataParallel. Received: an Accelerator of type "
-            f"{accelerator.distributed_type.value}. Remove its plugin; for fully_shard use "
-            "gradaccum.torch.optim.Optimizer(..., model=model) in a loop without Accelerate."
-        )
     if model is None:
         model = _model_of(accelerator, optimizer)
-    if accelerator.num_processes > 1 and not any(
-        isinstance(module, DistributedDataParallel) for module in (model.modules() if model is not None else ())
+    if sharded and model is None:
+        raise ValueError(
+            "The optimizer's parameters are in no model that this Accelerator has sharded. FSDP2 makes parameters "
+            "anew: prepare both, model, inner = accelerator.prepare(model, inner); then prepare_optimizer(accelerator, "
+            "inner, steps)."
+        )
+    if (
+        accelerator.num_processes > 1
+        and not sharded
+        and not any(
+            isinstance(module, DistributedDataParallel) for module in (model.modules() if model is not None else ())
+        )
     ):
         raise ValueError(
             "The optimizer's parameters are in no model that this Accelerator has prepared. Prepare the model first: "
             "model = accelerator.prepare(model); then prepare_optimizer(accelerator, inner, steps)."
         )
-    prepared = PreparedOptimizer(Optimizer(optimizer, steps, model=model, **options), accelerator)
+    prepared = PreparedOptimizer(
+        Optimizer(optimizer, steps, model=model, **options), accelerator, model=model if sharded else None
+    )
     accelerator._optimizers.append(prepared)
     _lead_clipping(accelerator)
     return prepared
@@ -116,16 +130,19 @@ class PreparedOptimizer(AcceleratedOptimizer):
     Args:
         optimizer: The wrapped optimizer.
         accelerator: Whose scaler it takes.
+        model: The model, if it is sharded.
     """
 
     optimizer: Optimizer
 
-    def __init__(self, optimizer: Optimizer, accelerator: Accelerator) -> None:
+    def __init__(self, optimizer: Optimizer, accelerator: Accelerator, *, model: nn.Module | None = None) -> None:
         super().__init__(optimizer, device_placement=False, scaler=accelerator.scaler)
         self._is_accelerate_prepared = True
         self._several = accelerator.num_processes > 1
         self._clips: dict[tuple[Any, ...], Callable[[], Any]] = {}
         self._norm: Tensor | None = None
+        self._model = model
+        self._sharded = {} if model is None else dict(model.named_parameters())
         optimizer.register_step_pre_hook(self._clip)
 
     def __getattr__(self, name: str) -> Any:
@@ -187,6 +204,13 @@ class PreparedOptimizer(AcceleratedOptimizer):
             )
         return self.optimizer.state_dict()
 
+    def owned(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Those of the parameters that it updates: the sharded ones, where a forward pass has put whole ones there."""
+        known = {id(p): p for group in self.param_groups for p in group["params"]}
+        if self._model is not None:
+            known |= {id(p): self._sharded[name] for name, p in self._model.named_parameters()}
+        return [known[id(p)] for p in parameters if id(p) in known]
+
     def later(self, name: str, parameters: list[Tensor], *args: Any, **keywords: Any) -> None:
         """Clip the finished gradient of these parameters, when this window closes."""
         self._clips[(name, *map(id, parameters))] = functools.partial(_CLIPPING[name], parameters, *args, **keywords)
@@ -196,6 +220,20 @@ class PreparedOptimizer(AcceleratedOptimizer):
         for clip in clips.values():
             norm = clip()
             self._norm = self._norm if norm is None else norm
+
+
+def _check_distribution(accelerator: Accelerator, sharded: bool) -> None:
+    kind = accelerator.distributed_type
+    if kind == DistributedType.FSDP and not sharded:
+        raise ValueError(
+            "FSDP1 reduces in every backward pass, and takes the mean of the ranks' means. Use FSDP2: "
+            "FullyShardedDataParallelPlugin(fsdp_version=2)."
+        )
+    if kind not in _KNOWN and not sharded:
+        raise ValueError(
+            "prepare_optimizer works on one device, with DistributedDataParallel, and with FSDP2. Received: an "
+            f"Accelerator of type {kind.value}. Remove its plugin."
+        )
 
 
 def _check_alone(state: Any) -> None:
@@ -209,7 +247,7 @@ def _check_alone(state: Any) -> None:
 def _model_of(accelerator: Accelerator, optimizer: Any) -> nn.Module | None:
     own = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
     models = accelerator._models
-    if accelerator.num_processes > 1:
+    if accelerator.distributed_type in _KNOWN and accelerator.num_processes > 1:
         # Accelerate keeps the modules inside. By type, without isinstance: other objects may be proxies.
         models = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
     return next((m for m in models if any(id(p) in own for p in m.parameters())), None)
@@ -227,16 +265,18 @@ def _led(accelerator: Accelerator, name: str, original: Callable[..., Any]) -> C
     @functools.wraps(original)
     def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **keywords: Any) -> Any:
         found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        owners = [o for o in accelerator._optimizers if _ids(o) & {id(p) for p in found}]
-        prepared = [o for o in owners if isinstance(o, PreparedOptimizer)]
-        if not prepared:
+        prepared = [o for o in accelerator._optimizers if isinstance(o, PreparedOptimizer)]
+        owned = {id(o): own for o in prepared if (own := o.owned(found))}
+        if not owned:
             return original(found, *args, **keywords)
-        if len(owners) > 1:
+        others = [o for o in accelerator._optimizers if id(o) not in owned and _ids(o) & {id(p) for p in found}]
+        if len(owned) + len(others) > 1:
             raise ValueError(
-                f"accelerator.{name} was given parameters of {len(owners)} optimizers, whose windows close apart. Call "
-                "it for the parameters of each."
+                f"accelerator.{name} was given parameters of {len(owned) + len(others)} optimizers, whose windows "
+                "close apart. Call it for the parameters of each."
             )
-        prepared[0].later(name, found, *args, **keywords)
+        owner = next(o for o in prepared if id(o) in owned)
+        owner.later(name, owned[id(owner)], *args, **keywords)
         return None  # the norm is not known before the window closes: `grad_norm`
 
     return clip

@@ -3,11 +3,12 @@
 import os
 
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from gradaccum import WindowError
 from gradaccum.integrations.accelerate import prepare_optimizer
+from gradaccum.torch.optim import Optimizer
 from tests.integrations.distributed.lightning_cases import batches, windows
 from tests.reference import relative_error, torch_updates
 from tests.torch.problems import mse, network, sgd
@@ -64,3 +65,62 @@ def save(rank, folder):
             said = (index, str(error))
         optimizer.zero_grad()
     return said
+
+
+def sharding(rank, version=2):
+    """As an Accelerator with an FSDP plugin is on GPUs: on CPUs Accelerate takes DistributedDataParallel instead."""
+    one = accelerator(rank)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version, reshard_after_forward=version == 2 or "full_shard", cpu_ram_efficient_loading=False
+    )
+    for state in (PartialState._shared_state, AcceleratorState._shared_state):
+        state["distributed_type"] = DistributedType.FSDP
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin
+    return one
+
+
+def train_sharded(rank, steps, clip=None, epochs=2):
+    """Returns (error, updates)."""
+    try:
+        one = sharding(rank)
+        model = network(dtype=torch.float64)
+        model, inner = one.prepare(model, sgd(model.parameters()))
+        optimizer = prepare_optimizer(one, inner, steps)
+        assert one._optimizers == [optimizer]
+        for _ in range(epochs):
+            for batch in optimizer.batches(batches(rank)):
+                optimizer.zero_grad()
+                one.backward(mse(model, *batch))
+                if clip is not None:
+                    one.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+        plain = network(dtype=torch.float64)
+        torch_updates(plain, sgd(plain.parameters()), [*windows(steps)] * epochs, mse, clip_grad_norm=clip)
+        found = [parameter.full_tensor() for parameter in model.parameters()]
+        return relative_error(found, [*plain.parameters()]), optimizer.updates
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def refused_when_sharded(rank, how):
+    """What is said."""
+    try:
+        one = sharding(rank, 1 if how == "FSDP1" else 2)
+        model = network(dtype=torch.float64)
+        inner = sgd(model.parameters())
+        if how == "wrapped":
+            wrapped = Optimizer(inner, 2)
+            model, inner = one.prepare(model, wrapped)
+            for batch in batches(rank)[:2]:
+                one.backward(mse(model, *batch))
+                inner.step()
+        elif how == "alone":
+            other = network(dtype=torch.float64)
+            one.prepare(model, inner)
+            prepare_optimizer(one, sgd(other.parameters()), 2)
+        else:
+            prepare_optimizer(one, inner, 2)
+    except ValueError as error:
+        return str(error)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)

@@ -23,3 +23,22 @@ def test_saving_inside_a_window_of_several_ranks_is_refused(ranks, tmp_path):
     for index, said in ranks.run(cases.save, str(tmp_path)):
         assert index == 0
         assert "inside a window, 1 of 2 micro-batches, and writes one rank's optimizer" in said
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_under_an_fsdp2_plugin_windows_make_the_update_of_all_ranks_rows(ranks, clip):
+    for error, updates in ranks.run(cases.train_sharded, 2, clip):
+        assert error <= FLOAT64
+        assert updates == 6
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("wrapped", "belong to a sharded model (fully_shard) that the optimizer does not know"),
+        ("alone", "in no model that this Accelerator has sharded. FSDP2 makes parameters anew: prepare both"),
+        ("FSDP1", "Use FSDP2: FullyShardedDataParallelPlugin(fsdp_version=2)"),
+    ],
+)
+def test_other_ways_under_fsdp_are_refused_by_name(ranks, how, message):
+    assert all(message in said for said in ranks.run(cases.refused_when_sharded, how))

@@ -155,14 +155,78 @@ def test_a_batch_without_any_label_makes_no_update(tmp_path):
 
 
 def test_running_out_of_memory_costs_a_micro_batch_and_no_update(tmp_path):
+    failed = []
+
     class Full(MicroBatchTrainer):
         def compute_loss(self, model, inputs, *arguments, **keywords):
-            if len(inputs["input_ids"]) > 3 and not self._step.proving:
+            if inputs["input_ids"].numel() > 30 and not self._step.proving:
+                failed.append(len(inputs["input_ids"]))
                 raise torch.OutOfMemoryError("out of memory")
             return super().compute_loss(model, inputs, *arguments, **keywords)
 
     start = model(KIND).double()
     expected = train(transformers.Trainer, start, rows(KIND), tmp_path)
     found = train(Full, start, rows(KIND), tmp_path, micro={"micro_batch_size": 8})
-    assert found._step.micro_batch_size <= 3
+    assert failed == [8, 4]
     assert relative_error(updates(found, start), updates(expected, start)) <= FLOAT64
+
+
+# Padding that a micro-batch's rows have in common.
+
+
+class Watching(MicroBatchTrainer):
+    """Keeps the shapes of micro-batches."""
+
+    def __init__(self, *arguments, **keywords):
+        self.shapes = []
+        super().__init__(*arguments, **keywords)
+
+    def compute_loss(self, model, inputs, *arguments, **keywords):
+        if not self._step.proving:
+            self.shapes.append(tuple(inputs["input_ids"].shape))
+        return super().compute_loss(model, inputs, *arguments, **keywords)
+
+
+def test_micro_batches_of_so_many_rows_are_sorted_and_trimmed(tmp_path):
+    start = model(KIND).double()
+    expected = train(transformers.Trainer, start, rows(KIND), tmp_path)
+    found = train(Watching, start, rows(KIND), tmp_path, micro=MICRO)
+    assert relative_error(updates(found, start), updates(expected, start)) <= FLOAT64
+    assert [count for count, _ in found.shapes] == [4, 4, 2, 4, 4, 2, 4]
+    assert [width for _, width in found.shapes[:3]] == sorted((width for _, width in found.shapes[:3]), reverse=True)
+    assert sum(a * b for a, b in found.shapes) < 0.8 * 24 * max(width for _, width in found.shapes)
+
+
+def over_padding(outputs, labels, num_items_in_batch=None):
+    """A mean over all columns, those of padding, too."""
+    return outputs["logits"].float().square().mean()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["from the first batch", "from the third"])
+def test_where_padding_counts_it_stays(late, tmp_path):
+    data = rows(TOKENS, 30)
+    for row in data[:20] if late else []:  # nothing to cut off
+        row["input_ids"], row["labels"] = row["input_ids"][:2], row["labels"][:2]
+    start = model(TOKENS).double()
+    more = {"trainer": {"compute_loss_func": over_padding}, "train_sampling_strategy": "sequential"}
+    # Each batch has its own number of columns, by which nothing is weighed within it.
+    expected = train(transformers.Trainer, start, data, tmp_path, **more)
+    found = train(Watching, start, data, tmp_path, micro=MICRO, **more)
+    assert relative_error(updates(found, start), updates(expected, start)) <= 2e-6
+    assert not found._trims
+    assert {width for _, width in found.shapes[-3:]} == {max(len(row["input_ids"]) for row in data[-10:])}
+
+
+def test_that_padding_stays_is_saved_with_a_checkpoint(tmp_path):
+    more = {"trainer": {"compute_loss_func": over_padding}, "save_strategy": "steps", "save_steps": 1}
+    start = model(TOKENS, dropout=0.3)
+    whole = train(Watching, start, rows(TOKENS), tmp_path, micro=MICRO, optim="sgd", **more)
+    resumed = train(
+        Watching, start, rows(TOKENS), tmp_path, micro=MICRO, optim="sgd", resume=str(tmp_path / "checkpoint-1"), **more
+    )
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+
+
+def test_without_a_proof_padding_stays(tmp_path):
+    found = train(Watching, model(KIND), rows(KIND), tmp_path, micro=MICRO | {"verify": False})
+    assert len({width for _, width in found.shapes[:3]}) == 1

@@ -65,6 +65,7 @@ def train(cls, config, model, data, folder, micro=None, trainer=None, **more):
         str(folder), per_device_train_batch_size=8, num_train_epochs=1, save_strategy="no", logging_steps=1, bf16=False,
         optim="sgd", learning_rate=0.1, seed=3, **quiet, **more,
     )  # fmt: skip
+    torch.manual_seed(0)  # adapters may be drawn before the trainer sets its seed
     run = cls(
         model=copy.deepcopy(model), args=arguments, train_dataset=data, processing_class=tokenizer(), **(micro or {}),
         **(trainer or {}),

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradaccum.on_torch.batch import has_rows
 
-__all__ = ["check_cuttable", "stacked", "stacks", "unstacked"]
+__all__ = ["can_be_trimmed", "check_cuttable", "stacked", "stacks", "unstacked"]
 
 _TRL = {"DPOTrainer": 2, "RewardTrainer": 2}
 
@@ -55,6 +55,20 @@ def unstacked(batch: Mapping[str, Any], blocks: int) -> dict[str, Any]:
         return dict(batch)
     inputs = {name: leaf.transpose(0, 1).flatten(0, 1) for name, leaf in batch["examples"].items()}
     return inputs | {name: leaf for name, leaf in batch.items() if name != "examples"}
+
+
+def can_be_trimmed(batch: Mapping[str, Any]) -> bool:
+    """Whether a batch has text that is padded: one attention mask of (rows, columns), for single rows.
+
+    Example:
+        >>> import torch
+        >>> can_be_trimmed({"attention_mask": torch.ones(3, 5)}), can_be_trimmed({"pixel_values": torch.ones(3, 5)})
+        (True, False)
+    """
+    if "examples" in batch:
+        return False
+    masks = [leaf for name, leaf in batch.items() if name.endswith("attention_mask") and "decoder" not in name]
+    return len(masks) == 1 and has_rows(masks[0]) and masks[0].ndim == 2 and 0 not in masks[0].shape
 
 
 def check_cuttable(inputs: Any, blocks: int, max_tokens: int | None) -> None:

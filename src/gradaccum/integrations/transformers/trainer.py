@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -15,10 +16,15 @@ from gradaccum.errors import NotEquivalentError
 from gradaccum.integrations.transformers.denominator import Denominator
 from gradaccum.integrations.transformers.rehearsal import rehearsing
 from gradaccum.integrations.transformers.settings import MicroBatches, check_hooks, check_settings
-from gradaccum.integrations.transformers.stacked import check_cuttable, stacked, stacks, unstacked
+from gradaccum.integrations.transformers.stacked import can_be_trimmed, check_cuttable, stacked, stacks, unstacked
 from gradaccum.torch import TrainStep
 
 __all__ = ["MicroBatchTrainer"]
+
+logger = logging.getLogger("gradaccum")
+
+WITHOUT_LIMIT = 1 << 40
+"""Tokens of a micro-batch that holds so many rows, whatever their lengths."""
 
 
 class MicroBatchTrainer(transformers.Trainer):
@@ -32,7 +38,9 @@ class MicroBatchTrainer(transformers.Trainer):
     first tells, and the first update proves it on a few more.
 
     Args:
-        micro_batch_size: Rows of a micro-batch on each device, or `"auto"`: the fastest size that fits.
+        micro_batch_size: Rows of a micro-batch on each device, or `"auto"`: the fastest size that fits. In a single
+            process rows of text are sorted by length, and each micro-batch rid of the padding that all its rows have,
+            if it is an int, `verify` is on, and the gradient shows that padding doesn't count.
         max_tokens: Padded tokens of a micro-batch: rows are sorted by length, trimmed and packed.
         weight: `weight(inputs) -> number`: what the loss is a mean over, where it is neither rows nor labels. Additive.
         memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
@@ -81,6 +89,7 @@ class MicroBatchTrainer(transformers.Trainer):
         self._denominator: Denominator | None = None
         self._step: TrainStep | None = None
         self._step_state: dict[str, Any] = {}
+        self._trims = micro_batch_size != "auto" and max_tokens is None and verify
         super().__init__(*args, **kwargs)
         check_settings(self, self._micro_batches)
 
@@ -108,13 +117,21 @@ class MicroBatchTrainer(transformers.Trainer):
                     f"{type(self).__name__}.training_step asks compute_loss for the outputs of the large batch, which "
                     "are never there at once. Leave out return_outputs=True in training."
                 )
-            step = self._step_on(model, own)
             batch = self._as_batch(inputs)
+            self._trims = self._trims and self.args.world_size == 1 and can_be_trimmed(batch)
+            step = self._step_on(model, own)
             assert self._denominator is not None
             with self._own_tokens_alone():
                 self._denominator.look_at(batch)
                 try:
-                    loss = step.backward(batch)
+                    try:
+                        loss = step.backward(batch)
+                    except NotEquivalentError as error:
+                        if not self._trims:
+                            raise
+                        logger.debug("Padding is not cut off: %s", error)
+                        self._trims = False
+                        loss = self._step_on(model, own).backward(batch)
                 except NotEquivalentError as error:
                     raise NotEquivalentError(f"{error}\n{self._advice()}") from None
             return loss.requires_grad_()
@@ -125,7 +142,9 @@ class MicroBatchTrainer(transformers.Trainer):
         """The machinery on this model and today's optimizer."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate's wrapper has the user's inside
         step = self._step
-        if step is not None and step.model is model and step.update.optimizers == [optimizer]:
+        same = step is not None and step.model is model and step.update.optimizers == [optimizer]
+        packs = self._trims or self._micro_batches.max_tokens is not None
+        if step is not None and same and packs == (step.cutting.packing is not None):
             return step
         check_settings(self, self._micro_batches)
         state = self._step_state if step is None else step.state_dict()
@@ -136,7 +155,8 @@ class MicroBatchTrainer(transformers.Trainer):
         def rehearsed_loss(batch: Any) -> Tensor:
             return self._loss(own, self.accelerator.unwrap_model(model), batch, rehearsed=True)
 
-        self._denominator = Denominator(self, rehearsed_loss, self._micro_batches.weight)
+        if not same or self._denominator is None:
+            self._denominator = Denominator(self, rehearsed_loss, self._micro_batches.weight)
         new = TrainStep(
             model,
             optimizer,
@@ -144,7 +164,7 @@ class MicroBatchTrainer(transformers.Trainer):
             weight=self._denominator,
             scaler=getattr(self.accelerator, "scaler", None),
             micro_batch_size=self._micro_batches.micro_batch_size,
-            max_tokens=self._micro_batches.max_tokens,
+            max_tokens=WITHOUT_LIMIT if self._trims else self._micro_batches.max_tokens,
             memory_limit=self._micro_batches.memory_limit,
             verify=self._micro_batches.verify,
         )
@@ -191,12 +211,13 @@ class MicroBatchTrainer(transformers.Trainer):
         super()._save_rng_state(output_dir)
         if self._step is not None:
             os.makedirs(output_dir, exist_ok=True)
-            torch.save(self._step.state_dict(), self._state_file(output_dir))
+            torch.save(self._step.state_dict() | {"trims": self._trims}, self._state_file(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is not None and os.path.isfile(file := self._state_file(checkpoint)):
             self._step_state = torch.load(file, weights_only=True)
+            self._trims = self._step_state.get("trims", False)
             if self._step is not None:
                 self._step.load_state_dict(self._step_state)
 

@@ -1,0 +1,200 @@
+"""Random runs of Lightning's Trainer under GradientAccumulation, against the naive loop over each window's rows."""
+
+import copy
+import os
+import random
+import warnings
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of its dependencies, about each other
+    import lightning.pytorch as lightning
+
+    from gradaccum.integrations.lightning import GradientAccumulation
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-3),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, eps=1e-3),
+}
+SCHEDULERS = {
+    "steps": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7),
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 7),
+}
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, options):
+        super().__init__()
+        self.options = options
+        self.network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+        self.updates = []
+        """Of each update: the gradient's norm before clipping, the learning rate, and global_step."""
+
+    def configure_optimizers(self):
+        optimizer = OPTIMIZERS[self.options["optimizer"]](self.network.parameters())
+        if self.options["scheduler"] is None:
+            return optimizer
+        scheduler = SCHEDULERS[self.options["scheduler"]](optimizer)
+        how = {name: self.options[name] for name in ("interval", "frequency")}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **how}}
+
+    def loss(self, batch):
+        x, y = batch
+        return F.cross_entropy(self.network(x), y)
+
+    def training_step(self, batch, index):
+        return self.loss(batch)
+
+    def validation_step(self, batch, index):
+        self.log("loss", self.loss(batch))
+
+    def on_before_optimizer_step(self, optimizer):
+        self.updates.append((self.norm(), optimizer.param_groups[0]["lr"], self.trainer.global_step))
+
+    def norm(self):
+        return float(torch.cat([p.grad.flatten() for p in self.network.parameters()]).norm())
+
+
+class Loader:
+    """Ragged batches, resumable inside an epoch."""
+
+    def __init__(self, batches):
+        self.batches, self.index, self.restored = batches, 0, None
+
+    def __iter__(self):
+        self.index, self.restored = self.restored or 0, None
+        while self.index < len(self.batches):
+            self.index += 1
+            yield self.batches[self.index - 1]
+        self.index = 0
+
+    def state_dict(self):
+        return {"index": self.index % len(self.batches)}
+
+    def load_state_dict(self, state):
+        self.restored = state["index"]
+
+
+class Sized(Loader):
+    def __len__(self):
+        return len(self.batches)
+
+
+class SaveAfter(lightning.Callback):
+    def __init__(self, count, path):
+        self.count, self.path, self.seen = count, path, 0
+
+    def on_train_batch_end(self, trainer, *_):
+        self.seen += 1
+        if self.seen == self.count:
+            trainer.save_checkpoint(self.path)
+
+
+def oracle(module, batches, steps, epochs, largest):
+    """The naive loop. Leaves its record in `module.updates`."""
+    configured, options = module.configure_optimizers(), module.options
+    scheduler = configured["lr_scheduler"]["scheduler"] if isinstance(configured, dict) else None
+    optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
+    by_updates = options["interval"] == "step"
+    for epoch in range(epochs):
+        length = steps[max(first for first in steps if first <= epoch)]
+        windows = [batches[start : start + length] for start in range(0, len(batches), length)]
+        for count, window in enumerate(windows, 1):
+            optimizer.zero_grad()
+            module.loss(tuple(torch.cat(parts) for parts in zip(*window, strict=True))).backward()
+            module.updates.append((module.norm(), optimizer.param_groups[0]["lr"], len(module.updates)))
+            if options["clip"]:
+                clip = nn.utils.clip_grad_norm_ if options["by"] == "norm" else nn.utils.clip_grad_value_
+                clip(module.network.parameters(), options["clip"])
+            optimizer.step()
+            if scheduler is not None and by_updates and count % options["frequency"] == 0:
+                scheduler.step()
+            if len(module.updates) == largest:
+                return
+        if scheduler is not None and not by_updates and (epoch + 1) % options["frequency"] == 0:
+            scheduler.step()
+
+
+def wrong(seed, folder):
+    """What is wrong with a run; empty where it is right."""
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    batches = [
+        (torch.randn(rows, 3, dtype=torch.float64), torch.randint(0, 4, (rows,)))
+        for rows in (choose.randint(1, 5) for _ in range(choose.randint(3, 13)))
+    ]
+    options = {
+        "optimizer": choose.choice(sorted(OPTIMIZERS)),
+        "scheduler": choose.choice([None, *SCHEDULERS]),
+        "interval": choose.choice(["step", "epoch"]),
+        "frequency": choose.choice([1, 1, 2, 3]),
+        "clip": choose.choice([0, 0, 0.05, 0.3]),
+        "by": choose.choice(["norm", "value"]),
+    }
+    steps = {0: choose.randint(1, 5)} | ({choose.randint(1, 3): choose.randint(1, 5)} if choose.random() < 0.4 else {})
+    epochs, largest = choose.randint(1, 4), choose.choice([-1, -1, choose.randint(1, 8)])
+    limit = choose.choice([None, None, choose.randint(1, len(batches))])
+    used = batches[:limit]
+    keywords = {"max_epochs": epochs, "max_steps": largest, "limit_train_batches": limit or 1.0}
+    if validated := choose.random() < 0.4:
+        how = {"val_check_interval": choose.randint(1, len(used))}
+        keywords |= how if choose.random() < 0.6 else {"check_val_every_n_epoch": 2}
+    if options["clip"]:
+        keywords |= {"gradient_clip_val": options["clip"], "gradient_clip_algorithm": options["by"]}
+    saved = choose.choice([None, None, choose.randint(1, len(used) * epochs)])
+    kind = choose.choice([Sized, Sized, Loader])
+    if limit or kind is Loader:  # Lightning saves such a loader where it has fetched ahead, or stopped short
+        saved = None
+    weight = (lambda batch: len(batch[0])) if choose.random() < 0.3 else None
+    path = os.path.join(folder, f"{seed}.ckpt")
+    callbacks = [GradientAccumulation(steps if len(steps) > 1 else steps[0], weight=weight)]
+    if saved:
+        callbacks.insert(choose.choice([0, 1]), SaveAfter(saved, path))
+    said = f"seed {seed}: {options}, {steps}, {keywords}, rows {[len(x) for x, _ in batches]}, saved {saved}, {kind}"
+
+    expected = Module(options)
+    start, found = copy.deepcopy(expected), copy.deepcopy(expected)
+    oracle(expected, used, steps, epochs, largest)
+    one = _fit(found, callbacks, kind(batches), kind(batches[:2]) if validated else None, folder, keywords)
+    problems = [
+        name
+        for name, same in {
+            "updates": one.global_step == len(expected.updates) == len(found.updates),
+            "parameters": _error(found, expected) < 1e-11,
+            "norms, rates, steps": _same(found.updates, expected.updates),
+        }.items()
+        if not same
+    ]
+    if not problems and saved and os.path.exists(path):
+        resumed = copy.deepcopy(start)
+        again = [GradientAccumulation(steps if len(steps) > 1 else steps[0], weight=weight)]
+        _fit(resumed, again, kind(batches), kind(batches[:2]) if validated else None, folder, keywords, path)
+        if _error(resumed, found) > 1e-13:
+            problems.append(f"resumed {_error(resumed, found):.1e}")
+    return f"{said}\n  {', '.join(problems)}: {_error(found, expected):.1e}" if problems else ""
+
+
+def _fit(module, callbacks, rows, validation, folder, keywords, path=None):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+            enable_checkpointing=False, default_root_dir=folder, callbacks=callbacks, **keywords,
+        )  # fmt: skip
+        trainer.fit(module, rows, validation, ckpt_path=path, weights_only=False)
+    return trainer
+
+
+def _error(found, expected):
+    flat = [nn.utils.parameters_to_vector(m.network.parameters()).detach() for m in (found, expected)]
+    return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+
+def _same(found, expected):
+    return len(found) == len(expected) and all(
+        abs(a - b) <= 1e-11 for ours, theirs in zip(found, expected, strict=True) for a, b in zip(ours, theirs)
+    )

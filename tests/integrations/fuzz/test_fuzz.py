@@ -1,0 +1,45 @@
+"""Random runs of other people's trainers: the large batch's, or refused for a reason that is known."""
+
+import itertools
+import logging
+import os
+import time
+
+import pytest
+import transformers
+
+from tests.integrations.fuzz import lightning_runs, trainer_runs
+
+KINDS = {"transformers": trainer_runs.wrong, "lightning": lightning_runs.wrong}
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the trainers' own
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_some_random_runs_are_the_large_batchs(kind, tmp_path):
+    assert not [found for seed in range(4) if (found := KINDS[kind](seed, str(tmp_path)))]
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_runs_are_the_large_batchs(kind, tmp_path):
+    """For FUZZ_SECONDS (600) each, from FUZZ_SEED (0) on."""
+    end = time.monotonic() + float(os.environ.get("FUZZ_SECONDS", "600"))
+    found, first = [], int(os.environ.get("FUZZ_SEED", "0"))
+    for seed in itertools.count(first):
+        if time.monotonic() > end:
+            break
+        if problem := KINDS[kind](seed, str(tmp_path)):
+            found.append(problem)
+            print(problem, flush=True)
+    print(f"{kind}: {seed - first} runs from seed {first}", flush=True)
+    assert not found, f"{len(found)} runs are wrong:\n" + "\n".join(found)

@@ -1,0 +1,247 @@
+"""Random settings of a Trainer: MicroBatchTrainer against the stock Trainer at the batch of an update."""
+
+import copy
+import random
+
+import torch
+import transformers
+from torch.nn import functional as F
+
+from gradaccum.integrations.transformers import MicroBatchTrainer
+from tests.integrations.transformers.problems import arguments
+
+VOCABULARY = 37
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+UPDATES, LOGS = 2e-6, 1e-4
+"""Relative errors that rounding makes: losses are computed in float32 inside, and small ones are rounded in logs."""
+
+
+def _bert(cls, **more):
+    return cls(transformers.BertConfig(vocab_size=VOCABULARY, **SIZES, **QUIET, **more))
+
+
+def _llama(cls, **more):
+    sizes = SIZES | {"max_position_embeddings": 64, "num_key_value_heads": 1, "pad_token_id": 0}
+    return cls(transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes, **more))
+
+
+CAUSAL = {
+    "llama": lambda: _llama(transformers.LlamaForCausalLM),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=64,
+            n_embd=16,
+            n_layer=1,
+            n_head=2,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+        )
+    ),
+    "qwen": lambda: transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(
+            vocab_size=VOCABULARY, max_position_embeddings=64, num_key_value_heads=1, tie_word_embeddings=True, **SIZES
+        )
+    ),
+    "gpt-neox": lambda: transformers.GPTNeoXForCausalLM(
+        transformers.GPTNeoXConfig(
+            vocab_size=VOCABULARY, max_position_embeddings=64, hidden_dropout=0.0, attention_dropout=0.0, **SIZES
+        )
+    ),
+}
+OTHERS = {
+    "classes": lambda: _bert(transformers.BertForSequenceClassification, num_labels=3),
+    "numbers": lambda: _bert(transformers.BertForSequenceClassification, num_labels=1),
+    "several classes": lambda: _bert(
+        transformers.BertForSequenceClassification, num_labels=3, problem_type="multi_label_classification"
+    ),
+    "tokens": lambda: _bert(transformers.BertForTokenClassification, num_labels=3),
+    "masked": lambda: _bert(transformers.BertForMaskedLM),
+    "answers": lambda: _bert(transformers.BertForQuestionAnswering),
+    "llama classes": lambda: _llama(transformers.LlamaForSequenceClassification, num_labels=3),
+    "llama tokens": lambda: _llama(transformers.LlamaForTokenClassification, num_labels=3, classifier_dropout=0.0),
+    "t5": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=VOCABULARY,
+            d_model=16,
+            d_kv=8,
+            d_ff=24,
+            num_layers=1,
+            num_heads=2,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            pad_token_id=0,
+        )
+    ),
+    "bart": lambda: transformers.BartForConditionalGeneration(
+        transformers.BartConfig(
+            vocab_size=VOCABULARY,
+            d_model=16,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_ffn_dim=24,
+            decoder_ffn_dim=24,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            dropout=0.0,
+            max_position_embeddings=64,
+            pad_token_id=0,
+            decoder_start_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            forced_eos_token_id=None,
+        )
+    ),
+    "images": lambda: transformers.ViTForImageClassification(
+        transformers.ViTConfig(image_size=8, patch_size=4, num_channels=3, num_labels=3, **SIZES, **QUIET)
+    ),
+}
+MODELS = CAUSAL | OTHERS
+BEGINS_LATE = 0.5
+"""Of the causal rows, those whose first token has no label."""
+
+
+def rows(kind, number, choose):
+    return [_row(kind, choose) for _ in range(number)]
+
+
+def _row(kind, choose):
+    if kind == "images":
+        generator = torch.Generator().manual_seed(choose.randint(0, 10**9))
+        pixels = torch.randn(3, 8, 8, generator=generator, dtype=torch.float64)
+        return {"pixel_values": pixels, "labels": torch.tensor(choose.randint(0, 2))}
+    length = choose.randint(2, 11)
+    ids = torch.tensor([choose.randint(3, VOCABULARY - 1) for _ in range(length)])
+    row = {"input_ids": ids}
+    if kind in CAUSAL:
+        ignored = choose.randint(1, length - 1) if choose.random() < BEGINS_LATE else 0
+        row["labels"] = ids.clone()
+        row["labels"][:ignored] = -100
+    elif kind in ("classes", "llama classes"):
+        row["labels"] = torch.tensor(choose.randint(0, 2))
+    elif kind == "numbers":
+        row["labels"] = torch.tensor(choose.gauss(0, 1), dtype=torch.float64)
+    elif kind == "several classes":
+        row["labels"] = torch.tensor([float(choose.randint(0, 1)) for _ in range(3)], dtype=torch.float64)
+    elif kind in ("tokens", "llama tokens"):
+        row["labels"] = torch.tensor([1, *(choose.choice([-100, 0, 1, 2]) for _ in range(length - 1))])
+    elif kind == "masked":
+        row["labels"] = torch.tensor([4, *(choose.choice([-100, -100, 5, 6]) for _ in range(length - 1))])
+    elif kind == "answers":
+        for name in ("start_positions", "end_positions"):
+            row[name] = torch.tensor(choose.randint(0, length - 1))
+    else:  # an encoder and a decoder
+        row["labels"] = torch.tensor([choose.randint(3, VOCABULARY - 1) for _ in range(choose.randint(1, 8))])
+    return row
+
+
+class Collate:
+    """Pads on either side, up to a multiple of some number, with or without a mask."""
+
+    def __init__(self, left, mask, multiple):
+        self.left, self.mask, self.multiple = left, mask, multiple
+
+    def __call__(self, examples):
+        batch = {}
+        for name in examples[0]:
+            values = [row[name] for row in examples]
+            if values[0].dim() != 1 or values[0].is_floating_point():
+                batch[name] = torch.stack(values)
+                continue
+            longest = -(-max(map(len, values)) // self.multiple) * self.multiple
+            batch[name] = self._padded(values, longest, 0 if name == "input_ids" else -100)
+            if name == "input_ids" and self.mask:
+                batch["attention_mask"] = self._padded([torch.ones_like(value) for value in values], longest, 0)
+        return batch
+
+    def _padded(self, values, longest, filler):
+        missing = [longest - len(value) for value in values]
+        sides = [(count, 0) if self.left else (0, count) for count in missing]
+        return torch.stack([F.pad(value, side, value=filler) for value, side in zip(values, sides, strict=True)])
+
+    def __repr__(self):
+        return f"Collate{(self.left, self.mask, self.multiple)}"
+
+
+def scenario(seed):
+    """Everything about a run: (kind, rows, micro-batches, collator, arguments)."""
+    choose = random.Random(seed)
+    kind, number = choose.choice(sorted(MODELS)), choose.randint(9, 30)
+    batch = choose.choice([6, 8, 12, 16])
+    by_tokens = kind != "images" and choose.random() < 0.5
+    micro = {"max_tokens": choose.choice([12, 24, 40])} if by_tokens else {}
+    if not by_tokens or choose.random() < 0.2:
+        micro["micro_batch_size"] = choose.choice([1, 2, 3, 4, 5, "auto"])
+    left = kind in (*CAUSAL, "llama classes", "llama tokens") and choose.random() < 0.4
+    collate = Collate(left, by_tokens or choose.random() < 0.85, choose.choice([1, 1, 8]))
+    more = {
+        "per_device_train_batch_size": batch,
+        "num_train_epochs": choose.choice([1, 2, 3]),
+        "max_grad_norm": choose.choice([0, 0.1, 1.0]),
+        "lr_scheduler_type": choose.choice(["linear", "cosine", "constant"]),
+        "warmup_steps": choose.choice([0, 2]),
+        "dataloader_drop_last": number >= batch and choose.random() < 0.2,
+        "logging_steps": choose.choice([1, 1, 2, 3]),
+        "weight_decay": choose.choice([0, 0.1]),
+        "optim": "sgd",
+        "learning_rate": 0.1,
+    }
+    rare = [
+        (0.2, {"train_sampling_strategy": "group_by_length"} if kind != "images" else {}),
+        (0.2, {"label_smoothing_factor": 0.1}),
+        (0.15, {"max_steps": choose.randint(1, 5)}),
+        (0.2, {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-3}),
+        (0.15, {"gradient_checkpointing": True}),
+        (0.15, {"eval_strategy": "steps", "eval_steps": 2}),
+        (0.1, {"logging_nan_inf_filter": False}),
+        (0.1, {"torch_empty_cache_steps": 1}),
+    ]
+    for chance, setting in rare:
+        more |= setting if choose.random() < chance else {}
+    return kind, rows(kind, number, choose), micro, collate, more
+
+
+REFUSED = (
+    "Cutting off columns of nothing but padding changes",  # answers by a softmax over columns
+    "`max_tokens` needs an attention mask",
+)
+
+
+def wrong(seed, folder):
+    """What is wrong with a run; empty where it is right, or refused for a known reason."""
+    kind, data, micro, collate, more = scenario(seed)
+    said = f"seed {seed}: {kind}, {len(data)} rows, {micro}, {collate}, {more}"
+    torch.manual_seed(seed)
+    model, found = MODELS[kind]().double(), []
+    for cls, how in ((transformers.Trainer, {}), (MicroBatchTrainer, micro)):
+        trained = copy.deepcopy(model)
+        run = cls(
+            trained, arguments(folder, **more, remove_unused_columns=False), train_dataset=data, eval_dataset=data[:7],
+            data_collator=collate, **how,
+        )  # fmt: skip
+        run.remove_callback(transformers.PrinterCallback)
+        try:
+            run.train()
+        except Exception as error:
+            found.append(error)
+        else:
+            found.append((torch.cat([p.detach().flatten() for p in trained.parameters()]), run.state.log_history))
+    stock, ours = found
+    if isinstance(stock, Exception):
+        return "" if isinstance(ours, Exception) else f"{said}\n  the stock Trainer fails: {stock}"
+    if isinstance(ours, Exception):
+        return "" if any(line in str(ours) for line in REFUSED) else f"{said}\n  {type(ours).__name__}: {ours}"
+    error = float((ours[0] - stock[0]).norm() / stock[0].norm())
+    logged = _logs_error(ours[1], stock[1])
+    return "" if error < UPDATES and logged < LOGS else f"{said}\n  parameters {error:.1e}, logs {logged:.1e}"
+
+
+def _logs_error(found, expected):
+    names = "loss", "grad_norm", "learning_rate", "eval_loss", "epoch"
+    kept = [[{name: entry[name] for name in names if name in entry} for entry in run] for run in (found, expected)]
+    if [list(entry) for entry in kept[0]] != [list(entry) for entry in kept[1]]:
+        return float("inf")
+    pairs = [(a[name], b[name]) for a, b in zip(*kept, strict=True) for name in a]
+    return max((abs(a - b) / (abs(b) + 1e-6) for a, b in pairs if b == b), default=0.0)
