@@ -91,7 +91,7 @@ def test_keys_states_static_arguments_and_values_from_around_are_no_hindrance():
         grad_fn = gradaccum.jax.value_and_grad(around, micro_batch_size="auto", rng_argnum=2, state_argnum=3)
         return grad_fn(params, batch, key, jnp.asarray(0), "even", scale=2.0)
 
-    params, batch = network(), rows(8)
+    params, batch = network(), rows(2)
     (loss, state), grads = update(params, batch, jax.random.key(0), 0.5)
     assert int(state) >= 1
     assert tree_error((loss, grads), at_once(squared_error)(params, batch)) <= FLOAT64

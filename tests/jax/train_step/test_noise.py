@@ -65,8 +65,14 @@ def summed(params, batch):
     return squared_error(params, batch) * len(batch[0])
 
 
-@pytest.mark.parametrize(("loss_fn", "reduction"), [(squared_error, "mean"), (summed, "sum")])
-@pytest.mark.parametrize("count", [12, 11, 3])
+@pytest.mark.parametrize(
+    ("loss_fn", "reduction", "count"),
+    [
+        *((squared_error, "mean", count) for count in (12, 11, 3)),
+        (summed, "sum", 11),
+        *(pytest.param(summed, "sum", count, marks=pytest.mark.slow) for count in (12, 3)),
+    ],
+)
 def test_the_norms_are_those_of_the_first_micro_batch_and_the_large_batch(loss_fn, reduction, count):
     """12 rows are 4 4 4; 11 are 4 4 3; 3 are one micro-batch, which tells nothing."""
     params, batch, size = network(), rows(count), min(count, 4)
