@@ -1,7 +1,8 @@
 """Layer by layer: the blocks of a model in turn, each over all micro-batches, in the backward pass."""
 
 from gradaccum.torch.layers.blocks import BlocksChoice
-from gradaccum.torch.layers.options import check_options
+from gradaccum.torch.layers.in_turn import InTurn
+from gradaccum.torch.layers.options import UpdateChoice, check_in_backward, check_options
 from gradaccum.torch.layers.schedule import Layers, proof_of
 
-__all__ = ["BlocksChoice", "Layers", "check_options", "proof_of"]
+__all__ = ["BlocksChoice", "InTurn", "Layers", "UpdateChoice", "check_in_backward", "check_options", "proof_of"]

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
-__all__ = ["check_options"]
+from gradaccum.on_torch.arguments import checked_choice
+
+__all__ = ["UpdateChoice", "check_in_backward", "check_options"]
 
 
-def check_options(blocks: Any, *, batch_norm: str, noise_scale: bool) -> None:
+UpdateChoice = Literal["after_backward", "in_backward"]
+"""When parameters are updated: all of them after the backward pass, or each block's as soon as its gradient is in."""
+
+
+def check_options(blocks: Any, update: Any, *, batch_norm: str, noise_scale: bool) -> None:
     """Whether these options of a `TrainStep` go together.
 
     Raises:
         ValueError: They don't.
     """
+    checked_choice("update", update, get_args(UpdateChoice))
     if blocks is None:
+        if update == "in_backward":
+            raise ValueError(
+                "update='in_backward' updates block by block. Pass `blocks` as well, such as blocks=model.layers."
+            )
         return
     if batch_norm == "exact":
         raise ValueError(
@@ -24,3 +35,30 @@ def check_options(blocks: Any, *, batch_norm: str, noise_scale: bool) -> None:
             "noise_scale=True compares the gradient of a micro-batch with that of the batch, and with `blocks` no "
             "micro-batch's gradient is ever complete by itself. Leave out one of them."
         )
+
+
+def check_in_backward(*, clip_grad_norm: Any, scaler: Any, closure: str | None, searched: bool, several: bool) -> None:
+    """Whether a block can be updated before the gradients of the others are known.
+
+    Args:
+        clip_grad_norm: Largest norm, or None.
+        scaler: A GradScaler, or None.
+        closure: The name of an optimizer that evaluates a closure, if there is one.
+        searched: Whether the size of micro-batches is searched for.
+        several: Whether other ranks share the update.
+
+    Raises:
+        ValueError: It can't; the message says why.
+    """
+    for wrong, why in (
+        (clip_grad_norm is not None, "`clip_grad_norm` needs the norm of all gradients before the first is used"),
+        (scaler is not None, "a GradScaler looks at all gradients before the first is used"),
+        (closure, f"{closure} evaluates a closure, which needs all gradients and all parameters as they were"),
+        (searched, "a size of micro-batches is searched for by their whole passes: give a `micro_batch_size` in rows"),
+        (several, "several ranks reduce their gradients when all are there"),
+    ):
+        if wrong:
+            raise ValueError(
+                f"update='in_backward' frees each gradient before the next is known, and {why}. Use "
+                "update='after_backward', or leave that out."
+            )

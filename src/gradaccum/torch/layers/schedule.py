@@ -16,6 +16,7 @@ from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch, leaves
 from gradaccum.on_torch.fitting import StartOver, nothing_fits
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
+from gradaccum.on_torch.private import leaves_of
 from gradaccum.on_torch.random_state import all_generators, is_generator, kept
 from gradaccum.sizes import Piece, Rows, Tokens
 from gradaccum.torch.chunking.recompute import Conditions, ModuleState, accelerators, parametrizations_computed
@@ -23,6 +24,7 @@ from gradaccum.torch.chunking.trees import Inputs, tensors_of
 from gradaccum.torch.chunking.watch import attributes_of
 from gradaccum.torch.layers.blocks import find_blocks
 from gradaccum.torch.layers.calls import BlockCall, MovedBuffers, lent
+from gradaccum.torch.layers.in_turn import InTurn, Window
 from gradaccum.torch.layers.interception import called, intercepted
 from gradaccum.torch.layers.objects import Objects
 
@@ -52,6 +54,9 @@ class Layers:
     def __init__(self, model: nn.Module, blocks: Any) -> None:
         self.model = model
         self.blocks = find_blocks(model, blocks)
+        self.in_turn: InTurn | None = None
+        """Updates parameters while backward goes on."""
+        self._reached: dict[int, int] = {}
         self._at_once = self._proving = False
         self.left: dict[str, list[str]] = {}
         """What blocks have kept in attributes while something was proven, by the block's path."""
@@ -63,7 +68,13 @@ class Layers:
         self._reaching = False
 
     def run(
-        self, plan: Rows | Tokens, forward_and_loss: Callable[[Piece], None], gauge: Gauge, *, proving: bool
+        self,
+        plan: Rows | Tokens,
+        forward_and_loss: Callable[[Piece], None],
+        gauge: Gauge,
+        window: Window,
+        *,
+        proving: bool,
     ) -> None:
         """All passes of a window.
 
@@ -71,6 +82,7 @@ class Layers:
             plan: Its micro-batches.
             forward_and_loss: Runs the forward pass of one, and its loss' backward pass down to the last block.
             gauge: What memory there is.
+            window: What adds up the losses.
             proving: Whether rows are taken again before second passes, and what blocks keep is noted.
 
         Raises:
@@ -80,19 +92,28 @@ class Layers:
         """
         self.clear()
         self._proving = proving
+        in_turn = None if proving else self.in_turn
+        if in_turn is not None:
+            in_turn.open()
         with intercepted([block.module for block in self.blocks], self._call):
             try:
                 for piece in plan:
                     self._at_once = plan.measuring  # so that what it costs is all of it
                     forward_and_loss(piece)
-                self._fitting(plan, gauge)
+                if in_turn is not None:
+                    in_turn.begin(window, self._reached)
+                self._fitting(plan, gauge, None if in_turn is None else in_turn.finished)
+            except BaseException as error:
+                if in_turn is None or (told := in_turn.explained(error)) is error:
+                    raise
+                raise told from error
             finally:
                 self.clear()
 
     def clear(self) -> None:
         """Forget what first passes have kept."""
         self._micro_batches, self._current, self._largest = [], None, None
-        self._states, self._buffers, self._reaching = {}, {}, False
+        self._states, self._buffers, self._reaching, self._reached = {}, {}, False, {}
 
     # Forward.
 
@@ -155,6 +176,9 @@ class Layers:
         call = BlockCall(block, args, kwargs)
         trained = any(parameter.requires_grad for parameter in state.parameters)
         current.calls.append(call if trained or call.roots else None)
+        if self.in_turn is not None:
+            for leaf in {leaf for root in call.roots.values() for leaf in leaves_of(root)}:
+                self._reached[leaf] = min(place or -1, self._reached.get(leaf, place))
         current.note_roots(place, call)
         given = [leaf for _, leaf in leaves(Inputs(args, kwargs)) if is_generator(leaf)]
         devices = accelerators([*tensors_of(Inputs(args, kwargs)), *state.parameters])
@@ -221,12 +245,13 @@ class Layers:
         if finished is not None:
             finished(-1)
 
-    def _fitting(self, plan: Rows | Tokens, gauge: Gauge) -> None:
+    def _fitting(self, plan: Rows | Tokens, gauge: Gauge, finished: Callable[[int], None] | None) -> None:
         """The same, where a micro-batch may not fit: blocks keep no activations before they run again.
 
         Args:
             plan: Where smaller micro-batches come from.
             gauge: What they cost.
+            finished: As for `backward`. Once it has been called, nothing starts over.
 
         Raises:
             StartOver: One did not fit; smaller ones may.
@@ -234,10 +259,11 @@ class Layers:
         """
         piece = self._largest
         try:
-            self.backward()
+            self.backward(finished)
             return
         except Exception as error:
-            if piece is None or not is_out_of_memory(error):
+            begun = self.in_turn is not None and self.in_turn.made is not None
+            if piece is None or begun or not is_out_of_memory(error):
                 raise
             alone = plan.indivisible(piece)
             if alone is not None:

@@ -55,6 +55,8 @@ class Cutting:
         self._least = 2 if batch_norms(objective.model) else 1
         self.sizers = Sizers(micro_batch_size, gauge.limit, minimum=self._least)
         self._groups = checked_groups(groups)
+        self.searches = micro_batch_size == "auto" and max_tokens is None
+        """Whether sizes are searched for."""
         self.packing = None if max_tokens is None else Packing(objective, max_tokens, self.sizers.size, judge=judge)
 
     def grouped(self, batch: Batch) -> Batch:

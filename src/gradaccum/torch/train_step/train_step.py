@@ -1,9 +1,4 @@
-"""Split the batch: the large batch goes in, one exact update comes out, in micro-batches that fit.
-
-step = gradaccum.torch.TrainStep(model, optimizer, loss_fn=torch.nn.CrossEntropyLoss())
-for x, y in loader:          # 256 rows
-    loss = step(x, y)        # forward, backward, update
-"""
+"""Split the batch: the large batch goes in, one exact update comes out, in micro-batches that fit."""
 
 from __future__ import annotations
 
@@ -26,7 +21,7 @@ from gradaccum.sizes import Piece, Rows, Tokens
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
 from gradaccum.torch.distributed import SingleRank, leaving_on_error
 from gradaccum.torch.equivalence import Proof
-from gradaccum.torch.layers import BlocksChoice, Layers, check_options, proof_of
+from gradaccum.torch.layers import BlocksChoice, Layers, UpdateChoice, check_options, proof_of
 from gradaccum.torch.loss import Objective, Terms
 from gradaccum.torch.train_step.cutting import Cutting, GroupsChoice
 from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch, check_exact, run_at_once
@@ -80,6 +75,8 @@ class TrainStep:
         blocks: Layer by layer: the model's blocks, an `nn.ModuleList`, its dotted path, a list of modules, or `"auto"`.
             Of a micro-batch only what the blocks are called with is kept; backward runs the blocks again, one after
             the other, each on all micro-batches.
+        update: `"after_backward"`, or, with `blocks`, `"in_backward"`: a block's parameters are updated, and their
+            gradient is freed, as soon as it is finished.
 
     Raises:
         TypeError, ValueError: An argument is not what it must be.
@@ -121,6 +118,7 @@ class TrainStep:
         verify: bool = True,
         sync: Sync = "window",
         blocks: BlocksChoice = None,
+        update: UpdateChoice = "after_backward",
     ) -> None:
         self.model = checked_model(model)
         self.batch_norm = BatchNormPolicy(
@@ -131,7 +129,7 @@ class TrainStep:
         self.sync = checked_choice("sync", sync, get_args(Sync))
         self._whole: WholeBatch | None = None
         check_exact(self.batch_norm.choice, offload, max_tokens, groups)
-        check_options(blocks, batch_norm=batch_norm, noise_scale=noise_scale)
+        check_options(blocks, update, batch_norm=batch_norm, noise_scale=noise_scale)
         if self.batch_norm.choice == "exact":
             self._whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=offload)
         self.objective = Objective(
@@ -170,6 +168,8 @@ class TrainStep:
         self._verify = verify and not self._spans
         self.global_batch = GlobalBatch(self.ranks, self.update.sums)
         self.update.sums.attach(self.ranks.pending)
+        if self._layers is not None and update == "in_backward":
+            self.update.make_in_backward(self._layers, self.cutting.searches, several=self.ranks.several)
         self._checked = False
         self._transaction = Transaction(self._modules(), self.update.parameters, self.objective.device)
         self._fitting = Fitting(self._transaction, self.gauge)
@@ -335,7 +335,8 @@ class TrainStep:
                 assert self._whole is not None
                 run_at_once(self._whole, rows, plan, passes, self._fitting, self.gauge)
             elif self._layers is not None:
-                self._layers.run(plan, lambda piece: run(piece, plan, passes), self.gauge, proving=self.proving)
+                once = functools.partial(run, plan=plan, passes=passes)
+                self._layers.run(plan, once, self.gauge, window, proving=self.proving)
             else:
                 for piece in plan:
                     run(piece, plan, passes)

@@ -15,6 +15,7 @@ from gradaccum.on_torch.gradients import GradientSum, clip_norm_, scale_
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.torch.distributed import check_flattened
+from gradaccum.torch.layers import InTurn, Layers, check_in_backward
 from gradaccum.torch.optimizer import needs_closure
 from gradaccum.torch.train_step.closure import Closure, takes_closure
 from gradaccum.torch.train_step.rollback import Rollback
@@ -53,7 +54,7 @@ class Update:
         accumulate_dtype: torch.dtype | None = None,
         noise: NoiseMeter | None = None,
     ) -> None:
-        self.noise = noise
+        self.noise, self._gauge = noise, gauge
         self.optimizers: list[torch.optim.Optimizer] = _checked_optimizers(optimizers)
         for optimizer in self.optimizers:
             check_flattened(optimizer)
@@ -67,6 +68,8 @@ class Update:
         self.clip_grad_norm = clip_grad_norm
         self.sums = GradientSum(self.parameters, accumulate_dtype)
         self.grad_norm: Tensor | None = None
+        self.in_turn: InTurn | None = None
+        """Makes the update block by block, where that is wanted."""
         self._closures: dict[torch.optim.Optimizer, Closure] = {}
         if self.scaler is None:  # which does not pass closures on
             for optimizer in self.optimizers:
@@ -84,6 +87,11 @@ class Update:
 
     def check_empty(self) -> None:
         """Raise if a parameter has a gradient already, other than zero."""
+        if self.in_turn is not None:
+            raise WindowError(
+                "step.backward() leaves the large batch's gradient in `.grad`, and update='in_backward' frees it block "
+                "by block. Call the step itself, or use update='after_backward'."
+            )
         if any(p.grad is not None and bool(p.grad.count_nonzero()) for p in self.parameters()):
             raise WindowError(
                 "step.backward() found gradients in `.grad`, of another loss or of an update that has been made. It "
@@ -96,6 +104,24 @@ class Update:
         self.sums.clear()
         if self.noise is not None:
             self.noise.restart()
+
+    def make_in_backward(self, layers: Layers, searched: bool, *, several: bool) -> None:
+        """Have each block updated as soon as its gradient is in.
+
+        Args:
+            layers: The blocks.
+            searched: Whether the size of micro-batches is searched for.
+            several: Whether other ranks share the update.
+
+        Raises:
+            ValueError: The optimizers, or the options, need all gradients at once.
+        """
+        closure = next((type(o).__name__ for o in self.optimizers if needs_closure(o)), None)
+        check_in_backward(
+            clip_grad_norm=self.clip_grad_norm, scaler=self.scaler, closure=closure, searched=searched, several=several
+        )
+        self.in_turn = layers.in_turn = InTurn(self.optimizers, self.sums, layers.blocks, layers.model, self._gauge)
+        self.in_turn.open()
 
     def abandon(self) -> None:
         """After an error: no gradients, and a scaler that has not heard of them."""
@@ -152,6 +178,8 @@ class Update:
             torch.OutOfMemoryError: An optimizer ran out of memory; the message says whether parameters and optimizer
                 state are as they were.
         """
+        if self.in_turn is not None:  # it has been made, block by block
+            return bool(self.in_turn.made)
         stepped: list[Any] = []
         of_the_window: list[BaseException] = []
 

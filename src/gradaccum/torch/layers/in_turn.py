@@ -1,0 +1,220 @@
+"""Updates in backward: each block's parameters as soon as their gradient is finished, which is then freed."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum.errors import WindowError
+from gradaccum.on_torch.gradients import GradientSum, scale_
+from gradaccum.on_torch.memory import Gauge, is_out_of_memory
+from gradaccum.on_torch.private import without_global_step_hooks
+from gradaccum.sizes import readable_bytes
+from gradaccum.torch.layers.blocks import Block
+from gradaccum.torch.layers.one_by_one import check_one_by_one, limited_to
+
+__all__ = ["InTurn", "Window"]
+
+logger = logging.getLogger("gradaccum")
+
+
+class Window(Protocol):
+    """What the micro-batches' losses have added up to."""
+
+    @property
+    def loss(self) -> Tensor:
+        """The large batch's loss."""
+
+    @property
+    def divisor(self) -> Any:
+        """What the gradients are to be divided by; None where they are complete."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing weighs anything."""
+
+    def check(self) -> None:
+        """Raise if the micro-batches don't add up to what was counted."""
+
+
+class InTurn:
+    """The user's own optimizers, each of whose steps is made in parts: for one block after the other.
+
+    Args:
+        optimizers: The user's.
+        sums: Their parameters' gradients.
+        blocks: The model's blocks.
+        model: The model.
+        gauge: What memory there is.
+
+    Raises:
+        ValueError: An optimizer doesn't treat parameters one by one, or has hooks that look at all gradients.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        sums: GradientSum,
+        blocks: Sequence[Block],
+        model: nn.Module,
+        gauge: Gauge,
+    ) -> None:
+        self._optimizers, self._sums, self._blocks = optimizers, sums, blocks
+        self._model, self._gauge = model, gauge
+        self._state_bytes: dict[int, list[float]] = {}
+        self._due: dict[int, list[Tensor]] = {}
+        self._updated: set[int] = set()
+        self._divisor: Any = None
+        self._empty = False
+        self.made: bool | None = None
+        """Whether the window that has just run has made its update; None before its first part."""
+
+    def open(self) -> None:
+        """A window begins: nothing of it has been updated."""
+        self.made, self._updated, self._due = None, set(), {}
+        for optimizer in self._optimizers:
+            if optimizer._optimizer_step_pre_hooks:
+                raise ValueError(
+                    f"{type(optimizer).__name__} has hooks of register_step_pre_hook, which look at all gradients, and "
+                    "with update='in_backward' these are never there together. Use update='after_backward'."
+                )
+            sizes = self._state_bytes.get(id(optimizer))
+            if sizes is None or len(sizes) != len(optimizer.param_groups):
+                self._state_bytes[id(optimizer)] = [*check_one_by_one(optimizer).values()]
+
+    def begin(self, window: Window, reached: Mapping[int, int]) -> None:
+        """All losses are in, and the first block's turn comes: check what can be checked before it.
+
+        Args:
+            window: What they have added up to.
+            reached: Of parameters outside of blocks' own calls, by id, after which block's turn their gradient is in.
+
+        Raises:
+            ValueError: The loss is not finite. Nothing has been updated.
+            torch.OutOfMemoryError: There is no room for the optimizers' state. Nothing has been updated.
+        """
+        window.check()
+        self._empty, self._divisor = window.empty, window.divisor
+        if not self._empty and not math.isfinite(loss := float(window.loss)):
+            raise ValueError(
+                f"The loss of this batch is {loss}. With update='in_backward' blocks would be updated before anybody "
+                "could see all gradients, so nothing has been. Leave the batch out, or use update='after_backward'."
+            )
+        self._check_room()
+        last: dict[int, int] = dict(reached)
+        for place, block in reversed(list(enumerate(self._blocks))):
+            last.update((id(p), min(place, last.get(id(p), place))) for p in block.module.parameters())
+        inside = {id(module) for block in self._blocks for module in block.module.modules()}
+        for module in self._model.modules():
+            if id(module) not in inside:
+                last.update((id(p), -1) for p in module.parameters(recurse=False))
+        due: dict[int, list[Tensor]] = defaultdict(list)
+        for parameter in self._sums.parameters():
+            due[last.get(id(parameter), -1)].append(parameter)
+        self._due = due
+
+    def _check_room(self) -> None:
+        missing = 0.0
+        for optimizer in self._optimizers:
+            for group, bytes_ in zip(optimizer.param_groups, self._state_bytes[id(optimizer)], strict=True):
+                new = [p for p in group["params"] if p.requires_grad and p not in optimizer.state]
+                missing += sum(p.numel() * min(bytes_, 4.0 * p.element_size()) for p in new)
+        limit = self._gauge.limit() if missing else None
+        if limit is not None and self._gauge.live() + missing > limit:
+            raise torch.OutOfMemoryError(
+                f"The optimizers' state needs {readable_bytes(int(missing))}, and "
+                f"{readable_bytes(max(int(limit - self._gauge.live()), 0))} are free. Nothing has been updated. Use an "
+                "optimizer with less state."
+            )
+
+    @torch.no_grad()
+    def finished(self, place: int) -> None:
+        """The gradients are complete that wait for this block, or for what stands before all blocks (-1)."""
+        parameters = self._due.pop(place, [])
+        if self._empty:
+            self._free(parameters)
+        else:
+            self._update(parameters)
+        if place >= 0:
+            return
+        late = [p for p in self._sums.parameters() if id(p) in self._updated and p.grad is not None]
+        if late:
+            raise WindowError(
+                f"{len(late)} parameters got a gradient after their update, the first of shape {tuple(late[0].shape)}: "
+                "something else than their own block uses them, and no graph has shown it."
+            )
+        self.made = not self._empty
+        if self.made:
+            with without_global_step_hooks() as (before, after):
+                for optimizer in self._optimizers:
+                    own = list(optimizer._optimizer_step_post_hooks.values())
+                    for hook in (*before, *own, *after):
+                        hook(optimizer, (), {})
+
+    def _update(self, parameters: list[Tensor]) -> None:
+        with_gradients = [p for p in parameters if p.grad is not None]
+        if not with_gradients:
+            return
+        sums, held = self._sums, self._sums.parameters
+        sums.parameters = lambda: with_gradients
+        try:
+            if isinstance(self._divisor, Tensor):
+                factor = torch.where(self._divisor > 0, 1.0 / self._divisor, 0.0)
+                scale_([p.grad for p in with_gradients if p.grad is not None], factor)
+            elif self._divisor is not None:
+                sums.finish(self._divisor)
+            sums.cast()
+        finally:
+            sums.parameters = held
+        wanted = {id(p) for p in with_gradients}
+        self.made = False
+        self._updated |= wanted
+        for optimizer in self._optimizers:
+            self._step(optimizer, wanted)
+        self._free(with_gradients)
+
+    def _step(self, optimizer: torch.optim.Optimizer, wanted: set[int]) -> None:
+        hooks = optimizer._optimizer_step_post_hooks
+        kept = list(hooks.items())
+        hooks.clear()
+        try:
+            with limited_to(optimizer, wanted), without_global_step_hooks():
+                if optimizer.param_groups:
+                    optimizer.step()
+        finally:
+            hooks.update(kept)
+
+    def _free(self, parameters: Sequence[Tensor]) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    def explained(self, error: BaseException) -> BaseException:
+        """The error to raise in place of one that comes in the middle: it says what state the model is in."""
+        if not self._updated:
+            return error
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        done = [
+            names.get(id(p), "one that is not in the model") for p in self._sums.parameters() if id(p) in self._updated
+        ]
+        blocks = [
+            repr(block.path)
+            for block in self._blocks
+            if (own := [p for p in block.module.parameters() if p.requires_grad])
+            and all(id(p) in self._updated for p in own)
+        ]
+        state = (
+            f"{len(done)} of {len(self._sums.parameters())} parameters have been updated with this batch, and their "
+            f"optimizer state: those of the blocks {', '.join(blocks) or '(none whole)'}, "
+            "the last of them maybe in part. All others are as they were. "
+            "This cannot be taken back: go on from a checkpoint."
+        )
+        logger.error("%s stopped an update='in_backward' halfway. %s", type(error).__name__, state)
+        if is_out_of_memory(error):
+            return torch.OutOfMemoryError(f"{error}\n{state}")
+        return WindowError(f"{type(error).__name__}: {error}\n{state}") if isinstance(error, Exception) else error

@@ -1,0 +1,231 @@
+"""Blocks updated in the backward pass: the large batch's update, by the user's own optimizer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradaccum.errors import WindowError
+from gradaccum.torch import TrainStep
+from tests.reference import FLOAT64, relative_error, torch_updates
+from tests.torch.layers.test_blocks import OPTIMIZERS, assert_same_updates, batches, loss_of, network
+
+IN_BACKWARD: dict[str, Any] = {"update": "in_backward"}
+OPTIONS: dict[str, dict[str, Any]] = {"Adafactor": {"lr": 0.1}, "ASGD": {"lr": 0.1}, "Rprop": {"lr": 0.01}}
+NAMES = [
+    "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+]  # fmt: skip
+
+
+def build(model: nn.Module, optimizer: Any = None, **options: Any) -> TrainStep:
+    optimizer = OPTIMIZERS["adam"](model.parameters()) if optimizer is None else optimizer
+    options = {"compute_loss": loss_of, "micro_batch_size": 3, "blocks": "auto", **IN_BACKWARD, **options}
+    return TrainStep(model, optimizer, **options)
+
+
+def test_in_backward_each_optimizer_of_torch_makes_the_large_batchs_update() -> None:
+    for name in NAMES:
+        kind = getattr(torch.optim, name)
+        for foreach in (False, True):
+
+            def make(parameters: Any, kind: Any = kind, name: str = name, foreach: bool = foreach) -> Any:
+                return kind(parameters, **{"lr": 1e-2, **OPTIONS.get(name, {})}, foreach=foreach)
+
+            assert_same_updates(network(), batches(count=2), loss_of, make, 3, verify=False, **IN_BACKWARD)
+
+
+def test_in_backward_fused_optimizers_and_several_of_them_with_groups() -> None:
+    def fused(parameters: Any) -> torch.optim.Optimizer:
+        listed = list(parameters)
+        groups = [{"params": listed[:4], "lr": 0.1}, {"params": listed[4:]}]
+        return torch.optim.AdamW(groups, lr=1e-2, fused=True)
+
+    assert_same_updates(network(), batches(), loss_of, fused, 3, **IN_BACKWARD)
+
+    model, reference = network(), network()
+    for trained, update in ((model, True), (reference, False)):
+        listed = list(trained.parameters())
+        both = [torch.optim.SGD(listed[::2], lr=0.1), torch.optim.Adam(listed[1::2], lr=0.01)]
+        if update:
+            step = build(trained, both)
+            for batch in batches():
+                step(*batch)
+        else:
+            for batch in batches():
+                loss_of(trained, *batch).backward()
+                for optimizer in both:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+
+
+def test_in_backward_weights_in_common_wait_for_their_last_use() -> None:
+    model = network()
+    model.layers[2].inner.weight = model.layers[0].inner.weight
+    model.layers[1].outer.bias = model.norm.weight
+    assert_same_updates(model, batches(), loss_of, OPTIMIZERS["adam"], 3, **IN_BACKWARD)
+
+    def penalised(model: Any, ids: Tensor, labels: Tensor) -> Tensor:  # block 2's weight stands before block 1, too
+        ids = ids.clone()
+        return loss_of(model, ids, labels) + model.layers[2].inner.weight.square().sum()
+
+    assert_same_updates(network(), batches(), penalised, OPTIMIZERS["adam"], 3, **IN_BACKWARD)
+
+    model = network()
+    position = model.position.forward
+    model.position.forward = lambda x: position(x) * model.layers[2].inner.bias  # type: ignore[method-assign]
+    reference = copy.deepcopy(model)
+    own = reference.position
+    plain = type(own).forward
+    reference.position.forward = lambda x: plain(own, x) * reference.layers[2].inner.bias  # type: ignore[method-assign]
+    torch_updates(reference, OPTIMIZERS["adam"](reference.parameters()), batches(), loss_of)
+    step = build(model)
+    for batch in batches():
+        step(*batch)
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+
+
+def test_in_backward_means_over_tokens_and_wide_sums() -> None:
+    def tokens(model: nn.Module, ids: Tensor, labels: Tensor) -> Any:
+        loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=0, reduction="sum")
+        count = (labels != 0).sum()
+        return loss / count, count
+
+    updated = []
+    for update in ("after_backward", "in_backward"):
+        model = network(vocabulary=11)
+        step = build(model, compute_loss=tokens, update=update)
+        losses = [step(*batch) for batch in batches()]
+        updated.append([*model.parameters(), *losses])
+    assert relative_error(*updated) <= FLOAT64
+
+    updated = []
+    for update in ("after_backward", "in_backward"):
+        model = network().bfloat16()
+        step = build(model, update=update, accumulate_dtype=torch.float32, verify=False)
+        for batch in batches():
+            step(*batch)
+        updated.append([p.float() for p in model.parameters()])
+        assert all(p.grad is None or p.grad.dtype == torch.bfloat16 for p in model.parameters())
+    assert relative_error(*updated) == 0.0
+
+
+def test_in_backward_schedulers_hooks_and_counters_see_one_update() -> None:
+    model = network()
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    step, seen = build(model, optimizer), []
+    optimizer.register_step_post_hook(
+        lambda optimizer, args, kwargs: seen.append(len(optimizer.param_groups[0]["params"]))
+    )
+    groups = [*optimizer.param_groups]
+    for batch in batches():
+        step(*batch)
+        scheduler.step()
+    assert seen == [len(list(model.parameters()))] * 3
+    assert {int(state["step"]) for state in optimizer.state.values()} == {3}
+    assert all(one is other for one, other in zip(groups, optimizer.param_groups, strict=True))
+    assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_in_backward_no_more_gradients_are_alive_than_one_blocks_and_those_outside() -> None:
+    model = network(depth=5)
+    most, outside = 0, {id(p) for p in model.parameters()} - {id(p) for p in model.layers.parameters()}
+
+    def count(_: Tensor) -> None:
+        nonlocal most
+        most = max(most, sum(p.numel() for p in model.parameters() if p.grad is not None))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(count)
+    build(model, verify=False)(*batches()[0])
+    block = sum(p.numel() for p in model.layers[0].parameters())
+    assert most <= block + sum(p.numel() for p in model.parameters() if id(p) in outside)
+
+
+class ByGlobalNorm(torch.optim.SGD):
+    """Normalises by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        listed = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        torch._foreach_div_(listed, float(torch.nn.utils.get_total_norm(listed)))
+        return super().step(closure)
+
+
+class CountsSteps(torch.optim.SGD):
+    """Counts its steps in its groups."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+def test_in_backward_refuses_optimizers_that_look_across_parameters() -> None:
+    for kind in (ByGlobalNorm, CountsSteps):
+        model = network()
+        optimizer = kind(model.parameters(), lr=0.1)
+        with pytest.raises(
+            ValueError, match=f"{kind.__name__} makes another update where it steps parameters one by one"
+        ):
+            build(model, optimizer)
+    model = network()
+    with pytest.raises(ValueError, match="LBFGS evaluates a closure"):
+        build(model, torch.optim.LBFGS(model.parameters()))
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="SGD has hooks of register_step_pre_hook"):
+        build(model, optimizer)
+
+
+def test_in_backward_refuses_by_name_what_needs_all_gradients_first() -> None:
+    model = network()
+    for options, words in (
+        ({"clip_grad_norm": 1.0}, "`clip_grad_norm` needs the norm of all gradients"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, "a GradScaler looks at all gradients"),
+        ({"micro_batch_size": "auto"}, "give a `micro_batch_size` in rows"),
+        ({"blocks": None}, "Pass `blocks` as well"),
+        ({"update": "sometimes"}, "`update` must be one of 'after_backward', 'in_backward'"),
+    ):
+        with pytest.raises(ValueError) as raised:
+            build(model, **options)
+        assert words in str(raised.value)
+    step = build(model)
+    with pytest.raises(WindowError, match=r"step.backward\(\) leaves"):
+        step.backward(*batches()[0])
+
+
+def test_in_backward_a_loss_that_is_not_finite_stops_before_the_first_block() -> None:
+    model = network()
+    step = build(model, verify=False, compute_loss=lambda model, *batch: loss_of(model, *batch) / 0)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="The loss of this batch is inf"):
+        step(*batches()[0])
+    assert relative_error(model.state_dict().values(), before.values()) == 0.0
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_in_backward_an_error_in_the_middle_says_what_has_been_updated(error: type[Exception]) -> None:
+    model = network()
+    step, before = build(model, verify=False), copy.deepcopy(model)
+
+    def fail(layer: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            raise error("on purpose")
+
+    model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises((torch.OutOfMemoryError, WindowError)) as raised:
+        step(*batches()[0])
+    assert "6 of 23 parameters have been updated with this batch" in str(raised.value)
+    assert "those of the blocks 'layers.2'" in str(raised.value)
+    assert isinstance(raised.value, torch.OutOfMemoryError) == (error is torch.OutOfMemoryError)
+    for layer, changed in (("layers.0", False), ("layers.1", False), ("layers.2", True), ("norm", False)):
+        found = relative_error(model.get_submodule(layer).parameters(), before.get_submodule(layer).parameters())
+        assert (found > 0) == changed, layer
+    assert step.updates == 0
+    assert all(p.grad is None for p in model.parameters())
