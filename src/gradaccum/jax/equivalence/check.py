@@ -11,6 +11,7 @@ import numpy as np
 from gradaccum.equivalence import Cause, Difference, Equivalence
 from gradaccum.jax.equivalence.causes import find_causes
 from gradaccum.jax.equivalence.trial import Trial
+from gradaccum.jax.train_step import known_exact
 from gradaccum.rounding import rounding
 from gradaccum.schedule import checked_count
 from gradaccum.sizes import even_sizes
@@ -115,20 +116,29 @@ def _checked(trial: Trial, micro_batch_size: int | None, tolerance: float | None
             if not difference.error <= most:
                 failing, most = (order, size), difference.error
     differences = tuple(worst.values())
+    verdict = trial.verdict()
     if failing is not None and not causes:
-        causes = find_causes(trial, *failing, differences, allowed)
+        causes = find_causes(trial, *failing, differences, allowed, verdict)
+    refused = verdict.certain and verdict.kind != "exact"
+    ok = failing is None and not causes
+    if ok and not refused:
+        known_exact(trial.loss_fn)
     return Equivalence(
         differences,
         allowed,
         tuple(causes),
         rows=rows,
         partitions=tuple(tuple(even_sizes(rows, size)) for _, size in partitions),
-        notes=tuple(_notes(trial)),
+        notes=(
+            *_notes(trial),
+            *([_REFUSED.format(verdict.message)] if refused and failing is None and not causes else []),
+        ),
         precision=precision,
         device=device,
     )
 
 
+_REFUSED = "This batch hides what others will show, and value_and_grad refuses the loss: {}"
 _SIZES = "Write it for any number of rows."
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from gradaccum.equivalence import Difference
 from gradaccum.jax.batch import Batch, argument_numbers, axes_of_each, equations
 from gradaccum.jax.equivalence.held_keys import held
-from gradaccum.jax.train_step import value_and_grad
+from gradaccum.jax.loss import Verdict
+from gradaccum.jax.train_step import judge_loss, value_and_grad
 
 __all__ = ["Outcome", "Trial"]
 
@@ -88,7 +89,9 @@ class Trial:
         """What micro-batches of this size make of these rows; under other `in_axes`, which share the leaf `whole`."""
         key = size, str(in_axes)
         if key not in self._compiled:
-            options = self.options | {"aux": "last"} | ({} if in_axes is None else {"in_axes": in_axes})
+            options = (
+                self.options | {"aux": "last", "verify": False} | ({} if in_axes is None else {"in_axes": in_axes})
+            )
             self._compiled[key] = jax.jit(value_and_grad(self.loss_fn, micro_batch_size=size, **options))
         value, gradients = self._compiled[key](*self.taken(rows, whole))
         state: Any = {}
@@ -136,6 +139,13 @@ class Trial:
     def jaxpr(self, rows: np.ndarray) -> Any:
         """What the loss does with these rows."""
         return jax.make_jaxpr(self.loss_fn)(*self.taken(rows)).jaxpr
+
+    def verdict(self) -> Verdict:
+        """What is seen of the loss without evaluating it."""
+        try:
+            return judge_loss(self.loss_fn, self.args, self.options | {"aux": "last"})
+        except Exception:  # the comparison says what is wrong
+            return Verdict("unknown")
 
     def precision(self) -> str:
         """The narrowest dtype that the loss computes in, whatever it is given."""

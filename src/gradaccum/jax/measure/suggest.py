@@ -66,7 +66,7 @@ def estimate_size(
     if limit is None:
         raise ValueError('This machine does not say what memory it has. Give `memory_limit`, such as "16GiB".')
     state = jax.eval_shape((optimizer or optax.adam(1e-3)).init, params)
-    keywords = {"batch_argnums": batch_argnums, "in_axes": in_axes, **value_and_grad_keywords}
+    keywords = {"batch_argnums": batch_argnums, "in_axes": in_axes, "verify": False, **value_and_grad_keywords}
     constant = {"state": _bytes(state), "arguments": _bytes(args), "gradients": _bytes(params)}
 
     def peak(size: int) -> int:

@@ -12,7 +12,6 @@ from gradaccum.jax.batch import Group, as_varying, like, varying_axes, zeros
 from gradaccum.jax.train_step.beside import Beside
 from gradaccum.jax.train_step.call import Call, Outcome
 from gradaccum.jax.train_step.noise import NoiseMeter, norms_of_one
-from gradaccum.jax.train_step.weights import factors_of
 
 __all__ = ["accumulated"]
 
@@ -27,6 +26,8 @@ def accumulated(call: Call, micro_batch_size: int) -> tuple[Any, Any, Any, tuple
             pairs = zip(jax.tree.leaves(gradients), _axes(call))
             norms = norms_of_one(call, [leaf for leaf, axis in pairs if axis is None])
         return outcome.losses, outcome.state, Beside(call, groups, outcome).of_one(outcome.aux), gradients, norms
+    if call.options.verification is not None:
+        call.options.verification.look(call)
     return _Accumulation(call, groups).run()
 
 
@@ -41,7 +42,7 @@ class _Accumulation:
         self.keys = jax.tree.map(lambda key: jax.random.split(key, self.count), call.key)
         self.kinds = call.kinds(groups[0])
         self.state = call.state_like(call.state, self.kinds.state)
-        self.factors = factors_of(call, groups, self.kinds, self.state, self.keys)
+        self.factors = _factors_of(call, groups, self.kinds, self.state, self.keys)
         self.beside = Beside(call, groups, self.kinds)
         self.given = tuple(call.args[number] for number in self.options.differentiated)
         self.axes = _axes(call)
@@ -247,3 +248,41 @@ def _times(factor: Any, number: Any) -> Any:
 
 def _scaled(tree: Any, unit: float) -> Any:
     return tree if unit == 1.0 else jax.tree.map(lambda leaf: leaf * unit, tree)
+
+
+def _factors_of(call: Call, groups: list[Group], kinds: Outcome, state: Any, keys: Any) -> dict[str, Any]:
+    """For each loss by name, n * w_i / sum_i w_i for each of the n micro-batches. Empty where rows are what counts.
+
+    They are known before the first gradient is computed, so that several losses need one backward pass. The weights
+    that the loss function returns itself take a pass of which the compiler keeps what they depend on: a mask, mostly.
+    Where all of them are 0, the micro-batches count alike: the large batch's loss is 0 / 0, too, or has its own answer.
+    """
+    if call.options.weight is None and not kinds.weights:
+        return {}
+    weights: dict[str, list[Any]] = {}
+    done = 0
+    for group in groups:
+        some = jax.tree.map(lambda each: each[done : done + group.count], keys)  # noqa: B023  # used at once
+        done += group.count
+
+        def weigh(state: Any, x: Any, group: Group = group) -> tuple[Any, dict[str, Any]]:
+            index, key = x
+            values = call.arguments(call.batch.micro_batch(group, index), state, key)
+            if call.options.weight is not None:
+                return state, {"": call.weight(values)}
+            outcome = call.outcome(values)
+            return call.state_like(outcome.state, kinds.state), outcome.weights
+
+        state, found = jax.lax.scan(weigh, state, (jnp.arange(group.count), some))
+        for name, weight in found.items():
+            dtype = jnp.promote_types(kinds.losses[name].dtype, jnp.float32)
+            weights.setdefault(name, []).append(weight.astype(dtype))
+    return {name: _normalised(call, jnp.concatenate(each)) for name, each in weights.items()}
+
+
+def _normalised(call: Call, weights: Any) -> Any:
+    # What can't be refused, as it is traced, makes loss and gradients NaN, as in `windowed`.
+    weights = jnp.where(jnp.isfinite(weights) & (weights >= 0), weights, jnp.nan)
+    total = call.of_all_devices(weights.sum())
+    none = total == 0
+    return jnp.where(none, jnp.ones_like(weights), weights * (len(weights) * call.devices) / jnp.where(none, 1, total))

@@ -10,6 +10,7 @@ from gradaccum.jax.train_step.auto_size import AutoSize
 from gradaccum.jax.train_step.call import Call
 from gradaccum.jax.train_step.devices import data_axes, on_each_device
 from gradaccum.jax.train_step.options import checked_options
+from gradaccum.jax.train_step.verify import Verification
 
 __all__ = ["grad", "value_and_grad"]
 
@@ -30,6 +31,7 @@ def value_and_grad(
     accumulate_dtype: Any = None,
     memory_limit: int | str | None = None,
     noise_scale: bool = False,
+    verify: bool = True,
 ) -> Callable[..., Any]:
     """Like `jax.value_and_grad(loss_fn)`, in the memory of a micro-batch.
 
@@ -69,10 +71,15 @@ def value_and_grad(
         noise_scale: Measure the gradient noise scale: a third result, after value and gradients, is the
             `gradaccum.noise.Norms` of this update, four numbers. `gradaccum.jax.noise_scale` estimates it from those of
             some updates, in a list or stacked by `lax.scan`.
+        verify: Look at what the loss computes when it is traced. If it is certain that micro-batches don't give the
+            large batch's gradient, it is an error that says why and where; if it can't be told, there is a line in
+            the log.
 
     Raises:
         TypeError, ValueError: An option, the batch or what `loss_fn` returns isn't as described; when the function is
             traced, and with the argument's name.
+        ValueError: `verify` finds that `loss_fn` is a sum, a mean over something else than was said, looks across the
+            rows of the batch, or draws random numbers for them from a key that it does not name.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -106,6 +113,7 @@ def value_and_grad(
         accumulate_dtype=accumulate_dtype,
         memory_limit=memory_limit,
         noise_scale=noise_scale,
+        verification=Verification() if verify else None,
     )
 
     auto = AutoSize(options.memory_limit, accumulated)
@@ -136,6 +144,7 @@ def grad(
     accumulate_dtype: Any = None,
     memory_limit: int | str | None = None,
     noise_scale: bool = False,
+    verify: bool = True,
 ) -> Callable[..., Any]:
     """The gradients of `value_and_grad` alone, as `jax.grad`: `(gradients, aux)` with `has_aux`, or with a new state.
 
@@ -143,7 +152,8 @@ def grad(
 
     Args:
         loss_fn, micro_batch_size, argnums, batch_argnums, in_axes, weight, reduction: As for `value_and_grad`.
-        has_aux, aux, rng_argnum, state_argnum, accumulate_dtype, memory_limit, noise_scale: As for `value_and_grad`.
+        has_aux, aux, rng_argnum, state_argnum, accumulate_dtype: As for `value_and_grad`.
+        memory_limit, noise_scale, verify: As for `value_and_grad`.
 
     Example:
         >>> import jax.numpy as jnp

@@ -34,6 +34,8 @@ class Options(NamedTuple):
     accumulate_dtype: Any
     memory_limit: int | None
     noise_scale: bool
+    verification: Any
+    """What looks at the loss when it is traced; None if nothing is to."""
 
     @property
     def differentiated(self) -> tuple[int, ...]:

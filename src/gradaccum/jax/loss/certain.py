@@ -1,0 +1,120 @@
+"""Whether two halves of some rows differ from them at once, on numbers that are drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+__all__ = ["differs"]
+
+_ROUNDING = 1e-3
+_HALF_ROUNDING = 5e-2
+"""What a loss may be off by: what is wrong differs by more."""
+
+
+def differs(
+    half: ClosedJaxpr, whole: ClosedJaxpr, structure: Any, axes: list[int | None], wanted: list[bool], reduction: str
+) -> bool:
+    """Whether the loss of `whole`'s rows, or its gradient, isn't what `half` makes of each of their halves.
+
+    False where it can't be told.
+
+    Args:
+        half, whole: The loss for n and for 2 n rows.
+        structure: Of what they give: losses, weights, others.
+        axes: Of their inputs, the axes of the rows.
+        wanted: Which of them are differentiated.
+        reduction: "mean" or "sum".
+    """
+    try:
+        with jax.ensure_compile_time_eval(), jax.debug_nans(False):
+            programs = _program(half, structure, wanted), _program(whole, structure, wanted)
+            for seed, graded in ((0, False), (1, False), (0, True)):
+                if _differs(half, whole, programs, axes, reduction, seed, graded):
+                    return True
+            return False
+    except Exception:  # named axes of what it stands in, inputs that must be special
+        return False
+
+
+def _program(closed: Any, structure: Any, wanted: list[bool]) -> Any:
+    """A function of constants and inputs that gives losses and weights, or gradients and weights, by name."""
+
+    def evaluated(consts: list[Any], inputs: list[Any]) -> tuple[Any, Any]:
+        outputs = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*inputs)
+        losses, weights, _ = jax.tree.unflatten(structure, outputs)
+        return losses, weights
+
+    def gradients(consts: list[Any], inputs: list[Any]) -> tuple[Any, Any]:
+        chosen = [n for n, each in enumerate(wanted) if each and jnp.issubdtype(inputs[n].dtype, jnp.floating)]
+
+        def of(name: str) -> Any:
+            def loss(given: list[Any]) -> Any:
+                values = list(inputs)
+                for n, value in zip(chosen, given):
+                    values[n] = value
+                return evaluated(consts, values)[0][name]
+
+            return jax.grad(loss)([inputs[n] for n in chosen])
+
+        losses, weights = evaluated(consts, inputs)
+        return {name: of(name) for name in losses}, weights
+
+    return jax.jit(evaluated), jax.jit(gradients)
+
+
+def _differs(
+    half: Any, whole: Any, programs: Any, axes: list[int | None], reduction: str, seed: int, graded: bool
+) -> bool:
+    random = np.random.default_rng(seed)
+    inputs = [_drawn(random, kind, axis is None) for kind, axis in zip(whole.in_avals, axes, strict=True)]
+    consts: list[list[Any]] = [[], []]
+    for mine, other in zip(half.consts, whole.consts, strict=True):
+        traced = isinstance(mine, jax.core.Tracer)
+        drawn = _drawn(random, jax.typeof(other), True) if traced else None
+        consts[0].append(drawn if traced else mine)
+        consts[1].append(drawn if traced else other)
+    halves = [[x if axis is None else jnp.split(x, 2, axis)[part] for x, axis in zip(inputs, axes)] for part in (0, 1)]
+    run_half, run_whole = (program[graded] for program in programs)
+    at_once, _ = run_whole(consts[1], inputs)
+    parts = [run_half(consts[0], each) for each in halves]
+    for name in at_once:
+        weights = [1.0 if reduction == "sum" else float(weights.get(name, 0.5)) for _, weights in parts]
+        divisor = 1.0 if reduction == "sum" else sum(weights)
+        if not divisor:
+            continue
+        expected = _vector(at_once[name])
+        vectors = [_vector(found[name]) for found, _ in parts]
+        found = sum(weight * vector for weight, vector in zip(weights, vectors)) / divisor
+        scale = max(np.abs(each).max(initial=0.0) for each in (expected, *vectors))
+        finite = np.isfinite(expected).all() and np.isfinite(found).all()
+        if finite and np.abs(found - expected).max(initial=0.0) > _allowed(whole) * scale:
+            return True
+    return False
+
+
+def _vector(tree: Any) -> np.ndarray:
+    leaves = [np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)]
+    return np.concatenate(leaves) if leaves else np.zeros(0)
+
+
+def _allowed(closed: Any) -> float:
+    kinds = {str(v.aval.dtype) for e in closed.jaxpr.eqns for v in e.outvars if hasattr(v.aval, "dtype")}
+    return _HALF_ROUNDING if kinds & {"bfloat16", "float16"} else _ROUNDING
+
+
+def _drawn(random: np.random.Generator, kind: Any, is_parameter: bool) -> Any:
+    """Numbers that any loss can do with: positive ones, small integers."""
+    if jnp.issubdtype(kind.dtype, jax.dtypes.prng_key):
+        keys = jax.random.split(jax.random.key(int(random.integers(1 << 30)), impl=kind.dtype._impl.name), kind.shape)
+        return keys
+    if jnp.issubdtype(kind.dtype, jnp.inexact):
+        numbers = random.uniform(0.1, 1.0, kind.shape)
+        if is_parameter and len(kind.shape) > 1:
+            numbers = numbers * random.choice([-1, 1], kind.shape) / np.sqrt(np.prod(kind.shape[:-1]))
+        return jnp.asarray(numbers, kind.dtype)
+    return jnp.asarray(random.integers(0, 2, kind.shape), kind.dtype)

@@ -1,0 +1,145 @@
+"""A look at what the loss computes, when it is traced: is it a mean over its rows, or whatever was said of it?"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gradaccum.jax.batch import spread
+from gradaccum.jax.loss import Judged, Verdict, judge
+from gradaccum.jax.train_step.call import Call
+from gradaccum.jax.train_step.options import checked_options
+
+__all__ = ["Verification", "judge_loss", "known_exact"]
+
+logger = logging.getLogger("gradaccum")
+
+_exact: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The losses that `check_equivalence` found exact."""
+
+
+def known_exact(loss_fn: Any) -> None:
+    """Remember that this loss is exact: it needs no warning."""
+    try:
+        _exact.add(getattr(loss_fn, "__func__", loss_fn))
+    except TypeError:  # it has no hash, or no weak references
+        return
+
+
+class Verification:
+    """What one `value_and_grad` has seen of its loss."""
+
+    def __init__(self) -> None:
+        self._seen: set[Any] = set()
+        self._has_warned = False
+
+    def look(self, call: Call) -> None:
+        """Look at the loss of a call, once for each set of shapes.
+
+        Raises:
+            ValueError: It is certain that micro-batches don't give the large batch's gradient.
+        """
+        leaves, _, structure = call.leaves()
+        kinds = tuple((tuple(x.shape), str(x.dtype)) if hasattr(x, "shape") else repr(x) for x in leaves)
+        key = structure, kinds
+        if key in self._seen:
+            return
+        verdict = judge(_judged(call))
+        if verdict.kind == "exact":
+            pass
+        elif verdict.certain and verdict.kind != "batch_norm":
+            raise ValueError(
+                f"Micro-batches would not give the large batch's gradient of loss_fn. {verdict.message} If you want "
+                "what "
+                "they give, pass verify=False."
+            )
+        else:
+            self._warn(call.options.loss_fn, verdict)
+        self._seen.add(key)
+
+    def _warn(self, loss_fn: Any, verdict: Verdict) -> None:
+        if self._has_warned or _is_known(loss_fn):
+            return
+        self._has_warned = True
+        if verdict.kind == "batch_norm":
+            logger.warning("gradaccum.jax: %s verify=False leaves this line out.", verdict.message)
+        else:
+            logger.warning(
+                "gradaccum.jax: whether micro-batches give the large batch's gradient can't be told from loss_fn. %s "
+                "gradaccum.jax.check_equivalence(loss_fn, params, batch, ...) tells; after it, or with "
+                "verify=False, this "
+                "line is left out.",
+                verdict.message,
+            )
+
+
+def _is_known(loss_fn: Any) -> bool:
+    try:
+        return getattr(loss_fn, "__func__", loss_fn) in _exact
+    except TypeError:
+        return False
+
+
+def judge_loss(loss_fn: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Verdict:
+    """What is seen of a loss with these arguments and keywords of `value_and_grad`."""
+    given = {
+        "rng_argnum": None,
+        "micro_batch_size": 1,
+        "accumulate_dtype": None,
+        "memory_limit": None,
+        "noise_scale": False,
+    } | keywords
+    return judge(_judged(Call(checked_options(loss_fn, verification=None, **given), args, {})))
+
+
+def _judged(call: Call) -> Judged:
+    """A call as what is judged: its batch, its parameters, state and keys are inputs."""
+    options = call.options
+    leaves, axes, structure = call.leaves()
+    numbers = [n for n, arg in enumerate(call.args) for _ in jax.tree.leaves(arg)]
+    fresh = {options.rng_argnum, options.state_argnum} - {None}
+    roles = {*options.differentiated, *options.batches, *fresh}
+    inputs = [position for position, number in enumerate(numbers) if number in roles]
+
+    def function(values: list[Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+        mine = list(leaves)
+        for position, value in zip(inputs, values):
+            mine[position] = value
+        args, _ = jax.tree.unflatten(structure, mine)
+        weights = {} if options.weight is None else {"": call.weight(list(args))}
+        outcome = call.outcome(list(args))
+        return outcome.losses, outcome.weights or weights, _statistics(call, outcome)
+
+    def kinds(rows: int) -> list[Any]:
+        def resized(position: int) -> Any:
+            leaf, axis = jnp.asarray(leaves[position]), axes[position]
+            if axis is None:
+                return leaf
+            whole = jnp.concatenate([leaf] * -(-rows // leaf.shape[axis]), axis)
+            return jax.lax.slice_in_dim(whole, 0, rows, axis=axis)
+
+        return jax.eval_shape(lambda: [resized(position) for position in inputs])
+
+    return Judged(
+        function,
+        kinds,
+        [axes[position] for position in inputs],
+        [numbers[position] in fresh for position in inputs],
+        [numbers[position] in options.differentiated for position in inputs],
+        options.reduction,
+        call.batch.devices,
+    )
+
+
+def _statistics(call: Call, outcome: Any) -> list[Any]:
+    """What moves beside the loss: the state, and means in its aux that are no single numbers."""
+    found = jax.tree.leaves(outcome.state)
+    if call.options.has_aux:
+        hows = spread(call.options.aux, outcome.aux, "aux", "what stands beside the loss")
+        pairs = zip(jax.tree.leaves(outcome.aux), hows)
+        found += [leaf for leaf, how in pairs if how != "concat" and jnp.ndim(leaf)]
+    return [leaf for leaf in found if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)]
