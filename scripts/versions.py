@@ -20,7 +20,7 @@ from pathlib import Path
 LOWEST = {
     "transformers": "5.0.0",
     "accelerate": "1.10.0",
-    "lightning": "2.5.0",
+    "lightning": "2.6.0",
     "trl": "1.0.0",
     "peft": "0.18.0",
     "sentence-transformers": "6.0.0",

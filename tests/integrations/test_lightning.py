@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 import logging
 import re
 import warnings
@@ -21,17 +20,16 @@ from tests.torch.problems import adam, classes, mse, network, regression, sgd
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its dependencies, about each other
+    import lightning as lightning_itself
     import lightning.pytorch as lightning
     from lightning.pytorch.callbacks import (
         EarlyStopping,
         GradientAccumulationScheduler,
         ModelCheckpoint,
         StochasticWeightAveraging,
+        WeightAveraging,
     )
     from lightning.pytorch.plugins import MixedPrecision
-
-    with contextlib.suppress(ImportError):  # of lightning 2.6
-        from lightning.pytorch.callbacks import WeightAveraging
 
     from gradaccum.integrations.lightning import GradientAccumulation
 
@@ -44,9 +42,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*overfit_batches:UserWarning"),
 ]
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-
-WHOLE = {"weights_only": False} if "weights_only" in inspect.signature(lightning.Trainer.fit).parameters else {}
-"""lightning 2.5 doesn't ask what a checkpoint may hold."""
 
 ROWS = 23
 BATCHES = [slice(i, min(i + 2, ROWS)) for i in range(0, ROWS, 2)]  # 11 of 2 rows and one of 1
@@ -92,7 +87,7 @@ def trainer(callbacks=(), **keywords):
 
 def fit(module, steps=4, batches=None, checkpoint=None, callbacks=(), weight=None, validation=None, **keywords):
     one = trainer([*callbacks, GradientAccumulation(steps, weight=weight)], **keywords)
-    one.fit(module, loader() if batches is None else batches, validation, ckpt_path=checkpoint, **WHOLE)
+    one.fit(module, loader() if batches is None else batches, validation, ckpt_path=checkpoint, weights_only=False)
     return one
 
 
@@ -400,7 +395,6 @@ def test_hooks_before_the_optimizers_step_see_the_large_batches_gradient(first):
     assert norms == pytest.approx(expected, rel=FLOAT64)
 
 
-@pytest.mark.skipif("WeightAveraging" not in globals(), reason="lightning 2.6 has it")
 def test_weight_averaging_averages_once_per_update():
     count = []
 
@@ -665,6 +659,12 @@ def test_a_lightning_that_lacks_a_name_is_refused(monkeypatch):
     with pytest.raises(
         ValueError, match=r"lightning 2.*has no fit_loop._should_accumulate.*remove GradientAccumulation"
     ):
+        fit(Module())
+
+
+def test_a_lightning_that_is_too_old_is_refused(monkeypatch):
+    monkeypatch.setattr(lightning_itself, "__version__", "2.5.6")
+    with pytest.raises(ValueError, match=r"lightning 2\.5\.6 leaves schedulers out .* Use lightning 2\.6"):
         fit(Module())
 
 

@@ -32,6 +32,11 @@ def check(trainer: Trainer, module: LightningModule, callback: Callback) -> None
             f"This callback is for lightning's Trainer. Received: one of {type(trainer).__module__.partition('.')[0]}. "
             "Import both from lightning.pytorch."
         )
+    if tuple(int(part) for part in lightning.__version__.split(".")[:2]) < (2, 6):
+        raise ValueError(
+            f"lightning {lightning.__version__} leaves schedulers out where a module ends an epoch, so that windows "
+            "would not match them. Use lightning 2.6, or remove GradientAccumulation."
+        )
     for name in _NAMES:
         missing = name.missing_from(trainer, f"lightning {lightning.__version__}")
         if missing:
