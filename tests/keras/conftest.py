@@ -49,7 +49,10 @@ def leave_keras_as_found(request):
 
         # A program that runs once takes longest to compile. But where rows are summed in a loop, what XLA does without
         # its simplifications goes through float32: for those tests in float64 it is left as it is.
-        exact = "micro_batched" in request.path.name and "float64" in request.fixturenames
+        exact = (
+            any(name in request.path.name for name in ("micro_batched", "chunked"))
+            and "float64" in request.fixturenames
+        )
         jax.config.update("jax_disable_most_optimizations", not exact)
     if BACKEND == "tensorflow":
         # Grappler takes a quarter of a test's time, for graphs that run a few times. The slow tests run with it.

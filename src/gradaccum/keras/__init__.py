@@ -6,6 +6,7 @@ require("keras")
 
 from gradaccum.keras import callbacks, optimizers
 from gradaccum.keras.check import check_equivalence
+from gradaccum.keras.chunking import chunked
 from gradaccum.keras.micro_batched import micro_batched
 
-__all__ = ["callbacks", "check_equivalence", "micro_batched", "optimizers"]
+__all__ = ["callbacks", "check_equivalence", "chunked", "micro_batched", "optimizers"]

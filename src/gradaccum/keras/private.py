@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -26,6 +26,7 @@ __all__ = [
     "has_value",
     "is_built_for",
     "is_of_keras",
+    "is_symbolic",
     "keras_mask",
     "layers_in",
     "layout_of",
@@ -45,8 +46,11 @@ __all__ = [
     "squeeze_or_expand_to_same_rank",
     "strategy_of",
     "sublayers",
+    "surroundings",
+    "surroundings_of_call",
     "takes_training",
     "torch_device",
+    "uncast_values",
     "unscale_loss_for_distribution",
 ]
 
@@ -74,6 +78,8 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName("EMA optimizer", "_model_variables_moving_average", "SwapEMAWeights reads it from the wrapper"),
     PrivateName("keras.src.backend", "get_keras_mask", "the mask that travels with a tensor", "its attribute"),
     PrivateName("keras.src.backend", "set_keras_mask", "the same", "its attribute"),
+    PrivateName("keras.src.backend.common.global_state", "get_global_attribute", "a forward pass that is run again"),
+    PrivateName("keras.src.backend.common.global_state", "set_global_attribute", "the same"),
     PrivateName("keras.src.losses.loss", "squeeze_or_expand_to_same_rank", "how a loss multiplies mask and weights"),
     PrivateName("keras.src.losses.loss", "reduce_weighted_values", "a loss's weighted sum, before it is divided"),
     PrivateName("keras.src.losses.loss", "scale_loss_for_distribution", "divides a loss by the number of replicas"),
@@ -145,6 +151,40 @@ def torch_device() -> str:
 def random_functions() -> Any:
     """The module in which Keras' layers and `keras.random` look for the backend's random functions."""
     return _function("keras.src.backend", "random")
+
+
+# What surrounds the call of a layer.
+
+
+@contextlib.contextmanager
+def surroundings(attributes: Mapping[str, Any]) -> Iterator[None]:
+    """While this is open, Keras' global attributes are these."""
+    state = _module("keras.src.backend.common.global_state")
+    found = {name: state.get_global_attribute(name) for name in attributes}
+    for name, value in attributes.items():
+        state.set_global_attribute(name, value)
+    try:
+        yield
+    finally:
+        for name, value in found.items():
+            state.set_global_attribute(name, value)
+
+
+def surroundings_of_call() -> dict[str, Any]:
+    """What the layers inside of a call find around them: its `training`, and the dtype that variables are cast to."""
+    state = _module("keras.src.backend.common.global_state")
+    return {name: state.get_global_attribute(name) for name in ("current_call_ctx", "autocast_scope")}
+
+
+def is_symbolic() -> bool:
+    """Whether a layer is called for the shapes of its outputs alone."""
+    return _module("keras.src.backend.common.global_state").get_global_attribute("symbolic_scope") is not None
+
+
+def uncast_values(variables: Iterable[Any]) -> list[Any]:
+    """The values of variables in their own dtype, inside a call with mixed precision, too."""
+    with surroundings({"autocast_scope": None}):
+        return [variable.value for variable in variables]
 
 
 # Models and layers.

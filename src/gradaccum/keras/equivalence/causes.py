@@ -17,7 +17,7 @@ from gradaccum.keras.equivalence.random_numbers import held
 from gradaccum.keras.loss import Measured, coupled_losses, divisors_of
 from gradaccum.keras.private import sublayers, takes_training
 
-__all__ = ["find_causes"]
+__all__ = ["find_causes", "mixing_layers"]
 
 
 def find_causes(
@@ -110,18 +110,9 @@ class _Search:
 
     def layers(self) -> Iterator[Cause]:
         """Layers and operations that give other outputs for the same inputs, the innermost of them."""
-        order = np.argsort(np.concatenate(list(self.parts)))
-        guilty: set[int] = set()
-        for key, call in self.calls.items():
-            theirs = [calls[key] for calls, _, _ in self.part_runs if key in calls]
-            if len(theirs) != len(self.parts) or guilty & _inside(call.layer):
-                continue
-            inputs, outputs = [one.inputs for one in theirs], [one.outputs for one in theirs]
-            if not same_rows(inputs, call.inputs, order, relative_error, self.tolerance):
-                continue
-            if not same_rows(outputs, call.outputs, order, relative_error, self.tolerance):
-                guilty.add(key)
-                yield _layer_cause(call.layer, call.path, call.layer is self.model)
+        return mixing_layers(
+            self.model, self.calls, [calls for calls, _, _ in self.part_runs], self.parts, self.tolerance
+        )
 
     def terms(self) -> Iterator[Cause]:
         """Terms of `add_loss` that are no means over rows."""
@@ -154,6 +145,36 @@ class _Search:
                 f"`compute_loss` of {type(self.model).__name__} is no mean over rows: what it adds to the compiled "
                 "loss must be one.",
             )
+
+
+def mixing_layers(
+    model: Any,
+    calls: dict[int, LayerCall],
+    part_calls: Sequence[dict[int, LayerCall]],
+    parts: Sequence[np.ndarray],
+    tolerance: float,
+) -> Iterator[Cause]:
+    """Layers and operations that give other outputs for the same inputs, the innermost of them.
+
+    Args:
+        model: The model, or layer, that was called.
+        calls: What went into and came out of each layer when it was called with the whole batch.
+        part_calls: The same of each micro-batch.
+        parts: The rows of each micro-batch.
+        tolerance: The largest relative error that is rounding.
+    """
+    order = np.argsort(np.concatenate(list(parts)))
+    guilty: set[int] = set()
+    for key, call in calls.items():
+        theirs = [calls[key] for calls in part_calls if key in calls]
+        if len(theirs) != len(parts) or guilty & _inside(call.layer):
+            continue
+        inputs, outputs = [one.inputs for one in theirs], [one.outputs for one in theirs]
+        if not same_rows(inputs, call.inputs, order, relative_error, tolerance):
+            continue
+        if not same_rows(outputs, call.outputs, order, relative_error, tolerance):
+            guilty.add(key)
+            yield _layer_cause(call.layer, call.path, call.layer is model)
 
 
 def _inside(layer: Any) -> set[int]:

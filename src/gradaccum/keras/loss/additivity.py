@@ -37,7 +37,9 @@ def coupled_losses(
                 output,
                 f"The loss {loss.name!r} of {output!r} looks across the rows of its batch: its values or gradients for "
                 f"micro-batches don't add up to those of the whole batch. {advice}. A function that returns a scalar "
-                'must return the mean over rows; a sum over rows is a `keras.losses.Loss` with reduction="sum".',
+                'must return the mean over rows; a sum over rows is a `keras.losses.Loss` with reduction="sum". For a '
+                "loss that is meant to compare rows, take gradaccum.keras.chunked(model, micro_batch_size) in place of "
+                "micro_batched: the same memory, for any loss.",
             )
 
 

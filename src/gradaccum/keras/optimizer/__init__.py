@@ -1,7 +1,7 @@
 """Wrap the optimizer: `fit` with small batches makes the large batch's updates."""
 
 from gradaccum.keras.optimizer.optimizer import LossScaledOptimizer, Optimizer, wrapped_optimizer
-from gradaccum.keras.optimizer.rows import RowWatch, has_rows, leaves_with_rows, listing
+from gradaccum.keras.optimizer.rows import RowWatch, leaves_with_rows, listing
 from gradaccum.keras.optimizer.window import Added, Counts, StepsRule, Window, minimum, where
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "RowWatch",
     "StepsRule",
     "Window",
-    "has_rows",
     "leaves_with_rows",
     "listing",
     "minimum",

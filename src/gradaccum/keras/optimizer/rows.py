@@ -7,10 +7,11 @@ from typing import Any
 
 import keras
 
+from gradaccum.keras.loops import has_rows
 from gradaccum.keras.optimizer.accumulation import accumulation
 from gradaccum.keras.optimizer.window import Window
 
-__all__ = ["RowWatch", "has_rows", "leaves_with_rows", "listing"]
+__all__ = ["RowWatch", "leaves_with_rows", "listing"]
 
 PARTS = ("x", "y", "sample_weight")
 """Of what `fit` gives a training step."""
@@ -80,11 +81,6 @@ def leaves_with_rows(data: Any, parts: Sequence[str] = PARTS) -> list[tuple[str,
 def listing(leaves: Sequence[tuple[str, Any]]) -> str:
     """These paths with their shapes, a line each, for an error."""
     return "".join(f"\n  {path}  shape {tuple(leaf.shape)}" for path, leaf in leaves)
-
-
-def has_rows(leaf: Any) -> bool:
-    """Whether this leaf of a batch has rows. Scalars and None are what all rows share."""
-    return hasattr(leaf, "shape") and len(leaf.shape) > 0
 
 
 def _rows_of(data: Any) -> Any:

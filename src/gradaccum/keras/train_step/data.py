@@ -10,7 +10,8 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from gradaccum.keras.optimizer import has_rows, leaves_with_rows, listing
+from gradaccum.keras.loops import has_rows
+from gradaccum.keras.optimizer import leaves_with_rows, listing
 
 __all__ = ["Sorts", "dealt", "few_rows", "has_rows", "rows_of", "unpack"]
 

@@ -13,29 +13,14 @@ from keras import tree
 
 from gradaccum.keras import batch_norm as batch_norms
 from gradaccum.keras.equivalence import Outcome
+from gradaccum.keras.loops import Spec
 from gradaccum.keras.loss import Measured
-from gradaccum.keras.private import build_symbolically, compiled_metrics, is_of_keras, keras_mask, metric_function
+from gradaccum.keras.private import build_symbolically, compiled_metrics, is_of_keras, metric_function
 from gradaccum.keras.train_step.auto_size import fastest_size
 from gradaccum.keras.train_step.data import has_rows, rows_of
 from gradaccum.keras.train_step.proof import Proof
 
-__all__ = ["MicroBatchedStep", "Plan", "Spec"]
-
-
-@dataclass(frozen=True)
-class Spec:
-    """A tensor of a micro-batch: its dtype, the shape of a row (None: not known), and whether it has a mask."""
-
-    dtype: str
-    row: tuple[int | None, ...] | None
-    masked: bool
-
-    @classmethod
-    def of(cls, tensor: Any) -> Spec:
-        """That of a tensor; of a scalar, `row` is None."""
-        shape = tuple(tensor.shape)
-        masked = keras_mask(tensor) is not None
-        return cls(keras.backend.standardize_dtype(tensor.dtype), shape[1:] if shape else None, masked)
+__all__ = ["MicroBatchedStep", "Plan"]
 
 
 @dataclass(frozen=True)

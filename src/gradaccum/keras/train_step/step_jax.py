@@ -21,9 +21,10 @@ from keras import tree
 
 from gradaccum.keras.batch_norm import BatchNorm, Pool, during_micro_batch
 from gradaccum.keras.equivalence import Draws, Outcome, as_array, held
+from gradaccum.keras.loops.loop_jax import by_device, devices_of, first, joined, like, loop, stacks
 from gradaccum.keras.loss import divisors_of, update_trackers, weighed_losses
 from gradaccum.keras.private import compiled_metrics, has_value, loss_tracker, put_value
-from gradaccum.keras.train_step.data import has_rows, rows_of, unpack
+from gradaccum.keras.train_step.data import rows_of, unpack
 from gradaccum.keras.train_step.step import MicroBatchedStep, Plan
 from gradaccum.sizes import even_sizes
 
@@ -67,7 +68,7 @@ class JaxStep(MicroBatchedStep):
             loss_tracker(model).update_state(window.values[0], sample_weight=rows)
             update_trackers(model, window.values[1:], rows)
             if window.outputs:
-                y_pred = jax.tree.map(_joined, *window.outputs)
+                y_pred = jax.tree.map(joined, *window.outputs)
                 logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
             else:
                 logs = model.get_metrics_result()
@@ -113,9 +114,9 @@ class JaxStep(MicroBatchedStep):
         rows = rows_of(data)
         assert rows is not None
         self._warn(stacklevel=2)
-        devices = _devices(rows)
-        segments = _segments(data, even_sizes(rows // devices, self.size_for(data, rows // devices)), devices)
-        plan = self._plan((trainable, non_trainable, metrics), tree.map_structure(_first, segments[0][1]))
+        devices = devices_of(rows)
+        segments = stacks(data, even_sizes(rows // devices, self.size_for(data, rows // devices)), devices)
+        plan = self._plan((trainable, non_trainable, metrics), tree.map_structure(first, segments[0][1]))
         totals = None
         if plan.counted:
             # The compiler drops all of this forward pass that the counts don't depend on.
@@ -143,7 +144,7 @@ class JaxStep(MicroBatchedStep):
                 for index, (total, gradient) in enumerate(zip(sums, gradients))
             ]
             values = [value + part for value, part in zip(values, parts)]
-            after = _like((sums, values, new_non_trainable, new_metrics, pooled), carry)
+            after = like((sums, values, new_non_trainable, new_metrics, pooled), carry)
             return after, y_pred if plan.metrics == "whole" else None
 
         carry = (
@@ -155,8 +156,8 @@ class JaxStep(MicroBatchedStep):
         )
         outputs = []
         for size, micro_batches in segments:
-            carry, stacked = _loop(functools.partial(micro, size), carry, micro_batches)
-            outputs.append(jax.tree.map(functools.partial(_by_device, devices=devices), stacked))
+            carry, stacked = loop(functools.partial(micro, size), carry, micro_batches)
+            outputs.append(jax.tree.map(functools.partial(by_device, devices=devices), stacked))
         sums, values, non_trainable, metrics, pooled = carry
         if pool is not None:
             for index, value in zip(moving, pool.moved(pooled, before)):
@@ -205,11 +206,11 @@ class JaxStep(MicroBatchedStep):
 
         def count(non_trainable: Any, micro_batch: Any) -> tuple[Any, Any]:
             after, measured, _, _ = divisors_of(self.model, (trainable, non_trainable, metrics), *unpack(micro_batch))
-            return _like(after, non_trainable), [measured.divisors[index] for index in plan.counted]
+            return like(after, non_trainable), [measured.divisors[index] for index in plan.counted]
 
         totals = [0.0] * len(plan.counted)
         for _, micro_batches in segments:
-            non_trainable, counts = _loop(count, non_trainable, micro_batches)
+            non_trainable, counts = loop(count, non_trainable, micro_batches)
             totals = [total + jnp.sum(part) for total, part in zip(totals, counts)]
         return dict(zip(plan.counted, totals))
 
@@ -273,69 +274,6 @@ def _finalize_only_after_updates(optimizer: Any) -> None:
 
     if int(optimizer.iterations) == 0:
         vars(optimizer)["finalize_variable_values"] = finalize
-
-
-def _devices(rows: int) -> int:
-    """How many devices a batch of so many rows is spread over, in equal parts."""
-    distribution = keras.distribution.distribution()
-    if distribution is None:
-        return 1
-    mesh = distribution.device_mesh
-    count = int(mesh.shape[mesh.axis_names.index(distribution.batch_dim_name)])
-    return count if rows % count == 0 else 1
-
-
-def _segments(data: Any, sizes: list[int], devices: int = 1) -> list[tuple[int, Any]]:
-    """The batch as `(size, micro-batches stacked along a new first dimension)`, for each distinct size.
-
-    Args:
-        data: The batch.
-        sizes: Of micro-batches, in rows of each device.
-        devices: On which equal parts of the batch lie.
-    """
-    segments, start = [], 0
-    for size in sorted(set(sizes), reverse=True):
-        count = sizes.count(size)
-        stop = start + count * size
-
-        def stacked(leaf: Any, start: int = start, stop: int = stop, shape: tuple[int, int] = (count, size)) -> Any:
-            if not has_rows(leaf):
-                return None if leaf is None else jnp.broadcast_to(leaf, (shape[0], *jnp.shape(leaf)))
-            rest = leaf.shape[1:]
-            parts = leaf.reshape(devices, -1, *rest)[:, start:stop].reshape(devices, *shape, *rest)
-            return parts.swapaxes(0, 1).reshape(shape[0], devices * shape[1], *rest)
-
-        segments.append((devices * size, tree.map_structure(stacked, data)))
-        start = stop
-    return segments
-
-
-def _by_device(stacked: Any, devices: int) -> Any:
-    """Outputs of the micro-batches, stacked, as `(device, its rows, ...)`."""
-    count, rest = stacked.shape[0], stacked.shape[2:]
-    return stacked.reshape(count, devices, -1, *rest).swapaxes(0, 1).reshape(devices, -1, *rest)
-
-
-def _loop(body: Callable[[Any, Any], Any], carry: Any, micro_batches: Any) -> tuple[Any, Any]:
-    """`lax.scan`, without a loop where there is but one micro-batch."""
-    if jax.tree.leaves(micro_batches)[0].shape[0] > 1:
-        return jax.lax.scan(body, carry, micro_batches)
-    carry, output = body(carry, tree.map_structure(_first, micro_batches))
-    return carry, jax.tree.map(lambda a: a[None], output)
-
-
-def _first(leaf: Any) -> Any:
-    return None if leaf is None else leaf[0]
-
-
-def _joined(*parts: Any) -> Any:
-    """Outputs by device, in the order of the batch."""
-    return jnp.concatenate(parts, 1).reshape(-1, *parts[0].shape[2:])
-
-
-def _like(values: Any, reference: Any) -> Any:
-    """`values` in the dtypes of `reference`, as a loop's carry must be."""
-    return jax.tree.map(lambda value, like: jnp.asarray(value, like.dtype), values, reference)
 
 
 def _positions(variables: list[Any], wanted: list[Any]) -> list[int]:

@@ -14,6 +14,8 @@ from keras import tree
 
 from gradaccum.keras.batch_norm import Pool, during_micro_batch
 from gradaccum.keras.equivalence import Outcome, as_array, held
+from gradaccum.keras.loops import Spec
+from gradaccum.keras.loops.loop_tensorflow import Cut
 from gradaccum.keras.loss import divisors_of, update_trackers, weighed_losses
 from gradaccum.keras.private import (
     compiled_metrics,
@@ -26,8 +28,8 @@ from gradaccum.keras.private import (
     takes_training,
     unscale_loss_for_distribution,
 )
-from gradaccum.keras.train_step.data import has_rows, rows_of, unpack
-from gradaccum.keras.train_step.step import MicroBatchedStep, Plan, Spec
+from gradaccum.keras.train_step.data import rows_of, unpack
+from gradaccum.keras.train_step.step import MicroBatchedStep, Plan
 
 __all__ = ["TensorFlowStep"]
 
@@ -84,7 +86,7 @@ class TensorFlowStep(MicroBatchedStep):
         """Run all micro-batches."""
         rows = rows_of(data)
         self.build(data)
-        cut = _Cut(data, rows, self.size_for(data, rows), static=self.model.jit_compile)
+        cut = Cut(data, rows, self.size_for(data, rows), static=self.model.jit_compile)
         plan = self._plan(cut)
         totals = self._counted(cut, plan) if plan.counted else None
         pool = Pool(self.batch_norms) if self.batch_norm == "pooled" else None
@@ -131,13 +133,13 @@ class TensorFlowStep(MicroBatchedStep):
         """While this is open, operations run at once, even in a function that is being traced."""
         return tf.init_scope()
 
-    def _plan(self, cut: _Cut) -> Plan:
+    def _plan(self, cut: Cut) -> Plan:
         with tf.__internal__.FuncGraph("gradaccum_plan").as_default():
             micro_batch = cut.take(0, cut.size)
             _, measured, y_pred, loss = divisors_of(self.model, self._state(), *unpack(micro_batch))
         return self.plan(measured, y_pred, loss, micro_batch)
 
-    def _counted(self, cut: _Cut, plan: Plan) -> dict[int, Any]:
+    def _counted(self, cut: Cut, plan: Plan) -> dict[int, Any]:
         # What the counts don't depend on is stateless, and pruned from the graph.
         trainable, non_trainable, metrics = self._state()
 
@@ -157,7 +159,7 @@ class TensorFlowStep(MicroBatchedStep):
         return [[tf.convert_to_tensor(variable.value) for variable in variables] for variables in parts]
 
     def _accumulated(
-        self, cut: _Cut, plan: Plan, totals: dict[int, Any] | None, pool: Pool | None, sparse: frozenset[int]
+        self, cut: Cut, plan: Plan, totals: dict[int, Any] | None, pool: Pool | None, sparse: frozenset[int]
     ) -> tuple[list[Any], Any, list[Any], Any, Any]:
         """Run all micro-batches: sums of gradients, the loss, the single losses, the pooled statistics, the outputs.
 
@@ -254,104 +256,6 @@ class _SparseGradientsError(Exception):
 
 
 _INDEX = Spec("int64", (), False)
-
-
-class _Cut:
-    """A batch and how it is cut: `count` micro-batches of `size` rows, the first `larger` of them of one row more.
-
-    As `gradaccum.sizes.even_sizes` cuts it; but while TensorFlow traces, the number of rows is mostly a tensor.
-    """
-
-    def __init__(self, data: Any, rows: int | None, micro_batch_size: int, static: bool) -> None:
-        self.data = data
-        self.rows = _checked_rows(data) if rows is None else rows
-        self.count = (self.rows + micro_batch_size - 1) // micro_batch_size
-        self.size, self.larger = self.rows // self.count, self.rows % self.count
-        self.static = static
-        """Whether all micro-batches of a loop must have one size, as XLA wants it."""
-
-    def take(self, start: Any, size: Any) -> Any:
-        """The micro-batch of these rows."""
-        return tree.map_structure(lambda leaf: _slice(leaf, start, size) if has_rows(leaf) else leaf, self.data)
-
-    @property
-    def segments(self) -> list[tuple[Any, Any, Callable[[Any], tuple[Any, Any]]]]:
-        """Loops over the micro-batches: `(first, behind the last, index -> (its first row, its size))`."""
-        size, larger = self.size, self.larger
-
-        def ragged(index: Any) -> tuple[Any, Any]:
-            return index * size + tf.minimum(index, larger), size + tf.cast(index < larger, tf.int32)
-
-        def longer(index: Any) -> tuple[Any, Any]:
-            # XLA compiles this loop even where no micro-batch is longer: its slices must exist.
-            return index * (size + 1), tf.minimum(size + 1, self.rows)
-
-        def shorter(index: Any) -> tuple[Any, Any]:
-            return index * size + larger, size
-
-        if isinstance(larger, int) and larger == 0:
-            return [(0, self.count, shorter)]
-        return [(0, larger, longer), (larger, self.count, shorter)] if self.static else [(0, self.count, ragged)]
-
-    def loop(
-        self, micro: Callable[[Any, Any, Any], tuple[Any, list[Any]]], carry: Any, kept: list[Spec]
-    ) -> tuple[Any, list[Any]]:
-        """Run `micro(first row, size, carry) -> (carry, tensors)` over all micro-batches.
-
-        Returns:
-            The last carry, and the tensors of all micro-batches, one behind the other, of which `kept` tells the kinds.
-        """
-        rows: list[list[Any]] = []
-        for first, stop, bounds in self.segments:
-            arrays = [
-                tf.TensorArray(spec.dtype, stop - first, element_shape=[None, *(spec.row or ())], infer_shape=False)
-                for spec in kept
-            ]
-
-            def body(index: Any, carry: Any, arrays: Any, first: Any = first, bounds: Any = bounds) -> Any:
-                start, size = bounds(index)
-                carry, tensors = micro(start, size, carry)
-                written = [
-                    array.write(index - first, tf.cast(tensor, array.dtype)) for array, tensor in zip(arrays, tensors)
-                ]
-                return index + 1, carry, written
-
-            _, carry, arrays = tf.while_loop(
-                lambda index, carry, arrays, stop=stop: index < stop,
-                body,
-                (tf.constant(0, tf.int32) + first, carry, arrays),
-                parallel_iterations=1,  # more of them would be in memory at once
-            )
-            rows.append([array.concat() for array in arrays])
-        return carry, [tf.concat(parts, 0) if len(parts) > 1 else parts[0] for parts in zip(*rows)]
-
-
-def _checked_rows(data: Any) -> Any:
-    """The rows, as a tensor that is an error where the arrays of the batch disagree. XLA finds that by itself."""
-    rows = [tf.shape(leaf)[0] for leaf in tree.flatten(data) if has_rows(leaf)]
-    message = (
-        "A batch is cut into micro-batches along the first dimension: its arrays must have the same number of rows."
-    )
-    checks = [tf.debugging.assert_equal(rows[0], other, message) for other in rows[1:]]
-    checks.append(tf.debugging.assert_positive(rows[0], "A batch must have at least one row."))
-    with tf.control_dependencies([check for check in checks if check is not None]):
-        return tf.identity(rows[0])
-
-
-def _slice(leaf: Any, start: Any, size: Any) -> Any:
-    if isinstance(leaf, tf.SparseTensor):
-        others = leaf.dense_shape[1:]
-        return tf.sparse.slice(
-            leaf,
-            tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(others)], 0),
-            tf.concat([[tf.cast(size, tf.int64)], others], 0),
-        )
-    if isinstance(leaf, tf.RaggedTensor):
-        return leaf[start : start + size]
-    others = tf.shape(leaf)[1:]
-    part = tf.slice(leaf, tf.concat([[start], tf.zeros_like(others)], 0), tf.concat([[size], others], 0))
-    part.set_shape([size if isinstance(size, int) else None, *leaf.shape[1:]])
-    return part
 
 
 def _embeddings(weights: list[Any], model: Any) -> frozenset[int]:

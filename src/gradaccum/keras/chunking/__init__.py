@@ -1,0 +1,5 @@
+"""Chunk the model: any loss on all outputs, in the memory of a few rows."""
+
+from gradaccum.keras.chunking.chunked import chunked
+
+__all__ = ["chunked"]

@@ -1,0 +1,180 @@
+"""A layer's call on a micro-batch, as a function: what it reads and assigns goes by what it is given and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from gradaccum.keras.batch_norm import BatchNorm, batch_norms_of, during_micro_batch
+from gradaccum.keras.chunking.state import State
+from gradaccum.keras.loops import Spec, has_rows
+from gradaccum.keras.private import keras_mask, layers_in, set_keras_mask, surroundings, surroundings_of_call
+
+__all__ = ["Body", "Result"]
+
+
+class _Scope(keras.StatelessScope):
+    """Keeps what is assigned to itself; what it doesn't hold is read from the scope around it."""
+
+    def __init__(self, values: Iterable[tuple[Any, Any]]) -> None:
+        super().__init__(collect_losses=True)
+        self.state_mapping = {id(variable): value for variable, value in values}
+        self.read: dict[int, Any] = {}
+        self.assigned: dict[int, Any] = {}
+
+    def get_current_value(self, variable: Any) -> Any:
+        if id(variable) in self.state_mapping:
+            return self.state_mapping[id(variable)]
+        self.read[id(variable)] = variable
+        return None if self.original_scope is None else self.original_scope.get_current_value(variable)
+
+    def add_update(self, update: Any) -> None:
+        self.assigned[id(update[0])] = update[0]
+        super().add_update(update)
+
+
+class Result(NamedTuple):
+    """What a micro-batch gives.
+
+    Attributes:
+        outputs: The tensors in its outputs, and their masks.
+        values: Of the variables of the state, after it.
+        valid: How many values the masks of BatchNormalization layers let through.
+    """
+
+    outputs: list[Any]
+    values: list[Any]
+    valid: dict[int, Any]
+
+
+class Body:
+    """One call of a chunked layer.
+
+    Attributes:
+        tensors: What has rows in the arguments: tensors, and the masks that travel with them.
+        specs: Of the outputs of a micro-batch, once it is `traced`.
+        state: The variables that the call moves, likewise.
+        read: The variables that it reads and doesn't move, likewise.
+    """
+
+    specs: list[Spec]
+    state: State
+    read: list[Any]
+
+    def __init__(self, layer: Any, call: Callable[..., Any], batch_norm: BatchNorm, args: Any, kwargs: Any) -> None:
+        self.layer, self.call, self.batch_norm = layer, call, batch_norm
+        self.batch_norms = batch_norms_of(layer)
+        self._around = surroundings_of_call()
+        self._arguments = (args, kwargs)
+        self._leaves = tree.flatten(self._arguments)
+        self._rows = [index for index, leaf in enumerate(self._leaves) if has_rows(leaf)]
+        found = [_tensor(self._leaves[index], layer) for index in self._rows]
+        masks = [keras_mask(tensor) for tensor in found]
+        self._masked = [index for index, mask in enumerate(masks) if mask is not None]
+        self.tensors = [*found, *(masks[index] for index in self._masked)]
+        self._check_inputs()
+        self._outputs: Any = None
+        self._output_leaves: list[Any] = []
+
+    def _check_inputs(self) -> None:
+        counts = {tensor.shape[0] for tensor in self.tensors} - {None}
+        if len(counts) > 1 or not self.tensors:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.tensors) or "no tensor with a dimension"
+            raise ValueError(
+                f"{self._name} is cut into micro-batches along the first dimension of its inputs, which must be the "
+                f"same number of rows. Received: {shapes}. What all rows share belongs into the layer, or needs a row "
+                "for each."
+            )
+
+    @property
+    def _name(self) -> str:
+        return f"The chunked {type(self.layer).__name__} {self.layer.name!r}"
+
+    def run(self, tensors: list[Any], values: Iterable[tuple[Any, Any]] = ()) -> Result:
+        """Call the layer on a micro-batch, and leave no trace of it.
+
+        Args:
+            tensors: Its rows of `tensors`.
+            values: Of variables that are to have other values than their own.
+        """
+        leaves = list(self._leaves)
+        count = len(self._rows)
+        for place, mask in zip(self._masked, tensors[count:]):
+            set_keras_mask(tensors[place], mask)
+        for index, tensor in zip(self._rows, tensors):
+            leaves[index] = tensor
+        args, kwargs = tree.pack_sequence_as(self._arguments, leaves)
+        policy = "micro" if self.batch_norm == "warn" else self.batch_norm
+        layers = self.state.pooled if hasattr(self, "state") and policy == "pooled" else self.batch_norms
+        with surroundings(self._around), _Scope(values) as scope, during_micro_batch(layers, policy) as seen:
+            outputs = self.call(*args, **kwargs)
+        if scope.losses:
+            self._refuse_losses()
+        flat = tree.flatten(outputs)
+        found = [leaf for leaf in flat if ops.is_tensor(leaf)]
+        masks = [keras_mask(tensor) for tensor in found]
+        result = [*found, *(mask for mask in masks if mask is not None)]
+        if not hasattr(self, "state"):
+            self._outputs, self._output_leaves = outputs, [None if ops.is_tensor(leaf) else leaf for leaf in flat]
+            self._output_places = [index for index, leaf in enumerate(flat) if ops.is_tensor(leaf)]
+            self._output_masks = [index for index, mask in enumerate(masks) if mask is not None]
+            self.specs = [Spec.of(tensor) for tensor in result]
+            self._check_outputs(tensors[0].shape[0], result)
+            self.state = State(self, scope.assigned.values())
+            self.read = [variable for key, variable in scope.read.items() if key not in scope.assigned]
+        return Result(result, [scope.get_current_value(v) for v in self.state.variables], seen.valid)
+
+    def outputs(self, tensors: list[Any]) -> Any:
+        """The outputs of the whole batch, in their structure, from their tensors."""
+        leaves = list(self._output_leaves)
+        for place, mask in zip(self._output_masks, tensors[len(self._output_places) :]):
+            set_keras_mask(tensors[place], mask)
+        for index, tensor in zip(self._output_places, tensors):
+            leaves[index] = tensor
+        return tree.pack_sequence_as(self._outputs, leaves)
+
+    def _check_outputs(self, rows: Any, tensors: list[Any]) -> None:
+        wrong = [tuple(t.shape) for t in tensors if not len(t.shape) or None is not t.shape[0] != rows is not None]
+        if wrong:
+            raise ValueError(
+                f"{self._name} must give a row for each row of its inputs, in the first dimension. Received: "
+                f"{', '.join(map(str, wrong))} for a micro-batch of {rows} rows. Let it return what each row gives, "
+                "and reduce over the rows outside of it."
+            )
+
+    def check_other_rows(self, shapes: list[tuple[Any, ...]]) -> None:
+        """Compare the shapes of outputs with those of a micro-batch of another size.
+
+        Raises:
+            ValueError: They differ in more than their rows.
+        """
+        for spec, shape in zip(self.specs, shapes):
+            if spec.row != tuple(shape[1:]):
+                raise ValueError(
+                    f"{self._name} gives outputs that look across the rows: of shape (rows, "
+                    f"{', '.join(map(str, spec.row or ()))}) and {tuple(shape)} for micro-batches of two sizes. Let it "
+                    "return what each row gives, and compare rows outside of it."
+                )
+
+    def _refuse_losses(self) -> None:
+        named = [one for one in layers_in(self.layer) if getattr(one, "activity_regularizer", None) is not None]
+        who = f" (activity_regularizer of {', '.join(repr(one.name) for one in named)})" if named else ""
+        raise ValueError(
+            f"{self._name} adds losses in its forward pass{who}: those of micro-batches are not the whole batch's. Let "
+            "it return what they are made of, a row for each row, and add the loss outside of it."
+        )
+
+
+def _tensor(leaf: Any, layer: Any) -> Any:
+    if ops.is_tensor(leaf):
+        return leaf
+    if isinstance(leaf, np.ndarray):
+        return ops.convert_to_tensor(leaf)
+    raise TypeError(
+        f"The chunked {type(layer).__name__} {layer.name!r} takes tensors of Keras' {keras.backend.backend()} backend, "
+        f"and NumPy arrays. Received: a {type(leaf).__module__}.{type(leaf).__qualname__} of shape {tuple(leaf.shape)}."
+    )

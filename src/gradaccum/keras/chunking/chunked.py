@@ -1,0 +1,137 @@
+"""`chunked(encoder, 16)`: the outputs of all rows, in the memory of 16, for any loss.
+
+```python
+images, texts = gradaccum.keras.chunked(image_encoder, 16), gradaccum.keras.chunked(text_encoder, 16)
+model = keras.Model([x, t], contrastive_loss(images(x), texts(t)))
+model.fit([x, t], batch_size=1024)       # every row against 1023 others
+```
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, get_args
+
+import keras
+
+from gradaccum.keras.batch_norm import BatchNorm, during_micro_batch, warn
+from gradaccum.keras.chunking.backends import two_passes
+from gradaccum.keras.chunking.body import Body
+from gradaccum.keras.chunking.proof import prove
+from gradaccum.keras.private import is_symbolic
+from gradaccum.schedule import checked_count
+
+__all__ = ["chunked"]
+
+
+def chunked(layer_or_model: Any, micro_batch_size: int, *, keep: int = 0, batch_norm: BatchNorm = "warn") -> Any:
+    """Let a layer or model run each batch in micro-batches: the whole batch's outputs and gradients, for any loss.
+
+    The first pass runs it over micro-batches and keeps nothing but the outputs; the loss sees all of them; backward
+    runs each micro-batch again and adds up
+
+        dL/dp = sum_i (dL/d out_i) (d out_i/dp)        over micro-batches i, with dL/d out of the whole batch's loss
+
+    so losses that compare rows (contrastive, triplet, Dice, balance losses) have the large batch's gradient in the
+    memory of a few rows, at the cost of one more forward pass.
+
+    Args:
+        layer_or_model: A `keras.layers.Layer` or `keras.Model` whose outputs for a row depend on that row alone. It is
+            changed in place, and nothing of that is saved: weights, names and `get_config()` stay its own. Its inputs
+            and outputs are tensors with rows in their first dimension, in any structure.
+        micro_batch_size: Rows that one forward and backward pass holds at most, on each device where the batch is
+            spread over several.
+        keep: Micro-batches whose activations are kept, and which are not run again: time for memory.
+        batch_norm: What `BatchNormalization` inside does, in the words of `micro_batched`: `"warn"` (as `"micro"`, and
+            says so), `"micro"`, `"pooled"` or `"frozen"`.
+
+    Returns:
+        `layer_or_model`, with a method `verify(*inputs)` that proves on a few rows that their outputs and gradients
+        are the same at once and in micro-batches.
+
+    Raises:
+        TypeError: `layer_or_model` is no layer of Keras', a number is no int, or an input is no tensor of the backend.
+        ValueError: A number is too small, `batch_norm` is none of these, the layer is a BatchNormalization by itself.
+            When it is called: inputs of different numbers
+            of rows, outputs without a row for each row, losses that are added in the forward pass, trainable variables
+            that are assigned there.
+        NotEquivalentError: From `verify`: a row's outputs depend on other rows; the message names the layer.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> encoder = keras.Sequential([keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(4)])
+        >>> model = chunked(encoder, 4)
+        >>> def spread(y, outputs):                        # every row against every other
+        ...     return keras.ops.logsumexp(keras.ops.matmul(outputs, keras.ops.transpose(outputs)))
+        >>> model.compile(optimizer="sgd", loss=spread)
+        >>> history = model.fit(np.ones((10, 3)), np.ones((10, 1)), batch_size=10, verbose=0)
+        >>> model.verify(np.ones((10, 3)))
+    """
+    if not isinstance(layer_or_model, keras.layers.Layer):
+        raise TypeError(
+            f"`layer_or_model` must be a keras.layers.Layer or keras.Model. Received: {layer_or_model!r} of type "
+            f"{type(layer_or_model).__module__}.{type(layer_or_model).__qualname__}. Modules of PyTorch are "
+            "gradaccum.torch.chunked's, functions on JAX gradaccum.jax.chunked's."
+        )
+    if isinstance(layer_or_model, keras.layers.BatchNormalization):
+        raise ValueError(
+            f"A BatchNormalization by itself looks across the rows of its batch, and nothing else. Received: "
+            f"{layer_or_model.name!r}. Chunk the layers around it, or the model that it is in."
+        )
+    checked_count(micro_batch_size, "micro_batch_size")
+    checked_count(keep, "keep", least=0)
+    if batch_norm not in get_args(BatchNorm):
+        raise ValueError(f"`batch_norm` must be one of {get_args(BatchNorm)}. Received: batch_norm={batch_norm!r}.")
+    _Chunking(layer_or_model, micro_batch_size, keep, batch_norm).install()
+    return layer_or_model
+
+
+class _Chunking:
+    """Stands in for a layer's `call`."""
+
+    def __init__(self, layer: Any, micro_batch_size: int, keep: int, batch_norm: BatchNorm) -> None:
+        self.layer, self.micro_batch_size, self.keep, self.batch_norm = layer, micro_batch_size, keep, batch_norm
+        self.plain: Callable[..., Any] = getattr(layer.call, "plain", layer.call)
+        self._named: set[str] = set()
+
+    def install(self) -> None:
+        """Make this the layer's `call`."""
+        self._warn(stacklevel=4)
+        call = self.call(self.micro_batch_size)
+        call.plain = self.plain  # type: ignore[attr-defined]
+        # Straight into __dict__: Keras would track what is set as attributes of a layer.
+        vars(self.layer)["call"] = call
+        vars(self.layer)["verify"] = self.verify
+        for function in ("train_function", "test_function", "predict_function"):
+            if hasattr(self.layer, function):
+                setattr(self.layer, function, None)  # compiled without it
+
+    def _warn(self, stacklevel: int) -> None:
+        if self.batch_norm == "warn":
+            warn(self.layer, self._named, stacklevel)
+
+    def call(self, micro_batch_size: int) -> Callable[..., Any]:
+        """The layer's `call` in micro-batches of so many rows."""
+
+        @functools.wraps(self.plain)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_symbolic():
+                return self.plain(*args, **kwargs)
+            self._warn(stacklevel=3)
+            body = Body(self.layer, self.plain, self.batch_norm, args, kwargs)
+            rows = body.tensors[0].shape[0]
+            if rows is not None and rows <= micro_batch_size:
+                with during_micro_batch(body.batch_norms, "frozen" if self.batch_norm == "frozen" else "micro"):
+                    return self.plain(*args, **kwargs)
+            return body.outputs(two_passes(body, micro_batch_size, self.keep))
+
+        return call
+
+    def verify(self, *args: Any, **kwargs: Any) -> None:
+        """Prove with these inputs that a few of their rows give the same at once and in micro-batches.
+
+        Raises:
+            NotEquivalentError: They don't; the message names the layer inside in which rows depend on each other.
+        """
+        prove(self.layer, self.plain, self.call, self.batch_norm, args, kwargs)
