@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradaccum.noise import NoiseScale, Norms, estimate
+from gradaccum.noise import WINDOWS, NoiseScale, Norms, estimate
 from gradaccum.on_torch.gradients import clip_norm_
 
 __all__ = ["NoiseMeter"]
@@ -28,10 +28,10 @@ class NoiseMeter:
     spread that the order adds counts as noise.
 
     Args:
-        keep: How many windows to look back on: the noise scale drifts.
+        keep: How many windows to look back on.
     """
 
-    def __init__(self, keep: int = 500) -> None:
+    def __init__(self, keep: int = WINDOWS) -> None:
         self.unit = "rows"
         self._records: deque[tuple[_Measured, _Measured]] = deque(maxlen=keep)
         self.restart()
@@ -74,13 +74,28 @@ class NoiseMeter:
 
     def estimate(self) -> NoiseScale:
         """The noise scale over the kept windows. Waits for the device."""
+        return estimate(self.windows(), unit=self.unit)
+
+    def windows(self) -> list[Norms]:
+        """What was measured, as numbers. Waits for the device."""
         smalls = _squares([small for small, _ in self._records])
         larges = _squares([large for _, large in self._records])
-        windows = [
+        return [
             Norms(s, small.size, n, large.size)
             for s, n, (small, large) in zip(smalls, larges, self._records, strict=True)
         ]
-        return estimate(windows, unit=self.unit)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured, and the first micro-batch of the open window, as numbers."""
+        first = None if self._first is None else (*_squares([self._first]), self._first.size)
+        return {"windows": [tuple(norms) for norms in self.windows()], "first": first}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` wrote."""
+        self._records.clear()
+        for small, small_size, large, large_size in state["windows"]:
+            self._records.append((_measured(small, small_size), _measured(large, large_size)))
+        self._first = None if state["first"] is None else _measured(*state["first"])
 
 
 class _Measured(NamedTuple):
@@ -89,6 +104,11 @@ class _Measured(NamedTuple):
     norms: Tensor
     multiple: float | Tensor
     size: float
+
+
+def _measured(square: float, size: float) -> _Measured:
+    """A squared norm that was read before."""
+    return _Measured(torch.tensor([square], dtype=torch.float64).sqrt(), 1.0, size)
 
 
 def _squares(measured: Sequence[_Measured]) -> list[float]:

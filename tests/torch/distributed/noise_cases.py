@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradaccum.noise import NoiseScale
+from gradaccum.noise import NoiseScale, NoiseSchedule
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 from tests.torch.distributed.problems import OPTIMIZERS, concatenated, data, loss_of, network, shard
@@ -58,3 +58,26 @@ def train_step(rank: int, engine: str) -> tuple[Found, Found]:
             step(*(own if together else concatenated([own, other])))
         found.append(told(step.noise_scale))
     return found[0], found[1]
+
+
+def followed(rank: int, engine: str) -> tuple[list[int], float]:
+    """The lengths of windows that follow the noise scale, and what the parameters add up to."""
+    generator = torch.Generator().manual_seed(rank)
+    model = several(network(), engine)
+    optimizer = Optimizer(
+        OPTIMIZERS["sgd"](model.parameters()), NoiseSchedule(2, 8, every=5, scale_learning_rate="sqrt"), model=model
+    )
+    lengths, count = [], 0
+    for _ in range(120):
+        x = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+        optimizer.zero_grad()
+        model(x).mul(torch.randn(2, 1, generator=generator, dtype=torch.float64)).mean().backward()
+        optimizer.step()
+        count += 1
+        if optimizer.updated:
+            lengths.append(count)
+            count = 0
+    total = sum(
+        p.detach().full_tensor().sum() if hasattr(p, "full_tensor") else p.detach().sum() for p in model.parameters()
+    )
+    return lengths, float(total)

@@ -32,3 +32,11 @@ def test_train_step_finds_what_one_process_finds(ranks: Processes, engine: str) 
     first, second = ranks.run(cases.train_step, engine)
     assert same(*first)
     assert same(*second)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_ranks_agree_on_the_length_of_windows_that_follow_it(ranks: Processes, engine: str) -> None:
+    """Each measures with its own first micro-batch; a majority decides."""
+    first, second = ranks.run(cases.followed, engine)
+    assert first == second
+    assert first[0][-1] == 8

@@ -122,7 +122,8 @@ def _check_window(windows: Windows, state: dict[str, Any]) -> None:
             f"part of it; this is rank {here[0]} of {here[1]}. Save and load one checkpoint per rank, or take it when "
             "`updated` is True: a closed window is the same on every rank, and on any number of them."
         )
-    steps = windows.schedule(state["epoch"], state["updates"])
+    followed = state.get("noise_schedule") if windows.noise_schedule is not None else None
+    steps = followed["steps"] if followed else windows.schedule(state["epoch"], state["updates"])
     if steps != saved["steps"]:
         raise WindowError(
             f"The checkpoint was taken inside a window of {saved['steps']} steps ({saved['micro_batches']} of them "

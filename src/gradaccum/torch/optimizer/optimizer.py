@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from gradaccum.noise import NoiseScale
+from gradaccum.noise import AnySteps, NoiseScale, NoiseSchedule, schedule_of
 from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
@@ -53,7 +53,7 @@ class Optimizer(OptimizerProxy):
     Args:
         optimizer: The inner optimizer, any `torch.optim.Optimizer`. It is held, and never replaced.
         steps: Micro-batches in a window: an int >= 1; `{epoch: steps}` with epoch 0 in it; or a callable
-            `(epoch, update) -> steps`. Epochs are counted by `batches()`, or by `flush()` outside of it.
+            `(epoch, update) -> steps`; or a `NoiseSchedule`. Epochs are counted by `batches()`, or by `flush()`.
         model: The model, if BatchNorm in it shall be named in a warning, and its data-parallel reduction be held back
             to the window's end.
         reduction: `"mean"`: losses are means over their micro-batch. `"sum"`: they are sums, divided by the window's
@@ -89,7 +89,7 @@ class Optimizer(OptimizerProxy):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        steps: Steps,
+        steps: AnySteps,
         *,
         model: nn.Module | None = None,
         reduction: Reduction = "mean",
@@ -104,10 +104,10 @@ class Optimizer(OptimizerProxy):
             "clip_grad_norm": checked_norm(clip_grad_norm),
             "accumulate_dtype": checked_dtype(accumulate_dtype),
             "nonfinite": checked_choice("nonfinite", nonfinite, get_args(Nonfinite)),
-            "noise_scale": noise_scale or None,
+            "noise_scale": noise_scale or isinstance(steps, NoiseSchedule) or None,
         }
         self._model = None if model is None else checked_model(model)
-        schedule = Schedule(steps)
+        schedule = schedule_of(steps)
         if self._model is not None and schedule.constant != 1:
             warn_of_batch_norm(
                 self._model,
@@ -126,17 +126,14 @@ class Optimizer(OptimizerProxy):
         self._hold(inner)
         # Nothing holds this object: without cycles it goes as soon as an error ends its loop, and other ranks know.
         parameters, step = functools.partial(parameters_of, inner), weakref.WeakMethod(self._step_inner)
-        ranks = detect_ranks(
-            self._model,
-            parameters(),
-            steps=schedule.constant,
-            by_hand=arguments["nonfinite"] == "skip_micro_batch",
-            options={**arguments, "sync": self._sync},
-        )
+        options = {**arguments, "sync": self._sync}
+        by_hand = arguments["nonfinite"] == "skip_micro_batch"
+        ranks = detect_ranks(self._model, parameters(), steps=schedule.constant, by_hand=by_hand, options=options)
         accumulation = Accumulation(parameters, ranks=ranks, **arguments)
         self._loss_scale = accumulation.loss_scale
-        self._windows = Windows(inner, schedule, accumulation, step, check_steps)
-        weakref.finalize(self, let_go, self._windows).atexit = False
+        self._windows = windows = Windows(inner, schedule, accumulation, step, check_steps)
+        self._rates = windows.rates
+        weakref.finalize(self, let_go, windows).atexit = False
         self._checked = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from gradaccum.on_torch.batch import children, has_rows, number_of_rows
-from gradaccum.window import checked_weight
+from gradaccum.window import Window, checked_weight
 
-__all__ = ["BatchWeight"]
+__all__ = ["BatchWeight", "RowsBeside"]
 
 
 class BatchWeight:
@@ -111,3 +113,46 @@ def _rows_of_tensors(batch: Iterable[Any]) -> int | None:
             elif rows != len(leaf):
                 return None
     return rows
+
+
+class RowsBeside:
+    """Looks at the batches of other optimizers' `batches()`, inside of which this one's micro-batches are counted.
+
+    Args:
+        window: This optimizer's.
+    """
+
+    _filled: ClassVar[weakref.WeakSet[Window]] = weakref.WeakSet()
+    """Windows that a loop of `batches()` fills, of all optimizers."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._before: weakref.WeakKeyDictionary[Window, float] = weakref.WeakKeyDictionary()
+        self._warned = False
+
+    def tell(self, filled: bool) -> None:
+        """Whether a loop of `batches()` fills this optimizer's window from now on."""
+        (self._filled.add if filled else self._filled.discard)(self._window)
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to look at."""
+        return bool(self._filled) and not self._warned
+
+    def look(self) -> None:
+        """Warn, once, if this window counts another one's batches equally, and they differ."""
+        window, before = self._window, self._before
+        if window.weights_given or window.reduction == "sum":
+            return
+        others = [other for other in self._filled if other is not window]
+        self._before = weakref.WeakKeyDictionary((other, other.micro_batch.default) for other in others)
+        for other, rows in self._before.items():
+            if window.micro_batches > 1 and rows != before.get(other, rows):
+                self._warned = True
+                warnings.warn(
+                    "This optimizer steps inside of another one's batches(), which weigh differently (the last two "
+                    f"{before[other]:g} and {rows:g}), and counts its micro-batches equally. Let both share the "
+                    "batches, a.batches(b.batches(loader)), or use backward(loss, weight=...).",
+                    stacklevel=4,
+                )
+                break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 import weakref
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
+from gradaccum.noise import NoiseSchedule
 from gradaccum.schedule import Schedule
 from gradaccum.torch.optimizer.accumulation import Accumulation
 from gradaccum.torch.optimizer.proxy import parameters_of
+from gradaccum.torch.optimizer.rows import RowsBeside
 from gradaccum.torch.optimizer.sharded_checkpoint import release
 
-__all__ = ["IN_BATCHES", "Windows", "let_go"]
+__all__ = ["Windows", "let_go"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -57,13 +60,13 @@ class Windows:
         """What a loop of `batches()` over an iterator had fetched ahead when it was broken off."""
         self._step, self._check_steps = step, check_steps
         self._scheduled_for: tuple[int, int] | None = None
+        self.noise_schedule = NoiseSchedule.of(schedule)
         self._settings: list[dict[str, Any]] = []
         """Each group's hyperparameters as the window began."""
         self.fetched_ahead = False
         """Whether a loop of `batches()` is over whose first batch had no step."""
-        self._rows_beside: weakref.WeakKeyDictionary[Windows, float] = weakref.WeakKeyDictionary()
+        self._rows_beside = RowsBeside(accumulation.window)
         self._said: set[str] = set()
-        self._warned_of_rows = False
         self._warned_of_settings = self._told_of_schedule = False
         self.expect_next()
 
@@ -90,6 +93,7 @@ class Windows:
         self._check_steps(schedule)
         self.accumulation.window.resize(schedule(self.epoch, self.updates))
         self.schedule, self._scheduled_for = schedule, (self.epoch, self.updates)
+        self.noise_schedule = NoiseSchedule.of(schedule)
         self.expect_next()
 
     def _settle_steps(self) -> None:
@@ -120,7 +124,7 @@ class Windows:
     @source.setter
     def source(self, source: object | None) -> None:
         self._source = source
-        (IN_BATCHES.discard if source is None else IN_BATCHES.add)(self)
+        self._rows_beside.tell(source is not None)
 
     # Micro-batches.
 
@@ -146,8 +150,8 @@ class Windows:
         if self.schedule.constant != 1 and not self.ranks.in_step:
             self._check_micro_batch(accumulation)
         closes = accumulation.add(scaled)
-        if not one.in_batches and IN_BATCHES and not self._warned_of_rows:
-            self._look_beside()
+        if not one.in_batches and self._rows_beside.any:
+            self._rows_beside.look()
         self.in_epoch, self.updated = True, False
         if closes:
             self.updated = self._update()
@@ -155,25 +159,6 @@ class Windows:
             if not closes:
                 self.ranks.continue_window()
             self.expect_next()
-
-    def _look_beside(self) -> None:
-        """Warn, once, if this window counts batches of another optimizer's `batches()` equally, and they differ."""
-        window, before = self.accumulation.window, self._rows_beside
-        if window.weights_given or window.reduction == "sum":
-            return
-        self._rows_beside = weakref.WeakKeyDictionary(
-            (other, other.accumulation.window.micro_batch.default) for other in IN_BATCHES if other is not self
-        )
-        for other, rows in self._rows_beside.items():
-            if window.micro_batches > 1 and rows != before.get(other, rows):
-                self._warned_of_rows = True
-                warnings.warn(
-                    "This optimizer steps inside of another one's batches(), which weigh differently (the last two "
-                    f"{before[other]:g} and {rows:g}), and counts its micro-batches equally. Let both share the "
-                    "batches, a.batches(b.batches(loader)), or use backward(loss, weight=...).",
-                    stacklevel=4,
-                )
-                break
 
     def _check_micro_batch(self, accumulation: Accumulation) -> None:
         """Say, once, what is no error and may be none of the large batch's."""
@@ -292,7 +277,17 @@ class Windows:
         finally:
             self.accumulation.close()
         self.updates += 1
+        if self.noise_schedule is not None and self.noise_schedule.due():
+            assert self.accumulation.noise is not None
+            scale = self.accumulation.noise.estimate()
+            votes = self.ranks.sum_number(self.noise_schedule.vote(scale))  # each rank measures for itself
+            self.noise_schedule.move(scale, int(2 * votes / self.ranks.size))
         return True
+
+    def rates(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which the inner optimizer has the hyperparameters of a window of this length."""
+        followed = self.noise_schedule
+        return contextlib.nullcontext() if followed is None else followed.scaled(self.inner.param_groups)
 
     def _note_settings(self) -> None:
         self._settings = list(map(dict, self.inner.param_groups))
@@ -333,12 +328,20 @@ class Windows:
 
     def state_dict(self) -> dict[str, Any]:
         """How far training has come."""
-        return {"epoch": self.epoch, "updates": self.updates, "in_epoch": self.in_epoch}
+        state: dict[str, Any] = {"epoch": self.epoch, "updates": self.updates, "in_epoch": self.in_epoch}
+        if self.noise_schedule is not None and self.accumulation.noise is not None:
+            state["noise_schedule"] = self.noise_schedule.state_dict()
+            state["noise"] = self.accumulation.noise.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` wrote, with the open window that `accumulation` has."""
         self.epoch, self.updates, self.in_epoch = state["epoch"], state["updates"], state["in_epoch"]
         self.source, self.updated = None, False
+        followed = state.get("noise_schedule")
+        if followed and self.noise_schedule is not None and self.accumulation.noise is not None:
+            self.noise_schedule.load_state_dict(followed)
+            self.accumulation.noise.load_state_dict(state["noise"])
         self.restored = self.accumulation.window.is_open
         self._scheduled_for = (self.epoch, self.updates) if self.restored else None
         if self.restored:
@@ -380,7 +383,3 @@ def _fetched_ahead_error() -> WindowError:
         "batches were weighed by others' rows. Put batches() around it: optimizer.batches(prefetched(loader)); and "
         "have one such loop at a time. discard() forgets that loop."
     )
-
-
-IN_BATCHES: weakref.WeakSet[Windows] = weakref.WeakSet()
-"""Windows that a loop of `batches()` fills."""

@@ -23,11 +23,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import NamedTuple
 
-__all__ = ["NoiseScale", "Norms", "effective_size", "estimate"]
+__all__ = ["WINDOWS", "NoiseScale", "Norms", "effective_size", "estimate"]
+
+WINDOWS = 500
+"""How many windows are looked back on: the noise scale drifts."""
 
 
 class Norms(NamedTuple):
@@ -96,6 +99,23 @@ class NoiseScale:
     trace: float
     unit: str = "rows"
     confidence: float = 0.95
+    measured: tuple[Norms, ...] = field(default=(), repr=False, compare=False)
+    """What it was estimated from, the last update last."""
+
+    def last(self, updates: int, confidence: float | None = None) -> NoiseScale:
+        """The same over the last so many updates: early ones have another noise scale.
+
+        Args:
+            updates: How many.
+            confidence: Of the interval; None: as here.
+
+        Example:
+            >>> scale = estimate([Norms(9.0 - i, 1, 8.0 - i, 4) for i in range(6)])
+            >>> scale.last(3).updates, scale.last(3).value > scale.value
+            (3, True)
+        """
+        confidence = self.confidence if confidence is None else confidence
+        return estimate(self.measured[-updates:], confidence=confidence, unit=self.unit)
 
     def advice(self) -> str:
         """What it says about the batch size, in a few sentences.
@@ -185,7 +205,7 @@ def estimate(windows: Sequence[Norms], *, confidence: float = 0.95, unit: str = 
     count = len(usable)
     rows = sum(norms.large_size for norms in usable) / count if count else math.nan
     if count < 2:
-        return NoiseScale(math.nan, (0.0, math.inf), rows, count, math.nan, math.nan, unit, confidence)
+        return NoiseScale(math.nan, (0.0, math.inf), rows, count, math.nan, math.nan, unit, confidence, tuple(usable))
     total = sum(norms.information for norms in usable)
     shares = [norms.information / total for norms in usable]
     traces, gradients = [norms.trace for norms in usable], [norms.squared_gradient for norms in usable]
@@ -209,7 +229,7 @@ def estimate(windows: Sequence[Norms], *, confidence: float = 0.95, unit: str = 
         interval = (max((b - root) / a, (b + root) / a), math.inf)
     else:
         interval = (0.0, math.inf)
-    return NoiseScale(value, interval, rows, count, gradient, trace, unit, confidence)
+    return NoiseScale(value, interval, rows, count, gradient, trace, unit, confidence, tuple(usable))
 
 
 _CAVEAT = (

@@ -1,0 +1,179 @@
+"""Windows of the wrapped optimizer that follow the noise scale, on a problem whose noise scale is known."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradaccum import NoiseSchedule, WindowError
+from gradaccum.torch import TrainStep
+from gradaccum.torch.optim import Adam, Optimizer
+from tests.reference import FLOAT64, relative_error
+from tests.torch.measure.test_noise_scale import GRADIENT, NOISE, Linear
+
+ROWS = 4
+NOISY = 40.0
+"""Rows' noise, as a multiple of that problem's."""
+
+
+def rows(count: int, generator: torch.Generator, noise: float = NOISY) -> Tensor:
+    draws = torch.randn(count, 5, dtype=torch.float64, generator=generator)
+    return GRADIENT + draws * (NOISE * noise).sqrt()
+
+
+def batches(count: int, noise: float = NOISY, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [rows(ROWS, generator, noise) for _ in range(count)]
+
+
+def trained(optimizer: Any, model: nn.Module, data: list[Tensor]) -> list[int]:
+    """The length of every window."""
+    lengths, count = [], 0
+    for x in optimizer.batches(data):
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+        count += 1
+        if optimizer.updated:
+            lengths.append(count)
+            count = 0
+    return lengths
+
+
+def test_windows_grow_where_the_gradient_is_noise(caplog: pytest.LogCaptureFixture) -> None:
+    model = Linear()
+    schedule = NoiseSchedule(2, 8, every=30)
+    optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=0.0), schedule)
+    with caplog.at_level(logging.INFO, logger="gradaccum"):
+        lengths = trained(optimizer, model, batches(600))
+    assert lengths[0] == 2
+    assert 8 in lengths
+    assert sorted(lengths[:-1]) == lengths[:-1]  # the last window is the epoch's rest
+    assert "Windows of 4 micro-batches instead of 2 from here on: noise scale" in caplog.text
+    assert optimizer.steps == schedule.steps == 8
+    assert repr(optimizer).startswith("Optimizer(NoiseSchedule(2, 8, every=30) steps, SGD")
+
+
+def test_windows_stay_small_where_a_row_says_it_all() -> None:
+    model = Linear()
+    optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=0.0), NoiseSchedule(2, 16, every=30))
+    assert set(trained(optimizer, model, batches(100, noise=1e-3))) == {2}
+
+
+def test_the_update_is_the_plain_one_at_the_scaled_hyperparameters() -> None:
+    model = Linear()
+    reference = copy.deepcopy(model)
+    optimizer = Adam(
+        model.parameters(), lr=0.01, betas=(0.8, 0.9), steps=NoiseSchedule(2, 8, every=30, scale_learning_rate="sqrt")
+    )
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    data = batches(200)
+    lengths = trained(optimizer, model, data)
+    assert len(set(lengths)) > 1
+    inner, rate = torch.optim.Adam(reference.parameters()), 0.01
+    start = 0
+    for index, length in enumerate(lengths):
+        planned = length if index < len(lengths) - 1 else optimizer.steps
+        inner.param_groups[0].update(lr=rate * (planned / 2) ** 0.5, betas=(0.8 ** (planned / 2), 0.9 ** (planned / 2)))
+        inner.zero_grad()
+        reference(torch.cat(data[start : start + length])).mean().backward()
+        inner.step()
+        start, rate = start + length, rate * 0.99
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)  # the smallest window's, as scheduled
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize("stop", [40, 101, 163])
+def test_training_goes_on_bit_for_bit_from_a_checkpoint(stop: int) -> None:
+    """Between decisions, in open windows, too."""
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = Linear()
+        inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        return model, Optimizer(inner, NoiseSchedule(2, 16, every=30, scale_learning_rate="linear"))
+
+    def run(model: nn.Module, optimizer: Optimizer, data: list[Tensor]) -> None:
+        for x in data:
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+
+    data = batches(400)
+    model, optimizer = make()
+    run(model, optimizer, data[:stop])
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    run(model, optimizer, data[stop:])
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed, other = make()
+    resumed.load_state_dict(saved["model"])
+    other.load_state_dict(saved["optimizer"])
+    run(resumed, other, data[stop:])
+    assert (other.updates, other.steps) == (optimizer.updates, optimizer.steps)
+    assert other.steps > 2
+    for one, two in zip(resumed.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_copy_of_the_optimizer_follows_its_own_schedule() -> None:
+    model = Linear()
+    optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=0.0), NoiseSchedule(2, 8, every=30))
+    copied_model, copied = copy.deepcopy((model, optimizer))
+    trained(copied, copied_model, batches(400))
+    assert copied.steps > 2
+    assert optimizer.steps == 2
+
+
+def test_other_steps_end_it() -> None:
+    model = Linear()
+    schedule = NoiseSchedule(2, 8, every=30, scale_learning_rate="linear")
+    optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), schedule)
+    trained(optimizer, model, batches(100))
+    assert optimizer.steps > 2
+    optimizer.steps = 2
+    before = [p.detach().clone() for p in model.parameters()]
+    data = batches(2, seed=3)
+    trained(optimizer, model, data)
+    mean = torch.cat(data).mean(0)
+    assert (
+        relative_error([b - p for b, p in zip(before, model.parameters(), strict=True)], [mean[:3], mean[3:]])
+        <= FLOAT64
+    )
+
+
+def test_the_caller_of_a_train_step_makes_the_batches() -> None:
+    model = Linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = TrainStep(
+        model, optimizer, compute_loss=lambda m, x: m(x).mean(), micro_batch_size=ROWS, noise_scale=True, verify=False
+    )
+    schedule = NoiseSchedule(2, 8, every=30)
+    generator = torch.Generator().manual_seed(0)
+    lengths = []
+    for _ in range(150):
+        step(rows(ROWS * schedule.steps, generator))
+        lengths.append(schedule.steps)
+        schedule.observe(step)
+    assert set(lengths) == {2, 4, 8}
+
+
+def test_a_window_of_another_length_is_refused_without_its_schedule() -> None:
+    model = Linear()
+    schedule = NoiseSchedule(2, 8)
+    schedule.steps = 8
+    optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=0.0), schedule)
+    model(batches(1)[0]).mean().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    plain = Optimizer(torch.optim.SGD(model.parameters(), lr=0.0), 2, noise_scale=True)
+    with pytest.raises(WindowError, match="taken inside a window of 8 steps"):
+        plain.load_state_dict(state)
