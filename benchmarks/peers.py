@@ -302,9 +302,11 @@ class Accelerate(Torch):
         accelerator, model = self._accelerator(case), model_of(case)
         model, optimizer, rows = accelerator.prepare(model, sgd(model), loader(tensors(case.batches())))
         iterator = iter(rows)
-        for _ in range(len(rows) // case.steps):
-            window = [next(iterator) for _ in range(case.steps)]
-            items = sum((y != IGNORED).sum() for _, y in window)
+        short = len(rows) % case.steps or case.steps  # the guide's last window takes what is left
+        updates = -(-len(rows) // case.steps)
+        for update in range(updates):
+            window = [next(iterator) for _ in range(case.steps if update < updates - 1 else short)]
+            items = accelerator.gather(sum((y != IGNORED).sum() for _, y in window)).sum().item()
             for x, y in window:
                 total = nn.functional.cross_entropy(model(x), y, ignore_index=IGNORED, reduction="sum")
                 accelerator.backward(total * case.steps / items)
