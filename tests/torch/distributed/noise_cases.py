@@ -65,10 +65,10 @@ def followed(rank: int, engine: str) -> tuple[list[int], float]:
     generator = torch.Generator().manual_seed(rank)
     model = several(network(), engine)
     optimizer = Optimizer(
-        OPTIMIZERS["sgd"](model.parameters()), NoiseSchedule(2, 8, every=5, scale_learning_rate="sqrt"), model=model
+        OPTIMIZERS["sgd"](model.parameters()), NoiseSchedule(2, 8, every=15, scale_learning_rate="sqrt"), model=model
     )
     lengths, count = [], 0
-    for _ in range(120):
+    for _ in range(240):
         x = torch.randn(2, 5, generator=generator, dtype=torch.float64)
         optimizer.zero_grad()
         model(x).mul(torch.randn(2, 1, generator=generator, dtype=torch.float64)).mean().backward()

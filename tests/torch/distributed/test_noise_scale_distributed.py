@@ -39,4 +39,4 @@ def test_ranks_agree_on_the_length_of_windows_that_follow_it(ranks: Processes, e
     """Each measures with its own first micro-batch; a majority decides."""
     first, second = ranks.run(cases.followed, engine)
     assert first == second
-    assert first[0][-1] == 8
+    assert max(first[0]) == 8
