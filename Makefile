@@ -2,12 +2,17 @@
 # make test         set up, then all checks and tests
 # make docs         the documentation's site, into site/
 # make test-quick   lint, types and the core of every area, in about a minute
-# All take PYTHON=python3.x, and VENV=dir for another virtual environment.
+# All take PYTHON=python3.x, VENV=dir for another virtual environment, and CPU=1 for PyTorch without CUDA.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+# PyTorch's own index of builds without CUDA, for where the usual index has only those with it.
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_SIZE = 190 MB$(if $(CPU),, (if your index has it with CUDA only: several GB; add CPU=1 for the other))
+CPU_TORCH = $(if $(CPU),$(PIP) --index-url $(CPU_INDEX) torch)
 
 # Two suites at a time, one thread each: the machine they are sized for has two cores.
 export OMP_NUM_THREADS ?= 1
@@ -50,13 +55,15 @@ install-dev: $(VENV)/.installed-dev
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing into $(VENV): a few minutes, PyTorch is large"
+	@echo "Installing into $(VENV). To download: PyTorch, $(TORCH_SIZE), and about 90 MB of other packages."
+	$(CPU_TORCH)
 	$(PIP) --editable ".[torch,cli]"
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt compat/runai/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing into $(VENV): several minutes, PyTorch, TensorFlow and JAX are large"
+	@echo "Installing into $(VENV). To download: PyTorch, $(TORCH_SIZE), and about 1 GB of other packages, TensorFlow and JAX among them."
+	$(CPU_TORCH)
 	$(PIP) --editable ".[dev]" --editable compat/runai
 	touch $@ $(VENV)/.installed
 

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from gradaccum.cli import commands
+from gradaccum.report import Table
 from gradaccum.run import encode, parse, read
 from tests.report.disks import full_disk
 
@@ -15,7 +16,7 @@ START = '{"start": {"gradaccum": "0.1.0", "torch": "2.13.0"}}'
 
 def lines(count=6):
     return [START] + [
-        encode({"update": i, "loss": 1 / i, "grad_norm": 2.0, "seconds": 0.5, "peak_memory": i * 2**20, "steps": 4})
+        encode({"update": i, "loss": 1 / i, "grad_norm": 2.0 + i, "seconds": 0.4 + i % 2 / 5, "peak_memory": i * 2**20})
         for i in range(1, count + 1)
     ]
 
@@ -26,7 +27,6 @@ def test_every_quantity_gets_a_row_and_a_figure():
         "Loss",
         "Gradient norm, before clipping",
         "Time per update",
-        "Micro-batches per update",
         "Peak memory",
     ]
     assert report.summary == "6 updates, 3 seconds, at most 6.0 MiB of memory."
@@ -96,7 +96,7 @@ def test_the_noise_scale_gives_its_advice():
 
 
 def test_other_numbers_get_their_own_row_and_figure():
-    run = parse("run", [encode({"update": i, "loss": 1.0, "accuracy": 0.5}) for i in range(3)])
+    run = parse("run", [encode({"update": i, "loss": 1.0 + i, "accuracy": 0.5 * i}) for i in range(3)])
     assert [figure.title for figure in run.report().figures] == ["Loss", "accuracy"]
 
 
@@ -134,3 +134,13 @@ def test_a_file_that_is_no_record_is_one_clear_line(tmp_path):
         (line,) = result.stderr.strip().splitlines()
         assert line.startswith("Error: ")
         assert part in line
+
+
+def test_what_never_changes_is_a_sentence_and_no_picture():
+    steps = [encode({"update": i, "loss": 3.0 / i, "steps": 4, "micro_batch_size": 16}) for i in (1, 2, 3)]
+    report = parse("run", steps).report()
+    assert [figure.title for figure in report.figures] == ["Loss"]
+    (table,) = [block for block in report.blocks if isinstance(block, Table)]
+    assert [row[0] for row in table.rows] == ["Loss"]
+    assert "The same in each update: Micro-batch size 16 rows, Micro-batches per update 4." in str(report)
+    assert "The same" not in str(parse("run", steps[:1]).report()), "one update says nothing of that"

@@ -74,12 +74,12 @@ class Run:
         return None
 
     def report(self) -> Report:
-        """The run as a document: a table of what was recorded, the noise scale's advice, a figure per quantity."""
+        """The run as a document: a table of what changed, the noise scale's advice, a figure for each quantity."""
         if not self.updates:
             return Report(self.name, self._remarks(), summary="No update was recorded.")
         names = [name for name in _FIGURES if any(name in line for line in self.updates)]
         more = {name for line in self.updates for name in line} - set(names) - set(_NOT_DRAWN)
-        rows, figures = [], []
+        rows, figures, constant = [], [], []
         for name in [*names, *sorted(more)]:
             x, y = self.column(name)
             if not y:
@@ -88,9 +88,14 @@ class Run:
             if name == "peak_memory":
                 y = [value / 2**20 for value in y]
             shown = [format_value(value) for value in (y[0], statistics.median(y), y[-1], min(y), max(y))]
+            if len(y) > 1 and min(y) == max(y):
+                constant.append(f"{title} {shown[0]} {unit}".rstrip())
+                continue
             rows.append([f"{title}, {unit}" if unit else title, *shown])
             figures.append(Curves(title, [Curve(title, x, y, points=len(y) < 3)], "update", unit))
         blocks: list[Block] = [Table(["", "first", "median", "last", "least", "largest"], rows)] if rows else []
+        if constant:
+            blocks.append(Text(f"The same in each update: {', '.join(constant)}."))
         noise = self.noise_scale
         if noise is not None:
             blocks.append(Text(noise.advice()))

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 import gradaccum
 from gradaccum.cli import commands
-from gradaccum.demo import experiment
+from gradaccum.demo import experiment, processes
 from tests.demo import fashion_mnist
 from tests.report.disks import full_disk
 
@@ -23,6 +23,12 @@ from tests.report.disks import full_disk
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return fashion_mnist.write(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(autouse=True)
+def without_text(monkeypatch):
+    """Tests of the command in this process train no attention network; tests/demo/test_text.py does."""
+    monkeypatch.setattr("gradaccum.demo.text.perform", lambda setup, progress: None)
 
 
 def command(*arguments, **options):
@@ -44,7 +50,8 @@ def assert_one_clear_line(result, *parts):
 def demonstration(folder, tmp_path_factory):
     """The demo as it is, on few rows."""
     out = tmp_path_factory.mktemp("out")
-    arguments = ["--data", folder, "--batch-size", 32, "--epochs", 2, "--dtype", "float64", "--out", "new/folder"]
+    arguments = ["--data", folder, "--batch-size", 32, "--epochs", 2, "--dtype", "float64", "--show", "guide"]
+    arguments += ["--out", "new/folder"]
     return command("demo", *arguments, cwd=out), out / "new" / "folder"
 
 
@@ -90,9 +97,27 @@ def test_a_difference_is_exit_code_1(folder, tmp_path, monkeypatch):
     assert (tmp_path / "report.html").is_file()
 
 
+def test_the_verdict_is_float32s_and_float64s_unless_told(folder, tmp_path, monkeypatch):
+    def off(setup, data, plan, progress):
+        """Off by what float32 may be, and float64 may not."""
+        parameters = [np.ones(2) + (1e-7 if plan.key == "b" else 0.0)]
+        seen.append((plan.key, setup.dtype, setup.epochs))
+        return experiment.Run(plan, [experiment.Epoch(2.0, 2.0, 0.1)], 1.0, 3, parameters)
+
+    monkeypatch.setattr(experiment, "in_a_process", off)
+    arguments = ["demo", "--data", str(folder), "--out", str(tmp_path), "--epochs", "3"]
+    codes = {}
+    for dtype in ("both", "float32"):
+        seen = []
+        codes[dtype] = CliRunner().invoke(commands, [*arguments, *(["--dtype", dtype] * (dtype != "both"))]).exit_code
+        three = [(key, "float32", 3) for key in "abc"]
+        assert seen == three + [(key, "float64", 1) for key in "ab"] * (dtype == "both")
+    assert codes == {"both": 1, "float32": 0}
+
+
 def test_a_run_that_fails_is_no_success(folder, tmp_path, monkeypatch):
     def failing(*arguments):
-        raise experiment.RunError("Run (a) failed: out of memory")
+        raise processes.RunError("Run (a) failed: out of memory")
 
     monkeypatch.setattr(experiment, "in_a_process", failing)
     result = CliRunner().invoke(commands, ["demo", "--data", str(folder), "--out", str(tmp_path)])
@@ -217,14 +242,14 @@ def test_the_report_is_written_before_the_results_are_shown(folder, tmp_path, tr
 
     monkeypatch.setattr("gradaccum.report.Report.show", show)
     CliRunner().invoke(commands, ["demo", "--data", str(folder), "--out", str(tmp_path)])
-    assert trained == ["a", "b", "c"]
+    assert trained == ["a", "b", "c", "a", "b"]
     assert (tmp_path / "report.html").is_file()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="process groups")
 def test_ctrl_c_while_processes_start_is_one_line(tmp_path):
     """A terminal sends it to all processes."""
-    line = [sys.executable, "-m", "gradaccum", "demo", "--dataset", "digits", "--out", "out"]
+    line = [sys.executable, "-m", "gradaccum", "demo", "--dataset", "digits", "--show", "guide", "--out", "out"]
     heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # in a shell's background it is ignored
     how = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True, "preexec_fn": heard}
     with subprocess.Popen(line, cwd=tmp_path, **how) as demo:
@@ -279,9 +304,9 @@ def test_help_is_there(arguments):
 def test_the_digits_take_more_epochs_unless_told(tmp_path, monkeypatch):
     setups = []
 
-    def perform(setup, data, progress):
+    def perform(setup, data, progress, **keys):
         setups.append(setup)
-        raise experiment.RunError("enough")
+        raise processes.RunError("enough")
 
     monkeypatch.setattr(experiment, "perform", perform)
     for more in ([], ["--epochs", "3"]):

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from gradaccum.demo import experiment
+from gradaccum.demo import processes
 from gradaccum.demo.data import Data, load
-from gradaccum.demo.experiment import Epoch, Outcome, Run, RunError, Setup, initial_parameters, perform, plans
+from gradaccum.demo.experiment import Epoch, Outcome, Run, Setup, initial_parameters, perform, plans
 from gradaccum.demo.findings import findings
+from gradaccum.demo.processes import RunError, Work
 from gradaccum.demo.progress import Progress
 from gradaccum.demo.torch_experiment import train
 from gradaccum.report import Bars, Curves, Table, Text
@@ -158,13 +159,12 @@ def test_a_failing_run_is_told_with_its_traceback(data):
         perform(setup, data, progress)
 
 
-def test_a_run_whose_command_was_killed_ends_without_a_word(data, monkeypatch, capsys):
+def test_a_run_whose_command_was_killed_ends_without_a_word(monkeypatch, capsys):
     monkeypatch.setattr("signal.signal", lambda *arguments: None)  # this process is no child
     here, there = multiprocessing.Pipe(duplex=False)
     here.close()
-    setup = Setup(framework="nonesuch", epochs=1)  # type: ignore[arg-type]
     with there, pytest.raises(SystemExit):
-        experiment._child(there, setup, data, plans(setup)[0], 0, 0)
+        processes._child(there, Work("nonesuch", "train", ()), 0, 1, 0)
     assert capsys.readouterr() == ("", "")
 
 
@@ -173,7 +173,7 @@ def _die(pipe, *arguments):
 
 
 def test_a_run_whose_process_dies_is_told(data, monkeypatch):
-    monkeypatch.setattr(experiment, "_child", _die)
+    monkeypatch.setattr(processes, "_child", _die)
     with Progress() as progress, pytest.raises(RunError, match="ended early, with exit code 7"):
         perform(Setup(epochs=1), data, progress)
 
@@ -220,15 +220,35 @@ def test_the_report_has_one_table_the_curves_and_the_memory():
     report = findings(outcome(1e-13))
     (table,) = [block for block in report.blocks if isinstance(block, Table)]
     assert list(table.columns) == [
-        "run", "accuracy", "loss", "updates", "seconds", "activations", "peak memory", "differs from (a)",
+        "run", "accuracy", "loss", "updates", "seconds", "activations, MiB", "peak, MiB", "differs from (a)",
     ]  # fmt: skip
     assert [row[0] for row in table.rows] == ["(a) batch 64", "(b) 4 x batch 16", "(c) batch 16"]
     assert table.rows[1][-1] == "1.0e-13"
     curves = [block for block in report.blocks if isinstance(block, Curves)]
-    assert [figure.title for figure in curves] == ["Test loss", "Test accuracy"]
+    assert [figure.title for figure in curves] == ["Test loss", "Test accuracy; (c) makes 1 times the updates"]
     assert all(len(figure.curves) == 3 for figure in curves)
     bars = [block for block in report.blocks if isinstance(block, Bars)]
     assert [len(figure.values) for figure in bars] == [3, 3]
+
+
+def test_table_and_bars_give_memory_in_the_same_unit():
+    report = findings(outcome(activation_bytes=3 * 2**19, peak_bytes=5 * 2**20))
+    (table,) = [block for block in report.blocks if isinstance(block, Table)]
+    shown = [[row[list(table.columns).index(name)] for row in table.rows] for name in ("activations, MiB", "peak, MiB")]
+    bars = [list(block.values.values()) for block in report.blocks if isinstance(block, Bars)]
+    assert shown == bars == [[1.5, 1.5, 1.5], [5.0, 5.0, 5.0]]
+    assert {block.unit for block in report.blocks if isinstance(block, Bars)} == {"MiB"}
+
+
+@pytest.mark.parametrize(("difference", "ok"), [(1e-13, True), (1e-9, False)])
+def test_float64_decides_though_float32_is_within_its_rounding(difference, ok):
+    again = outcome(difference, "float64")
+    report = findings(outcome(1e-6, "float32"), dataclasses.replace(again, runs=again.runs[:2]))
+    assert report.ok is ok
+    assert len([line for line in report.summary.splitlines() if ("DIFFER" in line) is not ok]) >= 1
+    (table,) = [block for block in report.blocks if isinstance(block, Table)]
+    assert table.columns[-1] == "in float64"
+    assert [row[-1] for row in table.rows] == [None, f"{difference:.1e}", None]
 
 
 def test_the_report_counts_what_was_made():

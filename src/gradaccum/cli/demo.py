@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 import click
@@ -12,6 +13,8 @@ from gradaccum.extras import require
 __all__ = ["demo"]
 
 OUTPUTS = ("report.png", "report.html")
+DOUBLE_ROWS = 10_000
+"""What float64 is shown on: no multiple of the batch's 64 rows, so the last window is a short one."""
 
 
 @click.command()
@@ -38,7 +41,20 @@ OUTPUTS = ("report.png", "report.html")
     help="Processes that share (b)'s micro-batches.",
 )
 @click.option("--epochs", type=click.IntRange(min=1), help="Default: 6 of FashionMNIST, 100 of the digits.")
-@click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["both", "float32", "float64"]),
+    default="both",
+    show_default=True,
+    help="both: in float32, then (a) and (b) in float64 on 10,000 rows.",
+)
+@click.option(
+    "--show",
+    type=click.Choice(["all", "guide"]),
+    default="all",
+    show_default=True,
+    help="guide: without the attention network, which is PyTorch's alone.",
+)
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=pathlib.Path),
@@ -57,6 +73,7 @@ def demo(
     ranks: int,
     epochs: int | None,
     dtype: str,
+    show: str,
     out: pathlib.Path,
 ) -> None:
     """Train with a large batch, with accumulated small ones, and with small ones alone; compare.
@@ -64,9 +81,11 @@ def demo(
     Exit code 1 says that the accumulated run differs from the large batch's by more than rounding.
     """
     require("numpy")
+    from gradaccum.demo import text
     from gradaccum.demo.data import DataError, load
-    from gradaccum.demo.experiment import RunError, Setup, perform
+    from gradaccum.demo.experiment import Setup, perform
     from gradaccum.demo.findings import findings
+    from gradaccum.demo.processes import RunError
     from gradaccum.demo.progress import Progress
 
     if batch_size % steps:
@@ -89,12 +108,17 @@ def demo(
             raise BadInput(f"--batch-size must be at most the {rows:,} rows of {data.name}. Received: {batch_size}.")
         progress.say(f"{data.name} from {data.source}: {rows:,} rows to train, {len(data.test_x):,} to test")
         epochs = epochs or {"digits": 100}.get(data.name, Setup.epochs)
-        setup = Setup(framework, batch_size, steps, epochs, dtype, ranks=ranks)  # type: ignore[arg-type]  # click checked the choices
+        first = "float32" if dtype == "both" else dtype
+        setup = Setup(framework, batch_size, steps, epochs, first, ranks=ranks)  # type: ignore[arg-type]  # click checked the choices
         try:
+            with_text = show == "all" and framework == "torch"
+            on_text = text.perform(text.TextSetup(), progress) if with_text else None
             outcome = perform(setup, data, progress)
+            double = dataclasses.replace(setup, dtype="float64", epochs=1)
+            again = perform(double, data.first(DOUBLE_ROWS), progress, keys="ab") if dtype == "both" else None
         except RunError as error:
             raise Failed(str(error)) from None
-    report = findings(outcome)
+    report = findings(outcome, again, on_text)
     try:
         for name in OUTPUTS:
             save(report, out / name)
@@ -104,4 +128,4 @@ def demo(
         click.echo()
     for name in OUTPUTS:
         click.echo((out / name).resolve())
-    context.exit(0 if outcome.ok else DIFFERENT)
+    context.exit(0 if report.ok else DIFFERENT)

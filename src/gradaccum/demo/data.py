@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import math
 import pathlib
@@ -65,6 +66,10 @@ class Data:
     def features(self) -> int:
         """Pixels of a picture."""
         return int(self.train_x.shape[1])
+
+    def first(self, rows: int) -> Data:
+        """The same with the first rows alone to train with."""
+        return dataclasses.replace(self, train_x=self.train_x[:rows], train_y=self.train_y[:rows])
 
 
 def load(dataset: DataSet = "auto", folder: pathlib.Path | None = None, *, progress: Progress) -> Data:

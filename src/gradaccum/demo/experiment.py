@@ -11,25 +11,14 @@ A framework's side of it is one function, `train(setup, data, plan, initial, not
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import multiprocessing
-import multiprocessing.connection
-import multiprocessing.context
-import multiprocessing.process
-import os
-import signal
-import socket
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
 from typing import Literal
 
 import numpy as np
 
 from gradaccum.demo.data import Data
+from gradaccum.demo.processes import Work, call
 from gradaccum.demo.progress import Progress
 
 __all__ = [
@@ -38,7 +27,6 @@ __all__ = [
     "Outcome",
     "Plan",
     "Run",
-    "RunError",
     "Setup",
     "in_a_process",
     "initial_parameters",
@@ -53,10 +41,6 @@ Framework = Literal["torch", "keras", "jax"]
 DType = Literal["float32", "float64"]
 Notify = Callable[["Epoch"], None]
 """What a run calls at the end of each epoch."""
-
-
-class RunError(RuntimeError):
-    """A run failed in its process; the message has that process's traceback."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +127,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All runs, in the order of `plans`: the large batch, accumulated, the small batch."""
+    """The runs, in the order of `plans`: the large batch, accumulated and, if it was made, the small batch."""
 
     setup: Setup
     data_name: str
@@ -211,15 +195,15 @@ def initial_parameters(features: int, seed: int) -> list[np.ndarray]:
     return parameters
 
 
-def perform(setup: Setup, data: Data, progress: Progress) -> Outcome:
-    """Make the three runs, one after the other, each in a fresh process, so that none inherits another's memory.
+def perform(setup: Setup, data: Data, progress: Progress, *, keys: str = "abc") -> Outcome:
+    """Make the runs with these `keys`, one after the other, each in a fresh process: none inherits another's memory.
 
     Raises:
         RunError: A run failed.
     """
     runs = []
-    for plan in plans(setup):
-        progress.start(plan.name, total=setup.epochs)
+    for plan in (plan for plan in plans(setup) if plan.key in keys):
+        progress.start(plan.name if keys == "abc" else f"{plan.name}, {setup.dtype}", total=setup.epochs)
         run = in_a_process(setup, data, plan, progress)
         last = run.epochs[-1]
         progress.done(f"accuracy {last.accuracy:.1%}, {run.seconds:.1f} s")
@@ -233,111 +217,16 @@ def in_a_process(setup: Setup, data: Data, plan: Plan, progress: Progress) -> Ru
     Raises:
         RunError: It failed, or its process ended early.
     """
-    context = _context(setup.framework)
-    here, there = context.Pipe(duplex=False)
-    port = _free_port() if plan.ranks > 1 else 0
-    processes = [
-        context.Process(target=_child, args=(there if rank == 0 else None, setup, data, plan, rank, port), daemon=True)
-        for rank in range(plan.ranks)
-    ]
-    try:
-        _start(processes, context)
-        there.close()
-        while True:
-            message = here.recv()
-            if isinstance(message, Run):
-                return message
-            if isinstance(message, str):
-                raise RunError(f"Run {plan.name} failed:\n{message}")
-            progress.advance(1, f"accuracy {message.accuracy:.1%}")
-    except EOFError:
-        processes[0].join()
-        raise RunError(f"Run {plan.name} ended early, with exit code {processes[0].exitcode}.") from None
-    finally:
-        for process in processes:
-            if process.pid is not None:
-                process.terminate()
-                process.join()
-        here.close()
-
-
-_Context = multiprocessing.context.SpawnContext | multiprocessing.context.ForkServerContext
-"""How processes are started."""
-
-
-def _start(processes: Sequence[multiprocessing.process.BaseProcess], context: _Context) -> None:
-    """Start them deaf to Ctrl-C: a terminal sends it to all processes, and this one ends the others."""
-    if context.get_start_method() == "forkserver":
-        with _interrupts_blocked():
-            forkserver.ensure_running()
-        first = context.Process(target=_nothing, daemon=True)  # the server imports PyTorch first, for seconds
-        first.start()
-        first.join()
-    with _interrupts_blocked():
-        for process in processes:
-            process.start()
-
-
-@contextlib.contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Ctrl-C waits meanwhile. What is started meanwhile never gets it."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    resource_tracker.ensure_running()  # which would lift the block
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _nothing() -> None:
-    """The work of a process that is started to see others started."""
-
-
-def _context(framework: Framework) -> _Context:
-    """Where fresh processes come from: a fork of this one would inherit its memory.
-
-    PyTorch's, on Linux, are forks of one that has imported it and done nothing else: the import takes longest.
-    """
-    if framework != "torch" or sys.platform != "linux":
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "gradaccum.demo.torch_experiment"])
-    return context
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _child(
-    pipe: multiprocessing.connection.Connection | None, setup: Setup, data: Data, plan: Plan, rank: int, port: int
-) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where it could not be blocked
-    # What torchrun tells its processes; rank 0 reports for all.
-    where = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": plan.ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    if plan.ranks > 1:
-        os.environ.update({name: str(value) for name, value in where.items()})
-
-    def send(message: object) -> None:
-        try:
-            if pipe is not None:
-                pipe.send(message)
-        except BrokenPipeError:  # whom it is for was killed
-            sys.exit(1)
-
-    try:
-        train = importlib.import_module(f"gradaccum.demo.{setup.framework}_experiment").train
-        send(train(setup, data, plan, initial_parameters(data.features, setup.seed), send))
-    except Exception:
-        send(traceback.format_exc())
+    work = Work(
+        f"gradaccum.demo.{setup.framework}_experiment",
+        "train",
+        (setup, data, plan, initial_parameters(data.features, setup.seed)),
+    )
+    run: Run = call(
+        f"Run {plan.name}",
+        work,
+        lambda epoch: progress.advance(1, f"accuracy {epoch.accuracy:.1%}"),
+        ranks=plan.ranks,
+        of_torch=setup.framework == "torch",
+    )
+    return run

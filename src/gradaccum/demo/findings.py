@@ -6,38 +6,106 @@ from collections.abc import Callable
 from typing import Any
 
 from gradaccum.demo.experiment import Epoch, Outcome, Run
-from gradaccum.report import Bars, Block, Curve, Curves, Report, Table, Text, format_bytes
+from gradaccum.demo.text import TextOutcome
+from gradaccum.report import Bars, Block, Curve, Curves, Report, Table, Text
 
 __all__ = ["findings"]
 
 
-def findings(outcome: Outcome) -> Report:
-    """The report: one table, the three curves, the memory, and whether (a) and (b) are equal."""
+def findings(outcome: Outcome, again: Outcome | None = None, text: TextOutcome | None = None) -> Report:
+    """The report: the key number first, then one table, curves and memory, and whether (a) and (b) are equal.
+
+    Args:
+        outcome: The three runs.
+        again: (a) and (b) once more, in float64.
+        text: The attention network on text.
+    """
     setup = outcome.setup
-    large, accumulated, _ = outcome.runs
-    blocks: list[Block] = [Text(_what_was_done(outcome)), _table(outcome)]
-    blocks += [Text(line) for line in _remarks(large, accumulated)]
+    blocks: list[Block] = [*_figures_of_text(text)] if text else []
+    blocks += [Text(_what_was_done(outcome)), _table(outcome, again)]
+    blocks += [Text(line) for line in _remarks(*outcome.runs[:2])]
     if outcome.precision != setup.dtype:
         blocks.append(Text(f"This backend multiplies matrices in {outcome.precision}, whatever the dtype."))
     elif setup.dtype == "float32" and outcome.ok:
         blocks.append(Text(_ABOUT_ROUNDING))
+    alone = outcome.runs[-1]
+    more = alone.updates / outcome.runs[0].updates
     blocks += [
         _curves("Test loss", "mean cross-entropy", outcome, lambda epoch: epoch.test_loss),
-        _curves("Test accuracy", "accuracy (%)", outcome, lambda epoch: 100 * epoch.accuracy),
+        _curves(
+            f"Test accuracy; (c) makes {more:.3g} times the updates",
+            "accuracy (%)",
+            outcome,
+            lambda epoch: 100 * epoch.accuracy,
+        ),
     ]
-    for title, kibibytes in (
-        ("Activations of a micro-batch", {run.plan.name: run.activation_bytes for run in outcome.runs}),
-        ("Peak memory of a window", {run.plan.name: run.peak_bytes for run in outcome.runs}),
-    ):
-        known = {name: number / 2**10 for name, number in kibibytes.items() if number is not None}
+    activations = {run.plan.name: run.activation_bytes for run in outcome.runs}
+    peaks = {} if text else {run.plan.name: run.peak_bytes for run in outcome.runs}
+    for title, numbers in (("Activations of a micro-batch", activations), ("Peak memory of a window", peaks)):
+        known = {name: number / 2**20 for name, number in numbers.items() if number is not None}
         if known:
-            blocks.append(Bars(title, known, unit="KiB"))
+            blocks.append(Bars(title, known, unit="MiB"))
+    verdicts = [*_verdict_of_text(text), _verdict(outcome), *([_verdict(again)] if again else [])]
     return Report(
         f"Gradient accumulation on {outcome.data_name}, with {_FRAMEWORKS[setup.framework]}",
         blocks,
-        ok=outcome.ok,
-        summary=_verdict(outcome),
+        ok=all(part.ok for part in (outcome, again, text) if part is not None),
+        summary="\n".join(verdicts),
     )
+
+
+def _verdict_of_text(text: TextOutcome | None) -> list[str]:
+    if text is None:
+        return []
+    large, ours, written = text.loops
+    same = "the same training" if text.ok else "but ANOTHER training"
+    return [
+        f"{text.memory_ratio:.1f} times less memory, {same}: {large.peak_bytes / 2**20:.1f} MiB at the peak of a "
+        f"window as a whole batch, {ours.peak_bytes / 2**20:.2f} MiB in {text.setup.steps} micro-batches.",
+        f"In float64 they end {ours.distances[-1]:.1e} apart. The loop that people write ends "
+        f"{written.distances[-1]:.0%} away, for all its `loss / {text.setup.steps}`.",
+    ]
+
+
+def _figures_of_text(text: TextOutcome) -> list[Block]:
+    large, ours, _ = text.loops
+    setup = text.setup
+    size = setup.batch_size // setup.steps
+    updates = range(1, len(large.losses) + 1)
+    gaps = {
+        loop.name: [100 * (mine / theirs - 1) for mine, theirs in zip(loop.losses, large.losses, strict=True)]
+        for loop in text.loops
+    }
+    return [
+        Bars(
+            "Attention network: peak of a window",
+            {
+                f"whole batch, {setup.batch_size} rows": large.peak_bytes / 2**20,
+                f"{setup.steps} micro-batches of {size} rows": ours.peak_bytes / 2**20,
+            },
+            unit="MiB",
+        ),
+        Curves(
+            "How far from the whole batch's parameters",
+            [Curve(loop.name, updates, [100 * value for value in loop.distances]) for loop in text.loops],
+            "update",
+            "% of how far those have moved",
+        ),
+        Curves(
+            "Test loss, against the whole batch's",
+            [Curve(name, updates, values) for name, values in gaps.items()],
+            "update",
+            "% more",
+        ),
+        Text(
+            f"A decoder of two attention blocks learns names and docstrings of Python's standard library, "
+            f"{setup.rows} rows of up to {setup.length} characters, {len(large.losses)} updates of SGD with momentum, "
+            f"in float64; the memory is float32's. The loop that people write divides each micro-batch's mean by "
+            f"{setup.steps}, and so gives a character in a short row more weight than one in a long row, and the "
+            f"last window of an epoch, of {setup.rows % setup.batch_size or setup.batch_size} rows, less than its due. "
+            "gradaccum divides by the characters that the window holds."
+        ),
+    ]
 
 
 _ABOUT_ROUNDING = (
@@ -58,11 +126,11 @@ def _verdict(outcome: Outcome) -> str:
             f"in the first update their gradients differ by at most {outcome.gradient_difference:.1e} "
             f"({outcome.gradient_allowed:.0e} allowed in {outcome.precision}), {after}"
         )
-    return f"(a) and (b) {'are equal but for rounding' if outcome.ok else 'DIFFER'}: {after}."
+    return f"(a) and (b) {'are equal but for rounding' if outcome.ok else 'DIFFER'} in {outcome.setup.dtype}: {after}."
 
 
 def _what_was_done(outcome: Outcome) -> str:
-    large, _, alone = outcome.runs
+    large, alone = outcome.runs[0], outcome.runs[-1]
     setup, small = outcome.setup, outcome.setup.batch_size // outcome.setup.steps
     each = "each in a process of its own"
     if setup.ranks > 1:
@@ -82,7 +150,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _table(outcome: Outcome) -> Table:
+def _table(outcome: Outcome, again: Outcome | None) -> Table:
     runs = outcome.runs
     columns: dict[str, list[Any]] = {
         "run": [run.plan.name for run in runs],
@@ -90,9 +158,10 @@ def _table(outcome: Outcome) -> Table:
         "loss": [f"{run.epochs[-1].test_loss:.5f}" for run in runs],
         "updates": [run.updates for run in runs],
         "seconds": [f"{run.seconds:.1f}" for run in runs],
-        "activations": [run.activation_bytes and format_bytes(run.activation_bytes) for run in runs],
-        "peak memory": [run.peak_bytes and format_bytes(run.peak_bytes) for run in runs],
+        "activations, MiB": [run.activation_bytes and run.activation_bytes / 2**20 for run in runs],
+        "peak, MiB": [run.peak_bytes and run.peak_bytes / 2**20 for run in runs],
         "differs from (a)": [None, f"{outcome.difference:.1e}", None],
+        "in float64": [None, again and f"{again.difference:.1e}", None],
     }
     known = {name: cells for name, cells in columns.items() if any(cell is not None for cell in cells)}
     return Table(list(known), list(zip(*known.values(), strict=True)), caption="On the test rows, after the last epoch")

@@ -21,7 +21,7 @@ import gradaccum.torch
 from gradaccum.demo.data import Data
 from gradaccum.demo.experiment import Epoch, Notify, Plan, Run, Setup
 
-__all__ = ["train"]
+__all__ = ["CountBytes", "train"]
 
 
 def train(setup: Setup, data: Data, plan: Plan, initial: Sequence[np.ndarray], notify: Notify) -> Run:
@@ -127,7 +127,7 @@ def _first_window(
     optimizer = _optimizer(setup, plan, model)
     activations = 0
     batches = list(itertools.islice(_Slices(x, y, plan), plan.steps))
-    with _CountBytes(model.parameters()) as count:
+    with CountBytes(model.parameters()) as count:
         for views in _batches(optimizer, batches):
             optimizer.zero_grad()
             before = count.alive
@@ -141,7 +141,7 @@ def _first_window(
     return gradients, activations, count.peak
 
 
-class _CountBytes(TorchDispatchMode):
+class CountBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that operations make, and of the given ones, until they are freed."""
 
     def __init__(self, tensors: Any) -> None:
