@@ -66,7 +66,7 @@ def expected():
 
 
 WAYS = {"torch": [{}], "jax": [{}, slow({"jit_compile": False})]}.get(
-    BACKEND, [{"jit_compile": True}, {"jit_compile": False}, {"run_eagerly": True}]
+    BACKEND, [{"jit_compile": True}, {"jit_compile": False}, slow({"run_eagerly": True})]
 )
 
 
@@ -76,11 +76,6 @@ def test_a_contrastive_loss_in_fit_makes_the_large_batchs_updates(float64, way):
     weights, losses = fitted(model, **way)
     assert relative_error(weights, expected()[0]) <= float64
     assert relative_error(losses, expected()[1]) <= float64
-    with pytest.raises(AssertionError):  # the naive way to less memory is another loss
-        naive = towers()
-        naive.compile(optimizer=keras.optimizers.SGD(0.1), loss=contrastive, run_eagerly=True)
-        naive.fit(INPUTS, np.zeros((ROWS, 1)), batch_size=MICRO, epochs=2, shuffle=False, verbose=0)
-        assert relative_error(naive.get_weights(), weights) <= 1e-3
 
 
 def test_what_is_saved_is_the_model_it_came_from(tmp_path):
@@ -141,7 +136,7 @@ class Pieces(layers.Layer):
         return {"h": (h, ops.argmax(h, axis=1)), "none": None, "twice": 2 * x["y"]}
 
 
-@pytest.mark.parametrize("keep", [0, 2, 9])
+@pytest.mark.parametrize("keep", [slow(0), 2, slow(9)])
 def test_inputs_and_outputs_of_any_structure_have_the_large_batchs_gradient(float64, keep):
     x = tensors(x=X[:BATCH], y=X[:BATCH, :2], scale=np.float64(1.5))
 
@@ -152,9 +147,9 @@ def test_inputs_and_outputs_of_any_structure_have_the_large_batchs_gradient(floa
 
     layer = Pieces()
     layer.build(None)
-    plain = gradients(layer, x, loss, training=None, wanted=("x", "y"))
-    small = gradients(chunked(layer, MICRO, keep=keep), x, loss, training=None, wanted=("x", "y"))
-    assert len(small) == 4
+    plain = gradients(layer, x, loss, training=None, wanted=("x", "y", "scale"))
+    small = gradients(chunked(layer, MICRO, keep=keep), x, loss, training=None, wanted=("x", "y", "scale"))
+    assert len(small) == 5
     assert relative_error(small, plain) <= float64
 
 
@@ -290,6 +285,7 @@ def test_batch_normalization_goes_by_the_words_of_micro_batched(float64):
         chunked(normalised(), MICRO)
 
 
+@pytest.mark.skipif(BACKEND != "torch", reason="the message is the same, and others compile for seconds")
 def test_micro_batched_names_chunked_where_a_loss_looks_across_rows():
     model = micro_batched(encoder(6), MICRO)
     model.compile(optimizer="sgd", loss=contrastive, run_eagerly=True)

@@ -9,7 +9,7 @@ from keras import layers, ops
 
 from gradaccum import NotEquivalentError
 from gradaccum.keras import chunked
-from tests.keras.chunking.test_chunked import BACKEND, MICRO, Dropping, X, encoder
+from tests.keras.chunking.test_chunked import BACKEND, MICRO, Dropping, X
 
 x = X.astype("float32")
 
@@ -63,14 +63,15 @@ class Assigns(layers.Layer):
         (Adds, "adds losses in its forward pass"),
         (lambda: keras.Sequential([layers.Dense(3, activity_regularizer="l2", name="loud")]), "'loud'"),
         (Assigns, "assigns trainable variables.*scale"),
+        (lambda: layers.SpectralNormalization(layers.Dense(3)), "assigns trainable variables.*kernel"),
     ],
-    ids=["mean", "products", "add_loss", "regularizer", "assigns"],
+    ids=["mean", "products", "add_loss", "regularizer", "assigns", "spectral"],
 )
 def test_layers_that_no_micro_batches_can_stand_for_are_refused(layer, message):
     layer = layer()
     layer.build((None, 5))
     with pytest.raises(ValueError, match=message):
-        chunked(layer, MICRO)(x[:11])
+        chunked(layer, MICRO)(x[:11], training=True)
 
 
 def test_inputs_of_different_rows_are_listed():
@@ -123,7 +124,7 @@ def test_verify_names_batch_normalization_unless_it_is_frozen():
 
 
 def test_verify_passes_what_works_row_by_row_and_moves_nothing():
-    layer = chunked(keras.Sequential([layers.Input((5,)), Dropping(), encoder()]), MICRO)
+    layer = chunked(keras.Sequential([layers.Input((5,)), Dropping(), layers.Dense(3)]), MICRO)
     before = [ops.convert_to_numpy(variable) for variable in layer.variables]
     layer.verify(x)
     assert all(map(np.array_equal, [ops.convert_to_numpy(variable) for variable in layer.variables], before))

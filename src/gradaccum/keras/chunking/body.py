@@ -56,6 +56,7 @@ class Body:
 
     Attributes:
         tensors: What has rows in the arguments: tensors, and the masks that travel with them.
+        shared: Scalars in the arguments, which may need a gradient.
         specs: Of the outputs of a micro-batch, once it is `traced`.
         state: The variables that the call moves, likewise.
         read: The variables that it reads and doesn't move, likewise.
@@ -75,6 +76,14 @@ class Body:
         found = [_tensor(self._leaves[index], layer) for index in self._rows]
         masks = [keras_mask(tensor) for tensor in found]
         self._masked = [index for index, mask in enumerate(masks) if mask is not None]
+        self._shared = [
+            index
+            for index, leaf in enumerate(self._leaves)
+            if ops.is_tensor(leaf)
+            and not has_rows(leaf)
+            and keras.backend.is_float_dtype(keras.backend.standardize_dtype(leaf.dtype))
+        ]
+        self.shared = [self._leaves[index] for index in self._shared]
         self.tensors = [*found, *(masks[index] for index in self._masked)]
         self._check_inputs()
         self._outputs: Any = None
@@ -94,12 +103,15 @@ class Body:
     def _name(self) -> str:
         return f"The chunked {type(self.layer).__name__} {self.layer.name!r}"
 
-    def run(self, tensors: list[Any], values: Iterable[tuple[Any, Any]] = ()) -> Result:
+    def run(
+        self, tensors: list[Any], values: Iterable[tuple[Any, Any]] = (), shared: Iterable[Any] | None = None
+    ) -> Result:
         """Call the layer on a micro-batch, and leave no trace of it.
 
         Args:
             tensors: Its rows of `tensors`.
             values: Of variables that are to have other values than their own.
+            shared: In place of the scalars.
         """
         leaves = list(self._leaves)
         count = len(self._rows)
@@ -107,6 +119,8 @@ class Body:
             set_keras_mask(tensors[place], mask)
         for index, tensor in zip(self._rows, tensors):
             leaves[index] = tensor
+        for index, scalar in zip(self._shared, self.shared if shared is None else shared):
+            leaves[index] = scalar
         args, kwargs = tree.pack_sequence_as(self._arguments, leaves)
         policy = "micro" if self.batch_norm == "warn" else self.batch_norm
         layers = self.state.pooled if hasattr(self, "state") and policy == "pooled" else self.batch_norms

@@ -61,7 +61,7 @@ class _Passes:
         """The outputs of the whole batch."""
         body, state = self.body, self.body.state
         self.frozen_values = [tf.convert_to_tensor(value) for value in uncast_values(self.frozen)]
-        weights = [tf.convert_to_tensor(value) for value in uncast_values(self.weights)]
+        weights = [tf.convert_to_tensor(value) for value in [*uncast_values(self.weights), *body.shared]]
         carry = [tf.convert_to_tensor(value) for value in state.start()]
         counts = len(weights), len(weights) + len(body.tensors)
         parts = []
@@ -101,7 +101,7 @@ class _Passes:
             *zip(self.frozen, self.frozen_values),
             *zip(state.variables, state.values(list(carry))),
         ]
-        return self.body.run(tensors, values)
+        return self.body.run(tensors, values, weights[len(self.weights) :])
 
     def _after(self, carry: Any, result: Result, size: Any) -> list[Any]:
         after = self.body.state.after(list(carry), result.values, result.valid, size, self.cut.rows)

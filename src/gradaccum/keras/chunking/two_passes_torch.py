@@ -63,7 +63,7 @@ class _Passes:
             # Those of a torch.nn.Module inside, which Keras' variables don't stand for.
             modules = body.layer.parameters() if isinstance(body.layer, torch.nn.Module) else []
             self.raw = [p for p in modules if p.requires_grad and id(p) not in known]
-            parts.append(_TwoPasses.apply(self, joined, *weights, *self.raw, *body.tensors))
+            parts.append(_TwoPasses.apply(self, joined, *weights, *self.raw, *body.shared, *body.tensors))
         body.state.finish([value.detach() for value in carry])
         return [torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts)]
 
@@ -95,9 +95,14 @@ class _Passes:
     def gradients(self, tensors: Any, needed: Any, upstream: Any) -> list[Any]:
         """Of the weights and of what has rows."""
         body, count = self.body, len(self.variables)
-        shared = count + len(self.raw)
+        scalars = count + len(self.raw)
+        shared = scalars + len(body.shared)
         leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(tensors[:count], needed)]
         leaves += self.raw
+        leaves += [
+            tensor.detach().requires_grad_(need)
+            for tensor, need in zip(tensors[scalars:shared], needed[scalars:shared])
+        ]
         sums: list[Any] = [None] * len(tensors)
         carry = self.start
         before = sum(self.sizes[: self.keep])
@@ -109,7 +114,7 @@ class _Passes:
                 own = [piece.requires_grad_(need) for piece, need in zip(pieces, needed[shared:])]
                 random.put_back()
                 values = [*zip(self.variables, leaves), *zip(body.state.variables, body.state.values(carry))]
-                result = body.run(list(own), values)
+                result = body.run(list(own), values, leaves[scalars:])
                 carry = self._after(carry, result, index)
                 roots = [
                     (output, given[behind])
