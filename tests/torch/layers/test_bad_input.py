@@ -109,7 +109,7 @@ def test_a_block_that_edits_its_input_in_place() -> None:
 
     model = wrong([0, 1, 2])
     model.layers[1].register_forward_pre_hook(doubled)
-    assert "The block 'layers.1' edits its inputs in place" in refused(model, ValueError)
+    assert "The block 'layers.1' edits an input of shape (2, 5, 6) in place" in refused(model, ValueError)
 
 
 class Remembering(Layer):

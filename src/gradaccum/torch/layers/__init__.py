@@ -2,7 +2,17 @@
 
 from gradaccum.torch.layers.blocks import BlocksChoice
 from gradaccum.torch.layers.in_turn import InTurn
+from gradaccum.torch.layers.offload import OffloadChoice
 from gradaccum.torch.layers.options import UpdateChoice, check_in_backward, check_options
 from gradaccum.torch.layers.schedule import Layers, proof_of
 
-__all__ = ["BlocksChoice", "InTurn", "Layers", "UpdateChoice", "check_in_backward", "check_options", "proof_of"]
+__all__ = [
+    "BlocksChoice",
+    "InTurn",
+    "Layers",
+    "OffloadChoice",
+    "UpdateChoice",
+    "check_in_backward",
+    "check_options",
+    "proof_of",
+]

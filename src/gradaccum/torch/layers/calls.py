@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradaccum.errors import NotEquivalentError
+from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.private import run_backward
 from gradaccum.torch.chunking.gradients import backward_roots
 from gradaccum.torch.chunking.recompute import Conditions
@@ -17,8 +20,9 @@ from gradaccum.torch.chunking.trees import Inputs, is_floating, tensors_of, with
 from gradaccum.torch.layers.blocks import Block
 from gradaccum.torch.layers.interception import called
 from gradaccum.torch.layers.objects import Objects
+from gradaccum.torch.layers.offload import Store, Waiting
 
-__all__ = ["BlockCall", "MovedBuffers", "lent"]
+__all__ = ["BlockCall", "MicroBatch", "MovedBuffers", "lent"]
 
 _Place = tuple[dict[str, Any], str, Tensor]
 
@@ -83,8 +87,7 @@ class BlockCall:
         self._given = Inputs(args, kwargs)
         found = tensors_of(self._given)
         self._skeleton = without_tensors(self._given)
-        self._tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in found]
-        self._versions = [None if tensor.is_inference() else tensor._version for tensor in found]
+        self._tensors: list[Waiting] = []
         first = {id(tensor): place for place, tensor in reversed(list(enumerate(found)))}
         self._same = [first[id(tensor)] for tensor in found]
         self.roots = {place: found[place] for place in sorted(set(self._same)) if found[place].requires_grad}
@@ -103,6 +106,7 @@ class BlockCall:
         generators: Sequence[Any],
         devices: Sequence[torch.device],
         buffers: MovedBuffers,
+        store: Store,
         *,
         differentiated: bool,
     ) -> Any:
@@ -113,6 +117,7 @@ class BlockCall:
             generators: What the block may draw random numbers from.
             devices: Accelerators that it uses.
             buffers: The block's.
+            store: Where the inputs wait.
             differentiated: Whether the outputs pass gradients on to the block.
         """
 
@@ -128,23 +133,22 @@ class BlockCall:
         if not differentiated:
             with torch.no_grad():
                 return first_pass()
-        anchor = torch.zeros((), requires_grad=True)
-        flat = _Boundary.apply(self, first_pass, anchor)
-        self._check_unedited(
-            f"{self._name} edits its inputs in place, so it can't be run again on the same inputs. Its "
-            "first operation may have inplace=True; or give it a clone."
-        )
+        given = tensors_of(self._given)
+        versions = [None if tensor.is_inference() else tensor._version for tensor in given]
+        flat = _Boundary.apply(self, first_pass, torch.zeros((), requires_grad=True))
+        for tensor, version in zip(given, versions, strict=True):
+            if version is not None and tensor._version != version:
+                raise ValueError(
+                    f"{self._name} edits an input of shape {tuple(tensor.shape)} in place, so it can't be run again on "
+                    "the same inputs. Its first operation may have inplace=True; or give it a clone."
+                )
+        self._tensors = [store.keep(tensor) for tensor in given]
         self._given = Inputs((), {})
         return with_tensors(self._skeleton_of_outputs, flat)
 
     @property
     def _name(self) -> str:
         return f"The block {self.block.path!r}"
-
-    def _check_unedited(self, message: str) -> None:
-        for tensor, version in zip(self._tensors, self._versions, strict=True):
-            if version is not None and tensor._version != version:
-                raise ValueError(f"{message} Received: a tensor of shape {tuple(tensor.shape)}.")
 
     def flattened(self, outputs: Any) -> tuple[Tensor, ...]:
         """The tensors in the outputs, each an object of its own."""
@@ -155,6 +159,11 @@ class BlockCall:
             seen.add(id(tensor))
         self.grads = [None] * len(found)
         return tuple(found)
+
+    def prefetch(self) -> None:
+        """It will run again soon."""
+        for waiting in self._tensors:
+            waiting.prefetch()
 
     def arrive(self, grads: Sequence[Tensor | None]) -> None:
         """Gradients of the outputs have come, in one backward pass of maybe several."""
@@ -167,9 +176,12 @@ class BlockCall:
         """Run the call again, with a graph, and backward. Returns the gradients of what was in `roots`, by place."""
         if all(grad is None for grad in self.grads):
             return {}
-        self._check_unedited(f"Something has edited an input of {self._name.lower()} in place after its call.")
+        if any(waiting.edited for waiting in self._tensors):
+            raise ValueError(f"An input of the block {self.block.path!r} was edited in place after its call.")
         assert self._conditions is not None
-        tensors = list(self._tensors)
+        tensors: list[Any] = [
+            waiting.get() if place == self._same[place] else None for place, waiting in enumerate(self._tensors)
+        ]
         for place in self.keys:
             tensors[place] = tensors[place].detach().requires_grad_()
         tensors = [tensors[place] for place in self._same]
@@ -207,3 +219,59 @@ class _Boundary(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         ctx.call.arrive(grads)
         return None, None, None
+
+
+class MicroBatch:
+    """What a micro-batch's forward pass leaves for backward."""
+
+    def __init__(self, retake: Callable[[], Batch], forward: Callable[[Batch], Any]) -> None:
+        self.retake, self.forward = retake, forward
+        self.objects = Objects()
+        self.calls: list[BlockCall | None] = []
+        self.conditions: Conditions | None = None
+        self.buffers: list[Any] = []
+        self.done = False
+        self.first_grads: dict[int, Tensor] = {}
+        """Of what the first block is called with, by place."""
+        self._keys: Any = WeakIdKeyDictionary()
+        self._numbers = itertools.count()
+        self._first_places: dict[int, int] = {}
+        self._due: dict[int, dict[int, Any]] = {}
+        self._grads: dict[int, Tensor] = {}
+
+    def note_roots(self, place: int, call: BlockCall) -> None:
+        """A block has been called: note what passes gradients on, and what no block before it was called with.
+
+        What the first block is called with isn't held, nor is so the graph of what stands before it.
+        """
+        for index, root in call.roots.items():
+            key = self._keys.get(root)
+            if key is None:
+                self._keys[root] = key = next(self._numbers)
+                if place == 0:
+                    self._first_places[key] = index
+                else:
+                    # The edge holds the graph alone, so that the tensor can wait elsewhere.
+                    edge = root if root.is_leaf else torch.autograd.graph.get_gradient_edge(root)
+                    self._due.setdefault(place, {})[key] = edge
+            call.keys[index] = key
+        call.roots = {}
+
+    def prefetch(self, place: int) -> None:
+        """A block's call will run again soon."""
+        call = self.calls[place] if place < len(self.calls) else None
+        if call is not None:
+            call.prefetch()
+
+    def arrive(self, place: int, call: BlockCall, found: dict[int, Tensor]) -> None:
+        """A block's inputs have gradients. Those that no other block waits for are passed on."""
+        for index, grad in found.items():
+            key = call.keys[index]
+            self._grads[key] = self._grads[key] + grad if key in self._grads else grad
+        if place == 0:
+            grads = self._grads
+            self.first_grads = {index: grads.pop(key) for key, index in self._first_places.items() if key in grads}
+            return
+        roots = [(root, self._grads.pop(key)) for key, root in self._due.pop(place, {}).items() if key in self._grads]
+        if roots:  # two of them may come from the same tensors, at different times
+            torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots], retain_graph=True)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import nn
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch, leaves
@@ -23,10 +21,10 @@ from gradaccum.torch.chunking.recompute import Conditions, ModuleState, accelera
 from gradaccum.torch.chunking.trees import Inputs, tensors_of
 from gradaccum.torch.chunking.watch import attributes_of
 from gradaccum.torch.layers.blocks import find_blocks
-from gradaccum.torch.layers.calls import BlockCall, MovedBuffers, lent
+from gradaccum.torch.layers.calls import BlockCall, MicroBatch, MovedBuffers, lent
 from gradaccum.torch.layers.in_turn import InTurn, Window
 from gradaccum.torch.layers.interception import called, intercepted
-from gradaccum.torch.layers.objects import Objects
+from gradaccum.torch.layers.offload import OffloadChoice, Store
 
 __all__ = ["Layers", "proof_of"]
 
@@ -49,10 +47,11 @@ class Layers:
     Args:
         model: The model.
         blocks: As for `find_blocks`.
+        offload: Where activations between blocks wait.
     """
 
-    def __init__(self, model: nn.Module, blocks: Any) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, blocks: Any, offload: OffloadChoice = False) -> None:
+        self.model, self._store = model, Store(offload)
         self.blocks = find_blocks(model, blocks)
         self.in_turn: InTurn | None = None
         """Updates parameters while backward goes on."""
@@ -63,8 +62,8 @@ class Layers:
         self._largest: Any = None
         self._states: dict[int, ModuleState] = {}
         self._buffers: dict[int, MovedBuffers] = {}
-        self._micro_batches: list[_MicroBatch] = []
-        self._current: _MicroBatch | None = None
+        self._micro_batches: list[MicroBatch] = []
+        self._current: MicroBatch | None = None
         self._reaching = False
 
     def run(
@@ -141,7 +140,7 @@ class Layers:
             self._buffers[-1] = MovedBuffers(outside)
         conditions = Conditions(all_generators([device]), accelerators([torch.empty(0, device=device)]))
         copies = self._buffers[-1].copies()
-        self._current = current = _MicroBatch(retake, forward)
+        self._current = current = MicroBatch(retake, forward)
         try:
             yield
         except BaseException:
@@ -188,6 +187,7 @@ class Layers:
             [*all_generators(devices), *state.generators, *given],
             devices,
             self._buffers[place],
+            self._store,
             differentiated=current.calls[-1] is not None,
         )
         if self._proving:
@@ -236,7 +236,10 @@ class Layers:
             for place in reversed(range(len(self.blocks))):
                 if place in self._states:
                     with self._states[place].restored(), parametrizations_computed():
-                        for micro_batch in waiting:
+                        for index, micro_batch in enumerate(waiting):
+                            following = waiting[index + 1 :][:1] or (waiting[:1] if place else [])
+                            for other in following:
+                                other.prefetch(place if other is not waiting[0] else place - 1)
                             self._again(place, micro_batch)
                 if finished is not None:
                     finished(place)
@@ -278,7 +281,7 @@ class Layers:
         )
         raise StartOver
 
-    def _again(self, place: int, micro_batch: _MicroBatch) -> None:
+    def _again(self, place: int, micro_batch: MicroBatch) -> None:
         call, micro_batch.calls[place] = micro_batch.calls[place], None
         if call is None:
             return
@@ -292,7 +295,7 @@ class Layers:
             raise
         micro_batch.arrive(place, call, found)
 
-    def _before_the_blocks(self, micro_batch: _MicroBatch) -> None:
+    def _before_the_blocks(self, micro_batch: MicroBatch) -> None:
         """The gradients of what the first block is called with, passed on to what stands before it."""
         grads = micro_batch.first_grads
         if not grads:
@@ -346,51 +349,3 @@ class _Reached(BaseException):  # no error, and nothing that a loss would catch
     def __init__(self, place: int, inputs: Inputs) -> None:
         super().__init__()
         self.place, self.inputs = place, inputs
-
-
-class _MicroBatch:
-    """What a micro-batch's forward pass leaves for backward."""
-
-    def __init__(self, retake: Callable[[], Batch], forward: Callable[[Batch], Any]) -> None:
-        self.retake, self.forward = retake, forward
-        self.objects = Objects()
-        self.calls: list[BlockCall | None] = []
-        self.conditions: Conditions | None = None
-        self.buffers: list[Any] = []
-        self.done = False
-        self.first_grads: dict[int, Tensor] = {}
-        """Of what the first block is called with, by place."""
-        self._keys: Any = WeakIdKeyDictionary()
-        self._numbers = itertools.count()
-        self._first_places: dict[int, int] = {}
-        self._due: dict[int, dict[int, Tensor]] = {}
-        self._grads: dict[int, Tensor] = {}
-
-    def note_roots(self, place: int, call: BlockCall) -> None:
-        """A block has been called: note what passes gradients on, and what no block before it was called with.
-
-        What the first block is called with isn't held, nor is so the graph of what stands before it.
-        """
-        for index, root in call.roots.items():
-            key = self._keys.get(root)
-            if key is None:
-                self._keys[root] = key = next(self._numbers)
-                if place == 0:
-                    self._first_places[key] = index
-                else:
-                    self._due.setdefault(place, {})[key] = root
-            call.keys[index] = key
-        call.roots = {}
-
-    def arrive(self, place: int, call: BlockCall, found: dict[int, Tensor]) -> None:
-        """A block's inputs have gradients. Those that no other block waits for are passed on."""
-        for index, grad in found.items():
-            key = call.keys[index]
-            self._grads[key] = self._grads[key] + grad if key in self._grads else grad
-        if place == 0:
-            grads = self._grads
-            self.first_grads = {index: grads.pop(key) for key, index in self._first_places.items() if key in grads}
-            return
-        roots = [(root, self._grads.pop(key)) for key, root in self._due.pop(place, {}).items() if key in self._grads]
-        if roots:  # two of them may come from the same tensors, at different times
-            torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots], retain_graph=True)

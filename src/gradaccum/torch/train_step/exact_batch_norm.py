@@ -78,17 +78,19 @@ def _of_the_model(batch_dims: BatchDims, takes_inputs: bool) -> Any:
     return (batch_dims[0],) if isinstance(batch_dims, (tuple, list)) else (batch_dims,)
 
 
-def check_exact(choice: str, offload: bool, max_tokens: int | None, groups: Any) -> None:
+def check_exact(choice: str, offload: Any, max_tokens: int | None, groups: Any, blocks: Any = None) -> None:
     """Whether these options of a `TrainStep` go together with what it does about BatchNorm.
 
     Raises:
         ValueError: They don't.
     """
-    if offload and choice != "exact":
+    if offload and choice != "exact" and blocks is None:
         raise ValueError(
-            "offload=True keeps what crosses exact BatchNorm layers in host memory, so it needs "
-            f'batch_norm="exact". Received: batch_norm={choice!r}.'
+            "offload=True keeps what crosses exact BatchNorm layers in host memory, or what lies between `blocks`, so "
+            f'it needs batch_norm="exact" or `blocks`. Received: batch_norm={choice!r}, blocks=None.'
         )
+    if choice == "exact" and not isinstance(offload, bool):
+        raise TypeError(f'With batch_norm="exact" `offload` must be True or False. Received: offload={offload!r}.')
     if max_tokens is not None and choice == "exact":
         raise ValueError('batch_norm="exact" needs the whole batch as it is padded. Leave out `max_tokens`.')
     if groups is not None and choice == "exact":

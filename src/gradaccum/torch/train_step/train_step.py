@@ -21,7 +21,7 @@ from gradaccum.sizes import Piece, Rows, Tokens
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
 from gradaccum.torch.distributed import SingleRank, leaving_on_error
 from gradaccum.torch.equivalence import Proof
-from gradaccum.torch.layers import BlocksChoice, Layers, UpdateChoice, check_options, proof_of
+from gradaccum.torch.layers import BlocksChoice, Layers, OffloadChoice, UpdateChoice, check_options, proof_of
 from gradaccum.torch.loss import Objective, Terms
 from gradaccum.torch.train_step.cutting import Cutting, GroupsChoice
 from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch, check_exact, run_at_once
@@ -65,7 +65,7 @@ class TrainStep:
         accumulate_dtype: What gradients of narrower parameters are summed in, such as `torch.float32`.
         batch_norm: What is done about BatchNorm: `"warn"`, `"micro"` (as is, silent), `"pooled"` (statistics once per
             update, pooled over the window), `"frozen"`, or `"exact"`.
-        offload: With `batch_norm="exact"`: keep what crosses the BatchNorm layers in host memory.
+        offload: Keep in host memory what crosses exact BatchNorm layers or lies between `blocks`; a folder: in files.
         memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
         noise_scale: Measure the gradient noise scale while training, for `noise_scale`.
         verify: Prove at the first update, on a few rows, that its micro-batches give what these rows give at once;
@@ -112,7 +112,7 @@ class TrainStep:
         autocast: torch.dtype | None = None,
         accumulate_dtype: torch.dtype | None = None,
         batch_norm: BatchNormChoice = "warn",
-        offload: bool = False,
+        offload: OffloadChoice = False,
         memory_limit: int | str | None = None,
         noise_scale: bool = False,
         verify: bool = True,
@@ -128,10 +128,10 @@ class TrainStep:
         )
         self.sync = checked_choice("sync", sync, get_args(Sync))
         self._whole: WholeBatch | None = None
-        check_exact(self.batch_norm.choice, offload, max_tokens, groups)
+        check_exact(self.batch_norm.choice, offload, max_tokens, groups, blocks)
         check_options(blocks, update, batch_norm=batch_norm, noise_scale=noise_scale)
         if self.batch_norm.choice == "exact":
-            self._whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=offload)
+            self._whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=bool(offload))
         self.objective = Objective(
             model if self._whole is None else self._whole.model,
             loss_fn=loss_fn,
@@ -141,7 +141,7 @@ class TrainStep:
             batch_dims=batch_dims,
             autocast=autocast,
         )
-        self._layers = None if blocks is None else Layers(model, blocks)
+        self._layers = None if blocks is None else Layers(model, blocks, offload)
         self.gauge = Gauge(self.objective.device, parse_bytes(memory_limit))
         self.update = Update(
             optimizer,

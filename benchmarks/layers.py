@@ -1,0 +1,126 @@
+"""Layer by layer against accumulation and the whole batch: time, and the peaks of live bytes and of gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from benchmarks.harness import arguments, keep_freed_memory, publish, ratios, table
+from gradaccum.torch import TrainStep
+from gradaccum.torch.measure.fake_memory import LiveBytes
+
+SIZE, DEPTH, VOCABULARY, ROWS, LENGTH, MICRO_BATCH = 256, 12, 4096, 32, 16, 4
+
+
+class Model(nn.Module):
+    """A transformer of equal blocks."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.checkpointed = checkpointed
+        self.embedding = nn.Embedding(VOCABULARY, SIZE)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(SIZE, 4, 4 * SIZE, dropout=0.0, batch_first=True) for _ in range(DEPTH)
+        )
+        self.head = nn.Linear(SIZE, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return self.head(x).flatten(0, 1)
+
+
+def compute_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(ids), ids.flatten())
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "whole batch": {"micro_batch_size": ROWS},
+    "accumulation": {},
+    "accumulation, each block checkpointed": {"checkpointed": True},
+    "blocks=": {"blocks": "layers"},
+    'blocks=, update="in_backward"': {"blocks": "layers", "update": "in_backward"},
+}
+
+
+def step_of(*, checkpointed: bool = False, dtype: torch.dtype = torch.float32, **options: Any) -> TrainStep:
+    model = Model(checkpointed).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    options = {"micro_batch_size": MICRO_BATCH, "verify": False, **options}
+    return TrainStep(model, optimizer, compute_loss=compute_loss, **options)
+
+
+def times(rounds: int, ids: Tensor) -> dict[str, dict[str, float]]:
+    contenders: dict[str, Callable[[], object]] = {
+        name: functools.partial(step_of(**options), ids) for name, options in WAYS.items()
+    }
+    found = ratios(contenders, "accumulation", rounds)
+    rival = found["accumulation, each block checkpointed"]
+    return {name: {"plain": ratio, "checkpointed": ratio / rival} for name, ratio in found.items()}
+
+
+def peaks(ids: Tensor, **options: Any) -> tuple[int, int, int]:
+    """Peaks of an update: bytes of all that it makes, of gradients, and of what is not a gradient."""
+    step = step_of(**options)
+    step(ids)  # the optimizer's state is there from here on
+    model, most, rest = step.model, 0, 0
+    for parameter in model.parameters():
+        parameter.grad = None
+    live = LiveBytes()
+
+    def look(*_: Any) -> None:
+        nonlocal most, rest
+        gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        most, rest = max(most, gradients), max(rest, live.bytes - gradients)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(look)
+    for module in model.modules():
+        module.register_forward_hook(look)
+    with live:
+        step(ids)
+    return live.peak, most, rest
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    keep_freed_memory()
+    ids = torch.randint(VOCABULARY, (ROWS, LENGTH))
+    taken = times(1 if options.quick else 7, ids)
+    found = {name: peaks(ids, **way) for name, way in WAYS.items()}
+    base = found["accumulation"]
+    rows = [
+        [name, *(one / other for one, other in zip(found[name], base, strict=True)), *taken[name].values()]
+        for name in WAYS
+    ]
+    head = ["", "all", "gradients", "all else", "time", "time, to accumulation with checkpoints"]
+    body = (
+        f"A transformer of {DEPTH} equal blocks of width {SIZE}, a vocabulary of {VOCABULARY}, {ROWS} rows of {LENGTH} "
+        f"tokens in micro-batches of {MICRO_BATCH}, AdamW. Peaks of live bytes in an update, and its time, to those of "
+        f"accumulation; parameters and the optimizer's state, which all have, are not in them.\n\n{table(head, rows)}\n"
+    )
+    model = Model()
+    block, all_ = (sum(p.nbytes for p in m.parameters()) for m in (model.layers[0], model))
+    inside = sum(p.nbytes for p in model.layers.parameters())
+    body += (
+        f"\nOf all gradients, one block's and those of what stands outside the blocks are "
+        f"{(block + all_ - inside) / all_:.3f}.\n"
+    )
+    wide = {"dtype": torch.bfloat16, "accumulate_dtype": torch.float32}
+    half = {name: peaks(ids, **way, **wide) for name, way in WAYS.items() if name != "whole batch"}
+    rows = [
+        [name, *(one / other for one, other in zip(half[name], half["accumulation"], strict=True))] for name in half
+    ]
+    body += "\nParameters in bfloat16, gradients summed in float32 (`accumulate_dtype`):\n\n" + table(head[:4], rows)
+    publish("layers", "PyTorch: layer by layer", body, ["torch"], options.write)
+
+
+if __name__ == "__main__":
+    main()
