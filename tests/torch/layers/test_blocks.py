@@ -84,9 +84,8 @@ def assert_same_updates(
 
 
 def test_layer_by_layer_one_call_makes_the_large_batchs_update() -> None:
-    for make in OPTIMIZERS.values():
-        for size in (1, 3, 7, "auto"):
-            assert_same_updates(network(), batches(), loss_of, make, size)
+    for name, size in (("sgd", 1), ("sgd", 3), ("sgd", "auto"), ("adam", 3)):
+        assert_same_updates(network(), batches(count=2), loss_of, OPTIMIZERS[name], size)
 
 
 def test_dropout_is_replayed_so_that_the_update_is_that_of_accumulation() -> None:

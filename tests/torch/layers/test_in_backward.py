@@ -28,9 +28,9 @@ def build(model: nn.Module, optimizer: Any = None, **options: Any) -> TrainStep:
 
 
 def test_in_backward_each_optimizer_of_torch_makes_the_large_batchs_update() -> None:
-    for name in NAMES:
+    for index, name in enumerate(NAMES):
         kind = getattr(torch.optim, name)
-        for foreach in (False, True):
+        for foreach in (False, True) if name in ("Adam", "SGD") else (index % 2 == 0,):
 
             def make(parameters: Any, kind: Any = kind, name: str = name, foreach: bool = foreach) -> Any:
                 return kind(parameters, **{"lr": 1e-2, **OPTIONS.get(name, {})}, foreach=foreach)
