@@ -64,6 +64,36 @@ def test_the_culprit_is_named_for(name):
         result.raise_if_different()
 
 
+def half_precision(params, batch):
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (params, batch["x"]))
+    counts = (batch["y"] >= 0).astype(jnp.bfloat16)
+    return (outputs(*half).sum(-1) ** 2 * counts).sum() / counts.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "batch", "kind", "message"),
+    [
+        (half_precision, labelled(), "weight", "It divides by what is summed at test_equivalence.py"),
+        (
+            lambda p, b: {"a": (token_mean(p, b), len(b["x"])), "b": (outputs(p, b["x"]).mean(), len(b["x"]))},
+            labelled(), "weight", "As to the loss 'a': It divides by",
+        ),
+        (lambda p, b: outputs(p, b[0] - b[0].mean(0)).var(), rows(2), "loss", "looks across the rows"),
+    ],
+    ids=["half precision", "several losses", "two rows"],
+)  # fmt: skip
+def test_a_cause_that_numbers_do_not_tell_is_seen_in_the_loss(loss, batch, kind, message):
+    (cause,) = check_equivalence(loss, network(), batch).causes
+    assert cause.kind == kind
+    assert message in cause.message
+
+
+def test_full_masks_that_hide_a_wrong_weight_are_a_note():
+    result = check_equivalence(token_mean, network(), labelled(np.zeros(8, int)))
+    assert result.ok
+    assert any("This batch hides what others will show" in note for note in result.notes)
+
+
 def test_batch_norm_is_named_by_its_state():
     result = check_equivalence(batch_norm, network(), BATCH, jnp.zeros(5), state_argnum=2)
     assert [cause.kind for cause in result.causes] == ["batch_norm"]

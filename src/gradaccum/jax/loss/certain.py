@@ -11,6 +11,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 __all__ = ["differs"]
 
+_IGNORED = (-1, -100)
+"""Labels by which losses leave targets out."""
 _ROUNDING = 1e-3
 _HALF_ROUNDING = 5e-2
 """What a loss may be off by: what is wrong differs by more."""
@@ -33,8 +35,8 @@ def differs(
     try:
         with jax.ensure_compile_time_eval(), jax.debug_nans(False):
             programs = _program(half, structure, wanted), _program(whole, structure, wanted)
-            for seed, graded in ((0, False), (1, False), (0, True)):
-                if _differs(half, whole, programs, axes, reduction, seed, graded):
+            for ignored, graded in ((None, False), *((each, False) for each in _IGNORED), (None, True)):
+                if _differs(half, whole, programs, axes, reduction, ignored, graded):
                     return True
             return False
     except Exception:  # named axes of what it stands in, inputs that must be special
@@ -68,14 +70,14 @@ def _program(closed: Any, structure: Any, wanted: list[bool]) -> Any:
 
 
 def _differs(
-    half: Any, whole: Any, programs: Any, axes: list[int | None], reduction: str, seed: int, graded: bool
+    half: Any, whole: Any, programs: Any, axes: list[int | None], reduction: str, ignored: int | None, graded: bool
 ) -> bool:
-    random = np.random.default_rng(seed)
-    inputs = [_drawn(random, kind, axis is None) for kind, axis in zip(whole.in_avals, axes, strict=True)]
+    random = np.random.default_rng(0)
+    inputs = [_drawn(random, kind, axis, ignored) for kind, axis in zip(whole.in_avals, axes, strict=True)]
     consts: list[list[Any]] = [[], []]
     for mine, other in zip(half.consts, whole.consts, strict=True):
         traced = isinstance(mine, jax.core.Tracer)
-        drawn = _drawn(random, jax.typeof(other), True) if traced else None
+        drawn = _drawn(random, jax.typeof(other), None) if traced else None
         consts[0].append(drawn if traced else mine)
         consts[1].append(drawn if traced else other)
     halves = [[x if axis is None else jnp.split(x, 2, axis)[part] for x, axis in zip(inputs, axes)] for part in (0, 1)]
@@ -107,14 +109,19 @@ def _allowed(closed: Any) -> float:
     return _HALF_ROUNDING if kinds & {"bfloat16", "float16"} else _ROUNDING
 
 
-def _drawn(random: np.random.Generator, kind: Any, is_parameter: bool) -> Any:
-    """Numbers that any loss can do with: positive ones, small integers."""
+def _drawn(random: np.random.Generator, kind: Any, axis: int | None, ignored: int | None = None) -> Any:
+    """Numbers that any loss can do with, positive ones and small integers, and larger ones in later rows."""
     if jnp.issubdtype(kind.dtype, jax.dtypes.prng_key):
-        keys = jax.random.split(jax.random.key(int(random.integers(1 << 30)), impl=kind.dtype._impl.name), kind.shape)
-        return keys
-    if jnp.issubdtype(kind.dtype, jnp.inexact):
-        numbers = random.uniform(0.1, 1.0, kind.shape)
-        if is_parameter and len(kind.shape) > 1:
-            numbers = numbers * random.choice([-1, 1], kind.shape) / np.sqrt(np.prod(kind.shape[:-1]))
-        return jnp.asarray(numbers, kind.dtype)
-    return jnp.asarray(random.integers(0, 2, kind.shape), kind.dtype)
+        key = jax.random.key(int(random.integers(1 << 30)), impl=jax.random.key_impl(kind))
+        return jax.random.split(key, kind.shape)
+    growing: Any = 1.0
+    if axis is not None:
+        length = [kind.shape[axis] if n == axis else 1 for n in range(len(kind.shape))]
+        growing = np.linspace(0.2, 1.8, kind.shape[axis]).reshape(length)
+    numbers = random.uniform(0.1, 1.0, kind.shape)
+    if not jnp.issubdtype(kind.dtype, jnp.inexact):
+        is_label = ignored is not None and axis is not None and jnp.issubdtype(kind.dtype, jnp.signedinteger)
+        return jnp.asarray(np.where(numbers * growing > 0.5, 1, ignored if is_label else 0), kind.dtype)
+    if axis is None and len(kind.shape) > 1:
+        numbers = numbers * random.choice([-1, 1], kind.shape) / np.sqrt(np.prod(kind.shape[:-1]))
+    return jnp.asarray(numbers * growing, kind.dtype)
