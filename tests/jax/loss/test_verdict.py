@@ -176,7 +176,8 @@ WRONG = {
     "a token mean": (lambda p, b: tokens(p, b) / b[1].sum(), W, (X, MASK), r"summed at test_verdict.py:\d+.*weight="),
     "class weights": (class_weighed, WIDE, (X, LABELS), "Pass weight="),
     "labels that are ignored": (
-        lambda p, b: jnp.where(b[1] != -100, (b[0] @ p) ** 2, 0).sum() / (b[1] != -100).sum(), W, (X, LABELS), "weight=",
+        lambda p, b: jnp.where(b[1] != -100, (b[0] @ p) ** 2, 0).sum() / (b[1] != -100).sum(), W, (X, LABELS),
+        "weight=",
     ),
     "rows, weighed": (lambda p, b: (b[0] @ p).mean(), W, (X, MASK), "Leave `weight` out", MASKED),
     "two denominators": (
@@ -208,7 +209,8 @@ WRONG = {
     "a key that is split for rows": (keys_for_rows, W, X, "rng_argnum=", {}, KEY),
     "a key in the loss": (lambda p, x: dropout(p, x, jax.random.key(1)), W, X, "rng_argnum="),
 }  # fmt: skip
-QUICK = ["a sum", "a penalty times rows", "a token mean", "two denominators", "labels that are ignored", "a wrong weight of several",
+QUICK = ["a sum", "a penalty times rows", "a token mean", "two denominators", "labels that are ignored",
+         "a wrong weight of several",
          "contrastive",
          "batch norm", "a detached statistic", "a key", "a raw key", "a key that is split for rows",
          "a key in the loss"]  # fmt: skip

@@ -120,8 +120,9 @@ def _drawn(random: np.random.Generator, kind: Any, axis: int | None, ignored: in
         growing = np.linspace(0.2, 1.8, kind.shape[axis]).reshape(length)
     numbers = random.uniform(0.1, 1.0, kind.shape)
     if not jnp.issubdtype(kind.dtype, jnp.inexact):
-        is_label = ignored is not None and axis is not None and jnp.issubdtype(kind.dtype, jnp.signedinteger)
-        return jnp.asarray(np.where(numbers * growing > 0.5, 1, ignored if is_label else 0), kind.dtype)
+        is_label = axis is not None and jnp.issubdtype(kind.dtype, jnp.signedinteger)
+        least = ignored if is_label and ignored is not None else 0
+        return jnp.asarray(np.where(numbers * growing > 0.5, 1, least), kind.dtype)
     if axis is None and len(kind.shape) > 1:
         numbers = numbers * random.choice([-1, 1], kind.shape) / np.sqrt(np.prod(kind.shape[:-1]))
     return jnp.asarray(numbers * growing, kind.dtype)
