@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
-from gradaccum.on_torch.transaction import PutAside, Transaction
+from gradaccum.on_torch.transaction import Transaction
 from gradaccum.sizes import Piece, Rows, Tokens
 
 __all__ = ["Fitting", "OneRow", "Passes", "StartOver", "nothing_fits"]
@@ -59,7 +60,8 @@ class Fitting:
     """
 
     def __init__(self, transaction: Transaction, gauge: Gauge) -> None:
-        self._transaction = transaction
+        self.transaction = transaction
+        """What a micro-batch changes."""
         self._gauge = gauge
 
     def run(
@@ -106,10 +108,10 @@ class Fitting:
                 raise nothing_fits(error, alone) from error
         # Only here, out of reach of the error's frames, is its memory free.
         self._gauge.release()
-        arrived = self._transaction.arrived()
+        arrived = self.transaction.arrived()
         # Smaller micro-batches draw other dropout masks, which would go with these gradients to no common loss.
-        drew = bool(arrived) and self._transaction.drew_in_micro_batch()
-        unseen = not self._transaction.restore()
+        drew = bool(arrived) and self.transaction.drew_in_micro_batch()
+        unseen = not self.transaction.restore()
         final = piece.size <= 2 or plan.failed_before(piece)
         pieces = plan.failed(piece)
         if drew or (arrived and coupled()):
@@ -127,7 +129,7 @@ class Fitting:
             piece.size,
             pieces[0].size,
         )
-        aside, rest = PutAside(arrived), self._transaction.not_looked_at() if arrived else None
+        aside, rest = _PutAside(arrived), self.transaction.not_looked_at() if arrived else None
         try:
             for smaller in pieces:
                 for fitting in plan.fitting(smaller):
@@ -140,7 +142,7 @@ class Fitting:
             raise StartOver from None
         finally:
             aside.take_back()
-        if rest is not None and self._transaction.drew_from(rest):
+        if rest is not None and self.transaction.drew_from(rest):
             logger.warning(_OVER, piece.size, _DREW, pieces[0].size)
             raise StartOver
 
@@ -149,19 +151,19 @@ class Fitting:
         if plan.measuring:
             self._measured(piece, plan, passes)
             return
-        self._transaction.begin()
+        self.transaction.begin()
         passes.backward(piece, passes.forward(piece))
-        self._transaction.commit()
+        self.transaction.commit()
 
     def _measured(self, piece: Piece, plan: Rows | Tokens, passes: Passes) -> None:
         gauge = self._gauge
         gauge.synchronize()
         base, mark, began = gauge.live(), gauge.mark(), time.perf_counter()
-        self._transaction.begin()
+        self.transaction.begin()
         forwarded = passes.forward(piece)
         live = gauge.live()
         passes.backward(piece, forwarded)
-        self._transaction.commit()
+        self.transaction.commit()
         gauge.synchronize()
         seconds, highest = time.perf_counter() - began, gauge.mark()
         # The mark tells this micro-batch's peak where it has risen; else what was alive before backward has to do.
@@ -175,3 +177,29 @@ def nothing_fits(error: Exception, rows: str = "one row") -> torch.OutOfMemoryEr
         "buffers are as they were. Make the model's activations smaller (gradient checkpointing, half precision), or "
         "the rows shorter."
     )
+
+
+class _PutAside:
+    """Sums of gradients that already include the micro-batch that is to run again, kept out of its reach.
+
+    What arrives meanwhile is dropped as it arrives, so that it takes no memory.
+    """
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._sums = [(parameter, parameter.grad) for parameter in parameters]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(_drop) for parameter in parameters if parameter.requires_grad
+        ]
+        for parameter in parameters:
+            parameter.grad = None
+
+    def take_back(self) -> None:
+        """Put the sums back in place."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter, gradient in self._sums:
+            parameter.grad = gradient
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradaccum.on_torch.random_state import Draws, RandomState, is_generator, torch_generators
 
-__all__ = ["PutAside", "Transaction", "as_found"]
+__all__ = ["Transaction", "as_found"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -107,6 +107,10 @@ class _State(NamedTuple):
                 still.add(buffer.place)
 
 
+_TOO_LARGE = (
+    "The buffer %r moves for the first time, and is too large to be copied for that case: in this update it moves once "
+    "per micro-batch."
+)
 _NOTHING_MOVES = _State(None, [])
 
 
@@ -267,6 +271,26 @@ class Transaction:
             self._micro_batch = _State(random, _buffers(self._places, self._still_in_micro_batches))
         self._before = [(p, g := p.grad, -1 if g is None else g._version) for p in self._parameters]
 
+    def moved(self) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]:
+        """The buffers that this micro-batch has moved: the dict that holds one, its name, the tensor, a copy."""
+        assert self._micro_batch is not None
+        assert self._update is not None
+        found, copies = [], None
+        for buffer in self._micro_batch.buffers:
+            if not buffer.moved and buffer.place not in self._unversioned:
+                if buffer.place in self._compared or not buffer.differs():
+                    continue
+                self._unversioned.add(buffer.place)
+            copy = buffer.copy
+            if copy is None:  # it has stood still so far
+                copies = {b.place: b.copy for b in self._update.buffers} if copies is None else copies
+                copy = copies.get(buffer.place)
+            if copy is None:
+                logger.warning(_TOO_LARGE, buffer.name)
+            else:
+                found.append((buffer.owner, buffer.name, buffer.tensor, copy))
+        return found
+
     def commit(self) -> None:
         """The micro-batch is in. Learns which buffers stood still."""
         assert self._micro_batch is not None
@@ -356,29 +380,3 @@ def as_found(modules: Iterable[nn.Module], device: torch.device) -> Iterator[Non
         yield
     finally:
         state.put_back()
-
-
-class PutAside:
-    """Sums of gradients that already include the micro-batch that is to run again, kept out of its reach.
-
-    What arrives meanwhile is dropped as it arrives, so that it takes no memory.
-    """
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self._sums = [(parameter, parameter.grad) for parameter in parameters]
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(_drop) for parameter in parameters if parameter.requires_grad
-        ]
-        for parameter in parameters:
-            parameter.grad = None
-
-    def take_back(self) -> None:
-        """Put the sums back in place."""
-        for hook in self._hooks:
-            hook.remove()
-        for parameter, gradient in self._sums:
-            parameter.grad = gradient
-
-
-def _drop(parameter: Tensor) -> None:
-    parameter.grad = None

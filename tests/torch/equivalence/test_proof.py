@@ -236,14 +236,18 @@ class Centre(nn.Module):
         return (outputs - self.centre - targets).square().mean()
 
 
-def test_a_buffer_that_moves_and_decides_the_gradient_is_named():
-    message = refused(net(Codebook()))
-    assert "'2' (Codebook) moves its buffers (code)" in message
+def test_an_attribute_that_moves_and_decides_the_gradient_is_named():
+    message = refused(net(), (X, TARGETS), loss_fn=Centre())
+    assert "'loss' moves its buffers (centre)" in message
     assert "later micro-batches are computed with others" in message
-    assert "'loss' moves its buffers (centre)" in refused(net(), (X, TARGETS), loss_fn=Centre())
-    normed = net()
-    normed[0] = nn.utils.spectral_norm(nn.Linear(6, 8))
-    assert "'0' (Linear) moves its buffers (weight_u, weight_v)" in refused(normed)
+
+
+def test_a_buffer_that_does_not_go_where_all_rows_take_it_is_named_with_what_to_say(caplog):
+    update(net(Codebook()))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "these buffers do not go where all rows at once take them: 'code' of '2' (Codebook)." in record.message
+    assert 'gradaccum.torch.combine_buffers(Codebook, code="sum")' in record.message
 
 
 class Counting(nn.Module):
@@ -261,7 +265,7 @@ def test_what_moves_and_decides_nothing_is_said_by_name(caplog):
     update(net(*layers))
     (record,) = [record for record in caplog.records if "once per micro-batch" in record.message]
     assert record.levelno == logging.WARNING
-    assert "'3.running_mean', '3.running_var', '5.calls'" in record.message
+    assert "not once per update: '5.calls'. Where" in record.message  # InstanceNorm's are means over rows
 
 
 # Nothing that is right is refused.

@@ -146,7 +146,8 @@ class ExactCall(Call):
         for number, segment in enumerate(self.segmented.segments):
             modules = [submodule for module in segment.modules for submodule in module.modules()]
             held = {id(submodule._buffers) for submodule in modules}
-            buffers = Buffers([place for place in self.state.buffers if id(place[0]) in held])
+            places = [place for place in self.state.buffers if id(place[0]) in held]
+            buffers = Buffers(places, owners=self.state.owners)
             self.segment_buffers.append(buffers)
             made: dict[fx.Node, list[Stored]] = {node: [] for node in segment.stores}
             source = None if segment.boundary is None else segment.boundary.source

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.on_torch.random_state import RandomState, is_generator
+from gradaccum.torch.buffers import Moved, move_all, rules_of
 
 __all__ = [
     "Buffers",
@@ -67,6 +68,8 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self.buffers: list[tuple[dict[str, Any], str, Tensor]] = []
+        self.owners: dict[int, nn.Module] = {}
+        """The modules by the `id` of the dict that holds their buffers."""
         self.generators: list[Any] = []
         """Random number generators that are attributes."""
         self.modes: set[tuple[Any, ...]] = {(-1, kind, by) for kind, by in _hooks(_EVERYWHERE)}
@@ -100,6 +103,7 @@ class ModuleState:
             for name, buffer in attributes["_buffers"].items():
                 if buffer is not None:
                     self.buffers.append((attributes["_buffers"], name, buffer))
+                    self.owners[id(attributes["_buffers"])] = submodule
             for kind in ("_buffers", "_modules", *_HOOKS):
                 self._held.append((attributes[kind], dict(attributes[kind])))
         self.parameters = list(parameters.values())
@@ -235,12 +239,13 @@ class Conditions:
 class Buffers:
     """Buffers that every forward pass finds as they were at first, and that move once.
 
-    They move to where the passes took them on average over rows. That is exact for what doesn't depend on the rows
-    (counters, power iterations) and for moving averages of means over rows.
+    They move to where the passes took them on average over rows, or as `combine_buffers` says. The former is exact for
+    what doesn't depend on the rows (counters, power iterations) and for moving averages of means over rows.
 
     Args:
         places: Where each buffer is held: a dict, its key there, the buffer.
         excluded: Those, by id, that first passes move themselves.
+        owners: The modules by the `id` of the dict that holds their buffers.
 
     Example:
         >>> layer = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
@@ -252,14 +257,19 @@ class Buffers:
     """
 
     @torch.no_grad()
-    def __init__(self, places: Sequence[tuple[dict[str, Any], str, Tensor]], excluded: Collection[int] = ()) -> None:
-        self.places = places
+    def __init__(
+        self,
+        places: Sequence[tuple[dict[str, Any], str, Tensor]],
+        excluded: Collection[int] = (),
+        owners: Mapping[int, nn.Module] | None = None,
+    ) -> None:
+        self.places, self._owners = places, owners or {}
         self.originals = {id(buffer): buffer for _, _, buffer in places}
         self.before = {key: buffer.detach().clone() for key, buffer in self.originals.items()}
         self.excluded = excluded
         # PyTorch's normalisation kernels don't count their moves as in-place edits, so these are told by their names.
         self.uncounted = {id(buffer) for _, name, buffer in places if name.startswith("running_")}
-        self.moved: dict[int, Tensor] = {}
+        self.moved: dict[int, Moved] = {}
         self.rows = 0
 
     def lent(self, rows: int | None = None) -> contextlib.AbstractContextManager[Any]:
@@ -293,23 +303,24 @@ class Buffers:
 
     @torch.no_grad()
     def _note(self, rows: int, left: dict[int, Tensor], edited: Collection[int]) -> None:
+        for holder, name, buffer in self.places:
+            key = id(buffer)
+            if key in edited and key not in self.moved:
+                rule = rules_of(self._owners.get(id(holder))).get(name, "mean")
+                self.moved[key] = Moved(self.before[key], rule, self.rows)
+        for key, moved in self.moved.items():
+            if key in left:
+                moved.add(left[key], rows)
         self.rows += rows
-        for key, value in left.items():
-            if key not in edited and key not in self.moved:
-                continue
-            mean = self.moved.get(key, self.before[key])
-            if rows == self.rows or not value.is_floating_point():
-                self.moved[key] = value.detach().clone()
-            else:  # where nothing differs nothing changes, so that infinities and constants stay what they are
-                step = (value - mean) * (rows / self.rows)
-                self.moved[key] = torch.where(value == mean, mean, mean + step)
 
-    @torch.no_grad()
     def move(self) -> None:
         """After all first passes."""
-        for key, value in self.moved.items():
-            original = self.originals[key]
-            (original.data if key in self.uncounted else original).copy_(value)
+        moving = [place for place in self.places if id(place[2]) in self.moved]
+        once = {id(buffer): (holder, name, buffer) for holder, name, buffer in reversed(moving)}
+        move_all(
+            (self._owners.get(id(holder)), holder, name, buffer, self.moved[key])
+            for key, (holder, name, buffer) in once.items()
+        )
 
 
 def checked_module(module: Any) -> nn.Module:

@@ -284,7 +284,7 @@ class Call:
             if isinstance(layer, _BatchNorm) and layer.training
             for buffer in layer.buffers(recurse=False)
         }
-        self.buffers = Buffers(self.state.buffers, excluded)
+        self.buffers = Buffers(self.state.buffers, excluded, self.state.owners)
         yield
         self.buffers.move()
 

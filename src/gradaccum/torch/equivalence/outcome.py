@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradaccum.equivalence import Difference
 from gradaccum.on_torch.random_state import all_generators, kept
 
-__all__ = ["ModuleState", "Outcome", "largest", "left_as_found", "relative_error"]
+__all__ = ["ModuleState", "Outcome", "largest", "left_as_found", "owners_of_buffers", "relative_error"]
 
 _SMALL = 1 << 20
 """Bytes up to which a frozen parameter is copied: larger ones are pretrained weights, which stand still."""
@@ -204,6 +204,24 @@ class ModuleState:
                 owner[key] = tensor
             if not torch.equal(tensor, copy):
                 tensor.copy_(copy)
+
+
+def owners_of_buffers(roots: Mapping[str, nn.Module]) -> dict[str, tuple[str, str, str]]:
+    """Of each buffer, by its full name, the path and the kind of its module, and its name there.
+
+    Args:
+        roots: The modules, by the prefix of their names.
+
+    Example:
+        >>> owners_of_buffers({"": nn.Sequential(nn.BatchNorm1d(2))})["0.running_mean"]
+        ('0', 'BatchNorm1d', 'running_mean')
+    """
+    return {
+        f"{path}.{name}".lstrip("."): (path, type(layer).__name__, name)
+        for prefix, root in roots.items()
+        for path, layer in root.named_modules(prefix=prefix)
+        for name in layer._buffers
+    }
 
 
 @contextlib.contextmanager

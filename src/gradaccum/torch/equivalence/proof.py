@@ -22,7 +22,7 @@ from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms, in_eval_mod
 from gradaccum.torch.equivalence.causes import counting_layers, suspicion, unusual_batch_norms
 from gradaccum.torch.equivalence.certificate import certify
 from gradaccum.torch.equivalence.kinds import ENOUGH, GROUPS, Kinds, splits, telling_rows
-from gradaccum.torch.equivalence.outcome import ModuleState, Outcome, left_as_found
+from gradaccum.torch.equivalence.outcome import ModuleState, Outcome, left_as_found, owners_of_buffers
 from gradaccum.torch.equivalence.row_randomness import Replay
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.padding import what_is_cut
@@ -191,14 +191,7 @@ class Proof:
                 layers = batch_norms(self.objective.model)
                 own = {f"{path}.{name}".lstrip(".") for path, layer in layers for name, _ in layer.named_buffers()}
                 wrong = [difference for difference in wrong if difference.name not in own]
-            names = [repr(difference.name) for difference in wrong if difference.name not in self._told]
-            self._told.update(difference.name for difference in wrong)
-            if names:
-                logger.warning(
-                    "The update is the large batch's, but these move once per micro-batch, not once per update: %s. "
-                    "Where that matters, move them once per update, after the optimizer's step.",
-                    ", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
-                )
+            self._tell_of_moves([difference.name for difference in wrong])
             return
         causes = self._causes(few, wrong, comparison.tolerance)
         if causes is None:
@@ -215,6 +208,28 @@ class Proof:
                 "was made with it. verify=False leaves this proof out."
             ) from None
 
+    def _tell_of_moves(self, names: list[str]) -> None:
+        """Name what goes elsewhere than where the large batch takes it, once."""
+        new = [name for name in names if name not in self._told]
+        self._told.update(new)
+        owners = owners_of_buffers(_roots(self.objective))
+        if others := [repr(name) for name in new if name not in owners]:
+            logger.warning(
+                "The update is the large batch's, but these move once per micro-batch, not once per update: %s. "
+                "Where that matters, move them once per update, after the optimizer's step.",
+                _listed(others),
+            )
+        if buffers := [owners[name] for name in new if name in owners]:
+            _, kind, name = buffers[0]
+            logger.warning(
+                "The update is the large batch's, but these buffers do not go where all rows at once take them: %s. "
+                "They go to the mean over rows of where micro-batches take them from one start, unless something else "
+                'is said: gradaccum.torch.combine_buffers(%s, %s="sum"), or "max", "once", or a callable.',
+                _listed([f"{name!r} of {path or 'the model'!r} ({kind})" for path, kind, name in buffers]),
+                kind,
+                name,
+            )
+
     def _causes(self, few: Batch, wrong: list[Difference], tolerance: float) -> list[Cause] | None:
         """What makes the difference, by name; None where it is rounding."""
         try:
@@ -224,8 +239,10 @@ class Proof:
         except Exception as error:
             logger.debug("The cause can't be looked for on a copy: %s", error)
             found = None
-        if found is not None and found.causes:
-            return list(found.causes)
+        if found is not None and found.causes:  # every micro-batch finds the same buffers: no cause, unless no other is
+            paths = {path or "model" for path, _, _ in owners_of_buffers(_roots(self.objective)).values()}
+            others = [cause for cause in found.causes if cause.kind != "buffer" or cause.where not in paths]
+            return others or list(found.causes)
         layers = unusual_batch_norms(self.objective.model) if self._exact else []
         if layers:
             return layers
@@ -360,6 +377,10 @@ class _Watched(Batch):
 
 
 # What is left as it is meanwhile, and what it is called.
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def _roots(objective: Objective) -> dict[str, nn.Module]:

@@ -14,9 +14,10 @@ from gradaccum.on_torch import random_state
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.fitting import Fitting, OneRow, StartOver
 from gradaccum.on_torch.memory import is_out_of_memory
-from gradaccum.on_torch.transaction import Transaction, as_found
+from gradaccum.on_torch.transaction import as_found
 from gradaccum.sizes import Piece, Rows, Tokens
 from gradaccum.torch.batch_norm import BatchNormPolicy
+from gradaccum.torch.buffers import WindowBuffers
 from gradaccum.torch.distributed import SingleRank
 from gradaccum.torch.layers import Layers
 from gradaccum.torch.loss import MIXED_TERMS, LossAccumulator, Objective, Term, Terms, TermsAccumulator, WeightedLoss
@@ -43,7 +44,9 @@ class Passes:
         update: What their gradients are summed for.
         batch_norm: What is done about BatchNorm.
         ranks: The other ranks.
-        transaction: What a micro-batch changes.
+        fitting: Runs micro-batches.
+        buffers: Those of the window.
+        rows: Of the batch.
         layers: The blocks of the model, where their backward passes wait for those of all micro-batches.
     """
 
@@ -54,13 +57,17 @@ class Passes:
         update: Update,
         batch_norm: BatchNormPolicy,
         ranks: SingleRank,
-        transaction: Transaction,
+        fitting: Fitting,
+        buffers: WindowBuffers,
+        rows: int,
         layers: Layers | None = None,
     ) -> None:
         self.window, self.take, self._layers = window, take, layers
         window.retain_graph = layers is not None
         self._update, self._batch_norm = update, batch_norm
-        self._ranks, self._transaction = ranks, transaction
+        self._ranks, self._transaction = ranks, fitting.transaction
+        self._buffers, self._rows = buffers, rows
+        buffers.open()
 
     def forward(self, piece: Piece) -> WeightedLoss:
         """The forward pass of a piece."""
@@ -93,6 +100,8 @@ class Passes:
             self._update.measure(self.window.multiple(weighted, piece.size), piece.size)
         if not self._batch_norm.idle:
             self._batch_norm.commit()
+        if piece.size < self._rows:  # else it is the large batch
+            self._buffers.micro_batch(self._transaction.moved(), piece.size)
 
     def idle(self, micro_batch: Batch) -> None:
         """A forward and a backward pass that count nothing: the other ranks of a sharded model wait for them."""
@@ -129,7 +138,7 @@ def count_terms(
     """
     device, everything = objective.device, [inner for module in modules for inner in module.modules()]
     while True:
-        counting, pieces = _Counting(objective, take, batch_norm), plan()
+        counting, pieces = _Counting(objective, take, batch_norm, fitting, WindowBuffers(modules)), plan()
         kept = random_state.kept(random_state.all_generators([device]))
         try:
             with kept, as_found(everything, device), batch_norm.window():
@@ -151,10 +160,20 @@ class _Counting:
         objective: The loss.
         take: Returns the micro-batch of a piece.
         batch_norm: What is done about BatchNorm.
+        fitting: Runs them.
+        buffers: What each of them is to find as the first one does.
     """
 
-    def __init__(self, objective: Objective, take: Callable[[Piece], Batch], batch_norm: BatchNormPolicy) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        take: Callable[[Piece], Batch],
+        batch_norm: BatchNormPolicy,
+        fitting: Fitting,
+        buffers: WindowBuffers,
+    ) -> None:
         self._objective, self._take, self._batch_norm = objective, take, batch_norm
+        self._fitting, self._buffers = fitting, buffers
         self.found: list[Terms] = []
         """The terms of each micro-batch, without graphs."""
 
@@ -181,5 +200,6 @@ class _Counting:
 
     def backward(self, piece: Piece, terms: Terms | None) -> None:
         """There is none: the piece is counted."""
+        self._buffers.micro_batch(self._fitting.transaction.moved(), piece.size)
         if terms is not None:
             self.found.append(terms)

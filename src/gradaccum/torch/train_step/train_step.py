@@ -19,6 +19,7 @@ from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.transaction import Transaction
 from gradaccum.sizes import Piece, Rows, Tokens
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
+from gradaccum.torch.buffers import WindowBuffers
 from gradaccum.torch.distributed import SingleRank, leaving_on_error
 from gradaccum.torch.equivalence import Proof
 from gradaccum.torch.layers import BlocksChoice, Layers, OffloadChoice, UpdateChoice, check_options, proof_of
@@ -43,16 +44,13 @@ class TrainStep:
 
     Args:
         model: The model.
-        optimizer: A `torch.optim.Optimizer`, or a list of them. LBFGS and others that evaluate a closure re-run the
-            whole window.
+        optimizer: A `torch.optim.Optimizer`, or a list of them. Those that evaluate a closure re-run the window.
         loss_fn: `loss_fn(model(x), y)` on an `(x, y)` batch; tuples of outputs and of targets are unpacked. What a
             `torch.nn` loss divides by is known; any other callable is taken to be a mean over rows, and verified.
         compute_loss: In its place: `compute_loss(model, *batch) -> loss` or `(loss, weight)`; or several losses, each
             with its own denominator, `{name: (loss, weight)}` or a list of pairs, which are added up.
-        micro_batch_size: Rows, or `"auto"`: the fastest size that fits, found during the first updates, each of which
-            is exact.
-        max_tokens: Padded tokens of a micro-batch: rows with an attention mask are sorted by length, trimmed and
-            packed.
+        micro_batch_size: Rows, or `"auto"`: the fastest size that fits, found during the first updates, all exact.
+        max_tokens: Padded tokens of a micro-batch: rows with an attention mask are sorted, trimmed and packed.
         weight: `weight(*micro_batch) -> number`: what the loss is a mean over, where that isn't rows. Additive. Of
             several losses `{name: number}`, which saves a counting pass: `compute_loss` returns `{name: loss}` then.
         reduction: `"mean"`, or `"sum"` for losses that are sums; those are divided by the weight, if one is given.
@@ -322,7 +320,8 @@ class TrainStep:
         """Run all micro-batches of a batch. Returns the plan that they followed."""
         rows, plan = batch.rows, self.cutting.plan(batch, sizes)
         take = functools.partial(self.cutting.take, batch)
-        passes = Passes(window, take, self.update, self.batch_norm, self.ranks, self._transaction, self._layers)
+        buffers, layers = WindowBuffers(self._modules()), self._layers
+        passes = Passes(window, take, self.update, self.batch_norm, self.ranks, self._fitting, buffers, rows, layers)
         # In the middle of a sharded model's pass the other ranks wait: it cannot be run again.
         anew = self._verify and sizes is None and rows <= (self.cutting.sizers.size or 0)  # nothing was proven
         fits = functools.partial(self._fitting.run, anew=anew, coupled=self.batch_norm.couples)
@@ -342,6 +341,7 @@ class TrainStep:
                     run(piece, plan, passes)
             for _ in range(missing):
                 passes.idle(take(next(iter(plan), Piece(slice(0, rows)))))
+        buffers.close()
         return plan
 
     def _count(self, batch: Batch, sizes: Sequence[int] | None, first: bool) -> list[Terms] | None:

@@ -1,0 +1,239 @@
+"""State that moves in the forward pass: every micro-batch finds the window's buffers, and they move once."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradaccum.torch import TrainStep, chunked, combine_buffers
+from tests.reference import FLOAT64, relative_error
+from tests.torch.train_step.test_memory import OUT, Backward
+from tests.torch.train_step.test_train_step import OPTIMIZERS, batches
+
+
+class Codebook(nn.Module):
+    """A codebook as in VQ-VAE: counts and sums over rows in moving averages, and codes that are their quotient."""
+
+    decay = 0.9
+
+    def __init__(self, how: str = "in place") -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.register_buffer("codes", torch.randn(4, 6, dtype=torch.float64, generator=generator))
+        self.register_buffer("total", self.codes.clone())
+        self.register_buffer("count", torch.ones(4, dtype=torch.float64))
+        self.how = how
+
+    def move(self, name: str, value: Tensor) -> None:
+        if self.how == "assigned":
+            setattr(self, name, value)
+        else:
+            (getattr(self, name).data if self.how == "data" else getattr(self, name)).copy_(value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        nearest = nn.functional.one_hot(torch.cdist(x, self.codes).argmin(1), 4).double()
+        quantised = nearest @ self.codes
+        with torch.no_grad():
+            self.move("count", self.decay * self.count + (1 - self.decay) * nearest.sum(0))
+            self.move("total", self.decay * self.total + (1 - self.decay) * nearest.T @ x)
+            self.move("codes", self.total / self.count[:, None])
+        return x + (quantised - x).detach() + 0.1 * (x - quantised.detach()).square()
+
+
+class SumsExactly(Codebook):
+    """The same, of which the rules are known."""
+
+
+def sum_of_moving_averages(module: Any, start: Tensor, ends: list[Tensor]) -> Tensor:
+    return torch.stack(ends).sum(0) - (len(ends) - 1) * module.decay * start
+
+
+combine_buffers(
+    SumsExactly,
+    count=sum_of_moving_averages,
+    total=sum_of_moving_averages,
+    codes=lambda module, start, ends: module.total / module.count[:, None],
+)
+
+
+class Largest(nn.Module):
+    """Scales by the largest values of the passes before, as FP8 does; counts rows and passes; averages rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("history", torch.ones(3, dtype=torch.float64))
+        self.register_buffer("rows", torch.zeros((), dtype=torch.long))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.long))
+        self.register_buffer("average", torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.history.max()
+            self.history.copy_(self.history.roll(1))
+            self.history[0] = x.abs().max()
+            self.rows += len(x)
+            self.passes += 1
+            self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return x / scale
+
+
+combine_buffers(Largest, history="max", rows="sum", passes="once", average="mean")
+
+
+def network(middle: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), middle(), nn.Linear(6, 3)).double()
+
+
+MIDDLES: dict[str, Callable[[], nn.Module]] = {
+    "spectral norm (parametrization)": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
+    "spectral norm (hook)": lambda: nn.utils.spectral_norm(nn.Linear(6, 6)),
+    "largest values": Largest,
+    "codebook": SumsExactly,
+    "codebook through .data": lambda: SumsExactly("data"),
+    "codebook, assigned": lambda: SumsExactly("assigned"),
+    "instance norm": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
+    ),
+}
+
+
+def by_hand(model: nn.Module, data: list[Any], kind: str) -> list[Tensor]:
+    optimizer, losses = OPTIMIZERS[kind](model.parameters()), []
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = nn.CrossEntropyLoss()(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize(("kind", "size"), [("sgd", 4), ("sgd", "auto"), ("adam", 13), ("adam", 5)])
+@pytest.mark.parametrize("name", MIDDLES)
+def test_buffers_move_once_and_to_where_the_large_batch_moves_them(name: str, kind: str, size: Any) -> None:
+    reference, model = network(MIDDLES[name]), network(MIDDLES[name])
+    data = batches(count=4)
+    expected = by_hand(reference, data, kind)
+    step = TrainStep(model, OPTIMIZERS[kind](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=size)
+    losses = [step(x, y) for x, y in data]
+    assert relative_error(losses, expected) <= FLOAT64
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    assert relative_error(model.buffers(), reference.buffers()) <= FLOAT64
+
+
+@pytest.mark.parametrize("name", ["spectral norm (hook)", "largest values", "codebook"])
+def test_chunked_follows_the_same_rules(name: str) -> None:
+    reference, model = network(MIDDLES[name]), network(MIDDLES[name])
+    data = batches(count=3)
+    by_hand(reference, data, "sgd")
+    by_hand(chunked(model, 4, verify=False), data, "sgd")
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    assert relative_error(model.buffers(), reference.buffers()) <= FLOAT64
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["spectral norm (hook)", "largest values", "codebook", "codebook through .data"])
+def test_micro_batches_that_did_not_fit_move_nothing(name: str, fails: str) -> None:
+    class Fragile(nn.Module):
+        def __init__(self, inner: nn.Module, limit: int) -> None:
+            super().__init__()
+            self.inner, self.limit = inner, limit
+
+        def forward(self, x: Tensor) -> Tensor:
+            outputs = self.inner(x)
+            if fails == "forward" and len(x) > self.limit:
+                raise torch.OutOfMemoryError(OUT)
+            return Backward.apply(outputs, self.limit if fails == "backward" else 99)
+
+    reference, model = network(MIDDLES[name]), Fragile(network(MIDDLES[name]), 99)
+    data = batches(count=3)
+    by_hand(reference, data, "sgd")
+    step = TrainStep(
+        model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=6, verify=False
+    )
+    for number, (x, y) in enumerate(data):
+        model.limit = (99, 3, 2)[number]
+        step(x, y)
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    assert relative_error(model.buffers(), reference.buffers()) <= FLOAT64
+
+
+def test_each_evaluation_of_a_closure_is_a_window() -> None:
+    name = "spectral norm (hook)"
+    reference, model = network(MIDDLES[name]), network(MIDDLES[name])
+    data = batches(count=2)
+    plain, inner = (torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3) for m in (reference, model))
+    step = TrainStep(model, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=5)
+    for x, y in data:
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            plain.zero_grad()
+            loss = nn.CrossEntropyLoss()(reference(x), y)
+            loss.backward()
+            return loss
+
+        plain.step(closure)
+        step(x, y)
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    assert relative_error(model.buffers(), reference.buffers()) <= FLOAT64
+
+
+def test_what_has_no_rule_and_is_no_mean_is_said_once_and_the_update_is_exact(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reference, model = network(Codebook), network(Codebook)
+    x, y = batches(count=1)[0]
+    by_hand(reference, [(x, y)], "sgd")
+    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4)
+    with caplog.at_level(logging.WARNING, "gradaccum"):
+        step(x, y)
+        assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+        step(x, y)
+    (record,) = caplog.records
+    assert "'codes' of '2' (Codebook), 'total' of '2' (Codebook), 'count' of '2' (Codebook)" in record.message
+    one = copy.deepcopy(model)
+    combine_buffers(one[2], count="sum")  # of a module: nobody else's
+    assert relative_error(one.buffers(), model.buffers()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("module", "rules", "error", "message"),
+    [
+        (nn.Linear(2, 2), {"mean": "mean"}, ValueError, r"no buffer of its own of this name\. Received: mean='mean'"),
+        (nn.BatchNorm1d, {"running_mean": "average"}, ValueError, "Received: running_mean='average'"),
+        ("Codebook", {}, TypeError, "Received: module='Codebook' of type str"),
+        (dict, {}, TypeError, "a class of them"),
+    ],
+)
+def test_what_is_no_rule_is_refused(module: Any, rules: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        combine_buffers(module, **rules)
+
+
+@pytest.mark.parametrize("place", ["before", "inside", "behind"])
+@pytest.mark.parametrize("name", ["spectral norm (hook)", "codebook"])
+def test_layer_by_layer_buffers_move_once_too(name: str, place: str) -> None:
+    def layered() -> nn.Module:
+        torch.manual_seed(0)
+        moving = MIDDLES[name]()
+        block = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        first, blocks = nn.Linear(5, 6), [nn.Sequential(block, moving) if place == "inside" else block, nn.Tanh()]
+        around = {"before": ([moving], []), "behind": ([], [moving])}.get(place, ([], []))
+        return nn.Sequential(first, *around[0], nn.Sequential(*blocks), *around[1], nn.Linear(6, 3)).double()
+
+    reference, model = layered(), layered()
+    data = batches(count=3)
+    expected = by_hand(reference, data, "sgd")
+    blocks = "2" if place == "before" else "1"
+    keywords: dict[str, Any] = {"micro_batch_size": 4, "blocks": blocks}
+    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), **keywords)
+    assert relative_error([step(x, y) for x, y in data], expected) <= FLOAT64
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    assert relative_error(model.buffers(), reference.buffers()) <= FLOAT64
