@@ -350,6 +350,17 @@ def sharded_later(rank: int) -> None:
     Optimizer(inner, steps=2, model=shard(model))
 
 
+def edited(rank: int) -> None:
+    """Clipping what an open window has added up, on every micro-batch, as a plain loop does."""
+    model = shard(network())
+    optimizer = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=3, model=model)
+    for rows in data([[4, 2, 5, 3]] * 2)[rank]:
+        optimizer.zero_grad()
+        loss_of(model, rows).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+
+
 def resumed(rank: int, sync: str) -> float:
     """Each rank saves in the middle of a window, trains on; and a new model and optimizer go on from there."""
     ranks = data([[4, 3, 5, 1], [2, 5, 1, 4]])

@@ -135,6 +135,12 @@ def test_a_model_sharded_after_the_optimizer_was_built_is_refused(ranks: Process
         assert result.kind == "ValueError"
 
 
+def test_clipping_inside_of_a_window_is_refused(ranks: Processes) -> None:
+    for result in ranks.try_run(cases.edited, limit=20):
+        assert isinstance(result, Raised)
+        assert result.kind == "WindowError"
+
+
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
 def test_every_rank_resumes_its_part_of_an_open_window(ranks: Processes, sync: str) -> None:
     assert max(ranks.run(cases.resumed, sync)) <= FLOAT64

@@ -41,10 +41,16 @@ class Guard:
     Args:
         parameters: Called whenever the parameters are needed.
         whole: Whether to watch every parameter at times. Else it is the last one.
+        pending: What has been added up beside the parameters, where that may be.
     """
 
-    def __init__(self, parameters: Callable[[], list[Tensor]], whole: bool = True) -> None:
-        self._parameters = parameters
+    def __init__(
+        self,
+        parameters: Callable[[], list[Tensor]],
+        whole: bool = True,
+        pending: Callable[[], list[Tensor]] = list,
+    ) -> None:
+        self._parameters, self._pending = parameters, pending
         self._whole = whole
         self._windows = 0
         self._watched: list[Watched] = []
@@ -86,6 +92,7 @@ class Guard:
         self.current_pass: int | None = None
         """The backward pass that brought the last gradient."""
         self._unfinished.clear()
+        self._kept: list[tuple[Tensor, int]] = []
         for watched in self._watched:
             watched.gradient = watched.finished = watched.digest = None
 
@@ -154,6 +161,8 @@ class Guard:
 
     def accept(self) -> None:
         """The sum was changed on purpose, by the wrapper itself."""
+        if self._kept:
+            self.keep()
         for watched in self._watched:
             watched.look(self.compares)
 
@@ -171,6 +180,8 @@ class Guard:
 
     def tampering(self) -> Tampering | None:
         """What was done to the sum; None if autograd alone touched it."""
+        if self._kept:
+            self._look_at_kept()
         if self._tampering is None:
             compared = []
             for watched in self._watched:
@@ -210,6 +221,23 @@ class Guard:
         self.current_pass = number
         self._unfinished.add(number)
         queue_callback(functools.partial(self._unfinished.discard, number))
+
+    def keep(self) -> None:
+        """Where all ranks run the same passes, remember the sum as it is: it changes in backward passes alone."""
+        if not self._whole:
+            held = [parameter.grad for parameter in self._parameters()] + self._pending()
+            self._kept = [(tensor, tensor._version) for tensor in held if tensor is not None]
+
+    def keep_after_pass(self) -> None:
+        """A backward pass has started: look at the sum when it is over, behind what others do at its end."""
+        self._look_at_kept()
+        self._kept = []
+        if not self._whole and not torch.compiler.is_compiling():
+            queue_callback(functools.partial(queue_callback, self.keep))
+
+    def _look_at_kept(self) -> None:
+        if any(tensor._version != version for tensor, version in self._kept):
+            self.noticed("edited")
 
     def noticed(self, tampering: Tampering | None) -> None:
         """What was done to a gradient before the next one arrived."""

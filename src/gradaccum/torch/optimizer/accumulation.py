@@ -70,7 +70,7 @@ class Accumulation:
         self.screened = ScreenedGradientSum(parameters, accumulate_dtype) if nonfinite == "skip_micro_batch" else None
         self.by_name = None if self.screened is not None else TermSums(parameters, accumulate_dtype)
         self.sums: GradientSum = self.screened or self.by_name  # type: ignore[assignment]  # one of the two is there
-        self.guard = Guard(parameters, whole=not self.ranks.in_step)
+        self.guard = Guard(parameters, whole=not self.ranks.in_step, pending=self.ranks.pending)
         self.loss_scale = LossScale(self.sums, self.guard)
         self.arrivals = Arrivals(parameters)
         self.sums.attach(self.ranks.pending)
@@ -241,6 +241,7 @@ class Accumulation:
             guard.counted(window.closes_next)
         else:
             guard.arrivals = 0  # what arrives from now on belongs to the next micro-batch
+            guard.keep()
         if self.noise is not None and self.noise.waiting and window.weight > 0 and not self.ranks.reduced:
             self._measure(self.noise)
         if not closes and self.loss_scale.in_use:
@@ -250,9 +251,9 @@ class Accumulation:
     def _measure(self, noise: NoiseMeter) -> None:
         """Show the meter the sum so far: unscaled and over the weight, it is the mean of the micro-batches so far."""
         noise.unit = "rows" if self.window.weights_given or self.window.micro_batch.in_batches else "micro-batches"
-        weight, scale = self.window.weight, 1.0 if self.loss_scale.scale is None else self.loss_scale.scale.double()
+        weight, scale = self.window.weight, self.loss_scale.scale
         held = [g for g in self.sums.held() if g is not None] or self.ranks.pending()
-        noise.micro_batch(held, weight, weight / (self.window.unit or 1.0) * scale)
+        noise.micro_batch(held, weight, weight / (self.window.unit or 1.0) * (1.0 if scale is None else scale.double()))
 
     def skip(self) -> None:
         """The micro-batch that was expected is over, counted or not: if not, it must not have left a gradient."""
@@ -280,8 +281,7 @@ class Accumulation:
 
     def finish(self) -> bool:
         """Turn the sum into the mean gradient, clipped, in `p.grad`. Returns whether there is one to update with."""
-        finished = self._finish()
-        (self.sums.cast if finished else self.sums.clear)()
+        (self.sums.cast if (finished := self._finish()) else self.sums.clear)()
         return finished
 
     def _finish(self) -> bool:
@@ -346,6 +346,7 @@ class Accumulation:
         self.loss_scale.adopt(loss_scale)
 
     def backward_starts(self) -> None:
+        self.guard.keep_after_pass()
         self.loss_scale.rescale_()
 
     def reduced(self) -> None:
@@ -388,9 +389,8 @@ class Accumulation:
     def check_sum(self) -> None:
         """Raise if somebody else changed the sum; in a window of one micro-batch, the plain loop, that is fine."""
         window, tampering = self.window, self.guard.tampering()
-        if tampering is None:
-            return
-        if window.is_open or not window.closes_next or (window.reduction == "sum" and window.micro_batch.given):
+        alone = not window.is_open and window.closes_next
+        if tampering and not (alone and not (window.reduction == "sum" and window.micro_batch.given)):
             raise tampering_error(tampering)
 
     def check_untouched(self) -> None:
