@@ -147,3 +147,9 @@ def test_a_loss_that_a_block_leaves_aside_is_no_silent_error() -> None:
         build(model, model.layers, compute_loss=lambda m, *batch: loss_of(m, *batch) + m.layers[1].penalty)(
             *batches()[0]
         )
+
+
+def test_a_model_that_is_compiled_whole_is_told_to_compile_its_blocks() -> None:
+    compiled = torch.compile(network(), backend="eager")
+    with pytest.raises(ValueError, match="Compile each block instead"):
+        build(compiled, "auto")  # type: ignore[arg-type]  # a module, as it says itself
