@@ -7,7 +7,7 @@ import torch
 
 from gradaccum.demo.findings import findings
 from gradaccum.demo.progress import Progress
-from gradaccum.demo.text.decoder import Decoder, _batches, loss_of, train
+from gradaccum.demo.text.decoder import Decoder, loss_of, padded, train
 from gradaccum.demo.text.loops import LARGE, OURS, WRITTEN, Loop, TextOutcome, TextSetup, perform, python_text
 from gradaccum.report import Bars, Curves
 from tests.demo.test_experiment import outcome
@@ -47,8 +47,8 @@ def test_a_row_is_predicted_from_its_past_and_padding_counts_for_nothing():
     torch.manual_seed(0)
     model = Decoder(SETUP).double()
     rows = ["append", "Return the number of occurrences"]
-    (whole,) = _batches(rows, 2)
-    each = list(_batches(rows, 1))
+    (whole,) = padded(rows, 2)
+    each = list(padded(rows, 1))
     counts = [len(row) - 1 for row in rows]
     means = [loss_of(model, *batch).item() for batch in each]
     expected = sum(count * mean for count, mean in zip(counts, means, strict=True)) / sum(counts)

@@ -15,7 +15,7 @@ import gradaccum.torch
 from gradaccum.demo.text.loops import LARGE, OURS, WRITTEN, Loop, TextSetup
 from gradaccum.demo.torch_experiment import CountBytes
 
-__all__ = ["train"]
+__all__ = ["Decoder", "loss_of", "padded", "train"]
 
 CHARACTERS, HEADS, BLOCKS = 128, 2, 2
 IGNORED = -100
@@ -29,7 +29,7 @@ def train(setup: TextSetup, rows: Sequence[str], test: Sequence[str], notify: Ca
     torch.manual_seed(0)
     initial = Decoder(setup).double()
     size = setup.batch_size // setup.steps
-    large, small = (list(_batches(rows, each)) for each in (setup.batch_size, size))
+    large, small = (list(padded(rows, each)) for each in (setup.batch_size, size))
     loops: list[tuple[str, _Loop, list[Batch], int]] = [
         (LARGE, _large, large, 1),
         (OURS, _ours, small, setup.steps),
@@ -37,7 +37,7 @@ def train(setup: TextSetup, rows: Sequence[str], test: Sequence[str], notify: Ca
     ]
     record: list[Loop] = []
     path: list[Tensor] = []
-    start, (x, y) = _flat(initial), next(_batches(test, len(test)))
+    start, (x, y) = _flat(initial), next(padded(test, len(test)))
     for name, loop, batches, steps in loops:
         model = copy.deepcopy(initial)
         losses, distances, own = [], [], []
@@ -150,7 +150,7 @@ def _optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
 
 
-def _batches(rows: Sequence[str], size: int) -> Iterator[Batch]:
+def padded(rows: Sequence[str], size: int) -> Iterator[Batch]:
     """Batches padded to their longest row."""
     for start in range(0, len(rows), size):
         codes = [torch.tensor(list(row.encode())) for row in rows[start : start + size]]

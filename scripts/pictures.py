@@ -1,0 +1,217 @@
+"""The pictures in docs/images, from measurements: `python -m scripts.pictures [window exactness loss memory]`.
+
+Each is one small SVG with a ground of its own, for light and dark screens. The heat map is drawn from the table in
+docs/peers.md; loss and memory are measured on the demo's attention network, which takes a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import pathlib
+import re
+import sys
+from collections.abc import Iterable, Sequence
+
+ROOT = pathlib.Path(__file__).parent.parent
+IMAGES = ROOT / "docs" / "images"
+
+_STYLE = """
+text { font: 13px system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif; fill: var(--ink) }
+.small { font-size: 11px; fill: var(--quiet) } .mid { text-anchor: middle } .end { text-anchor: end }
+.on { fill: var(--ground) }
+.title { font-weight: 600; font-size: 14px }
+svg { --ground: #ffffff; --ink: #24292f; --quiet: #57606a; --rule: #d8dee4; --a: #0072b2; --b: #d55e00; --c: #009e73;
+  --good: #a6dfb5; --bad: #ffb3a7; --none: #e6e9ed }
+@media (prefers-color-scheme: dark) { svg { --ground: #161b22; --ink: #e6edf3; --quiet: #9aa4ae; --rule: #30363d;
+  --a: #4aa8e0; --b: #ff8c42; --c: #2fd0a3; --good: #1c5b34; --bad: #8a2f26; --none: #30363d } }
+"""
+
+
+def svg(width: int, height: int, words: str, shapes: Iterable[str]) -> str:
+    """The file: `words` say what it shows, for those who don't see it."""
+    body = "\n".join(shapes)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img"><title>{html.escape(words)}</title><style>{_STYLE}</style>\n'
+        f'<rect width="{width}" height="{height}" rx="8" style="fill:var(--ground)"/>\n{body}\n</svg>\n'
+    )
+
+
+def text(x: float, y: float, words: str, kind: str = "") -> str:
+    """A line of text that starts at a point; `kind` is its class."""
+    return f'<text x="{x:g}" y="{y:g}" class="{kind}">{html.escape(words)}</text>'
+
+
+def box(x: float, y: float, width: float, height: float, fill: str) -> str:
+    """A rectangle, in one of the style's colours."""
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" style="fill:var(--{fill})"/>'
+
+
+def line(
+    points: Sequence[tuple[float, float]], colour: str, width: float = 2, dash: str = "", opacity: float = 1
+) -> str:
+    """A line through these points."""
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    dashes = f";stroke-dasharray:{dash}" if dash else ""
+    return (
+        f'<polyline points="{path}" style="fill:none;stroke:var(--{colour});stroke-width:{width:g};'
+        f'stroke-linejoin:round;opacity:{opacity:g}{dashes}"/>'
+    )
+
+
+def window() -> str:
+    """A window of four micro-batches of 16 rows, and the shorter one at an epoch's end."""
+    shapes = [text(20, 28, "Windows: micro-batches of 16 rows, 4 to an update", "title")]
+    x = 20.0
+    for rows, total in (([16, 16, 16, 16], 64), ([16, 16, 8], 40)):
+        start = x
+        for number in rows:
+            width = number * 4
+            shapes += [box(x, 66, width - 4, 44, "a"), text(x + width / 2 - 2, 58, f"{number}", "small mid")]
+            x += width
+        middle = (start + x - 4) / 2
+        shapes += [
+            line([(start, 120), (start, 128), (x - 4, 128), (x - 4, 120)], "quiet", 1.5),
+            text(middle, 148, "sum of weights times gradients", "mid"),
+            text(middle, 166, f"divided by {total}, the rows it holds", "mid"),
+            box(middle - 60, 178, 120, 30, "b"),
+            text(middle, 198, "one update", "mid on"),
+        ]
+        x += 20
+    shapes.append(
+        text(20, 232, "An epoch ends with its last, shorter window. Memory is that of one micro-batch.", "small")
+    )
+    return svg(500, 250, "Two windows: 4 x 16 rows and, at the epoch's end, 16 + 16 + 8; an update each.", shapes)
+
+
+def exactness() -> str:
+    """The table of docs/peers.md in colours."""
+    page = (ROOT / "docs/peers.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in row.strip("|\n").split("|")] for row in re.findall(r"^\|.*\|$", page, re.MULTILINE)
+    ]
+    names, cells = rows[0][1:], rows[2:]
+    left, wide, high = 140, 92, 28
+    shapes = [text(20, 28, "Is the update the large batch's?", "title")]
+    shapes += [text(left + wide * (i + 0.5), 56, name, "mid") for i, name in enumerate(names)]
+    for j, (situation, *found) in enumerate(cells):
+        y = 66 + j * high
+        (name,) = re.findall(r"\*\*(.+?)\*\*", situation)
+        shapes.append(text(left - 10, y + 18, name, "end"))
+        for i, cell in enumerate(found):
+            short = re.sub(r"[:(].*", "", cell).strip()
+            short = {"not possible": "none"}.get(short, short)
+            fill = "good" if short == "exact" else "bad" if short.startswith(("off", "NaN")) else "none"
+            shapes += [
+                box(left + i * wide, y, wide - 3, high - 3, fill),
+                text(left + (i + 0.5) * wide - 2, y + 17, short, "mid"),
+            ]
+    words = "Exact, off by how much, or refused, for each library: " + "; ".join(" ".join(row) for row in cells)
+    return svg(left + wide * len(names) + 20, 66 + high * len(cells) + 18, re.sub(r"[*|]", "", words), shapes)
+
+
+def chart(
+    title: str, x_label: str, curves: Sequence[tuple[str, Sequence[float], Sequence[float]]], y_label: str
+) -> str:
+    """Curves over one axis; the first is broad and pale, the second dashed: where they coincide, both are seen."""
+    width, height, left, top, bottom = 640, 320, 60, 60, 72
+    most_x = max(max(x) for _, x, _ in curves)
+    least, most = min(0.0, *(min(y) for *_, y in curves)), max(max(y) for *_, y in curves)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (width - left - 30) * x / most_x
+        return left + across, height - bottom - (height - top - bottom) * (y - least) / (most - least)
+
+    shapes = [
+        text(20, 28, title, "title"),
+        text(20, 48, y_label, "small"),
+        text(width - 30, height - 52, x_label, "small end"),
+    ]
+    step = next(s for s in (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if (most - least) / s <= 6)
+    for i in range(int(least // step), int(most // step) + 1):
+        if least <= i * step <= most:
+            at = place(0, i * step)[1]
+            shapes += [
+                line([(left, at), (width - 30, at)], "rule", 1),
+                text(left - 8, at + 4, f"{i * step:g}", "small end"),
+            ]
+    looks = ({"width": 7, "opacity": 0.4}, {"width": 2, "dash": "6 3"}, {"width": 2})
+    for i, ((name, x, y), colour, look) in enumerate(zip(curves, "abc", looks, strict=False)):
+        shapes.append(line([place(*point) for point in zip(x, y, strict=True)], colour, **look))  # type: ignore[arg-type]
+        at = left + 190 * i
+        shapes += [
+            line([(at, height - 18), (at + 24, height - 18)], colour, **look),
+            text(at + 30, height - 14, name, "small"),
+        ]  # type: ignore[arg-type]
+    ends = "; ".join(f"{name} ends at {y[-1]:.3g}" for name, _, y in curves)
+    return svg(width, height, f"{title}. {y_label}: {ends}.", shapes)
+
+
+def loss() -> str:
+    """How the three loops of the demo's attention network part, or don't."""
+    from gradaccum.demo.text import TextSetup
+    from gradaccum.demo.text.decoder import train
+    from gradaccum.demo.text.loops import python_text
+
+    setup = TextSetup()
+    rows = python_text(setup.length)
+    large, *others = train(setup, rows[: setup.rows], rows[setup.rows :][:32], lambda name: None)
+    updates = range(1, len(large.losses) + 1)
+    curves = [(loop.name, updates, [100 * value for value in loop.distances]) for loop in (large, *others)]
+    return chart("Distance from the whole batch's parameters", "update", curves, "% of how far those have moved")
+
+
+def memory() -> str:
+    """Bytes of tensors alive over one window of the demo's attention network: whole, accumulated, chunked."""
+    import torch
+
+    import gradaccum.torch
+    from gradaccum.demo.text import TextSetup
+    from gradaccum.demo.text.decoder import Decoder, loss_of, padded
+    from gradaccum.demo.text.loops import python_text
+    from gradaccum.demo.torch_experiment import CountBytes
+
+    class Trace(CountBytes):
+        """Keeps what is alive after each operation."""
+
+        def __torch_dispatch__(self, *arguments: object, **more: object) -> object:
+            result = super().__torch_dispatch__(*arguments, **more)  # type: ignore[arg-type]
+            self.seen.append(self.alive / 2**20)
+            return result
+
+        def __init__(self, tensors: object) -> None:
+            self.seen: list[float] = []
+            super().__init__(tensors)
+
+    setup = TextSetup()
+    rows = python_text(setup.length)[: setup.batch_size]
+    curves = []
+    for name, size in (("whole batch", 64), ("16 micro-batches", 4), ("chunked, 4 rows", 64)):
+        torch.manual_seed(0)
+        model: torch.nn.Module = Decoder(setup)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        called = gradaccum.torch.chunked(model, 4) if name.startswith("chunked") else model
+        step = gradaccum.torch.optim.Optimizer(optimizer, steps=64 // size)
+        window = list(padded(rows, size))
+        for traced in (False, True):  # the first window has `chunked` try itself out
+            with Trace(model.parameters()) if traced else contextlib.nullcontext() as trace:
+                for x, y in step.batches(window, weight=lambda batch: int((batch[1] >= 0).sum())):
+                    step.zero_grad()
+                    loss_of(called, x, y).backward()
+                    step.step()
+        count = len(trace.seen)
+        every = max(1, count // 300)
+        kept = [max(trace.seen[i : i + every]) for i in range(0, count, every)]
+        curves.append((name, [100 * (i + 1) / len(kept) for i in range(len(kept))], kept))
+    return chart("Memory over a window of 64 rows", "% of the window's operations", curves, "MiB of tensors alive")
+
+
+def main() -> None:
+    """Draw those that are named, or all."""
+    for name in sys.argv[1:] or ["window", "exactness", "loss", "memory"]:
+        (IMAGES / f"{name}.svg").write_text(globals()[name](), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

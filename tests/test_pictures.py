@@ -1,0 +1,45 @@
+"""The pictures in docs/images: of the data that they claim, for light and dark screens, and small."""
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from scripts import pictures
+
+DRAWN = ("window", "exactness", "loss", "memory")
+
+
+@pytest.mark.parametrize("name", ["window", "exactness"])
+def test_the_picture_is_what_the_script_draws(name):
+    """After docs/peers.md has changed: python -m scripts.pictures exactness"""
+    assert (pictures.IMAGES / f"{name}.svg").read_text(encoding="utf-8") == getattr(pictures, name)()
+
+
+def test_the_heat_map_has_every_cell_of_the_table_in_its_colour():
+    page = (pictures.ROOT / "docs/peers.md").read_text(encoding="utf-8")
+    table = "\n".join(line for line in page.splitlines() if line.startswith("| **"))
+    drawn = pictures.exactness()
+    assert drawn.count("var(--good)") == len(re.findall(r"\| exact ", table))
+    assert drawn.count("var(--bad)") == len(re.findall(r"\| (?:off by|NaN) ", table))
+    assert drawn.count("var(--none)") == len(re.findall(r"\| (?:refused|not possible)", table))
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_picture_is_small_says_what_it_shows_and_fetches_nothing(name):
+    text = (pictures.IMAGES / f"{name}.svg").read_text(encoding="utf-8")
+    assert len(text) < 20_000
+    assert "prefers-color-scheme: dark" in text
+    assert "http" not in text.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    root = ElementTree.fromstring(text)
+    assert len(root[0].text or "") > 40
+    width, height = (float(root.attrib[side]) for side in ("width", "height"))
+    places = re.findall(r'<text x="([-\d.]+)" y="([-\d.]+)"', text)
+    assert all(0 < float(x) < width and 0 < float(y) < height for x, y in places)
+
+
+def test_curves_keep_to_their_axes():
+    drawn = pictures.chart("A", "update", [("one", [1, 2], [0.0, 4.0]), ("two", [1, 2], [-1.0, 2.0])], "%")
+    points = [tuple(map(float, p.split(","))) for line in re.findall(r'points="([^"]*)"', drawn) for p in line.split()]
+    assert all(0 <= x <= 640 and 0 <= y <= 320 for x, y in points)
+    assert "one ends at 4; two ends at 2" in drawn
