@@ -38,7 +38,13 @@ def test_batch_optimizer(run):
         assert float(difference) <= (1e-12 if dtype == "float64" and BACKEND == "tensorflow" else 2e-6)
 
 
-@pytest.mark.parametrize("name", ["mlp.py", "vgg16.py", "batch_optimizer.py"])
+@slow_where_compiled
+def test_contrastive(run):
+    large, chunked, naive = (float(line.split()[-1]) for line in run("contrastive.py").splitlines()[-3:])
+    assert abs(large - chunked) <= 2e-4 < abs(large - naive)
+
+
+@pytest.mark.parametrize("name", ["mlp.py", "vgg16.py", "batch_optimizer.py", "contrastive.py"])
 def test_each_example_says_how_to_run_it(name):
     text = (ROOT / "examples" / "keras" / name).read_text()
     assert f"python examples/keras/{name} " in text
