@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
-from gradaccum.torch import TrainStep, check_equivalence
+from gradaccum.torch import TrainStep, check_equivalence, combine_buffers
 from tests.reference import FLOAT64, relative_error, torch_updates
 from tests.torch.train_step.test_train_step import OPTIMIZERS
 
@@ -226,6 +226,7 @@ def test_counting_moves_no_buffer() -> None:
             self.seen += len(x)
             return super().forward(self.norm(x))
 
+    combine_buffers(Moving, seen="sum")
     for batch_norm in ("micro", "pooled", "frozen"):
         models = []
         for keywords in ({"compute_loss": losses}, {"compute_loss": alone, "weight": counts}):

@@ -233,7 +233,10 @@ def judged_left(objective: Objective, batch: Batch, piece: Piece, apart: Collect
                 fewer = piece.rows[: min(len(piece.rows), ROWS) // 2]
                 return judged_left(objective, batch, piece._replace(rows=fewer), apart) if fewer else "keep"
             reason = str(error).strip().partition("\n")[0]
-            logger.warning("max_tokens: padding is not cut off, for the loss can't be tried out without (%s).", reason)
+            cut_off = what_is_cut(text_of(batch.tree, *mask_of(batch.tree).shape) - set(apart))
+            logger.warning(
+                "max_tokens: padding is not cut off, for the loss can't be tried out without (%s). %s", reason, cut_off
+            )
             return "whole"
     raise NotEquivalentError(
         f"Cutting off columns of nothing but padding changes the loss (columns {stop} and more of "
