@@ -11,8 +11,8 @@ from tests.reference import FLOAT64, relative_error
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-PAGE = (ROOT / "docs" / "optimizer.md").read_text(encoding="utf-8")
-IN_TURNS, AT_ONCE = re.findall(r"^```python\n(.*?)^```$", PAGE.split("## A GAN")[1], re.MULTILINE | re.DOTALL)[:2]
+PAGE = (ROOT / "docs" / "howto" / "gan.md").read_text(encoding="utf-8")
+IN_TURNS, AT_ONCE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 JUDGE = torch.nn.BCEWithLogitsLoss()
 
 
