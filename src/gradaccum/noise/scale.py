@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist
 from typing import NamedTuple
 
 __all__ = ["WINDOWS", "NoiseScale", "Norms", "effective_size", "estimate"]
@@ -263,6 +262,8 @@ def _number(value: float) -> str:
 
 def _t_quantile(probability: float, freedom: int) -> float:
     """Student's quantile: the normal one with Fisher's correction in powers of 1 / freedom."""
+    from statistics import NormalDist  # it takes as long to import as all of the centre
+
     z = NormalDist().inv_cdf(probability)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
