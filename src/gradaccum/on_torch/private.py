@@ -39,6 +39,7 @@ __all__ = [
     "mark_ready",
     "missing",
     "own_sharded_groups",
+    "pass_for_parameter",
     "prepare_next_forward",
     "queue_callback",
     "run_backward",
@@ -55,6 +56,7 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch", "_C._current_graph_task_id", "counts backward passes", "no micro-batch is ever repeated"),
     PrivateName("torch", "autograd.Variable._execution_engine.queue_callback", "runs at the end of a backward pass"),
     PrivateName("torch", "_C._will_engine_execute_node", "tells torch.autograd.grad from backward()", "taken for one"),
+    PrivateName("torch", "nn.parameter._ParameterMeta", "reads a tensor's `_is_param`", "hooks see parts of gradients"),
     PrivateName("torch", "_foreach_mul_", "one kernel for many gradients; documented as a beta"),
     PrivateName("torch", "_foreach_div_", "the same"),
     PrivateName("torch", "_foreach_norm", "the same"),
@@ -139,8 +141,7 @@ _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 def global_step_hooks() -> tuple[dict[Any, Any], dict[Any, Any]]:
     """The hooks of every optimizer's step, before and after it."""
     module = sys.modules["torch.optim.optimizer"]  # torch.optim hides it
-    before, after = _GLOBAL_HOOKS
-    return getattr(module, before, {}), getattr(module, after, {})
+    return getattr(module, _GLOBAL_HOOKS[0], {}), getattr(module, _GLOBAL_HOOKS[1], {})
 
 
 @contextlib.contextmanager
@@ -151,8 +152,7 @@ def without_global_step_hooks() -> Iterator[tuple[list[Any], list[Any]]]:
         if table:
             setattr(module, name, type(table)())
     try:
-        before, after = found
-        yield [*before.values()], [*after.values()]
+        yield [*found[0].values()], [*found[1].values()]
     finally:
         for name, table in zip(_GLOBAL_HOOKS, found, strict=True):
             if table:
@@ -208,6 +208,11 @@ def after_backward(callback: Callable[[], None]) -> None:
 def queue_callback(callback: Callable[[], None]) -> None:
     """In a backward pass: call this at its end, if it comes to one."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def pass_for_parameter(tensor: Tensor) -> None:
+    """Have `isinstance(tensor, torch.nn.Parameter)` say yes."""
+    tensor._is_param = True
 
 
 def accumulates(parameters: Sequence[Tensor]) -> bool:

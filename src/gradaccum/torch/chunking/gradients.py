@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradaccum.on_torch.private import pass_for_parameter
 from gradaccum.torch.chunking.trees import tensors_of
 
 __all__ = [
@@ -120,7 +121,7 @@ def _alias(tensor: Tensor) -> Tensor:
     alias = tensor.view_as(tensor)
     if isinstance(tensor, nn.Parameter):  # it takes the place of one
         alias.__dict__.update(tensor.__dict__)
-        alias._is_param = True  # what `isinstance` asks for
+        pass_for_parameter(alias)
     return alias
 
 
