@@ -27,10 +27,8 @@ def prepared(rank, steps):
     return one, model, prepare_optimizer(one, sgd(model.parameters()), steps)
 
 
-def train(rank, steps, clip=None, epochs=2):
-    """Returns (error, updates)."""
-    one, model, optimizer = prepared(rank, steps)
-    assert one.num_processes == 2
+def compared(rank, one, model, optimizer, steps, clip, epochs):
+    """Train this rank's batches; returns the model after the large batches' updates."""
     for _ in range(epochs):
         for batch in optimizer.batches(batches(rank)):
             optimizer.zero_grad()
@@ -40,6 +38,14 @@ def train(rank, steps, clip=None, epochs=2):
             optimizer.step()
     plain = network(dtype=torch.float64)
     torch_updates(plain, sgd(plain.parameters()), [*windows(steps)] * epochs, mse, clip_grad_norm=clip)
+    return plain
+
+
+def train(rank, steps, clip=None, epochs=2):
+    """Returns (error, updates)."""
+    one, model, optimizer = prepared(rank, steps)
+    assert one.num_processes == 2
+    plain = compared(rank, one, model, optimizer, steps, clip, epochs)
     return relative_error(model.module.parameters(), plain.parameters()), optimizer.updates
 
 
@@ -87,15 +93,7 @@ def train_sharded(rank, steps, clip=None, epochs=2):
         model, inner = one.prepare(model, sgd(model.parameters()))
         optimizer = prepare_optimizer(one, inner, steps)
         assert one._optimizers == [optimizer]
-        for _ in range(epochs):
-            for batch in optimizer.batches(batches(rank)):
-                optimizer.zero_grad()
-                one.backward(mse(model, *batch))
-                if clip is not None:
-                    one.clip_grad_norm_(model.parameters(), clip)
-                optimizer.step()
-        plain = network(dtype=torch.float64)
-        torch_updates(plain, sgd(plain.parameters()), [*windows(steps)] * epochs, mse, clip_grad_norm=clip)
+        plain = compared(rank, one, model, optimizer, steps, clip, epochs)
         found = [parameter.full_tensor() for parameter in model.parameters()]
         return relative_error(found, [*plain.parameters()]), optimizer.updates
     finally:

@@ -49,15 +49,12 @@ class Verification:
         if key in self._seen:
             return
         verdict = judge(_judged(call))
-        if verdict.kind == "exact":
-            pass
-        elif verdict.certain and verdict.kind != "batch_norm":
+        if verdict.certain and verdict.kind not in ("exact", "batch_norm"):
             raise ValueError(
                 f"Micro-batches would not give the large batch's gradient of loss_fn. {verdict.message} If you want "
-                "what "
-                "they give, pass verify=False."
+                "what they give, pass verify=False."
             )
-        else:
+        if verdict.kind != "exact":
             self._warn(call.options.loss_fn, verdict)
         self._seen.add(key)
 
@@ -70,9 +67,8 @@ class Verification:
         else:
             logger.warning(
                 "gradaccum.jax: whether micro-batches give the large batch's gradient can't be told from loss_fn. %s "
-                "gradaccum.jax.check_equivalence(loss_fn, params, batch, ...) tells; after it, or with "
-                "verify=False, this "
-                "line is left out.",
+                "gradaccum.jax.check_equivalence(loss_fn, params, batch, ...) tells; after it, or with verify=False, "
+                "this line is left out.",
                 verdict.message,
             )
 
