@@ -1,6 +1,7 @@
 # make demo         the guide's experiment on this machine, set-up included
 # make test         set up, then all checks and tests
 # make docs         the documentation's site, into site/
+# make bench        speed and memory against rivals, into bench-results/; QUICK=1: two minutes; WRITE=1: into docs/ too
 # make test-quick   lint, types and the core of every area, in about a minute
 # All take PYTHON=python3.x, VENV=dir for another virtual environment, and CPU=1 for PyTorch without CUDA.
 
@@ -36,7 +37,7 @@ QUICK_KERAS := tests/keras/optimizer/test_windows.py::test_an_epoch_of_windows_m
 	tests/keras/train_step/test_micro_batched.py::test_ragged_batches_match_plain_fit
 QUICK_JAX := tests/jax/train_step/test_value_and_grad.py::test_ragged_micro_batches_match_the_large_batch
 
-.PHONY: demo docs test test-quick test-slow test-gpu test-fuzz quick-torch quick-keras quick-jax install install-dev clean lint $(SUITES)
+.PHONY: bench demo docs test test-quick test-slow test-gpu test-fuzz quick-torch quick-keras quick-jax install install-dev clean lint $(SUITES)
 
 demo: install
 	$(BIN)/gradaccum demo
@@ -49,6 +50,9 @@ test-quick: install-dev
 
 docs: install-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+bench: install-dev
+	HF_HUB_OFFLINE=1 env -u OMP_NUM_THREADS $(BIN)/python -m benchmarks $(if $(QUICK),--quick) $(if $(WRITE),--write)
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev

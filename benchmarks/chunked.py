@@ -47,8 +47,18 @@ class Words(nn.Module):
 
 
 def loss_of(a: Tensor, b: Tensor) -> Tensor:
-    logits, labels = a @ b.T * 10, torch.arange(len(a))
+    logits, labels = a @ b.T * 10, torch.arange(len(a), device=a.device)
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def random_state() -> Tensor:
+    """Of the device that the tensors are on."""
+    return torch.get_rng_state() if torch.get_default_device().type == "cpu" else torch.cuda.get_rng_state()
+
+
+def set_random_state(state: Tensor) -> None:
+    """Put it back."""
+    torch.set_rng_state(state) if torch.get_default_device().type == "cpu" else torch.cuda.set_rng_state(state)
 
 
 def grad_cache(encoders: list[nn.Module], inputs: list[Tensor]) -> None:
@@ -60,17 +70,17 @@ def grad_cache(encoders: list[nn.Module], inputs: list[Tensor]) -> None:
         parts = []
         with torch.no_grad():
             for rows in x.split(SIZE):
-                states[-1].append(torch.get_rng_state())
+                states[-1].append(random_state())
                 parts.append(encoder(rows))
         representations.append(torch.cat(parts).requires_grad_())
     loss_of(*representations).backward()
-    after = torch.get_rng_state()
+    after = random_state()
     for encoder, x, cached, of_parts in zip(encoders, inputs, representations, states, strict=True):
         assert cached.grad is not None
         for rows, gradient, state in zip(x.split(SIZE), cached.grad.split(SIZE), of_parts, strict=True):
-            torch.set_rng_state(state)
+            set_random_state(state)
             torch.dot(encoder(rows).flatten(), gradient.flatten()).backward()
-    torch.set_rng_state(after)
+    set_random_state(after)
 
 
 def checkpointed(encoder: nn.Module, x: Tensor) -> Tensor:
@@ -100,13 +110,13 @@ def live_bytes(update: Callable[[], None], weights: list[Tensor]) -> int:
 
 
 def data(rows: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     x = torch.randn(rows, 1, PIXELS, PIXELS, generator=generator)
     return [x, torch.randint(1000, (rows, WORDS), generator=generator)]
 
 
 def main() -> None:
-    options = arguments(__doc__)
+    options = arguments(__doc__, cuda=True)
     torch.manual_seed(0)
     encoders: list[nn.Module] = [Pictures(), Words()]
     inputs = data(ROWS)
@@ -132,7 +142,7 @@ def main() -> None:
         "a checkpoint per chunk": with_checkpoints,
     }
     weights = [p for encoder in encoders for p in encoder.parameters()]
-    time = ratios(contenders, "whole batch", rounds=3 if options.quick else 15)
+    time = ratios(contenders, "whole batch", rounds=3 if options.quick else 15, about="forward and backward")
     memory = {name: live_bytes(update, [*weights, *inputs]) for name, update in contenders.items()}
     rows = [[name, time[name], memory[name] / memory["whole batch"]] for name in contenders]
     flat = []
@@ -157,17 +167,25 @@ def main() -> None:
         )
     keep_freed_memory()
     rivals = {name: contenders[name] for name in ("chunked", "GradCache's algorithm")}
-    against = ratios(rivals, "GradCache's algorithm", rounds=3 if options.quick else 25)["chunked"]
+    rounds = 3 if options.quick else 25
+    against = ratios(rivals, "GradCache's algorithm", rounds, about="where freed memory is kept")["chunked"]
     body = (
         f"Two encoders, {ROWS} rows, {SIZE} at a time; a contrastive loss over all {ROWS}. Forward and backward, as "
         "ratios to the whole batch's.\n\n"
         + table(["", "time", "live activations"], rows)
         + f"\n\nTo the C library, the memory of the whole batch costs more than that of a chunk. Where it keeps freed "
-        f"memory, `chunked` takes {against:.2f} of the time of GradCache's algorithm."
+        f"memory, `chunked` takes {against} of the time of GradCache's algorithm."
         + "\n\nLive activation bytes of the picture encoder, without its outputs, by rows:\n\n"
         + table(["rows", "chunked, MiB", "whole batch, MiB"], flat)
     )
-    publish("chunked", "Chunked encoders", body, ["torch"], options.write)
+    publish(
+        "chunked",
+        "Chunked encoders",
+        body,
+        ["torch"],
+        options,
+        ours=["chunked", "chunked, keep=2", "chunked, keep=4", "chunked, keep=8"],
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import random
 import socket
-import statistics
 import time
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness import arguments, keep_freed_memory, publish, table
+from benchmarks.harness import Ratio, arguments, keep_freed_memory, publish, ratio_of, recorded, table
 from gradaccum.torch.optim import Optimizer
 
 RANKS, STEPS, ROWS = 2, 4, (64, 512)
@@ -100,7 +99,7 @@ def rank_main(rank: int, port: int, rounds: int, windows: int, rows: int, result
             [
                 (
                     name,
-                    statistics.median(mine / theirs for mine, theirs in zip(times[name], rival, strict=True)),
+                    ratio_of([mine / theirs for mine, theirs in zip(times[name], rival, strict=True)]).triple(),
                     f"{contender.bytes / windows / 2**20:.2f} MiB",
                 )
                 for name, (contender, _) in contenders.items()
@@ -132,7 +131,10 @@ def main() -> None:
     options = arguments(__doc__)
     rounds, windows = (3, 5) if options.quick else (25, 10)
     found = [measured(rounds, windows, rows) for rows in ROWS]
-    lines = [[name, *(run[i][1] for run in found), sent] for i, (name, _, sent) in enumerate(found[0])]
+    for rows, run in zip(ROWS, found, strict=True):
+        ratios = {name: Ratio(*ratio) for name, ratio, _ in run}
+        recorded(ratios, "hand-written no_sync", rounds, f"2 ranks, {rows} rows a micro-batch")
+    lines = [[name, *(Ratio(*run[i][1]) for run in found), sent] for i, (name, _, sent) in enumerate(found[0])]
     text = (
         f"{RANKS} ranks over gloo, windows of {STEPS} micro-batches, the guide's network "
         f"(784-512-512-10). Time: median over {rounds} rounds, each of {windows} windows, of the ratio to the "
@@ -145,7 +147,8 @@ def main() -> None:
         "Two ranks",
         text + table(["", *(f"time, {rows} rows" for rows in ROWS), "sent"], lines),
         ["torch"],
-        options.write,
+        options,
+        ours=["gradaccum"],
     )
 
 

@@ -47,7 +47,7 @@ def resnet18(width: int = WIDTH) -> nn.Module:
 
 
 def main() -> None:
-    options = arguments(__doc__)
+    options = arguments(__doc__, cuda=True)
     torch.manual_seed(0)
     model, rows = resnet18(), 64 if options.quick else ROWS
     x, y = torch.randn(rows, 3, 32, 32), torch.randint(10, (rows,))
@@ -60,7 +60,7 @@ def main() -> None:
         "exact": update(chunked(model, SIZE, batch_norm="exact")),
         "pooled": update(chunked(model, SIZE, batch_norm="pooled")),
     }
-    time = ratios(contenders, "large batch", rounds=2 if options.quick else 7)
+    time = ratios(contenders, "large batch", rounds=2 if options.quick else 7, about="forward and backward")
     memory = {name: live_bytes(one, [*model.parameters(), x]) for name, one in contenders.items()}
     body = (
         f"A ResNet-18 of width {WIDTH}, {rows} pictures of 32 x 32 pixels, {SIZE} at a time. Forward and backward, as "
@@ -71,7 +71,7 @@ def main() -> None:
             [[name, time[name], memory[name] / memory["large batch"]] for name in contenders],
         )
     )
-    publish("exact_batch_norm", "Exact BatchNorm", body, ["torch"], options.write)
+    publish("exact_batch_norm", "Exact BatchNorm", body, ["torch"], options, ours=["exact", "pooled"])
 
 
 if __name__ == "__main__":

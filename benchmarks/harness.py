@@ -1,13 +1,15 @@
 """What every benchmark shares: contenders timed in turn, in one run, and tables that write themselves into the docs.
 
 Machines are shared and noisy, so nothing here prints a bare time as a result: each contender runs once per round, in
-an order that changes, and what counts is the median over rounds of its ratio to the rival in the same round.
+an order that changes, and what counts is the median over rounds of its ratio to the rival in the same round, with the
+middle half of the rounds as its spread. `python -m benchmarks` runs all scripts.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import platform
 import random
@@ -17,23 +19,71 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
-PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "benchmarks.md"
+RECORDS = PAGE.with_suffix(".json")
+"""What the sections of the page are made of: `{name: record}`."""
+
+_MEASURED: list[dict[str, Any]] = []
+"""What `ratios` has found in this process."""
+_STARTED = time.perf_counter()
 
 
-def arguments(description: str | None) -> argparse.Namespace:
-    """The options of every benchmark: `--quick` for a short try, `--write` to for docs/benchmarks.md."""
+class Ratio(float):
+    """A median over rounds, with the quartiles as its spread.
+
+    Example:
+        >>> print(Ratio(1.02, 0.98, 1.08), Ratio(1), f"{Ratio(1.02, 0.98, 1.08):.1f}")
+        1.02 ± 0.05 1.00 1.0
+    """
+
+    def __new__(cls, median: float, low: float | None = None, high: float | None = None) -> Ratio:
+        """Without quartiles: of too few rounds, or of the rival to itself."""
+        self = super().__new__(cls, median)
+        self.low, self.high = median if low is None else low, median if high is None else high
+        return self
+
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        spread = (self.high - self.low) / 2
+        return f"{float(self):.2f}" + (f" ± {spread:.2f}" if spread else "")
+
+    def triple(self) -> list[float]:
+        """For JSON: `Ratio(*triple)` reads it back."""
+        return [float(self), float(self.low), float(self.high)]
+
+
+def arguments(description: str | None, *, cuda: bool = False) -> argparse.Namespace:
+    """The options of every benchmark; `cuda` says that its tensors can be on any device, and has them made there.
+
+    Returns:
+        `quick`, `write`, `json` (a file for the record, or None) and `device`.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="few rounds: does it run?")
     parser.add_argument("--write", action="store_true", help="write the tables to docs/benchmarks.md")
-    return parser.parse_args()
+    parser.add_argument("--json", type=Path, help="a file for what was measured")
+    parser.add_argument("--device", choices=["cpu", "cuda"] if cuda else ["cpu"], default="cpu")
+    options = parser.parse_args()
+    if options.device != "cpu":
+        import torch
+
+        torch.set_default_device(options.device)
+    return options
 
 
 def seconds(function: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds of one call, by the wall's clock or another."""
+    """Seconds of one call, by the wall's clock or another, until the device has finished."""
     start = clock()
     function()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     return clock() - start
 
 
@@ -42,7 +92,8 @@ def ratios(
     rival: str,
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, float]:
+    about: str = "",
+) -> dict[str, Ratio]:
     """Median over rounds of each contender's time over the rival's, all of them timed in every round.
 
     Args:
@@ -51,6 +102,7 @@ def ratios(
         rounds: How often each is timed.
         clock: What times them: `time.process_time` counts what all threads of this process have computed, for what
             waits for nothing.
+        about: What it is that they do, for the record.
     """
     for function in contenders.values():
         function()
@@ -59,10 +111,42 @@ def ratios(
     for _ in range(rounds):
         for name in shuffle.sample(list(contenders), len(contenders)):
             times[name].append(seconds(contenders[name], clock))
-    return {
-        name: statistics.median(mine / theirs for mine, theirs in zip(taken, times[rival], strict=True))
+    found = {
+        name: ratio_of([mine / theirs for mine, theirs in zip(taken, times[rival], strict=True)])
         for name, taken in times.items()
     }
+    return recorded(found, rival, rounds, about)
+
+
+def ratio_of(values: Sequence[float]) -> Ratio:
+    """Their median, with the quartiles where there are five or more.
+
+    Example:
+        >>> print(ratio_of([1.0, 1.2, 1.1, 1.4, 1.3]), ratio_of([1.0, 1.2, 1.1]))
+        1.20 ± 0.10 1.10
+    """
+    if len(values) < 5:
+        return Ratio(statistics.median(values))
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Ratio(median, low, high)
+
+
+def recorded(found: dict[str, Ratio], rival: str, rounds: int, about: str = "") -> dict[str, Ratio]:
+    """The same, kept for the record that `publish` writes."""
+    triples = {name: ratio.triple() for name, ratio in found.items()}
+    _MEASURED.append({"about": about, "rival": rival, "rounds": rounds, "ratios": triples})
+    return found
+
+
+def send(found: Mapping[str, Ratio]) -> None:
+    """In a process of its own: print them in a line that `received` reads."""
+    print(json.dumps({name: ratio.triple() for name, ratio in found.items()}))
+
+
+def received(line: str, rival: str, rounds: int, about: str = "") -> dict[str, Ratio]:
+    """What another process has sent, recorded here."""
+    found = {name: Ratio(*triple) for name, triple in json.loads(line).items()}
+    return recorded(found, rival, rounds, about)
 
 
 def keep_freed_memory() -> None:
@@ -81,10 +165,10 @@ def keep_freed_memory() -> None:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A markdown table; floats with two decimals."""
+    """A markdown table; floats with two decimals, ratios with their spread."""
 
     def cell(value: object) -> str:
-        return f"{value:.2f}" if isinstance(value, float) else str(value)
+        return f"{value:.2f}" if isinstance(value, float) and not isinstance(value, Ratio) else str(value)
 
     lines = [head, ["---"] * len(head), *([cell(value) for value in row] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -106,17 +190,81 @@ def in_fresh_process(code: str, *args: str) -> str:
     return run.stdout.strip()
 
 
-def publish(name: str, title: str, body: str, versions: Sequence[str], write: bool) -> None:
-    """Print the result and, with `--write`, keep it as the section of docs/benchmarks.md that has this name."""
+def device_name(device: str) -> str:
+    """The machine in a line, with its GPU where that was measured."""
+    if device == "cpu":
+        return machine()
+    import torch
+
+    return f"{torch.cuda.get_device_name()}, {machine()}"
+
+
+def publish(
+    name: str,
+    title: str,
+    body: str,
+    versions: Sequence[str],
+    options: argparse.Namespace,
+    *,
+    ours: Sequence[str] = (),
+    blocks: Mapping[str, str] | None = None,
+) -> None:
+    """Print the result; with `--write`, keep it as the section of docs/benchmarks.md that has this name.
+
+    Args:
+        name: The script.
+        title: The section's.
+        body: Its text.
+        versions: The packages that it compares.
+        options: What `arguments` returned.
+        ours: Which contenders are this library's, for the picture.
+        blocks: More that `--write` keeps: `{"README.md#speed": text}` goes to the block `measured:speed` there.
+    """
+    place = name if options.device == "cpu" else f"{name}_{options.device}"
+    made = f"{device_name(options.device)}; {packages([*versions, 'gradaccum'])}"
+    device = "" if options.device == "cpu" else f" --device {options.device}"
+    record = {
+        "title": title if options.device == "cpu" else f"{title}, on a GPU",
+        "body": body,
+        "made": f"Measured on {made}. Made by `python -m benchmarks.{name}{device} --write`.",
+        "quick": options.quick,
+        "seconds": round(time.perf_counter() - _STARTED, 1),
+        "ours": list(ours),
+        "measured": list(_MEASURED),
+    }
+    print(section_of(record))
+    write_json(options, place, record)
+    if options.write:
+        keep(PAGE, place, section_of(record))
+        for target, text in (blocks or {}).items() if options.device == "cpu" else ():
+            page, _, block = target.partition("#")
+            keep(ROOT / page, block, text.rstrip("\n") + "\n")
+
+
+def packages(names: Sequence[str]) -> str:
+    """These packages with their versions."""
     from importlib.metadata import version
 
-    packages = ", ".join(f"{package} {version(package)}" for package in versions)
-    section = (
-        f"## {title}\n\n{body}\n\nMeasured on {machine()}; {packages}. Made by `python -m benchmarks.{name} --write`.\n"
-    )
-    print(section)
-    if write:
-        PAGE.write_text(with_section(PAGE.read_text(), name, section))
+    return ", ".join(f"{name} {version(name)}" for name in names)
+
+
+def write_json(options: argparse.Namespace, name: str, record: Mapping[str, Any]) -> None:
+    """The record into the file that `--json` names and, with `--write`, among those of docs/benchmarks.json."""
+    if options.json:
+        options.json.write_text(json.dumps({name: record}, indent=1) + "\n", encoding="utf-8")
+    if options.write:
+        records = json.loads(RECORDS.read_text(encoding="utf-8")) if RECORDS.exists() else {}
+        RECORDS.write_text(json.dumps(records | {name: record}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def section_of(record: Mapping[str, Any]) -> str:
+    """The section of the page that shows this record."""
+    return f"## {record['title']}\n\n{record['body']}\n\n{record['made']}\n"
+
+
+def keep(page: Path, name: str, text: str) -> None:
+    """Write this text between the page's markers of that name."""
+    page.write_text(with_section(page.read_text(encoding="utf-8"), name, text), encoding="utf-8")
 
 
 def with_section(page: str, name: str, section: str) -> str:

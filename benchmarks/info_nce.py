@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.chunked import random_state, set_random_state
 from benchmarks.harness import arguments, in_fresh_process, publish, ratios, seconds, table
 from gradaccum.torch import chunked
 from gradaccum.torch.losses import info_nce
@@ -21,7 +22,7 @@ PROBE = "import sys; from benchmarks.info_nce import peak; print(peak(sys.argv[1
 
 
 def matrix(a: Tensor, b: Tensor) -> Tensor:
-    scores, labels = a @ b.T / TEMPERATURE, torch.arange(len(a))
+    scores, labels = a @ b.T / TEMPERATURE, torch.arange(len(a), device=a.device)
     return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels)) / 2
 
 
@@ -29,7 +30,9 @@ def by_hand(a: Tensor, b: Tensor) -> Tensor:
     """Blocks of rows against all others, once each way, each under a checkpoint."""
 
     def block(rows: Tensor, others: Tensor, first: int) -> Tensor:
-        return F.cross_entropy(rows @ others.T / TEMPERATURE, torch.arange(first, first + len(rows)), reduction="sum")
+        return F.cross_entropy(
+            rows @ others.T / TEMPERATURE, torch.arange(first, first + len(rows), device=rows.device), reduction="sum"
+        )
 
     parts = [
         checkpoint(block, one[first : first + BLOCK], other, first, use_reentrant=False)
@@ -75,18 +78,18 @@ def update_of(name: str, rows: int) -> Callable[[], None]:
             for encoder, x in zip(encoders, inputs, strict=True):
                 parts = []
                 for part in x.split(MICRO_BATCH):
-                    states.append(torch.get_rng_state())
+                    states.append(random_state())
                     parts.append(encoder(part))
                 found.append(torch.cat(parts))
         found = [outputs.requires_grad_() for outputs in found]
         matrix(*(F.normalize(outputs, dim=1) for outputs in found)).backward()
-        after, given = torch.get_rng_state(), iter(states)
+        after, given = random_state(), iter(states)
         for encoder, x, outputs in zip(encoders, inputs, found, strict=True):
             assert outputs.grad is not None
             for part, gradient in zip(x.split(MICRO_BATCH), outputs.grad.split(MICRO_BATCH), strict=True):
-                torch.set_rng_state(next(given))
+                set_random_state(next(given))
                 torch.dot(encoder(part).flatten(), gradient.flatten()).backward()
-        torch.set_rng_state(after)
+        set_random_state(after)
 
     def ours() -> None:
         tiles(*(F.normalize(encoder(x), dim=1) for encoder, x in zip(small, inputs, strict=True))).backward()
@@ -119,12 +122,16 @@ def _status(key: str) -> int:
 
 
 def main() -> None:
-    options = arguments(__doc__)
+    options = arguments(__doc__, cuda=True)
     rounds = 1 if options.quick else 3
     rows = []
     for count in (1024, 2048) if options.quick else (2048, 4096, 8192):
-        time = ratios({name: update_of(name, count) for name in LOSSES}, "the matrix", rounds)
+        time = ratios({name: update_of(name, count) for name in LOSSES}, "the matrix", rounds, about=f"{count:,} pairs")
         memory = {name: live(name, count) for name in LOSSES}
+        saved = memory["info_nce"] / memory["the matrix"]
+        at_most = (
+            f"At {count:,} pairs of {SIZE} numbers it takes {time['info_nce']:.2f} of the matrix's time and {saved:.2f}"
+        )
         rows.append([f"{count:,}", *(time[name] for name in LOSSES), *(f"{memory[name]:.0f}" for name in LOSSES)])
         print(rows[-1], file=sys.stderr, flush=True)
     largest = 4096 if options.quick else 32768
@@ -133,7 +140,9 @@ def main() -> None:
     memory_of_largest = float(in_fresh_process(PROBE, "info_nce", str(largest)))
     names = ["update, whole batch", "update, GradCache's algorithm", "update, chunked"]
     pairs = 1024 if options.quick else 4096
-    time = ratios({name: update_of(name, pairs) for name in names}, names[0], rounds)
+    time = ratios(
+        {name: update_of(name, pairs) for name in names}, names[0], rounds, about=f"an update, {pairs:,} pairs"
+    )
     updates = [[name.partition(", ")[2], time[name], f"{live(name, pairs):.0f}"] for name in names]
     updates[-1][0] = "`chunked` encoders, `info_nce`"
     copy = f"{largest**2 * 4 / 2**30:.1f} GiB"
@@ -146,7 +155,19 @@ def main() -> None:
         f"A whole update, two encoders of two layers, {pairs:,} pairs, {MICRO_BATCH} at a time:\n\n"
         + table(["", "time", "MiB"], updates)
     )
-    publish("info_nce", "Contrastive losses in tiles", body, ["torch"], options.write)
+    block = (
+        f"{at_most} of its memory; {largest:,} pairs, whose matrix\ntakes {copy} a copy, take "
+        f"{memory_of_largest:.0f} MiB with their gradients ([measured](benchmarks.md#contrastive-losses-in-tiles))."
+    )
+    publish(
+        "info_nce",
+        "Contrastive losses in tiles",
+        body,
+        ["torch"],
+        options,
+        ours=["info_nce", "update, chunked"],
+        blocks={"docs/contrastive.md#info_nce": block},
+    )
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def main() -> None:
     contenders = {"whole batch": step_of(encode), "chunked": step_of(chunked(encode, SIZE))}
     contenders |= {f"chunked, keep={k}": step_of(chunked(encode, SIZE, keep=k)) for k in (4, 8)}
     timed = {name: (lambda step=step: jax.block_until_ready(step(params, *batch))) for name, step in contenders.items()}
-    time = ratios(timed, "whole batch", rounds=3 if options.quick else 25)
+    time = ratios(timed, "whole batch", rounds=3 if options.quick else 25, about="loss and gradient, 512 rows")
     body = (
         f"Two encoders of {LAYERS} layers with {WIDTH} units and a contrastive loss, {SIZE} rows at a time. What XLA "
         f"needs beside inputs and outputs, in MiB (the parameters are {weights:.1f}):\n\n"
@@ -73,7 +73,14 @@ def main() -> None:
         + f"\n\nTime of loss and gradient at {rows} rows, as a ratio to the whole batch:\n\n"
         + table(["", "time"], [[name, ratio] for name, ratio in time.items()])
     )
-    publish("jax_chunked", "JAX: chunked encoders", body, ["jax"], options.write)
+    publish(
+        "jax_chunked",
+        "JAX: chunked encoders",
+        body,
+        ["jax"],
+        options,
+        ours=["chunked", "chunked, keep=4", "chunked, keep=8"],
+    )
 
 
 if __name__ == "__main__":

@@ -138,9 +138,11 @@ def main() -> None:
     rows: list[list[object]] = []
     for kind in NETWORKS:
         runners = {name: runner(name, kind) for name in CONTENDERS}
-        times = ratios({name: run for name, (run, _) in runners.items()}, "by hand", 5 if options.quick else 41)
+        rounds = 5 if options.quick else 41
+        times = ratios({name: run for name, (run, _) in runners.items()}, "by hand", rounds, about=f"an update, {kind}")
         compiling = {name: functools.partial(compile_anew, name, kind) for name in CONTENDERS}
-        compile_times = ratios(compiling, "by hand", 3 if options.quick else 9, time.process_time)
+        rounds = 3 if options.quick else 9
+        compile_times = ratios(compiling, "by hand", rounds, time.process_time, about=f"compiling, {kind}")
         memory = {name: taken / runners["by hand"][1] for name, (_, taken) in runners.items()}
         rows.append([kind, "time", *(times[name] for name in CONTENDERS)])
         rows.append([kind, "temporaries", *(memory[name] for name in CONTENDERS)])
@@ -150,7 +152,8 @@ def main() -> None:
         "JAX: an update at 1024 rows in micro-batches of 64",
         f"{(__doc__ or '').strip()}\n\n{table(['network', 'ratio to the loop by hand', *CONTENDERS], rows)}",
         ["jax", "optax"],
-        options.write,
+        options,
+        ours=["gradaccum"],
     )
 
 

@@ -123,7 +123,7 @@ def main() -> None:
         "optax.MultiSteps": window_of(multi, x),
         "no accumulation: an update each": window_of(optax.adam(1e-3), x),
     }
-    time = ratios(contenders, "by hand, two programs", rounds=3 if options.quick else 25)
+    time = ratios(contenders, "by hand, two programs", rounds=3 if options.quick else 25, about="a window")
     params = network()
     memory = {
         "by hand, two programs": max(peak(add) + peak_of_state(params), peak(update)),
@@ -147,7 +147,7 @@ def main() -> None:
         "what the step needs on the way. Exactness: how far parameters are from plain SGD with momentum on the large "
         "batches, relative to how far they have moved, in float32.\n\n" + table(head, rows)
     )
-    publish("jax_windowed", "JAX: windows of small batches", body, ["jax", "optax"], options.write)
+    publish("jax_windowed", "JAX: windows of small batches", body, ["jax", "optax"], options, ours=["windowed"])
 
 
 def peak_of_state(params: Any) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import arguments, in_fresh_process, publish, ratios, table
+from benchmarks.harness import arguments, in_fresh_process, publish, ratios, received, send, table
 
 ROWS, MICRO, WIDTH, LAYERS, OUT = 1024, 32, 512, 6, 32
 CONTENDERS = ("whole batch", "by hand", "chunked", "chunked, keep=8")
@@ -153,8 +153,7 @@ def _done(gradients: list[Any]) -> None:
 
 def print_times(rounds: int) -> None:
     """In the backend's process: the times, as ratios to the whole batch's."""
-    found = ratios({name: contender(name) for name in CONTENDERS}, "whole batch", rounds)
-    print(*(f"{found[name]:.2f}" for name in CONTENDERS), sep="|")
+    send(ratios({name: contender(name) for name in CONTENDERS}, "whole batch", rounds))
 
 
 def print_memory(name: str) -> None:
@@ -170,8 +169,9 @@ def main() -> None:
     options = arguments(__doc__)
     rows = []
     for backend, title in BACKENDS.items():
-        code = f"{IN_BACKEND}\nkeras_chunked.print_times({1 if options.quick else 9})"
-        rows.append([title, "time", *in_fresh_process(code, backend).splitlines()[-1].split("|")])
+        rounds = 1 if options.quick else 9
+        line = in_fresh_process(f"{IN_BACKEND}\nkeras_chunked.print_times({rounds})", backend).splitlines()[-1]
+        rows.append([title, "time", *received(line, "whole batch", rounds, title).values()])
         memory = []
         for name in CONTENDERS:
             code = f"{IN_BACKEND}\nkeras_chunked.print_memory({name!r})"
@@ -182,7 +182,8 @@ def main() -> None:
         "Keras: chunked towers",
         f"{(__doc__ or '').strip()}\n\n{table(['backend', '', *CONTENDERS], rows)}",
         ["keras", "tensorflow-cpu", "jax", "torch"],
-        options.write,
+        options,
+        ours=["chunked", "chunked, keep=8"],
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import arguments, in_fresh_process, publish, ratios, table
+from benchmarks.harness import arguments, in_fresh_process, publish, ratios, received, send, table
 
 BATCH, MICRO = 256, 16
 CONTENDERS = ("plain 256", "built-in 16 x 16", "by hand", "gradaccum")
@@ -164,8 +164,7 @@ def _torch(model: Any, optimizer: Any, loss_of: Any) -> Callable[..., object]:
 def print_times(kind: str, batches: int, rounds: int) -> None:
     """In the backend's process: the times, as ratios to plain `fit`."""
     contenders = {name: contender(name, kind, batches) for name in CONTENDERS}
-    result = ratios(contenders, "plain 256", rounds)
-    print(*(f"{result[name]:.2f}" for name in CONTENDERS), sep="|")
+    send(ratios(contenders, "plain 256", rounds))
 
 
 def print_memory(name: str, batches: int) -> None:
@@ -188,8 +187,8 @@ def main() -> None:
         for kind in NETWORKS:
             count = 2 if options.quick else BATCHES
             code = f"{IN_BACKEND}\nkeras_micro_batched.print_times({kind!r}, {count}, {rounds})"
-            times = in_fresh_process(code, backend).strip().splitlines()[-1].split("|")
-            rows.append([title, f"time, {kind}", *times])
+            line = in_fresh_process(code, backend).splitlines()[-1]
+            rows.append([title, f"time, {kind}", *received(line, "plain 256", rounds, f"{title}, {kind}").values()])
         memory = []
         for name in CONTENDERS:
             code = f"{IN_BACKEND}\nkeras_micro_batched.print_memory({name!r}, 2)"
@@ -200,7 +199,8 @@ def main() -> None:
         "`fit` at 256 rows in micro-batches of 16",
         f"{(__doc__ or '').strip()}\n\n{table(['backend', '', *CONTENDERS], rows)}",
         ["keras", "tensorflow-cpu", "jax", "torch"],
-        options.write,
+        options,
+        ours=["gradaccum"],
     )
 
 

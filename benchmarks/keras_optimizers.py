@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks.harness import arguments, in_fresh_process, publish, ratios, seconds, table
+from benchmarks.harness import arguments, in_fresh_process, publish, ratios, received, seconds, send, table
 
 NETWORKS = {"784-512-512-10": (784, 512), "32-64-64-10": (32, 64), "1024-2048-2048-10": (1024, 2048)}
 CONTENDERS = ("plain", "built-in", "gradaccum", "gradaccum with callback")
@@ -49,13 +49,13 @@ def contender(name: str, features: int, units: int, batches: int) -> Callable[[]
 
 
 def print_times(batches: int, rounds: int) -> None:
-    """In the backend's process: a line per network, of its plain time and the ratios to it."""
-    for network, sizes in NETWORKS.items():
+    """In the backend's process: two lines per network, of its plain time and of the ratios to it."""
+    for sizes in NETWORKS.values():
         contenders = {name: contender(name, *sizes, batches) for name in CONTENDERS}
         contenders["plain"]()
         plain = statistics.median(seconds(contenders["plain"]) for _ in range(3)) / batches
-        result = ratios(contenders, "plain", rounds)
-        print(network, f"{plain * 1e3:.2f} ms", *(f"{result[name]:.2f}" for name in CONTENDERS[1:]), sep="|")
+        print(f"{plain * 1e3:.2f} ms")
+        send(ratios(contenders, "plain", rounds))
 
 
 def print_peak(name: str) -> None:
@@ -72,7 +72,10 @@ def main() -> None:
     times, peaks = [], []
     for backend, title in BACKENDS.items():
         printed = in_fresh_process(f"{IN_BACKEND}keras_optimizers.print_times({batches}, {rounds})", backend)
-        times += [[title, *line.split("|")] for line in printed.splitlines()]
+        lines = printed.splitlines()[-2 * len(NETWORKS) :]
+        for network, plain, line in zip(NETWORKS, lines[::2], lines[1::2], strict=True):
+            found = received(line, "plain", rounds, f"{title}, {network}")
+            times.append([title, network, plain, *(found[name] for name in CONTENDERS[1:])])
         measured = [
             [in_fresh_process(f"{IN_BACKEND}keras_optimizers.print_peak({name!r})", backend) for _ in range(processes)]
             for name in CONTENDERS
@@ -86,7 +89,14 @@ def main() -> None:
         + table(["backend", *CONTENDERS], peaks)
     )
     versions = ["keras", "tensorflow-cpu", "jax", "torch"]
-    publish("keras_optimizers", "Keras optimizers, wrapped", body, versions, options.write)
+    publish(
+        "keras_optimizers",
+        "Keras optimizers, wrapped",
+        body,
+        versions,
+        options,
+        ours=["gradaccum", "gradaccum with callback"],
+    )
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def times(rounds: int, ids: Tensor) -> dict[str, dict[str, float]]:
     contenders: dict[str, Callable[[], object]] = {
         name: functools.partial(step_of(**options), ids) for name, options in WAYS.items()
     }
-    found = ratios(contenders, "accumulation", rounds)
+    found = ratios(contenders, "accumulation", rounds, about="an update")
     rival = found["accumulation, each block checkpointed"]
     return {name: {"plain": ratio, "checkpointed": ratio / rival} for name, ratio in found.items()}
 
@@ -90,7 +90,7 @@ def peaks(ids: Tensor, **options: Any) -> tuple[int, int, int]:
 
 
 def main() -> None:
-    options = arguments(__doc__)
+    options = arguments(__doc__, cuda=True)
     keep_freed_memory()
     ids = torch.randint(VOCABULARY, (ROWS, LENGTH))
     taken = times(1 if options.quick else 7, ids)
@@ -119,7 +119,9 @@ def main() -> None:
         [name, *(one / other for one, other in zip(half[name], half["accumulation"], strict=True))] for name in half
     ]
     body += "\nParameters in bfloat16, gradients summed in float32 (`accumulate_dtype`):\n\n" + table(head[:4], rows)
-    publish("layers", "PyTorch: layer by layer", body, ["torch"], options.write)
+    publish(
+        "layers", "PyTorch: layer by layer", body, ["torch"], options, ours=[name for name in WAYS if "blocks" in name]
+    )
 
 
 if __name__ == "__main__":

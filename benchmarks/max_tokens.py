@@ -90,7 +90,7 @@ def peak(update: Callable[[], None]) -> int:
 
 
 def main() -> None:
-    options = arguments(__doc__)
+    options = arguments(__doc__, cuda=True)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
     batch = text()
     padded = BUDGET // COLUMNS
@@ -100,7 +100,7 @@ def main() -> None:
         "padded rows": by_step(batch, micro_batch_size=padded),
     }
     peaks = {name: peak(update) for name, update in contenders.items()}
-    found = ratios(contenders, "padded rows", 1 if options.quick else 9)
+    found = ratios(contenders, "padded rows", 1 if options.quick else 9, about="an update on ragged text")
     rows = [[name, found[name], peaks[name] / peaks["padded rows"]] for name in contenders]
     lengths = batch["attention_mask"].sum(1).double()
     body = f"""{ROWS} rows of log-normal lengths ({int(lengths.min())} to {int(lengths.max())}, mean
@@ -110,7 +110,7 @@ micro-batches of at most {BUDGET} padded tokens, against micro-batches of {padde
 {table(["micro-batches", "time per update", "peak of live bytes"], rows)}
 
 `max_tokens` takes {found["max_tokens"] / found["packed by hand"]:.2f} of the time of the loop packed by hand."""
-    publish("max_tokens", "Packing text by tokens", body, ["torch"], options.write)
+    publish("max_tokens", "Packing text by tokens", body, ["torch"], options, ours=["max_tokens"])
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def by_train_step(make: Callable[[], nn.Module], batches: list, noise_scale: boo
 
 
 def main() -> None:
-    options = arguments(__doc__)
+    options = arguments(__doc__, cuda=True)
     torch.set_num_threads(1)
     keep_freed_memory()
     rounds, count = (5, 8) if options.quick else (21, 16)
@@ -85,8 +85,9 @@ def main() -> None:
         batches = [(torch.randn(size, *shape), torch.randint(10, (size,))) for _ in range(count)]
         line: list[object] = [name]
         for way in (by_optimizer, by_train_step):
-            found = ratios({"without": way(make, batches, False), "with": way(make, batches, True)}, "without", rounds)
-            line.append(f"{found['with']:.3f}")
+            both = {"without": way(make, batches, False), "with": way(make, batches, True)}
+            about = f"{name}, {way.__name__.removeprefix('by_')}"
+            line.append(ratios(both, "without", rounds, about=about)["with"])
         rows.append(line)
     reading = gradaccum.torch.optim.SGD([nn.Parameter(torch.zeros(4))], lr=0.1, steps=2, noise_scale=True)
     for _ in range(1000):
@@ -99,7 +100,7 @@ median of {rounds} interleaved rounds).
 {table(["network", "wrapped optimizer", "`TrainStep`"], rows)}
 
 Reading `noise_scale` after 500 windows takes {milliseconds:.1f} ms."""
-    publish("noise_scale", "Measuring the noise scale", body, ["torch"], options.write)
+    publish("noise_scale", "Measuring the noise scale", body, ["torch"], options, ours=["with"])
 
 
 if __name__ == "__main__":

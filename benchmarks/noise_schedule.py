@@ -125,7 +125,7 @@ and proportional to the rows; median of {seeds} seeds. The schedule is
 ![Validation loss over rows and over updates](images/noise_schedule.png)"""
     if options.write:
         draw({contender: found[0] for contender, found in paths.items()}, sets[0])
-    publish("noise_schedule", "Windows that follow the noise scale", body, ["torch"], options.write)
+    publish("noise_schedule", "Windows that follow the noise scale", body, ["torch"], options, ours=["NoiseSchedule"])
 
 
 if __name__ == "__main__":

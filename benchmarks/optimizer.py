@@ -51,7 +51,7 @@ def wrapped(make: Callable[[], nn.Module], batches: list, steps: int, through_ba
 def accelerate(make: Callable[[], nn.Module], batches: list, steps: int) -> Callable[[], None]:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(gradient_accumulation_steps=steps, cpu=True)
+    accelerator = Accelerator(gradient_accumulation_steps=steps, cpu=torch.get_default_device().type == "cpu")
     model = make()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
 
@@ -79,6 +79,7 @@ def per_micro_batch(rounds: int, count: int) -> str:
             },
             "by hand",
             rounds,
+            about=name,
         )
         rows.append([name, *found.values()])
     return table(["network", "by hand", "gradaccum", "gradaccum, `batches()`", "Accelerate"], rows)
@@ -118,22 +119,36 @@ IMPORT = "import time; s = time.perf_counter(); import gradaccum; print(time.per
 
 
 def main() -> None:
-    options = arguments(__doc__)
+    options = arguments(__doc__, cuda=True)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     keep_freed_memory()
     rounds, count = (3, 100) if options.quick else (41, 200)
     imported = statistics.median(float(in_fresh_process(IMPORT)) for _ in range(3 if options.quick else 9)) * 1e3
+    per_network = per_micro_batch(rounds, count)
     body = f"""Time per micro-batch of 16 rows, windows of 4, SGD, as a ratio to the hand-written loop (one thread,
 median of {rounds} interleaved rounds).
 
-{per_micro_batch(rounds, count)}
+{per_network}
 
 - A window of 256 micro-batches takes {long_windows(rounds):.2f} times as long per micro-batch as one of 4.
 - An open `step()` with `zero_grad()` takes {open_step(rounds, 4):.1f} microseconds, with 1000 parameters; in windows 1,
   2, 4, 8, ..., where every parameter is watched, {open_step(rounds, 1):.0f}.
 - `import gradaccum` takes {imported:.0f} ms."""
-    publish("optimizer", "Wrapping the optimizer", body, ["torch", "accelerate"], options.write)
+    block = (
+        "Time per micro-batch of 16 rows in windows of 4, as a ratio to the hand-written loop\n"
+        "([docs/benchmarks.md](docs/benchmarks.md) has the machine, the script, and everything else that was measured):"
+        f"\n\n{per_network}"
+    )
+    publish(
+        "optimizer",
+        "Wrapping the optimizer",
+        body,
+        ["torch", "accelerate"],
+        options,
+        ours=["gradaccum", "gradaccum, batches()"],
+        blocks={"README.md#speed": block},
+    )
 
 
 if __name__ == "__main__":

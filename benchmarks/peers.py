@@ -1,7 +1,7 @@
 """What libraries that accumulate gradients make of twelve situations, each run in the loop of its own documentation.
 
     python -m benchmarks.peers            # print the table
-    python -m benchmarks.peers --write    # and keep it in docs/peers.md
+    python -m benchmarks.peers --write    # and keep it in docs/peers.md, with its picture
 
 Every cell trains a small model in float64 twice: with accumulation, and on each window's rows as one batch without it
 (in the same library; for those on PyTorch in a plain loop). "off by" is the largest difference of a parameter, over the
@@ -15,7 +15,6 @@ import os
 os.environ.setdefault("KERAS_BACKEND", "torch")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import argparse
 import contextlib
 import copy
 import dataclasses
@@ -25,6 +24,7 @@ import math
 import pickle
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -36,8 +36,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-PAGE = Path(__file__).parent.parent / "docs" / "peers.md"
-BEGIN, END = "<!-- measured:peers -->\n", "<!-- /measured:peers -->\n"
 RATE, MOMENTUM, IGNORED = 0.5, 0.9, -100
 EXACT = 1e-6
 """Some of the optimizers round some of their numbers to float32."""
@@ -765,23 +763,24 @@ def measure(only: str | None = None) -> str:
 
 
 def main() -> None:
-    from importlib.metadata import version
+    from benchmarks.harness import ROOT, arguments, keep, packages, write_json
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="keep the table in docs/peers.md")
-    parser.add_argument("--only", choices=CASES, help="one situation")
-    arguments = parser.parse_args()
+    options = arguments(__doc__)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
+    start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):
-        found = measure(arguments.only)
+        found = measure("ragged" if options.quick else None)
     names = ("transformers", "accelerate", "lightning", "keras", "optax", "torch", "jax", "gradaccum")
-    packages = ", ".join(f"{name} {version(name)}" for name in names)
-    section = f"{found}\n\n{packages}. Keras runs on PyTorch. Made by `python -m benchmarks.peers --write`.\n"
-    print(section)
-    if arguments.write:
-        before, rest = PAGE.read_text("utf-8").split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}{section}{END}{rest.split(END)[1]}", "utf-8")
+    made = f"{packages(names)}. Keras runs on PyTorch. Made by `python -m benchmarks.peers --write`."
+    print(section := f"{found}\n\n{made}\n")
+    record = {"title": "Twelve situations", "body": found, "made": made, "seconds": time.perf_counter() - start}
+    write_json(options, "peers", record | {"quick": options.quick, "ours": ["gradaccum"], "measured": []})
+    if options.write:
+        from scripts.pictures import IMAGES, exactness
+
+        keep(ROOT / "docs" / "peers.md", "peers", section)
+        (IMAGES / "exactness.svg").write_text(exactness(), encoding="utf-8")
 
 
 if __name__ == "__main__":

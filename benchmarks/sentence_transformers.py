@@ -78,7 +78,7 @@ def main() -> None:
         f"Chunked, mini_batch_num_tokens={TOKENS}": update(ours(model, SCALE, mini_batch_num_tokens=TOKENS)),
     }
     rival = f"Cached, mini_batch_size={ROWS}"
-    time = ratios(contenders, rival, rounds=2 if options.quick else 7)
+    time = ratios(contenders, rival, rounds=2 if options.quick else 7, about="loss and gradients")
     rows = []
     for name, run in contenders.items():
         with LiveBytes() as live:
@@ -90,7 +90,20 @@ def main() -> None:
         "loss's, MiB of tensors alive at the most, and the gradient's largest error against the whole batch in "
         "float64.\n\n" + table(["", "time", "MiB", "gradient error"], rows)
     )
-    publish("sentence_transformers", "sentence-transformers", body, ["torch", "sentence-transformers"], options.write)
+    rows_alone, tokens = time[f"Chunked, mini_batch_size={ROWS}"], time[f"Chunked, mini_batch_num_tokens={TOKENS}"]
+    block = (
+        f"By micro-batches of rows it takes {rows_alone:.2f} of the cached loss's time; with a token budget, texts of\n"
+        f"uneven lengths took {tokens:.2f} of it ([measured](benchmarks.md#sentence-transformers))."
+    )
+    publish(
+        "sentence_transformers",
+        "sentence-transformers",
+        body,
+        ["torch", "sentence-transformers"],
+        options,
+        ours=[key for key in contenders if key.startswith("Chunked")],
+        blocks={"docs/sentence_transformers.md#sentence_transformers": block},
+    )
 
 
 if __name__ == "__main__":

@@ -61,7 +61,10 @@ def fixed(rounds: int) -> str:
     for total, size in ((64, 16), (256, 16), (256, 64), (1024, 256)):
         batch = batch_of(total)
         found = ratios(
-            {"by hand": by_hand(guide, batch, size), "TrainStep": by_step(guide, batch, size)[1]}, "by hand", rounds
+            {"by hand": by_hand(guide, batch, size), "TrainStep": by_step(guide, batch, size)[1]},
+            "by hand",
+            rounds,
+            about=f"{total} rows, {size} at a time",
         )
         rows.append([total, size, found["TrainStep"]])
     return table(["rows", "micro-batch", "TrainStep / by hand"], rows)
@@ -129,7 +132,7 @@ def terms(rounds: int) -> str:
             for how in ("told", "counted")
             for who, make in (("by hand", several_by_hand), ("TrainStep", several_by_step))
         }
-        found = ratios(contenders, "by hand, told", rounds)
+        found = ratios(contenders, "by hand, told", rounds, about=f"two losses, {total} rows, {size} at a time")
         counted = found["TrainStep, counted"]
         rows.append([total, size, found["TrainStep, told"], counted / found["by hand, counted"], counted])
     head = [
@@ -151,7 +154,7 @@ def searched(rounds: int) -> str:
         settled = next(iter(step.state_dict()["sizes"].values()))["settled"]
         sizes = [total >> halvings for halvings in range(9)]
         contenders = {str(size): by_hand(make, batch, size) for size in sizes} | {"auto": update}
-        found = ratios(contenders, str(total), rounds)
+        found = ratios(contenders, str(total), rounds, about=f"sizes of {total} rows, {name}")
         best = min(map(str, sizes), key=lambda size: found[size])
         rows.append(
             [
@@ -176,7 +179,7 @@ def live_bytes() -> float:
 
 
 def main() -> None:
-    options = arguments(__doc__)
+    options = arguments(__doc__, cuda=True)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
     torch.manual_seed(0)
     rounds = 3 if options.quick else 9
@@ -197,7 +200,14 @@ gradients. The loop by hand makes the same passes; the last column is what count
 {found}
 
 Peak bytes of live tensors: {live_bytes():.3f} of the hand-written loop's."""
-    publish("train_step", "Splitting the batch", body, ["torch"], options.write)
+    publish(
+        "train_step",
+        "Splitting the batch",
+        body,
+        ["torch"],
+        options,
+        ours=["TrainStep", "auto", "TrainStep, told", "TrainStep, counted"],
+    )
 
 
 if __name__ == "__main__":

@@ -105,7 +105,10 @@ def main() -> None:
             ),
         ):
             found |= ratios(
-                {key: build(make, batches) for key, build in contenders.items()}, rival, 3 if options.quick else 7
+                {key: build(make, batches) for key, build in contenders.items()},
+                rival,
+                3 if options.quick else 7,
+                about=name,
             )
         rows.append([name, found["prepare_optimizer"], found["GradientAccumulation"]])
     body = (
@@ -114,7 +117,14 @@ def main() -> None:
         + table(["network", "`prepare_optimizer` / Accelerate", "`GradientAccumulation` / Lightning"], rows)
     )
     versions = ["torch", "accelerate", "lightning"]
-    publish("trainers", "Inside Lightning and Accelerate", body, versions, options.write)
+    publish(
+        "trainers",
+        "Inside Lightning and Accelerate",
+        body,
+        versions,
+        options,
+        ours=["prepare_optimizer", "GradientAccumulation"],
+    )
 
 
 if __name__ == "__main__":

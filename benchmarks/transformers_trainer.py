@@ -59,8 +59,8 @@ def main() -> None:
             "micro_batch_size": trainer(MicroBatchTrainer, ragged, ROWS, micro_batch_size=MICRO),
             "max_tokens": trainer(MicroBatchTrainer, ragged, ROWS, max_tokens=MICRO * LONGEST),
         }
-        found = ratios(contenders, next(iter(contenders)), 2 if options.quick else 9)
         kind = f"8 to {LONGEST} tokens" if ragged else f"{LONGEST // 2} tokens each"
+        found = ratios(contenders, next(iter(contenders)), 2 if options.quick else 9, about=f"texts of {kind}")
         rows += [[kind, name, found[name]] for name in contenders]
     body = f"""A Llama of two layers on texts of log-normal lengths, {ROWS} of them for an update,
 {torch.get_num_threads()} threads. The stock Trainer pads {MICRO} texts at a time to the longest of them;
@@ -68,7 +68,14 @@ def main() -> None:
 trims them.
 
 {table(["texts", "micro-batches", "time per update"], rows)}"""
-    publish("transformers_trainer", "Inside transformers' Trainer", body, ["torch", "transformers"], options.write)
+    publish(
+        "transformers_trainer",
+        "Inside transformers' Trainer",
+        body,
+        ["torch", "transformers"],
+        options,
+        ours=["micro_batch_size", "max_tokens"],
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,110 @@
+"""All benchmarks, one after the other, each in a process of its own: `make bench`, or `python -m benchmarks`.
+
+Writes what was measured as Markdown, JSON and a picture into a folder; with `--write` into docs/ and README.md as well,
+which is for a machine that does nothing else. What uses PyTorch or JAX is measured on a GPU once more where CUDA is
+found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import PAGE, RECORDS, keep, section_of
+from benchmarks.picture import drawn
+
+HERE = Path(__file__).parent
+NAMES = sorted(
+    path.stem for path in HERE.glob("*.py") if path.stem not in ("__init__", "__main__", "harness", "picture")
+)
+LONG = ("noise_schedule",)
+"""Trainings until a loss is reached: by their own name, or with `--all`."""
+ON_CUDA = ("chunked", "exact_batch_norm", "info_nce", "layers", "max_tokens", "noise_scale", "optimizer", "train_step")
+"""Those that `--device cuda` is for."""
+TIME_LIMIT = 1200
+IMAGE = PAGE.parent / "images" / "benchmarks.svg"
+
+
+def main() -> int:
+    """Run them; 1 where one has failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all that are short")
+    parser.add_argument("--all", action="store_true", help=f"{', '.join(LONG)} as well")
+    parser.add_argument("--quick", action="store_true", help="a few rounds, two scripts at a time: do they run?")
+    parser.add_argument("--write", action="store_true", help="into docs/ and README.md as well")
+    parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for the results")
+    options = parser.parse_args()
+    unknown = sorted(set(options.names) - set(NAMES))
+    if unknown:
+        parser.error(f"no such benchmark: {', '.join(unknown)}. There are {', '.join(NAMES)}.")
+    if options.quick and options.write:
+        parser.error("--quick shows that the scripts run; its numbers are not for the documentation.")
+    options.out = options.out.resolve()
+    options.out.mkdir(parents=True, exist_ok=True)
+    names = options.names or [name for name in NAMES if options.all or name not in LONG]
+    runs = [(name, "cpu") for name in names]
+    if cuda_is_found():
+        runs += [(name, "cuda") for name in names if name in ON_CUDA]
+    started = time.perf_counter()
+    with ThreadPoolExecutor(min(2, os.cpu_count() or 1) if options.quick else 1) as pool:
+        done = list(pool.map(lambda run: measured(*run, options), runs))
+    records: dict[str, Any] = {}
+    for record in done:
+        records |= record
+    results = options.out / "benchmarks"
+    page = "# Measured\n\n" + "\n".join(section_of(record) for record in records.values())
+    results.with_suffix(".md").write_text(page, encoding="utf-8")
+    results.with_suffix(".json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    results.with_suffix(".svg").write_text(drawn(records), encoding="utf-8")
+    if options.write:
+        write_picture()
+    failed = [name for (name, _), record in zip(runs, done, strict=True) if not record]
+    print(f"{len(runs)} benchmarks in {time.perf_counter() - started:.0f} s: {results}.md, .json and .svg")
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def write_picture() -> None:
+    """Draw docs/images/benchmarks.svg from docs/benchmarks.json, and show it on the page."""
+    IMAGE.write_text(drawn(json.loads(RECORDS.read_text(encoding="utf-8"))), encoding="utf-8")
+    words = "The table's times: a line for each contender, the rival of each comparison at 1."
+    keep(PAGE, "picture", f"![{words}](images/benchmarks.svg)\n")
+
+
+def cuda_is_found() -> bool:
+    """Asked in a process of its own, so that this one holds no device."""
+    code = "import torch; print(torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "True"
+
+
+def measured(name: str, device: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The record that a script writes, by its name; none where it fails, which is printed."""
+    kept = options.out / f"{name}{'' if device == 'cpu' else f'_{device}'}.json"
+    kept.unlink(missing_ok=True)
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(kept)]
+    command += [f"--{flag}" for flag in ("quick", "write") if getattr(options, flag)]
+    command += [] if device == "cpu" else ["--device", device]
+    started = time.perf_counter()
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT, cwd=HERE.parent)
+        problem = "" if run.returncode == 0 else run.stderr[-3000:]
+    except subprocess.TimeoutExpired:
+        problem = f"not finished after {TIME_LIMIT} s"
+    print(f"{name}, {device}: {time.perf_counter() - started:.0f} s{', failed' if problem else ''}", flush=True)
+    if problem:
+        print(problem, file=sys.stderr)
+        return {}
+    found: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
