@@ -41,19 +41,19 @@ class Contender:
             nn.functional.cross_entropy(self.model(x), y).backward()
             self.optimizer.step()
 
-    def no_sync(self, batches: list[Any]) -> None:
+    def no_sync(self, batches: list[Any], steps: int = STEPS) -> None:
         for i, (x, y) in enumerate(batches):
-            last = (i + 1) % STEPS == 0
+            last = (i + 1) % steps == 0
             with contextlib.nullcontext() if last else self.model.no_sync():
-                (nn.functional.cross_entropy(self.model(x), y) / STEPS).backward()
+                (nn.functional.cross_entropy(self.model(x), y) / steps).backward()
             if last:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
-    def every_micro_batch(self, batches: list[Any]) -> None:
+    def every_micro_batch(self, batches: list[Any], steps: int = STEPS) -> None:
         for i, (x, y) in enumerate(batches):
-            (nn.functional.cross_entropy(self.model(x), y) / STEPS).backward()
-            if (i + 1) % STEPS == 0:
+            (nn.functional.cross_entropy(self.model(x), y) / steps).backward()
+            if (i + 1) % steps == 0:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 

@@ -136,12 +136,12 @@ def main() -> None:
     options = arguments(__doc__)
     keep_freed_memory()
     rows: list[list[object]] = []
-    for kind in NETWORKS:
+    for kind in NETWORKS[:1] if options.quick else NETWORKS:
         runners = {name: runner(name, kind) for name in CONTENDERS}
         rounds = 5 if options.quick else 41
         times = ratios({name: run for name, (run, _) in runners.items()}, "by hand", rounds, about=f"an update, {kind}")
         compiling = {name: functools.partial(compile_anew, name, kind) for name in CONTENDERS}
-        rounds = 3 if options.quick else 9
+        rounds = 1 if options.quick else 9
         compile_times = ratios(compiling, "by hand", rounds, time.process_time, about=f"compiling, {kind}")
         memory = {name: taken / runners["by hand"][1] for name, (_, taken) in runners.items()}
         rows.append([kind, "time", *(times[name] for name in CONTENDERS)])

@@ -90,7 +90,10 @@ def peaks(ids: Tensor, **options: Any) -> tuple[int, int, int]:
 
 
 def main() -> None:
+    global DEPTH, SIZE, VOCABULARY
     options = arguments(__doc__, cuda=True)
+    if options.quick:
+        DEPTH, SIZE, VOCABULARY = 3, 64, 512
     keep_freed_memory()
     ids = torch.randint(VOCABULARY, (ROWS, LENGTH))
     taken = times(1 if options.quick else 7, ids)

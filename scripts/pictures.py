@@ -1,7 +1,8 @@
-"""The pictures in docs/images, from measurements: `python -m scripts.pictures [window exactness loss memory]`.
+"""The pictures in docs/images, from measurements: `python -m scripts.pictures [window exactness scaling loss memory]`.
 
 Each is one small SVG with a ground of its own, for light and dark screens. The heat map is drawn from the table in
-docs/peers.md; loss and memory are measured on the demo's attention network, which takes a minute.
+docs/peers.md, scaling from the model of docs/scaling.md; loss and memory are measured on the demo's attention network,
+which takes a minute.
 """
 
 from __future__ import annotations
@@ -148,6 +149,46 @@ def chart(
     return svg(width, height, f"{title}. {y_label}: {ends}.", shapes)
 
 
+def scaling() -> str:
+    """The model of docs/scaling.md: how much of an update's time is passes, by ranks, window and link."""
+    from gradaccum.sizes import Link, Scaling
+
+    ranks = [2**i for i in range(13)]
+    windows = ((1, "b"), (4, "c"), (16, "a"), (64, "ink"))
+    wide, high, top, shapes, told = 280, 190, 92, [], []
+    for place, name in enumerate(("10Gbit/s", "25Gbit/s", "100Gbit/s")):
+        left = 56 + place * (wide + 34)
+        job = Scaling(0.5, 2e9, Link.parse(name), update_seconds=0.05, spread=0.05)
+
+        def at(count: int, part: float, left: int = left) -> tuple[float, float]:
+            return left + wide * (count.bit_length() - 1) / 12, top + high * (1 - part)
+
+        shapes.append(text(left, top - 14, name))
+        for part in (0, 0.25, 0.5, 0.75, 1):
+            shapes.append(line([at(1, part), at(4096, part)], "rule", 1))
+            if not place:
+                shapes.append(text(left - 8, at(1, part)[1] + 4, f"{part:.0%}", "small end"))
+        shapes += [text(at(count, 0)[0], top + high + 18, f"{count:,}", "small mid") for count in (1, 8, 64, 512, 4096)]
+        for steps, colour in windows:
+            shapes.append(line([at(count, job.efficiency(count, steps)) for count in ranks], colour, 2))
+            each = [at(count, job.efficiency(count, steps, every_micro_batch=True)) for count in ranks]
+            shapes += [line(each, colour, 1.5, "2 4")] if steps == 16 else []
+            told.append(f"{name}, {steps} steps, 4096 ranks: {job.efficiency(4096, steps):.0%}")
+    foot = top + high + 48
+    for i, (steps, colour) in enumerate(windows):
+        shapes += [
+            line([(56 + 130 * i, foot - 4), (80 + 130 * i, foot - 4)], colour, 2),
+            text(86 + 130 * i, foot, f"{steps} step{'s' if steps > 1 else ''}", "small"),
+        ]
+    shapes += [
+        line([(576, foot - 4), (600, foot - 4)], "a", 1.5, "2 4"),
+        text(606, foot, "16 steps, reduced after each micro-batch", "small"),
+        text(20, 28, "Part of an update's time in passes, by ranks", "title"),
+        text(20, 48, "A billion parameters in bfloat16, 0.5 s a micro-batch, 5 % spread between ranks", "small"),
+    ]
+    return svg(56 + 3 * (wide + 34), foot + 16, "Part of the time in passes. " + "; ".join(told), shapes)
+
+
 def loss() -> str:
     """How the three loops of the demo's attention network part, or don't."""
     from gradaccum.demo.text import TextSetup
@@ -209,7 +250,7 @@ def memory() -> str:
 
 def main() -> None:
     """Draw those that are named, or all."""
-    for name in sys.argv[1:] or ["window", "exactness", "loss", "memory"]:
+    for name in sys.argv[1:] or ["window", "exactness", "scaling", "loss", "memory"]:
         (IMAGES / f"{name}.svg").write_text(globals()[name](), encoding="utf-8")
 
 

@@ -9,7 +9,7 @@ import click
 
 from gradaccum.cli.group import DIFFERENT, BadInput, framework_of, require_framework, user_errors
 from gradaccum.cli.user_code import subject
-from gradaccum.sizes import MARGIN, DoesNotFit
+from gradaccum.sizes import MARGIN, DoesNotFit, Link, Scaling
 
 __all__ = ["size"]
 
@@ -25,15 +25,39 @@ __all__ = ["size"]
     show_default=True,
     help="Part to leave free.",
 )
+@click.option("--ranks", type=click.IntRange(min=2), help="So many devices, a window on each.")
+@click.option("--link", help="What connects them: 25Gbit/s, or '25Gbit/s, 5us' with a latency.")
+@click.option(
+    "--seconds", type=click.FloatRange(0, min_open=True), help="What a micro-batch's passes take on a device."
+)
 @click.pass_context
-def size(context: click.Context, target: str, framework: str | None, memory: str | None, margin: float) -> None:
+def size(
+    context: click.Context,
+    target: str,
+    framework: str | None,
+    memory: str | None,
+    margin: float,
+    ranks: int | None,
+    link: str | None,
+    seconds: float | None,
+) -> None:
     """Estimate the largest micro-batch that fits into memory, without the device that has it.
 
     FILE.py:MAKE is a function without arguments that returns (model, batch, loss_fn), as for `gradaccum check`; a dict
     in place of loss_fn may name the optimizer, too, whose state counts (Adam's, where it doesn't).
 
+    With --ranks and --link also how long an update's reduction takes, and how long a window must be for it.
+
     Exit code 1 says that not even one row fits.
     """
+    if (ranks is None) != (link is None) or (seconds and not ranks):
+        raise BadInput(
+            "--ranks and --link belong together, as in --ranks 64 --link 25Gbit/s; --seconds goes with them."
+        )
+    try:
+        between = Link.parse(link) if link else None
+    except ValueError as error:
+        raise BadInput(f"--link: {error}") from None
     with user_errors(target):
         model, batch, keywords = subject(target)
         framework = framework_of(model, framework)
@@ -44,8 +68,11 @@ def size(context: click.Context, target: str, framework: str | None, memory: str
             )
         require_framework(framework)
         try:
-            found = str(_estimated(framework, model, batch, {"memory_limit": memory, "margin": margin} | keywords))
-            code = 0
+            estimate = _estimated(framework, model, batch, {"memory_limit": memory, "margin": margin} | keywords)
+            found, code = str(estimate), 0
+            if ranks and between:
+                job = Scaling(seconds or 0.0, _gradient_bytes(framework, model), between)
+                found += f"\n{job.advice(ranks, estimate.micro_batch_size)}"
         except DoesNotFit as error:
             found, code = str(error), DIFFERENT
     click.echo(found)
@@ -63,3 +90,12 @@ def _estimated(framework: str, model: Any, batch: Any, keywords: dict[str, Any])
 
     known = inspect.signature(estimate_size).parameters
     return estimate_size(model, batch, **{name: value for name, value in keywords.items() if name in known})
+
+
+def _gradient_bytes(framework: str, model: Any) -> int:
+    """Of a gradient of the whole model."""
+    if framework == "jax":
+        import jax
+
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

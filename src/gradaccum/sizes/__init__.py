@@ -1,4 +1,4 @@
-"""Rows into micro-batches: even sizes, the search for the fastest that fits, and what memory is free."""
+"""Rows into micro-batches: even sizes, the fastest that fits, what memory is free, what several ranks cost."""
 
 from gradaccum.sizes.by_shape import Sizers
 from gradaccum.sizes.estimate import DoesNotFit, SizeEstimate, largest_size, readable_bytes
@@ -6,6 +6,7 @@ from gradaccum.sizes.even import FixedSize, even_sizes
 from gradaccum.sizes.groups import Groups
 from gradaccum.sizes.host_memory import container_limits, free_host_memory, parse_bytes, process_memory
 from gradaccum.sizes.pieces import GivenSizes, Piece, Rows, TokenBudget, Tokens
+from gradaccum.sizes.scaling import Link, Scaling
 from gradaccum.sizes.search import MARGIN, MemoryLine
 
 __all__ = [
@@ -14,9 +15,11 @@ __all__ = [
     "FixedSize",
     "GivenSizes",
     "Groups",
+    "Link",
     "MemoryLine",
     "Piece",
     "Rows",
+    "Scaling",
     "SizeEstimate",
     "Sizers",
     "TokenBudget",
