@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -29,6 +29,11 @@ def slow(*values: Any) -> Any:
 def slow_where_compiled(test: Any) -> Any:
     """A test whose claim another one makes on this backend, or that is none about backends: as `slow`, all of it."""
     return test if BACKEND == "torch" else pytest.mark.slow(test)
+
+
+def compiled_on(backend: str) -> Callable[[Any], Any]:
+    """A test that PyTorch runs and one of the two that compile, the cheaper: the other repeats the claim slowly."""
+    return lambda test: test if BACKEND in ("torch", backend) else pytest.mark.slow(test)
 
 
 def network(seed: int = 0, **hidden: Any) -> keras.Model:

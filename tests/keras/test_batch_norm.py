@@ -10,7 +10,7 @@ import pytest
 from keras import layers
 
 from gradaccum.keras.micro_batched import micro_batched
-from tests.keras.problems import slow
+from tests.keras.problems import compiled_on, slow
 from tests.keras.train_step.test_micro_batched import BACKEND, ROWS, TAGS, TOKENS, X, crossentropy, run
 from tests.reference import relative_error
 
@@ -63,6 +63,7 @@ def test_pooled_statistics_are_the_full_batchs(bound, size):
     assert relative_error(moving(ours), moving(plain)) <= bound
 
 
+@compiled_on("tensorflow")
 def test_pooled_statistics_heed_masks(bound):
     def make():
         return keras.Sequential(

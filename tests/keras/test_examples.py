@@ -16,6 +16,7 @@ def run(fresh_process, tmp_path):
     return printed
 
 
+@slow_where_compiled
 def test_mlp(run):
     last = run("mlp.py").splitlines()[-1]
     assert "updates, test loss" in last

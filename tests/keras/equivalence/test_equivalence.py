@@ -10,7 +10,7 @@ from keras import layers, losses, ops
 import gradaccum.keras
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras import check_equivalence, micro_batched
-from tests.keras.problems import ACTIVITY, slow_where_compiled
+from tests.keras.problems import ACTIVITY, compiled_on, slow_where_compiled
 from tests.keras.train_step.test_micro_batched import (
     CLASSES,
     ROWS,
@@ -80,6 +80,7 @@ def test_the_micro_batch_size_is_that_of_micro_batched():
     assert (5, 5, 4, 4, 4) in result.partitions
 
 
+@compiled_on("tensorflow")
 def test_batch_norm_is_named():
     model = compiled(
         keras.Sequential([layers.Dense(8), layers.BatchNormalization(name="bn"), layers.Dense(3, "softmax")])

@@ -9,7 +9,7 @@ from keras import layers, losses
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras.micro_batched import micro_batched
-from tests.keras.problems import slow
+from tests.keras.problems import compiled_on, slow
 from tests.keras.train_step.test_micro_batched import CLASSES, ROWS, WEIGHTS, X, assert_same, classifier
 from tests.reference import relative_error
 
@@ -89,6 +89,7 @@ def test_losses_of_single_rows_with_every_reduction_match_plain_fit(float64, nam
     of_rows(name, reduction, float64)
 
 
+@compiled_on("tensorflow")
 def test_ctc_matches_plain_fit(float64):
     def make():
         return keras.Sequential([layers.Input((6, 2)), layers.Dense(4)])
@@ -127,6 +128,7 @@ def test_sums_within_a_row_match_plain_fit(float64, name, axis, reduction):
     assert_same(segmenter, compiled, PICTURES, SEGMENTS, float64, sample_weight=weights, epochs=1)
 
 
+@compiled_on("tensorflow")
 @pytest.mark.parametrize(("name", "axis"), slow_but(OVER, ("Tversky", (0, 2))))
 def test_sums_over_rows_are_refused(name, axis):
     refused(segmenter(), getattr(losses, name)(axis=axis), PICTURES, SEGMENTS, "with an `axis` that leaves out")

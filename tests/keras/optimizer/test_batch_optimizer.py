@@ -15,6 +15,7 @@ from tests.keras.problems import (
     Batches,
     adam,
     compiled,
+    compiled_on,
     error,
     join,
     network,
@@ -87,6 +88,7 @@ def test_fit_matches_the_desired_batches_for_all_sizes(maximum, desired, train_s
     assert error(model, plain(network(), sgd(), batches, -(-desired // maximum), 2)) <= fit_bound
 
 
+@compiled_on("jax")
 def test_train_size_alone_tells_a_custom_loop(fit_bound):
     batches = micro_batches(4, 18)
     model = network()
@@ -98,6 +100,7 @@ def test_train_size_alone_tells_a_custom_loop(fit_bound):
     assert error(model, plain(network(), sgd(), batches, 3, 2)) <= fit_bound
 
 
+@compiled_on("jax")
 def test_a_model_with_batch_normalization_trains_and_is_named():
     keras.utils.set_random_seed(0)
     layers = [
@@ -141,6 +144,7 @@ def test_the_start_up_line_states_the_effective_size_where_it_differs(caplog):
     ]
 
 
+@compiled_on("jax")
 def test_an_epoch_that_was_interrupted_leaves_the_next_ones_aligned(fit_bound):
     batches = micro_batches(4, 18)
 
@@ -171,6 +175,7 @@ def test_fit_with_another_batch_size_is_an_error(batch_size):
         model.fit(x, y, batch_size=batch_size, verbose=0)
 
 
+@compiled_on("jax")
 def test_data_with_another_batch_size_is_an_error():
     model = network()
     model.compile(optimizer=BatchOptimizer(sgd(), 4, 12, 18, model), loss="mse", jit_compile=BACKEND == "jax")
@@ -187,6 +192,7 @@ def test_rows_other_than_train_size_are_an_error():
         model.fit(x, y, batch_size=4, steps_per_epoch=3, verbose=0)
 
 
+@compiled_on("jax")
 @pytest.mark.parametrize(
     ("train_size", "kind"),
     [*((size, "a dataset") for size in (8, 16, 20, 28)), slow(16, "a generator"), (28, "a generator")],
@@ -200,6 +206,7 @@ def test_another_number_of_rows_is_an_error_whatever_they_come_from(train_size, 
         model.fit(data, shuffle=False, verbose=0)
 
 
+@compiled_on("jax")
 def test_more_rows_than_promised_in_as_many_micro_batches_are_an_error():
     model = network()
     model.compile(optimizer=BatchOptimizer(sgd(), 4, 8, 18, model), loss="mse", jit_compile=False)
@@ -207,6 +214,7 @@ def test_more_rows_than_promised_in_as_many_micro_batches_are_an_error():
         model.fit(Batches(split(regression(20), [4] * 5)), shuffle=False, verbose=0)
 
 
+@compiled_on("jax")
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras has no steps_per_execution on PyTorch.")
 @pytest.mark.parametrize("kind", ["a dataset", slow("a generator")])
 def test_steps_per_execution_that_do_not_divide_the_epoch_match_the_desired_batches(kind, fit_bound):

@@ -12,6 +12,7 @@ from gradaccum.keras.optimizers import BatchOptimizer, Optimizer
 from tests.keras.problems import (
     BACKEND,
     Batches,
+    compiled_on,
     error,
     join,
     network,
@@ -61,6 +62,7 @@ def messages(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "gradaccum"]
 
 
+@compiled_on("jax")
 def test_rows_are_those_of_the_targets_where_the_first_input_is_shared_by_all_rows(fit_bound):
     data = regression(15)
     model, expected = graph(Graph, Optimizer(sgd(), 4)), graph(Graph, sgd())
@@ -71,6 +73,7 @@ def test_rows_are_those_of_the_targets_where_the_first_input_is_shared_by_all_ro
     assert error(model, expected) <= fit_bound
 
 
+@compiled_on("jax")
 def test_a_batch_optimizers_rows_are_those_of_the_targets_too(fit_bound):
     data = regression(15)
     model, expected = graph(Graph, None), graph(Graph, sgd())
@@ -109,6 +112,7 @@ class Second(keras.Model):
         return self.dense(inputs)
 
 
+@compiled_on("jax")
 def test_a_second_wrapped_optimizer_is_named_once(caplog):
     model = Second()
     model.compile(optimizer=Optimizer(sgd(), 2), loss="mse")
@@ -135,6 +139,7 @@ class Crashes(keras.callbacks.Callback):
             raise RuntimeError("boom")
 
 
+@compiled_on("jax")
 @pytest.mark.parametrize("first", [False, slow(True)])
 def test_a_window_that_a_backup_restores_is_discarded_where_its_epoch_begins_anew(first, tmp_path, caplog, fit_bound):
     batches = split(regression(24), [4] * 6)
@@ -234,6 +239,7 @@ def test_a_loss_that_is_no_mean_over_rows_is_named_once(reduction, named, caplog
         assert "gradaccum.keras.micro_batched" in message
 
 
+@compiled_on("jax")
 def test_windows_of_one_micro_batch_have_any_loss(caplog):
     model = network()
     loss = keras.losses.MeanSquaredError(reduction="sum")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gradaccum.keras.optimizers import Optimizer
-from tests.keras.problems import SHAPES, adam, micro_gradients, sgd, slow, train_by_hand, variables_like
+from tests.keras.problems import SHAPES, adam, compiled_on, micro_gradients, sgd, slow, train_by_hand, variables_like
 from tests.reference import relative_error
 
 
@@ -88,6 +88,7 @@ def run(seed, bound):
     assert int(optimizer.iterations) == oracle.updates
 
 
+@compiled_on("tensorflow")
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize(
     "seed", [0, *map(slow, range(1, 4)), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 300))]

@@ -13,6 +13,7 @@ from tests.keras.problems import (
     SHAPES,
     HeavyBall,
     adam,
+    compiled_on,
     error,
     means,
     micro_gradients,
@@ -110,6 +111,7 @@ def test_a_torch_loop_that_calls_backward_matches_the_large_batch(fit_bound):
     assert error(model, plain(network(), sgd(), split((x, y), [4] * 6), 3, 1)) <= fit_bound
 
 
+@compiled_on("jax")
 def test_constraints_apply_once_per_update(fit_bound):
     x, y = regression(32)
     hidden = {"kernel_constraint": keras.constraints.MinMaxNorm(0.9, 1.0, rate=0.5)}
@@ -119,6 +121,7 @@ def test_constraints_apply_once_per_update(fit_bound):
     assert error(model, plain(network(**hidden), sgd(), split((x, y), [4] * 8), 4, 1)) <= fit_bound
 
 
+@compiled_on("jax")
 def test_callbacks_read_and_set_the_learning_rate(fit_bound):
     x, y = regression(32)
     model, expected = network(), network()
@@ -132,6 +135,7 @@ def test_callbacks_read_and_set_the_learning_rate(fit_bound):
     assert keras.ops.convert_to_numpy(model.optimizer.inner_optimizer.learning_rate) == pytest.approx(0.0125)
 
 
+@compiled_on("jax")
 def test_swap_ema_weights_finds_the_average(fit_bound):
     x, y = regression(32)
     make = lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)  # noqa: E731

@@ -12,6 +12,7 @@ from tests.keras.problems import (
     SHAPES,
     HeavyBall,
     adam,
+    compiled_on,
     error,
     means,
     micro_gradients,
@@ -47,6 +48,7 @@ def test_saved_in_the_middle_of_a_window_a_model_continues_exactly(tmp_path):
     assert int(loaded.optimizer.iterations) == 2
 
 
+@compiled_on("jax")
 def test_a_file_continues_in_a_fresh_process(tmp_path, fresh_process):
     batches = split(regression(12), [4] * 3)
     model = trained(Adam(3, 0.01), batches[:2])
@@ -68,6 +70,7 @@ def test_a_file_continues_in_a_fresh_process(tmp_path, fresh_process):
     assert relative_error([weights[name] for name in weights.files], model.get_weights()) <= 1e-6
 
 
+@compiled_on("jax")
 def test_a_plain_optimizers_checkpoint_loads(tmp_path):
     batches = split(regression(24), [4] * 6)
     model = trained(adam(), batches[:2])
@@ -170,6 +173,7 @@ def test_a_registered_callable_is_written_to_a_config():
     assert copy.schedule == optimizer.schedule
 
 
+@compiled_on("jax")
 def test_a_schedule_from_the_callback_survives_a_file_in_the_middle_of_a_window(tmp_path):
     batches = split(regression(20), [4] * 5)
 
@@ -189,6 +193,7 @@ def test_a_schedule_from_the_callback_survives_a_file_in_the_middle_of_a_window(
     assert error(loaded, plain(network(), sgd(), [*batches[:2], *batches[2:4], batches[4]], 2, 1)) <= 1e-6
 
 
+@compiled_on("jax")
 def test_a_batch_optimizers_model_is_loaded_in_the_middle_of_a_window(tmp_path, fit_bound):
     batches = split(regression(18), [4, 4, 4, 4, 2])
     model = network()

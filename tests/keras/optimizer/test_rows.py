@@ -15,6 +15,7 @@ from tests.keras.problems import (
     Batches,
     adam,
     compiled,
+    compiled_on,
     error,
     join,
     micro_gradients,
@@ -39,6 +40,7 @@ def compiled_with(optimizer):
     return model
 
 
+@compiled_on("jax")
 @pytest.mark.parametrize("make", [sgd, slow(adam)])
 def test_a_window_that_train_on_batch_opened_is_closed_by_fit_with_the_callback(make, caplog, fit_bound):
     batches = split(regression(28), [4] * 7)
@@ -55,6 +57,7 @@ def test_a_window_that_train_on_batch_opened_is_closed_by_fit_with_the_callback(
     ]
 
 
+@compiled_on("jax")
 def test_a_window_whose_rows_are_known_too_late_is_inexact_and_named_or_flushed_and_exact(caplog, fit_bound):
     batches = split(regression(14), [4, 4, 2, 4])
     for flush, expected in ((False, [batches]), (True, [batches[:2], batches[2:]])):
@@ -105,6 +108,7 @@ def test_a_window_in_which_fit_was_interrupted_is_discarded_by_the_next_one_and_
     ]
 
 
+@compiled_on("jax")
 @pytest.mark.parametrize("make", [sgd, pytest.param(adam, marks=pytest.mark.slow)])
 def test_a_window_that_fit_with_the_callback_opened_is_closed_without_it(make, tmp_path, caplog, fit_bound):
     batches = split(regression(24), [4] * 6)
@@ -143,6 +147,7 @@ def test_rows_that_become_known_and_unknown_inside_one_window(bound):
     assert relative_error(variables, expected) <= bound
 
 
+@compiled_on("jax")
 @pytest.mark.parametrize("make", [sgd, pytest.param(adam, marks=pytest.mark.slow)])
 def test_large_batches_in_micro_batches_are_weighed_by_their_rows_too(make, fit_bound):
     batches = split(regression(32), [6, 6, 4, 6, 6, 4])
@@ -154,6 +159,7 @@ def test_large_batches_in_micro_batches_are_weighed_by_their_rows_too(make, fit_
     assert error(model, plain(network(), make(), batches[:3], 3, 2)) <= fit_bound
 
 
+@compiled_on("jax")
 def test_a_train_step_that_is_replaced_after_the_callback_began_is_an_error():
     model = compiled_with(Optimizer(sgd(), 2))
 
@@ -166,6 +172,7 @@ def test_a_train_step_that_is_replaced_after_the_callback_began_is_an_error():
         model.fit(*regression(8), batch_size=4, verbose=0, callbacks=[GradientAccumulation(), Replaces()])
 
 
+@compiled_on("jax")
 @pytest.mark.parametrize("bad", [[0, 3], pytest.param([0, 1, 4], marks=pytest.mark.slow)])
 def test_a_loss_scale_outside_drops_micro_batches_and_keeps_windows_where_they_were(bad, fit_bound):
     batches = split(regression(28), [4] * 7)
@@ -180,6 +187,7 @@ def test_a_loss_scale_outside_drops_micro_batches_and_keeps_windows_where_they_w
     assert error(model, expected) <= fit_bound
 
 
+@compiled_on("jax")
 @pytest.mark.parametrize("name", [None, slow("conv1_bn"), "plain"])
 def test_batch_normalization_is_named(name):
     keras.utils.set_random_seed(0)
@@ -194,6 +202,7 @@ def test_batch_normalization_is_named(name):
     model.fit(*regression(8), batch_size=4, verbose=0, callbacks=[GradientAccumulation()])
 
 
+@compiled_on("jax")
 def test_layer_normalization_is_not_named():
     model = keras.Sequential([keras.Input((5,)), keras.layers.LayerNormalization(), keras.layers.Dense(3)])
     model.compile(optimizer=Optimizer(sgd(), 2), loss="mse", jit_compile=False)

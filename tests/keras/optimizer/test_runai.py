@@ -5,7 +5,7 @@ import pytest
 
 import gradaccum
 import runai.ga.keras
-from tests.keras.problems import adam, error, network, plain, regression, split, variables_like
+from tests.keras.problems import adam, compiled_on, error, network, plain, regression, split, variables_like
 
 
 def test_the_guides_lines(capsys, fit_bound):
@@ -42,6 +42,7 @@ def test_named_optimizers_with_steps_positional_or_not(capsys):
     assert {"Adam", "SGD", "RMSprop"} <= set(dir(runai.ga.keras.optimizers))
 
 
+@compiled_on("jax")
 def test_a_model_is_saved_in_the_middle_of_a_window(tmp_path, capsys):
     x, y = regression(12)
     model = network()

@@ -15,6 +15,7 @@ from tests.keras.problems import (
     Batches,
     adam,
     compiled,
+    compiled_on,
     error,
     join,
     network,
@@ -54,6 +55,7 @@ def scheduled(micro_batches, steps_of_epochs):
     return model
 
 
+@compiled_on("jax")
 @pytest.mark.parametrize("where", ["callback", "optimizer"])
 def test_a_schedule_of_epochs(where, fit_bound):
     micro_batches = split(regression(40), [4] * 10)
@@ -171,6 +173,7 @@ def test_validation_and_callbacks_see_the_finished_epoch():
     assert open_windows == [0] * 4
 
 
+@compiled_on("jax")
 def test_validation_in_the_middle_leaves_the_window_open(fit_bound):
     micro_batches = split(regression(20), [4] * 5)
 
@@ -205,6 +208,7 @@ def test_more_steps_than_batches_makes_one_update_per_epoch_and_says_so(caplog, 
     ]
 
 
+@compiled_on("jax")
 def test_without_the_callback_windows_run_on_and_the_end_is_flushed_with_one_line(caplog, fit_bound):
     x, y = regression(20)
     micro_batches = split((x, y), [4] * 5)
@@ -229,6 +233,7 @@ def test_the_model_is_left_as_it_was_found():
     assert not model.optimizer.window.driven
 
 
+@compiled_on("jax")
 def test_a_fit_after_one_that_failed_counts_rows_once(fit_bound):
     micro_batches = split(regression(10), [4, 4, 2])
 
@@ -296,6 +301,7 @@ def test_the_callbacks_steps_are_checked(steps):
         GradientAccumulation(steps)
 
 
+@compiled_on("jax")
 def test_an_error_in_training_is_not_hidden():
     model, (x, y) = network(), regression(8)
     model.compile(optimizer=Optimizer(keras.optimizers.SGD(0.1, use_ema=True), 2), loss="mse")
@@ -308,6 +314,7 @@ def test_an_error_in_training_is_not_hidden():
         model.fit(x, y, batch_size=4, verbose=0, callbacks=[Fails(), GradientAccumulation()])
 
 
+@compiled_on("jax")
 def test_rows_are_found_in_any_structure_of_inputs(fit_bound):
     x, y = regression(10)
 

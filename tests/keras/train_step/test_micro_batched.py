@@ -8,7 +8,7 @@ import pytest
 from keras import layers, losses, ops
 
 from gradaccum.keras.micro_batched import micro_batched
-from tests.keras.problems import ACTIVITY, slow
+from tests.keras.problems import ACTIVITY, compiled_on, slow
 from tests.reference import relative_error
 
 BACKEND = keras.backend.backend()
@@ -97,6 +97,7 @@ def test_any_micro_batch_size_matches_plain_fit(float64, micro_batch_size):
     assert_same(classifier, crossentropy, X, CLASSES, float64, micro_batch_size)
 
 
+@compiled_on("tensorflow")
 @pytest.mark.parametrize(
     ("weights", "reduction"),
     [
@@ -125,6 +126,7 @@ def test_every_reduction_matches_plain_fit_with_any_weights(float64, reduction, 
     assert_same(classifier, compiled, X, CLASSES, float64, **fit[weights])
 
 
+@compiled_on("tensorflow")
 def test_micro_batches_whose_weights_are_zero_or_cancel_match_plain_fit(float64):
     weights = WEIGHTS.copy()
     weights[:MICRO] = 0
@@ -148,6 +150,7 @@ def tagger(mask=True, **kwargs):
     return keras.Model(inputs, layers.Dense(3, activation="softmax", **kwargs)(hidden))
 
 
+@compiled_on("tensorflow")
 @pytest.mark.parametrize(
     ("weighted", "reduction"),
     [
@@ -168,17 +171,20 @@ def test_masks_that_only_the_forward_pass_knows_match_plain_fit(float64, weighte
     assert_same(tagger, compiled, TOKENS, TAGS, float64, sample_weight=weights)
 
 
+@compiled_on("tensorflow")
 def test_masks_beside_other_terms_of_the_loss_match_plain_fit(float64):
     make = lambda: tagger(kernel_regularizer="l2", activity_regularizer=ACTIVITY)  # noqa: E731
     assert_same(make, crossentropy, TOKENS, TAGS, float64)
 
 
+@compiled_on("tensorflow")
 def test_weights_beside_a_term_that_only_the_forward_pass_adds_match_plain_fit(float64):
     make = lambda: classifier(activity_regularizer=ACTIVITY)  # noqa: E731
     compiled = lambda: crossentropy(reduction="mean_with_sample_weight")  # noqa: E731
     assert_same(make, compiled, X, CLASSES, float64, in_logs=IN_FLOAT32, sample_weight=WEIGHTS)
 
 
+@compiled_on("tensorflow")
 @pytest.mark.parametrize("last", [layers.GlobalAveragePooling1D, slow(lambda: layers.LSTM(4))])
 def test_masks_that_end_inside_the_model_match_plain_fit(float64, last):
     def make():
@@ -188,6 +194,7 @@ def test_masks_that_end_inside_the_model_match_plain_fit(float64, last):
     assert_same(make, adam, TOKENS, CLASSES, float64, epochs=1)
 
 
+@compiled_on("tensorflow")
 def test_a_masking_layer_matches_plain_fit(float64):
     def make():
         return keras.Sequential(
@@ -198,6 +205,7 @@ def test_a_masking_layer_matches_plain_fit(float64):
     assert_same(make, crossentropy, x, TAGS, float64, epochs=1)
 
 
+@compiled_on("tensorflow")
 def test_ignored_classes_match_plain_fit(float64):
     y = np.where(TOKENS == 0, -1, TAGS)
     y[:4] = -1  # a whole micro-batch
@@ -273,10 +281,12 @@ class Subclassed(keras.Model):
         return self.out(hidden)
 
 
+@compiled_on("tensorflow")
 def test_an_unbuilt_subclassed_model_with_added_losses_matches_plain_fit(float64):
     assert_same(Subclassed, crossentropy, X, CLASSES, float64, in_logs=IN_FLOAT32)
 
 
+@compiled_on("tensorflow")
 def test_regularisers_count_once(float64):
     make = lambda: classifier(kernel_regularizer="l2", bias_regularizer="l1", activity_regularizer=ACTIVITY)  # noqa: E731
     # On JAX Keras divides a tanh's activity regulariser by its rows in float32, where only powers of two are exact.
@@ -297,6 +307,7 @@ class OwnLoss(keras.Model):
         return {**logs, "largest": ops.max(y_pred)}
 
 
+@compiled_on("tensorflow")
 def test_overridden_compute_loss_and_compute_metrics_match_plain_fit(float64):
     def make():
         inputs = layers.Input((5,))

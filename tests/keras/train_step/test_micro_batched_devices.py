@@ -11,7 +11,7 @@ import pytest
 from keras import losses
 
 from gradaccum.keras.micro_batched import micro_batched
-from tests.keras.problems import BACKEND, slow
+from tests.keras.problems import BACKEND, compiled_on, slow
 from tests.keras.train_step.test_micro_batched import (
     TAGS,
     TOKENS,
@@ -73,6 +73,7 @@ def crossentropy(**kwargs):
 several_devices = pytest.mark.skipif(BACKEND == "torch", reason="Keras has no distribution on PyTorch")
 
 
+@compiled_on("jax")
 @several_devices
 @pytest.mark.parametrize("size", [slow(1), slow(3), "auto"])
 def test_two_devices_match_plain_fit_on_them(fit_bound, size):
@@ -88,6 +89,7 @@ def test_masks_and_weights_on_two_devices_match_plain_fit(fit_bound, reduction):
     assert error <= 10 * fit_bound
 
 
+@compiled_on("jax")
 @several_devices
 def test_several_outputs_on_two_devices_match_plain_fit(fit_bound):
     x, y = ({name: array[:ROWS] for name, array in some.items()} for some in (TWO_INPUTS, TWO_TARGETS))

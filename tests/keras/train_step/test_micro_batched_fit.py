@@ -11,7 +11,7 @@ from keras import layers, losses, ops
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras.micro_batched import micro_batched
-from tests.keras.problems import slow
+from tests.keras.problems import compiled_on, slow
 from tests.keras.train_step.test_micro_batched import (
     BACKEND,
     BATCH,
@@ -56,6 +56,7 @@ def test_every_source_of_batches_matches_plain_fit(float64, source):
     assert_same(classifier, lambda: crossentropy(reduction="mean_with_sample_weight"), source, tolerance=float64, **fit)
 
 
+@compiled_on("tensorflow")
 @pytest.mark.parametrize("validation", [{"validation_data": (X, CLASSES)}, slow({"validation_split": 0.3})], ids=list)
 def test_validation_data_and_split_match_plain_fit(float64, validation):
     assert_same(classifier, crossentropy, X, CLASSES, float64, epochs=1, **validation)
@@ -78,6 +79,7 @@ def test_steps_per_execution_matches_plain_fit(float64):
     assert_same(classifier, lambda: {**crossentropy(), "steps_per_execution": 2}, X, CLASSES, float64, eager=False)
 
 
+@compiled_on("tensorflow")
 def test_run_eagerly_matches_plain_fit(float64):
     # On JAX the loop is compiled even so; what Keras computes in float32 there is rounded otherwise one by one.
     compiled = lambda: {"loss": "mse", "metrics": ["mae"], "run_eagerly": True}  # noqa: E731
@@ -147,6 +149,7 @@ def test_random_layers_draw_per_micro_batch_and_are_reproducible():
         assert int(state[1]) == 4  # one draw per micro-batch
 
 
+@compiled_on("tensorflow")
 def test_metrics_that_are_no_sums_over_rows_match_plain_fit(float64):
     def largest(y_true, y_pred):
         return ops.max(y_pred)  # a scalar that looks across rows
@@ -155,6 +158,7 @@ def test_metrics_that_are_no_sums_over_rows_match_plain_fit(float64):
     assert_same(classifier, compiled, X, CLASSES, float64)
 
 
+@compiled_on("tensorflow")
 def test_metrics_of_outputs_larger_than_the_batch_are_streamed(float64):
     def make():
         return keras.Sequential([layers.Input((5,)), layers.Dense(40, activation="softmax")])
@@ -241,6 +245,7 @@ def test_the_model_saves_loads_and_clones_as_what_it_came_from(tmp_path):
     assert relative_error([plain.predict(X, verbose=0)], [ours.predict(X, verbose=0)]) == 0
 
 
+@compiled_on("tensorflow")
 def test_compiling_again_takes_the_new_loss(float64):
     def train(size):
         keras.utils.set_random_seed(1)
@@ -253,6 +258,7 @@ def test_compiling_again_takes_the_new_loss(float64):
     assert relative_error(train(MICRO), train(None)) <= float64
 
 
+@compiled_on("tensorflow")
 def test_auto_picks_a_size_and_matches_plain_fit(float64, caplog):
     with caplog.at_level("INFO", logger="gradaccum"):
         assert_same(classifier, crossentropy, X, CLASSES, float64, "auto", batch_size=11, epochs=1)
@@ -283,6 +289,7 @@ def test_other_bad_arguments_are_refused():
         micro_batched(OwnStep(), 4)
 
 
+@compiled_on("tensorflow")
 def test_after_a_refused_loss_the_model_trains_with_another():
     model = micro_batched(keras.Sequential([layers.Input((5,)), layers.Dense(3, activation="sigmoid")]), MICRO)
     model.compile(optimizer=keras.optimizers.SGD(0.1, use_ema=True), loss=losses.Dice())

@@ -13,7 +13,7 @@ from gradaccum.errors import NotEquivalentError
 from gradaccum.keras.micro_batched import micro_batched
 from gradaccum.keras.train_step.data import Sorts, few_rows
 from gradaccum.keras.train_step.proof import Proof, ragged_size
-from tests.keras.problems import ACTIVITY, BACKEND, Batches
+from tests.keras.problems import ACTIVITY, BACKEND, Batches, compiled_on
 from tests.reference import relative_error
 
 ROWS = 24
@@ -229,6 +229,7 @@ def harmless(heavy):
     return keras.Model(inputs, layers.Dense(3, activity_regularizer=ACTIVITY)(hidden))
 
 
+@compiled_on("tensorflow")
 @pytest.mark.parametrize("heavy", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_randomness_masks_and_regularisers_are_no_difference_and_nothing_is_touched(heavy):
     tokens = random.integers(1, 7, (ROWS, 6))
@@ -337,6 +338,7 @@ LATER_DATA = {
 }
 
 
+@compiled_on("tensorflow")
 @pytest.mark.parametrize("name", LATER_DATA if BACKEND == "torch" else some_slow(LATER_DATA, {"a mark"}))
 def test_rows_of_a_new_sort_are_proved_before_they_are_trained_on(name):
     loss, first, then = LATER_DATA[name]
@@ -379,6 +381,7 @@ def test_targets_that_grow_for_ever_are_proved_ever_more_rarely():
     assert times < 120
 
 
+@compiled_on("jax")
 def test_a_model_that_has_converged_is_not_refused():
     """Its gradients are rounding, whole and in micro-batches another one."""
     y = X @ np.ones((5, 3), "float32")
