@@ -1,6 +1,7 @@
 """Tiny models built from configs, ragged rows for them, and runs of a Trainer on both."""
 
 import copy
+import dataclasses
 
 import torch
 import transformers
@@ -22,12 +23,20 @@ def _llama_sizes():
     return sizes | {"max_position_embeddings": 32}
 
 
+def mixtral(**more):
+    config = _config(transformers.MixtralConfig, num_local_experts=4, num_key_value_heads=1, **_llama_sizes(), **more)
+    made = transformers.MixtralForCausalLM(config)
+    made.set_experts_implementation("eager")  # the others multiply no float64
+    return made
+
+
 MODELS = {
     "BERT, a label for each text": lambda: _bert(transformers.BertForSequenceClassification, num_labels=3),
     "BERT, a number for each text": lambda: _bert(transformers.BertForSequenceClassification, num_labels=1),
     "BERT, a label for each token": lambda: _bert(transformers.BertForTokenClassification, num_labels=3),
     "BERT, masked tokens": lambda: _bert(transformers.BertForMaskedLM),
     "Llama": lambda: transformers.LlamaForCausalLM(_config(transformers.LlamaConfig, **_llama_sizes())),
+    "Mixtral": lambda: mixtral(),
     "GPT-2": lambda: transformers.GPT2LMHeadModel(
         _config(transformers.GPT2Config, n_positions=32, n_embd=16, n_layer=1, n_head=2)
     ),
@@ -78,7 +87,7 @@ def rows(kind, number=24, seed=1):
             row["labels"] = some(VOCABULARY, int(some(9, 1)))
         else:
             labels = some(3 if "token" in kind and "masked" not in kind else VOCABULARY, length, least=0)
-            if kind in ("Llama", "GPT-2"):
+            if kind in ("Llama", "Mixtral", "GPT-2"):
                 labels = row["input_ids"].clone()
             keep = torch.rand(length, generator=generator) < 0.7
             keep[1] = True
@@ -119,7 +128,17 @@ def arguments(folder, **more):
         "per_device_train_batch_size": 10, "num_train_epochs": 1, "seed": 3, "logging_steps": 1, "save_strategy": "no",
         "use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False,
     }  # fmt: skip
-    return transformers.TrainingArguments(str(folder), **(defaults | more))
+    return transformers.TrainingArguments(str(folder), **_as_named_here(defaults | more))
+
+
+def _as_named_here(settings):
+    """Settings by the names that they have in this version of transformers."""
+    known, named = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}, dict(settings)
+    if "activation_checkpointing" not in known and "activation_checkpointing" in named:  # as in 5.5
+        named["gradient_checkpointing"] = named.pop("activation_checkpointing")
+    if "train_sampling_strategy" not in known and "train_sampling_strategy" in named:  # as in 5.0
+        named["group_by_length"] = named.pop("train_sampling_strategy") == "group_by_length"
+    return named
 
 
 def train(cls, model, data, folder, *, micro=None, resume=None, trainer=None, **more):
@@ -133,6 +152,8 @@ def train(cls, model, data, folder, *, micro=None, resume=None, trainer=None, **
     trainer = {"data_collator": collate} | trainer
     run = cls(trained, arguments(folder, **more), train_dataset=data, **trainer, **(micro or {}))
     run.remove_callback(transformers.PrinterCallback)
+    if more.get("train_sampling_strategy") == "sequential":  # also where there is no such setting
+        run._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(data)
     run.train(resume_from_checkpoint=resume)
     return run
 

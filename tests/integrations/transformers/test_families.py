@@ -38,7 +38,9 @@ def assert_large_batchs(kind, folder, cls=MicroBatchTrainer, **micro):
     return found
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "GPT-2" else kind for kind in MODELS]
+)
 def test_a_trainers_updates_are_the_large_batchs(kind, folder):
     assert_large_batchs(kind, folder, micro_batch_size=4)
 

@@ -38,6 +38,10 @@ def mean_over_the_texts(outputs, labels, num_items_in_batch=None):
     return tokens(outputs, labels)[0].sum(1).mean()
 
 
+def mean_over_labels_but_the_first(outputs, labels, num_items_in_batch=None):
+    return nn.functional.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
 class Tokenwise(nn.Module):
     """Logits of each token, by two layers: for what is about the loss alone. A cause is looked for in every module."""
 
@@ -59,12 +63,25 @@ def assert_same(
     return found
 
 
+BY_ROWS, BY_TOKENS = {"micro_batch_size": 4}, {"max_tokens": 36}
+
+
 @pytest.mark.parametrize(
-    "function",
-    [ignores_the_count, divides_by_the_count, mean_of_each_texts_mean, mean_over_the_texts],
-    ids=lambda function: function.__name__,
+    ("function", "micro"),
+    [
+        (mean_of_each_texts_mean, BY_ROWS),
+        (mean_of_each_texts_mean, BY_TOKENS),
+        (divides_by_the_count, BY_ROWS),
+        (mean_over_labels_but_the_first, BY_TOKENS),
+        pytest.param(ignores_the_count, BY_ROWS, marks=pytest.mark.slow),
+        pytest.param(ignores_the_count, BY_TOKENS, marks=pytest.mark.slow),
+        pytest.param(divides_by_the_count, BY_TOKENS, marks=pytest.mark.slow),
+        (mean_over_the_texts, BY_ROWS),
+        pytest.param(mean_over_the_texts, BY_TOKENS, marks=pytest.mark.slow),
+        pytest.param(mean_over_labels_but_the_first, BY_ROWS, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
-@pytest.mark.parametrize("micro", [{"micro_batch_size": 4}, {"max_tokens": 36}], ids=str)
 def test_what_a_compute_loss_func_is_a_mean_over_is_found_out(function, micro, tmp_path):
     assert_same(TOKENS, tmp_path, micro=micro, trainer={"compute_loss_func": function})
 

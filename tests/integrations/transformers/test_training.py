@@ -48,7 +48,10 @@ def both(kind, folder, micro=MICRO, trainer=None, double=True, **more):
 def test_the_trainers_own_settings_act_on_the_large_batchs_gradient(more, tmp_path):
     start, expected, found = both(KIND, tmp_path, **more)
     assert relative_error(updates(found, start), updates(expected, start)) <= FLOAT64
-    names = "loss", "grad_norm", "learning_rate", "epoch"
+    names = ["loss", "grad_norm", "learning_rate", "epoch"]
+    if "grad_norm" not in expected.state.log_history[0]:  # as in transformers 5.0, where nothing is clipped
+        assert more["max_grad_norm"] == 0
+        names.remove("grad_norm")
     assert relative_error([torch.tensor(logs(found, *names))], [torch.tensor(logs(expected, *names))]) <= 1e-6
 
 

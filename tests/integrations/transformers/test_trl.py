@@ -113,7 +113,7 @@ def test_dpo_keeps_the_pairs_of_a_micro_batch_together(more, tmp_path):
     data = texts("prompt", "chosen", "rejected")
 
     def reference():
-        return {} if "precompute_ref_log_probs" in more else {"ref_model": llama()}
+        return {"ref_model": llama()}
 
     seen = []
 

@@ -92,9 +92,17 @@ class Denominator:
     def _refuted(self, batch: Batch) -> list[str]:
         weights = {name: self._of_each_row(name, batch) for name in self.left}
         known = {name: weight for name, weight in weights.items() if weight is not None}
-        pair = _telling_pair(list(known.values()))
-        if pair is None:
-            return []
+        refuted: list[str] = []
+        # Two rows that tell rows from labels may agree about labels and those shifted by one: the next two do not.
+        while (pair := _telling_pair(list(known.values()))) is not None:
+            wrong = self._refuted_by(pair, known, batch)
+            if not wrong or len(wrong) == len(known):
+                break
+            refuted += wrong
+            known = {name: weight for name, weight in known.items() if name not in wrong}
+        return refuted
+
+    def _refuted_by(self, pair: tuple[int, int], weights: dict[str, Tensor], batch: Batch) -> list[str]:
         one, other, both = (batch.take(torch.tensor(rows)) for rows in ([pair[0]], [pair[1]], list(pair)))
         try:
             with _evaluating(self._trainer.model, self._trainer.args.device):
@@ -103,7 +111,7 @@ class Denominator:
         except Exception as error:
             logger.debug("The loss could not be evaluated on two rows: %s", error)
             return []
-        errors = {name: _residual(whole, parts, weight[list(pair)]) for name, weight in known.items()}
+        errors = {name: _residual(whole, parts, weight[list(pair)]) for name, weight in weights.items()}
         best, size = min(errors.values()), float(whole.norm())
         # Far from the best, and from what rounding makes.
         return [name for name, error in errors.items() if not error <= 4 * best + 1e-5 * size]
