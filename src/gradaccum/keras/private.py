@@ -34,6 +34,7 @@ __all__ = [
     "loss_tracker",
     "metric_function",
     "missing",
+    "outside_of_scopes",
     "own_trainable_variables",
     "put_value",
     "random_functions",
@@ -50,6 +51,7 @@ __all__ = [
     "surroundings_of_call",
     "takes_training",
     "torch_device",
+    "training_of_call",
     "uncast_values",
     "unscale_loss_for_distribution",
 ]
@@ -176,6 +178,17 @@ def surroundings_of_call() -> dict[str, Any]:
     return {name: state.get_global_attribute(name) for name in ("current_call_ctx", "autocast_scope")}
 
 
+def training_of_call() -> Any:
+    """Whether the call of a layer that runs is one in training, as the layers around it were told."""
+    context = surroundings_of_call()["current_call_ctx"]
+    return getattr(context, "training", None)
+
+
+def outside_of_scopes() -> Any:
+    """While this is open, variables hold their own values and may be assigned, and a batch is on one device."""
+    return surroundings({"stateless_scope": None, "symbolic_scope": None, "distribution": None})
+
+
 def is_symbolic() -> bool:
     """Whether a layer is called for the shapes of its outputs alone."""
     return _module("keras.src.backend.common.global_state").get_global_attribute("symbolic_scope") is not None
@@ -229,7 +242,7 @@ def build_symbolically(model: Any, data: Any) -> None:
 
 def compiled_losses(model: Any) -> Any:
     """The losses that a model was compiled with, one callable; or None."""
-    return model._compile_loss
+    return getattr(model, "_compile_loss", None)  # a layer has none
 
 
 def compiled_metrics(model: Any) -> Any:

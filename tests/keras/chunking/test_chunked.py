@@ -10,7 +10,8 @@ import pytest
 from keras import layers, ops
 
 import gradaccum
-from gradaccum.keras import chunked, micro_batched
+from gradaccum.keras import chunked as proving
+from gradaccum.keras import micro_batched
 from gradaccum.keras.loss import value_and_gradients
 from tests.keras.problems import slow
 from tests.reference import relative_error
@@ -18,6 +19,9 @@ from tests.reference import relative_error
 BACKEND = keras.backend.backend()
 ROWS, BATCH, MICRO = 22, 11, 4
 """Two batches of one shape, compiled once; micro-batches of 4, 4 and 3 rows."""
+
+chunked = functools.partial(proving, verify=False)
+"""What it proves is test_chunked_errors.py's: it costs another program."""
 
 random = np.random.default_rng(0)
 X = random.normal(size=(ROWS, 5))
@@ -72,7 +76,7 @@ WAYS = {"torch": [{}], "jax": [{}, slow({"jit_compile": False})]}.get(
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_contrastive_loss_in_fit_makes_the_large_batchs_updates(float64, way):
-    model = towers(wrap=lambda tower: chunked(tower, MICRO))
+    model = towers(wrap=lambda tower: proving(tower, MICRO))
     weights, losses = fitted(model, **way)
     assert relative_error(weights, expected()[0]) <= float64
     assert relative_error(losses, expected()[1]) <= float64
@@ -309,3 +313,22 @@ def test_modules_of_pytorch_inside_get_their_gradients():
 
     expected = gradients_of(layer)
     assert relative_error(gradients_of(chunked(layer, MICRO)), expected) <= 1e-12
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="gradients of gradients go through loops elsewhere")
+def test_second_derivatives_are_the_large_batchs(float64):
+    import torch
+
+    def penalty(wrap):
+        keras.utils.set_random_seed(0)
+        layer = wrap(keras.Sequential([layers.Input((5,)), layers.Dense(7, activation="tanh"), layers.Dense(3)]))
+        x = torch.tensor(X, requires_grad=True)
+        outputs = layer(x)
+        (slope,) = torch.autograd.grad((outputs @ outputs.T).logsumexp((0, 1)), x, create_graph=True)
+        weights = [variable.value for variable in layer.trainable_variables]
+        found = torch.autograd.grad(slope.square().sum(), [x, *weights], allow_unused=True)
+        return [torch.zeros(()) if one is None else one for one in found]
+
+    expected = penalty(lambda layer: layer)
+    for keep in (0, 2):
+        assert relative_error(penalty(lambda layer, keep=keep: chunked(layer, MICRO, keep=keep)), expected) <= float64

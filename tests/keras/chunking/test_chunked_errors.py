@@ -10,6 +10,7 @@ from keras import layers, ops
 from gradaccum import NotEquivalentError
 from gradaccum.keras import chunked
 from tests.keras.chunking.test_chunked import BACKEND, MICRO, Dropping, X
+from tests.keras.problems import slow, slow_where_compiled
 
 x = X.astype("float32")
 
@@ -40,6 +41,17 @@ class Products(layers.Layer):
         return ops.matmul(x, ops.transpose(x))
 
 
+class Same(layers.Layer):
+    """Gives so many rows, which may happen to be those of a micro-batch."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows = rows
+
+    def call(self, x):
+        return ops.zeros((self.rows, 5), x.dtype) + ops.sum(x)
+
+
 class Adds(layers.Layer):
     def call(self, x):
         self.add_loss(ops.mean(x))
@@ -60,12 +72,14 @@ class Assigns(layers.Layer):
     [
         (Mean, "must give a row for each row of its inputs.*(5,)"),
         (Products, "look across the rows"),
+        (lambda: Same(3), r"row for each row of its inputs.*\(3, 5\) for a micro-batch of [24] rows"),
+        (lambda: Same(4), r"row for each row of its inputs.*\(4, 5\) for a micro-batch of [35] rows"),
         (Adds, "adds losses in its forward pass"),
         (lambda: keras.Sequential([layers.Dense(3, activity_regularizer="l2", name="loud")]), "'loud'"),
         (Assigns, "assigns trainable variables.*scale"),
         (lambda: layers.SpectralNormalization(layers.Dense(3)), "assigns trainable variables.*kernel"),
     ],
-    ids=["mean", "products", "add_loss", "regularizer", "assigns", "spectral"],
+    ids=["mean", "products", "three", "four", "add_loss", "regularizer", "assigns", "spectral"],
 )
 def test_layers_that_no_micro_batches_can_stand_for_are_refused(layer, message):
     layer = layer()
@@ -104,6 +118,132 @@ def test_random_numbers_of_tensorflows_own_are_refused():
         chunked(Noise(), MICRO)(x[:11])
 
 
+class Shared(layers.Layer):
+    """Divides by the rows of what it sees, or takes their mean off: only numbers tell."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def call(self, x, training=None):
+        if self.kind == "evaluation" and training:
+            return x
+        return x / ops.cast(ops.shape(x)[0], x.dtype) if self.kind == "count" else x - ops.mean(x, 0, keepdims=True)
+
+
+def in_fit(layer, **options):
+    """One update by `fit` around a chunked layer."""
+    inputs = layers.Input((5,))
+    model = keras.Model(inputs, layers.Dense(2)(chunked(layer, MICRO, **options)(inputs)))
+    model.compile("sgd", "mse")
+    model.fit(x[:11], np.zeros((11, 2)), batch_size=11, verbose=0)
+    return model
+
+
+@pytest.mark.parametrize("kind", [slow("count"), "mean"])
+def test_the_first_call_proves_itself_in_fit(kind):
+    message = "(?s)The chunked Shared .* other outputs or gradients .*`call` of Shared itself mixes rows"
+    with pytest.raises(NotEquivalentError, match=message):
+        in_fit(Shared(kind))
+
+
+def test_the_first_call_proves_itself_on_its_own_rows():
+    with pytest.raises(NotEquivalentError, match="(?s)6 rows other.*'attend' is a Softmax in which"):
+        chunked(keras.Sequential([layers.Softmax(axis=0, name="attend")]), MICRO)(x)
+    layer = chunked(Shared("evaluation"), MICRO)
+    layer(x, training=True)
+    with pytest.raises(NotEquivalentError, match="Shared"):
+        layer(x, training=False)
+    chunked(Shared("mean"), MICRO, verify=False)(x)
+
+
+@slow_where_compiled
+def test_a_proof_moves_nothing_and_is_made_once():
+    layer = chunked(
+        keras.Sequential([layers.Input((5,)), Dropping(), layers.BatchNormalization()]), MICRO, batch_norm="pooled"
+    )
+    seeds = [v for v in layer.variables if "seed" in v.path]
+    layer(x, training=True)
+    once = [ops.convert_to_numpy(v) for v in seeds]
+    layer(x, training=True)
+    steps = [ops.convert_to_numpy(v) - before for v, before in zip(seeds, once)]
+    start = keras.random.SeedGenerator(1)
+    assert [list(before - ops.convert_to_numpy(start.state)) for before in once] == [list(step) for step in steps]
+
+
+class Largest(layers.Layer):
+    def build(self, shape):
+        self.most = self.add_weight(shape=(), initializer="zeros", trainable=False, name="most")
+
+    def call(self, x):
+        self.most.assign(ops.maximum(self.most, ops.max(x)))
+        return x
+
+
+@slow_where_compiled
+def test_variables_that_are_no_means_over_rows_are_named():
+    with pytest.warns(UserWarning, match="These variables of the chunked Largest.*'largest.*/most'"):
+        chunked(Largest(), MICRO)(np.arange(55, dtype="float32").reshape(11, 5))
+
+
+class Balanced(layers.Layer):
+    def call(self, x):
+        vars(self)["balance"] = ops.mean(x)
+        return x
+
+
+@slow_where_compiled
+def test_tensors_that_are_left_in_attributes_are_named():
+    with pytest.warns(UserWarning, match="The chunked Balanced .*attributes .*balance.*last one's alone"):
+        chunked(Balanced(), MICRO)(x)
+
+
+class Scaled(layers.Layer):
+    def call(self, x):
+        return x * self.found[0]
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="there it gets its gradient")
+def test_tensors_from_outside_that_need_gradients_are_refused():
+    class Around(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.scale = self.add_weight(shape=(5,), initializer="ones", name="scale")
+            self.inside = chunked(Scaled(), MICRO)
+
+        def call(self, x):
+            vars(self.inside)["found"] = (ops.tanh(self.scale),)
+            return self.inside(x)
+
+    model = Around()
+    model.compile("sgd", "mse")
+    with pytest.raises(
+        ValueError, match=r"The chunked Scaled .* neither its inputs nor its variables, of shape \(5,\)"
+    ):
+        model.fit(x[:11], x[:11], batch_size=11, verbose=0)
+
+
+@slow_where_compiled
+def test_what_cannot_be_proven_is_said_once():
+    class Eleven(layers.Layer):
+        def call(self, x):
+            if x.shape[0] not in (None, 3, 4, 11):
+                raise ValueError("so many rows?")
+            return x
+
+    layer = chunked(Eleven(), MICRO)
+    with pytest.warns(UserWarning, match=r"could not be proven.*so many rows\?.*verify"):
+        layer(x[:11])
+    layer(x[:11])
+
+
+@slow_where_compiled
+def test_verify_takes_layers_that_are_no_models():
+    with pytest.raises(NotEquivalentError, match="`call` of Shared itself mixes rows"):
+        chunked(Shared("count"), MICRO).verify(x)
+    chunked(layers.Dense(3), MICRO).verify(x)
+
+
 def test_verify_names_the_layer_in_which_rows_depend_on_each_other():
     model = keras.Sequential(
         [layers.Input((5,)), layers.Dense(4), layers.Softmax(axis=0, name="attend"), layers.Dense(3)]
@@ -114,6 +254,7 @@ def test_verify_names_the_layer_in_which_rows_depend_on_each_other():
     assert all(map(np.array_equal, model.get_weights(), before))
 
 
+@slow_where_compiled
 def test_verify_names_batch_normalization_unless_it_is_frozen():
     def make():
         return keras.Sequential([layers.Input((5,)), layers.BatchNormalization(name="bn")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -12,9 +13,16 @@ from keras import ops, tree
 from gradaccum.keras.batch_norm import BatchNorm, batch_norms_of, during_micro_batch
 from gradaccum.keras.chunking.state import State
 from gradaccum.keras.loops import Spec, has_rows
-from gradaccum.keras.private import keras_mask, layers_in, set_keras_mask, surroundings, surroundings_of_call
+from gradaccum.keras.private import (
+    keras_mask,
+    layers_in,
+    set_keras_mask,
+    surroundings,
+    surroundings_of_call,
+    training_of_call,
+)
 
-__all__ = ["Body", "Result"]
+__all__ = ["Body", "OuterTensorError", "Result"]
 
 
 class _Scope(keras.StatelessScope):
@@ -35,6 +43,10 @@ class _Scope(keras.StatelessScope):
     def add_update(self, update: Any) -> None:
         self.assigned[id(update[0])] = update[0]
         super().add_update(update)
+
+
+class OuterTensorError(ValueError):
+    """A layer computes with tensors that need gradients, and are neither its inputs nor its variables."""
 
 
 class Result(NamedTuple):
@@ -94,14 +106,35 @@ class Body:
         if len(counts) > 1 or not self.tensors:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.tensors) or "no tensor with a dimension"
             raise ValueError(
-                f"{self._name} is cut into micro-batches along the first dimension of its inputs, which must be the "
+                f"{self.name} is cut into micro-batches along the first dimension of its inputs, which must be the "
                 f"same number of rows. Received: {shapes}. What all rows share belongs into the layer, or needs a row "
                 "for each."
             )
 
+    def again(self, tensors: list[Any], shared: list[Any], batch_norm: BatchNorm) -> Body:
+        """The same call with other tensors and scalars, not traced yet."""
+        body = copy.copy(self)
+        body.tensors, body.shared, body.batch_norm = list(tensors), list(shared), batch_norm
+        for name in ("specs", "state", "read"):
+            vars(body).pop(name, None)
+        return body
+
     @property
-    def _name(self) -> str:
-        return f"The chunked {type(self.layer).__name__} {self.layer.name!r}"
+    def kind(self) -> Any:
+        """What calls of a kind have in common: whether they train, and the dtypes and ranks of their inputs."""
+        training = self._arguments[1].get("training", training_of_call())
+        dtypes = [(keras.backend.standardize_dtype(tensor.dtype), len(tensor.shape)) for tensor in self.tensors]
+        return bool(training) if isinstance(training, (bool, int)) else None, str(dtypes), len(self._leaves)
+
+    @property
+    def name(self) -> str:
+        """At the beginning of a sentence."""
+        return f"The {self.name_inside[4:]}"
+
+    @property
+    def name_inside(self) -> str:
+        """Inside of one."""
+        return f"the chunked {type(self.layer).__name__} {self.layer.name!r}"
 
     def run(
         self, tensors: list[Any], values: Iterable[tuple[Any, Any]] = (), shared: Iterable[Any] | None = None
@@ -137,7 +170,7 @@ class Body:
             self._output_places = [index for index, leaf in enumerate(flat) if ops.is_tensor(leaf)]
             self._output_masks = [index for index, mask in enumerate(masks) if mask is not None]
             self.specs = [Spec.of(tensor) for tensor in result]
-            self._check_outputs(tensors[0].shape[0], result)
+            self.check_rows(tensors[0].shape[0], [tuple(tensor.shape) for tensor in result])
             self.state = State(self, scope.assigned.values())
             self.read = [variable for key, variable in scope.read.items() if key not in scope.assigned]
         return Result(result, [scope.get_current_value(v) for v in self.state.variables], seen.valid)
@@ -151,34 +184,44 @@ class Body:
             leaves[index] = tensor
         return tree.pack_sequence_as(self._outputs, leaves)
 
-    def _check_outputs(self, rows: Any, tensors: list[Any]) -> None:
-        wrong = [tuple(t.shape) for t in tensors if not len(t.shape) or None is not t.shape[0] != rows is not None]
+    def check_rows(self, rows: Any, shapes: list[tuple[Any, ...]]) -> None:
+        """Compare the shapes of a micro-batch's outputs with its rows, and with the first micro-batch's.
+
+        Raises:
+            ValueError: An output has no row for each row, or differs in more than its rows.
+        """
+        wrong = [shape for shape in shapes if not shape or None is not shape[0] != rows is not None]
         if wrong:
             raise ValueError(
-                f"{self._name} must give a row for each row of its inputs, in the first dimension. Received: "
+                f"{self.name} must give a row for each row of its inputs, in the first dimension. Received: "
                 f"{', '.join(map(str, wrong))} for a micro-batch of {rows} rows. Let it return what each row gives, "
                 "and reduce over the rows outside of it."
             )
-
-    def check_other_rows(self, shapes: list[tuple[Any, ...]]) -> None:
-        """Compare the shapes of outputs with those of a micro-batch of another size.
-
-        Raises:
-            ValueError: They differ in more than their rows.
-        """
         for spec, shape in zip(self.specs, shapes):
             if spec.row != tuple(shape[1:]):
                 raise ValueError(
-                    f"{self._name} gives outputs that look across the rows: of shape (rows, "
+                    f"{self.name} gives outputs that look across the rows: of shape (rows, "
                     f"{', '.join(map(str, spec.row or ()))}) and {tuple(shape)} for micro-batches of two sizes. Let it "
                     "return what each row gives, and compare rows outside of it."
                 )
+
+    def refuse_outer(self, shapes: list[tuple[int, ...]]) -> None:
+        """Refuse tensors of these shapes, if there are any.
+
+        Raises:
+            OuterTensorError: There are some.
+        """
+        if shapes:
+            raise OuterTensorError(
+                f"{self.name} computes with tensors that need a gradient and are neither its inputs nor its variables, "
+                f"of shape {', '.join(map(str, shapes))}: the second pass can't give them any. Pass them as inputs."
+            )
 
     def _refuse_losses(self) -> None:
         named = [one for one in layers_in(self.layer) if getattr(one, "activity_regularizer", None) is not None]
         who = f" (activity_regularizer of {', '.join(repr(one.name) for one in named)})" if named else ""
         raise ValueError(
-            f"{self._name} adds losses in its forward pass{who}: those of micro-batches are not the whole batch's. Let "
+            f"{self.name} adds losses in its forward pass{who}: those of micro-batches are not the whole batch's. Let "
             "it return what they are made of, a row for each row, and add the loss outside of it."
         )
 

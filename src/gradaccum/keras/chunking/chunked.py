@@ -14,18 +14,23 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 import keras
+from keras import ops, tree
 
 from gradaccum.keras.batch_norm import BatchNorm, during_micro_batch, warn
 from gradaccum.keras.chunking.backends import two_passes
 from gradaccum.keras.chunking.body import Body
-from gradaccum.keras.chunking.proof import prove
-from gradaccum.keras.private import is_symbolic
+from gradaccum.keras.chunking.proof import Proof
+from gradaccum.keras.equivalence import held
+from gradaccum.keras.loops import has_rows
+from gradaccum.keras.private import is_symbolic, takes_training
 from gradaccum.schedule import checked_count
 
 __all__ = ["chunked"]
 
 
-def chunked(layer_or_model: Any, micro_batch_size: int, *, keep: int = 0, batch_norm: BatchNorm = "warn") -> Any:
+def chunked(
+    layer_or_model: Any, micro_batch_size: int, *, keep: int = 0, batch_norm: BatchNorm = "warn", verify: bool = True
+) -> Any:
     """Let a layer or model run each batch in micro-batches: the whole batch's outputs and gradients, for any loss.
 
     The first pass runs it over micro-batches and keeps nothing but the outputs; the loss sees all of them; backward
@@ -45,10 +50,12 @@ def chunked(layer_or_model: Any, micro_batch_size: int, *, keep: int = 0, batch_
         keep: Micro-batches whose activations are kept, and which are not run again: time for memory.
         batch_norm: What `BatchNormalization` inside does, in the words of `micro_batched`: `"warn"` (as `"micro"`, and
             says so), `"micro"`, `"pooled"` or `"frozen"`.
+        verify: Prove the first call in training, and the first outside of it: the outputs and gradients of a few rows,
+            at once and in micro-batches, by the same code. While TensorFlow or JAX trace a function, there are no rows
+            to look at, and random numbers stand for them. What can't be compared is said in a warning.
 
     Returns:
-        `layer_or_model`, with a method `verify(*inputs)` that proves on a few rows that their outputs and gradients
-        are the same at once and in micro-batches.
+        `layer_or_model`, with a method `verify(*inputs)` that proves the same at any time, on rows of yours.
 
     Raises:
         TypeError: `layer_or_model` is no layer of Keras', a number is no int, or an input is no tensor of the backend.
@@ -56,7 +63,8 @@ def chunked(layer_or_model: Any, micro_batch_size: int, *, keep: int = 0, batch_
             When it is called: inputs of different numbers
             of rows, outputs without a row for each row, losses that are added in the forward pass, trainable variables
             that are assigned there.
-        NotEquivalentError: From `verify`: a row's outputs depend on other rows; the message names the layer.
+        NotEquivalentError: From its first call, and from `verify`: a row's outputs depend on other rows; the message
+            names the layer.
 
     Example:
         >>> import keras, numpy as np
@@ -83,22 +91,23 @@ def chunked(layer_or_model: Any, micro_batch_size: int, *, keep: int = 0, batch_
     checked_count(keep, "keep", least=0)
     if batch_norm not in get_args(BatchNorm):
         raise ValueError(f"`batch_norm` must be one of {get_args(BatchNorm)}. Received: batch_norm={batch_norm!r}.")
-    _Chunking(layer_or_model, micro_batch_size, keep, batch_norm).install()
+    _Chunking(layer_or_model, micro_batch_size, keep, batch_norm, verify).install()
     return layer_or_model
 
 
 class _Chunking:
     """Stands in for a layer's `call`."""
 
-    def __init__(self, layer: Any, micro_batch_size: int, keep: int, batch_norm: BatchNorm) -> None:
+    def __init__(self, layer: Any, micro_batch_size: int, keep: int, batch_norm: BatchNorm, proves: bool) -> None:
         self.layer, self.micro_batch_size, self.keep, self.batch_norm = layer, micro_batch_size, keep, batch_norm
         self.plain: Callable[..., Any] = getattr(layer.call, "plain", layer.call)
+        self._proof, self._proves = Proof(), proves
         self._named: set[str] = set()
 
     def install(self) -> None:
         """Make this the layer's `call`."""
         self._warn(stacklevel=4)
-        call = self.call(self.micro_batch_size)
+        call = self._call()
         call.plain = self.plain  # type: ignore[attr-defined]
         # Straight into __dict__: Keras would track what is set as attributes of a layer.
         vars(self.layer)["call"] = call
@@ -111,8 +120,8 @@ class _Chunking:
         if self.batch_norm == "warn":
             warn(self.layer, self._named, stacklevel)
 
-    def call(self, micro_batch_size: int) -> Callable[..., Any]:
-        """The layer's `call` in micro-batches of so many rows."""
+    def _call(self) -> Callable[..., Any]:
+        """The layer's `call` in micro-batches."""
 
         @functools.wraps(self.plain)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -121,10 +130,13 @@ class _Chunking:
             self._warn(stacklevel=3)
             body = Body(self.layer, self.plain, self.batch_norm, args, kwargs)
             rows = body.tensors[0].shape[0]
-            if rows is not None and rows <= micro_batch_size:
+            if rows is not None and rows <= self.micro_batch_size:
                 with during_micro_batch(body.batch_norms, "frozen" if self.batch_norm == "frozen" else "micro"):
                     return self.plain(*args, **kwargs)
-            return body.outputs(two_passes(body, micro_batch_size, self.keep))
+            outputs = two_passes(body, self.micro_batch_size, self.keep)
+            if self._proves:
+                self._proof.first(body, self.micro_batch_size)
+            return body.outputs(outputs)
 
         return call
 
@@ -133,5 +145,32 @@ class _Chunking:
 
         Raises:
             NotEquivalentError: They don't; the message names the layer inside in which rows depend on each other.
+            ValueError: There is but one row.
         """
-        prove(self.layer, self.plain, self.call, self.batch_norm, args, kwargs)
+        leaves = tree.flatten((args, kwargs))
+        rows = min((leaf.shape[0] for leaf in leaves if has_rows(leaf)), default=0)
+        if rows < 2:
+            raise ValueError(f"verify needs at least 2 rows, to have something to compare. Received: {rows}.")
+        few = min(rows, 8)
+
+        def taken(leaf: Any) -> Any:
+            return ops.convert_to_tensor(leaf)[:few] if has_rows(leaf) else leaf
+
+        args, kwargs = tree.map_structure(taken, (args, kwargs))
+        if takes_training(self.layer):
+            kwargs = {"training": True, **kwargs}
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            body = Body(self.layer, self.plain, self.batch_norm, args, kwargs)
+            outputs = body.run(body.tensors).outputs
+            if self.layer.built:
+                self._proof.demanded(body, few, min(3, few - 1))
+            return body.outputs(outputs)
+
+        own, vars(self.layer)["call"] = vars(self.layer)["call"], call
+        try:
+            for _ in range(1 if self.layer.built else 2):  # the first call builds it
+                with keras.StatelessScope(), held():
+                    self.layer(*args, **kwargs)
+        finally:
+            vars(self.layer)["call"] = own

@@ -53,8 +53,9 @@ class State:
             if "seed_generator_state" in (variable.path or "") or id(variable) in metrics | (moving - pooled_ids)
         ]
         known = {id(variable) for variable in self._threaded} | pooled_ids
-        self._averaged = [variable for variable in variables if id(variable) not in known]
-        self.variables = [*self._threaded, *self._averaged, *self.pool.variables]
+        self.averaged = [variable for variable in variables if id(variable) not in known]
+        """Those that end up where micro-batches take them on average."""
+        self.variables = [*self._threaded, *self.averaged, *self.pool.variables]
         """All of them, in the order of `values`."""
         self._before: list[Any] = []
 
@@ -67,7 +68,7 @@ class State:
         threaded = len(self._threaded)
         averaged = [
             ops.zeros_like(before) if keras.backend.is_float_dtype(variable.dtype) else before
-            for variable, before in zip(self._averaged, self._before[threaded:])
+            for variable, before in zip(self.averaged, self._before[threaded:])
         ]
         return [*self._before[:threaded], *averaged, *self.pool.zeros()]
 
@@ -86,9 +87,9 @@ class State:
             size: Its rows.
             rows: Those of the whole batch.
         """
-        threaded, averaged = len(self._threaded), len(self._averaged)
+        threaded, averaged = len(self._threaded), len(self.averaged)
         after = list(values[:threaded])
-        for variable, total, value in zip(self._averaged, carry[threaded:], values[threaded:]):
+        for variable, total, value in zip(self.averaged, carry[threaded:], values[threaded:]):
             if keras.backend.is_float_dtype(variable.dtype):
                 share = ops.cast(size, total.dtype) / ops.cast(rows, total.dtype)
                 value = total + ops.cast(value, total.dtype) * share
@@ -98,7 +99,7 @@ class State:
 
     def finish(self, carry: list[Any]) -> None:
         """Assign what the last carry says."""
-        pooled = len(self._threaded) + len(self._averaged)
+        pooled = len(self._threaded) + len(self.averaged)
         values = [*carry[:pooled], *self.pool.moved(carry[pooled:], self._before[pooled:])]
         for variable, value in zip(self.variables, values):
             variable.assign(value)

@@ -63,9 +63,11 @@ class _Passes:
             shapes.append([tensor.shape for tensor in self.body.run(tensors).outputs])
 
         jax.eval_shape(outputs, self._shapes(size))
+        other = size - 1 if size > 1 else 2
         with contextlib.suppress(Exception):  # a layer that is written for one size
-            jax.eval_shape(outputs, self._shapes(size - 1 if size > 1 else 2))
-        self.body.check_other_rows(shapes[-1])
+            jax.eval_shape(outputs, self._shapes(other))
+            size = other
+        self.body.check_rows(size, shapes[-1])
 
     def _trace(self, size: int) -> _Traced:
         state = self.body.state

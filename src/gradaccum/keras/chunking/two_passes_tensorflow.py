@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import record  # whether a tape watches a tensor is nowhere else to be asked
 
 from gradaccum.keras.chunking.body import Body, Result
 from gradaccum.keras.loops import Spec
@@ -41,14 +42,15 @@ class _Passes:
     def _discover(self) -> None:
         """What the layer reads and moves, and what its outputs are."""
         graph = tf.__internal__.FuncGraph("gradaccum_chunked")
-        shapes = []
+        shapes: list[tuple[Any, ...]] = []
         with graph.as_default():
             self.body.run(self.cut.take(0, self.cut.size))
             size = self.cut.size if isinstance(self.cut.size, int) else 4
             with contextlib.suppress(Exception):  # a layer that is written for one size
                 other = [tf.zeros((size + 1, *t.shape[1:]), t.dtype) for t in self.body.tensors]
                 shapes = [tuple(output.shape) for output in self.body.run(other).outputs]
-        self.body.check_other_rows(shapes)
+        self.body.check_rows(size + 1, shapes)
+        self._check_outer(graph)
         drawn = {operation.type for operation in graph.get_operations() if operation.type in _STATEFUL}
         if drawn:
             raise ValueError(
@@ -56,6 +58,14 @@ class _Passes:
                 f"TensorFlow's own generator ({', '.join(sorted(drawn))}), which the second pass can't draw again. Use "
                 "keras.random with a keras.random.SeedGenerator."
             )
+
+    def _check_outer(self, graph: Any) -> None:
+        """Refuse what a gradient should go to, of which `tf.custom_gradient` knows nothing."""
+        body = self.body
+        own = [*body.tensors, *body.shared, *uncast_values([*body.read, *body.state.variables])]
+        known = {id(tensor) for tensor in own}
+        outer = [tensor for tensor, _ in graph.captures if tensor.dtype.is_floating and id(tensor) not in known]
+        body.refuse_outer([tuple(tensor.shape) for tensor in outer if record.should_record_backprop([tensor])])
 
     def run(self) -> list[Any]:
         """The outputs of the whole batch."""

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from gradaccum.keras.chunking.body import Body, Result
 from gradaccum.keras.private import uncast_values
@@ -76,7 +75,7 @@ class _Passes:
             body.state.read()
             carry = body.state.start()
         else:
-            body.check_other_rows([tuple(output.shape) for output in result.outputs])
+            body.check_rows(self.sizes[index], [tuple(output.shape) for output in result.outputs])
         return result, self._after(carry, result, index)
 
     def _after(self, carry: list[Any], result: Result, index: int) -> list[Any]:
@@ -93,16 +92,18 @@ class _Passes:
             yield
 
     def gradients(self, tensors: Any, needed: Any, upstream: Any) -> list[Any]:
-        """Of the weights and of what has rows."""
+        """Of the weights and of what has rows; as a graph where gradients are to be differentiated again."""
         body, count = self.body, len(self.variables)
         scalars = count + len(self.raw)
         shared = scalars + len(body.shared)
-        leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(tensors[:count], needed)]
+        again = torch.is_grad_enabled()
+
+        def leaf(tensor: Any, need: bool) -> Any:
+            return tensor.view_as(tensor) if again and need else tensor.detach().requires_grad_(need)
+
+        leaves = [leaf(tensor, need) for tensor, need in zip(tensors[:count], needed)]
         leaves += self.raw
-        leaves += [
-            tensor.detach().requires_grad_(need)
-            for tensor, need in zip(tensors[scalars:shared], needed[scalars:shared])
-        ]
+        leaves += [leaf(tensor, need) for tensor, need in zip(tensors[scalars:shared], needed[scalars:shared])]
         sums: list[Any] = [None] * len(tensors)
         carry = self.start
         before = sum(self.sizes[: self.keep])
@@ -110,8 +111,7 @@ class _Passes:
             for index, random in self.random.items():
                 rows = self.slices[index]
                 behind = slice(rows.start - before, rows.stop - before)
-                pieces = [tensor[rows].detach() for tensor in tensors[shared:]]
-                own = [piece.requires_grad_(need) for piece, need in zip(pieces, needed[shared:])]
+                own = [leaf(tensor[rows], need) for tensor, need in zip(tensors[shared:], needed[shared:])]
                 random.put_back()
                 values = [*zip(self.variables, leaves), *zip(body.state.variables, body.state.values(carry))]
                 result = body.run(list(own), values, leaves[scalars:])
@@ -126,7 +126,11 @@ class _Passes:
                 wanted = [n for n, need in enumerate(needed) if need]
                 inputs = [*leaves, *own]
                 found = torch.autograd.grad(
-                    [root for root, _ in roots], [inputs[n] for n in wanted], [g for _, g in roots], allow_unused=True
+                    [root for root, _ in roots],
+                    [inputs[n] for n in wanted],
+                    [given for _, given in roots],
+                    allow_unused=True,
+                    create_graph=again,
                 )
                 for n, gradient in zip(wanted, found):
                     if gradient is None:
@@ -134,7 +138,7 @@ class _Passes:
                     if n >= shared:
                         if sums[n] is None:
                             sums[n] = torch.zeros_like(tensors[n])
-                        sums[n][rows] = gradient
+                        sums[n][rows] = gradient  # its graph goes on through the copy
                     else:
                         gradient = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
                         sums[n] = gradient if sums[n] is None else sums[n] + gradient
@@ -151,7 +155,6 @@ class _TwoPasses(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *upstream: Any) -> Any:
         needed = ctx.needs_input_grad[2:]
         if all(given is None for given in upstream):
