@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from itertools import product
 
 import pytest
 import torch
@@ -272,8 +273,13 @@ def with_gaps(seed, width=9, rows=11):
 READS = ["the last state", "a recurrence over gaps", "neighbours", "the first column", "the largest state"]
 
 
-@pytest.mark.parametrize("without_gradients", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 11])
+@pytest.mark.parametrize(
+    ("rows", "without_gradients"),
+    [
+        (3, False),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in [(3, True), *product([1, 11], [False, True])]),
+    ],
+)
 @pytest.mark.parametrize("kind", READS)
 def test_whoever_reads_padding_has_the_padded_batchs_outputs_or_is_refused(kind, rows, without_gradients, float64):
     exact, refused = 0, 0
