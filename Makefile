@@ -52,7 +52,8 @@ docs: install-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: install-dev
-	HF_HUB_OFFLINE=1 env -u OMP_NUM_THREADS $(BIN)/python -m benchmarks $(if $(QUICK),--quick) $(if $(WRITE),--write)
+	HF_HUB_OFFLINE=1 env -u OMP_NUM_THREADS $(BIN)/python -m benchmarks $(if $(QUICK),--quick) $(if $(WRITE),--write) \
+		$(if $(MINUTES),--minutes $(MINUTES))
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev

@@ -116,7 +116,10 @@ def data(rows: int) -> list[Tensor]:
 
 
 def main() -> None:
+    global ROWS
     options = arguments(__doc__, cuda=True)
+    if options.quick:
+        ROWS = 128
     torch.manual_seed(0)
     encoders: list[nn.Module] = [Pictures(), Words()]
     inputs = data(ROWS)

@@ -184,6 +184,11 @@ def machine() -> str:
     return f"{cpu}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
+def in_short(backends: Mapping[str, str]) -> dict[str, str]:
+    """Of Keras' backends, the one that is imported soonest: for `--quick`."""
+    return {name: title for name, title in backends.items() if name == "jax"}
+
+
 def in_fresh_process(code: str, *args: str) -> str:
     """What this Python code prints, run by itself: for peak memory and import times."""
     run = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True)

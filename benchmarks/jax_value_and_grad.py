@@ -141,7 +141,7 @@ def main() -> None:
         rounds = 5 if options.quick else 41
         times = ratios({name: run for name, (run, _) in runners.items()}, "by hand", rounds, about=f"an update, {kind}")
         compiling = {name: functools.partial(compile_anew, name, kind) for name in CONTENDERS}
-        rounds = 1 if options.quick else 9
+        rounds = 1 if options.quick else 5
         compile_times = ratios(compiling, "by hand", rounds, time.process_time, about=f"compiling, {kind}")
         memory = {name: taken / runners["by hand"][1] for name, (_, taken) in runners.items()}
         rows.append([kind, "time", *(times[name] for name in CONTENDERS)])

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import arguments, in_fresh_process, publish, ratios, received, send, table
+from benchmarks.harness import arguments, in_fresh_process, in_short, publish, ratios, received, send, table
 
 ROWS, MICRO, WIDTH, LAYERS, OUT = 1024, 32, 512, 6, 32
 CONTENDERS = ("whole batch", "by hand", "chunked", "chunked, keep=8")
@@ -168,12 +168,12 @@ def main() -> None:
     """Run it."""
     options = arguments(__doc__)
     rows = []
-    for backend, title in BACKENDS.items():
+    for backend, title in (in_short(BACKENDS) if options.quick else BACKENDS).items():
         rounds = 1 if options.quick else 9
         line = in_fresh_process(f"{IN_BACKEND}\nkeras_chunked.print_times({rounds})", backend).splitlines()[-1]
         rows.append([title, "time", *received(line, "whole batch", rounds, title).values()])
         memory = []
-        for name in CONTENDERS:
+        for name in CONTENDERS[-1:] if options.quick else CONTENDERS:
             code = f"{IN_BACKEND}\nkeras_chunked.print_memory({name!r})"
             memory.append(f"{float(in_fresh_process(code, backend).splitlines()[-1]):.0f} MiB")
         rows.append([title, "peak", *memory])

@@ -2,8 +2,8 @@
 
 Against (a) plain `fit(batch_size=256)`, (b) Keras' own `gradient_accumulation_steps=16` at 16 rows, and (c) a loop that
 is written by hand for the backend: fused on the device where it compiles, without Keras' losses, metrics or callbacks.
-An epoch is 64 batches: what `fit` takes to start is in it. On a CPU, JAX's compiler makes slow code of convolutions
-inside a loop, whoever writes it; so there is a network without any, too.
+An epoch is 64 batches, 16 of the CNN: what `fit` takes to start is in it. On a CPU, JAX's compiler makes slow code of
+convolutions inside a loop, whoever writes it; so there is a network without any, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import arguments, in_fresh_process, publish, ratios, received, send, table
+from benchmarks.harness import arguments, in_fresh_process, in_short, publish, ratios, received, send, table
 
 BATCH, MICRO = 256, 16
 CONTENDERS = ("plain 256", "built-in 16 x 16", "by hand", "gradaccum")
@@ -27,9 +27,8 @@ from benchmarks import keras_micro_batched
 """
 
 
-NETWORKS = ("CNN", "784-512-512-10")
-BATCHES = 64
-"""Of an epoch."""
+NETWORKS = {"CNN": 16, "784-512-512-10": 64}
+"""The batches of an epoch."""
 
 
 def network(kind: str) -> Any:
@@ -183,14 +182,14 @@ def main() -> None:
     options = arguments(__doc__)
     rounds = 3 if options.quick else 5
     rows = []
-    for backend, title in BACKENDS.items():
-        for kind in NETWORKS:
-            count = 2 if options.quick else BATCHES
+    for backend, title in (in_short(BACKENDS) if options.quick else BACKENDS).items():
+        for kind, batches in NETWORKS.items():
+            count = 2 if options.quick else batches
             code = f"{IN_BACKEND}\nkeras_micro_batched.print_times({kind!r}, {count}, {rounds})"
             line = in_fresh_process(code, backend).splitlines()[-1]
             rows.append([title, f"time, {kind}", *received(line, "plain 256", rounds, f"{title}, {kind}").values()])
         memory = []
-        for name in CONTENDERS:
+        for name in CONTENDERS[-1:] if options.quick else CONTENDERS:
             code = f"{IN_BACKEND}\nkeras_micro_batched.print_memory({name!r}, 2)"
             memory.append(f"{float(in_fresh_process(code, backend).strip().splitlines()[-1]):.0f} MiB")
         rows.append([title, "peak, CNN", *memory])

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks.harness import arguments, in_fresh_process, publish, ratios, received, seconds, send, table
+from benchmarks.harness import arguments, in_fresh_process, in_short, publish, ratios, received, seconds, send, table
 
 NETWORKS = {"784-512-512-10": (784, 512), "32-64-64-10": (32, 64), "1024-2048-2048-10": (1024, 2048)}
 CONTENDERS = ("plain", "built-in", "gradaccum", "gradaccum with callback")
@@ -48,10 +48,10 @@ def contender(name: str, features: int, units: int, batches: int) -> Callable[[]
     return epoch
 
 
-def print_times(batches: int, rounds: int) -> None:
+def print_times(networks: list[str], batches: int, rounds: int) -> None:
     """In the backend's process: two lines per network, of its plain time and of the ratios to it."""
-    for sizes in NETWORKS.values():
-        contenders = {name: contender(name, *sizes, batches) for name in CONTENDERS}
+    for network in networks:
+        contenders = {name: contender(name, *NETWORKS[network], batches) for name in CONTENDERS}
         contenders["plain"]()
         plain = statistics.median(seconds(contenders["plain"]) for _ in range(3)) / batches
         print(f"{plain * 1e3:.2f} ms")
@@ -68,17 +68,21 @@ def print_peak(name: str) -> None:
 
 def main() -> None:
     options = arguments(__doc__)
-    batches, rounds, processes = (16, 2, 1) if options.quick else (32, 7, 1)
+    batches, rounds, processes = (16, 2, 1) if options.quick else (32, 5, 1)
+    backends = in_short(BACKENDS) if options.quick else BACKENDS
+    networks = [*NETWORKS][:1] if options.quick else [*NETWORKS]
     times, peaks = [], []
-    for backend, title in BACKENDS.items():
-        printed = in_fresh_process(f"{IN_BACKEND}keras_optimizers.print_times({batches}, {rounds})", backend)
-        lines = printed.splitlines()[-2 * len(NETWORKS) :]
-        for network, plain, line in zip(NETWORKS, lines[::2], lines[1::2], strict=True):
+    for backend, title in backends.items():
+        printed = in_fresh_process(
+            f"{IN_BACKEND}keras_optimizers.print_times({networks}, {batches}, {rounds})", backend
+        )
+        lines = printed.splitlines()[-2 * len(networks) :]
+        for network, plain, line in zip(networks, lines[::2], lines[1::2], strict=True):
             found = received(line, "plain", rounds, f"{title}, {network}")
             times.append([title, network, plain, *(found[name] for name in CONTENDERS[1:])])
         measured = [
             [in_fresh_process(f"{IN_BACKEND}keras_optimizers.print_peak({name!r})", backend) for _ in range(processes)]
-            for name in CONTENDERS
+            for name in (CONTENDERS[-1:] if options.quick else CONTENDERS)
         ]
         peaks.append([title, *(f"{statistics.median(map(int, each)) / 2**20:.0f} MiB" for each in measured)])
     body = (

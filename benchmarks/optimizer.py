@@ -123,7 +123,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     keep_freed_memory()
-    rounds, count = (3, 100) if options.quick else (41, 200)
+    rounds, count = (3, 40) if options.quick else (21, 200)
     imported = statistics.median(float(in_fresh_process(IMPORT)) for _ in range(3 if options.quick else 9)) * 1e3
     per_network = per_micro_batch(rounds, count)
     body = f"""Time per micro-batch of 16 rows, windows of 4, SGD, as a ratio to the hand-written loop (one thread,

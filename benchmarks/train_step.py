@@ -182,7 +182,7 @@ def main() -> None:
     options = arguments(__doc__, cuda=True)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
     torch.manual_seed(0)
-    rounds = 3 if options.quick else 9
+    rounds = 1 if options.quick else 5
     found = searched(rounds)
     keep_freed_memory()
     body = f"""Time per update of SGD on the guide's network (784-512-512-10), median of {20 * rounds} interleaved

@@ -1,6 +1,7 @@
 """Numbers of speed and memory come from benchmarks/, and `python -m benchmarks` runs all of it."""
 
 import json
+import math
 import re
 import sys
 from xml.etree import ElementTree
@@ -91,9 +92,9 @@ def test_every_script_is_run_in_turn_and_what_fails_is_named(tmp_path, monkeypat
     monkeypatch.setattr(runner, "cuda_is_found", lambda: True)
     monkeypatch.setattr(sys, "argv", ["benchmarks", "--out", str(tmp_path)])
     assert runner.main() == 1
-    assert "failed: layers, layers" in capsys.readouterr().err
-    short = [name for name in runner.NAMES if name not in runner.LONG]
-    assert ran == [(name, "cpu") for name in short] + [(name, "cuda") for name in short if name in runner.ON_CUDA]
+    assert "failed, or not done in time: layers, layers" in capsys.readouterr().err
+    on_cuda = [(name, "cuda") for name in runner.NAMES if name in runner.ON_CUDA]
+    assert ran == [(name, "cpu") for name in runner.NAMES] + on_cuda
     assert len(json.loads((tmp_path / "benchmarks.json").read_text("utf-8"))) == len(ran) - 2
     assert (tmp_path / "benchmarks.md").read_text("utf-8").count("It is fast.") == len(ran) - 2
     ElementTree.fromstring((tmp_path / "benchmarks.svg").read_text("utf-8"))
@@ -101,7 +102,7 @@ def test_every_script_is_run_in_turn_and_what_fails_is_named(tmp_path, monkeypat
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["fastest"], "no such benchmark: fastest. There are chunked, "), (["--quick", "--write"], "not for the")],
+    [(["fastest"], "no such benchmark: fastest. There are demo, "), (["--quick", "--write"], "not for the")],
 )
 def test_what_cannot_be_run_is_refused(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
@@ -119,18 +120,23 @@ def test_a_script_that_fails_or_hangs_is_said_and_left_out(tmp_path, monkeypatch
     (folder / "endless.py").write_text("import time; time.sleep(60)")
     monkeypatch.setattr(runner, "HERE", folder)
     monkeypatch.setattr(runner, "TIME_LIMIT", 0.5)
-    options = type("Options", (), {"out": tmp_path, "quick": True, "write": False})
+    options = type("Options", (), {"out": tmp_path, "quick": True, "write": False, "end": math.inf})
     assert runner.measured("endless", "cpu", options) == {}
     monkeypatch.setattr(runner, "TIME_LIMIT", 60)
     assert runner.measured("broken", "cpu", options) == {}
     said = capsys.readouterr()
-    assert "not finished after 0.5 s" in said.err
+    assert "not done in the 0 s that were left" in said.err
     assert "no such library" in said.err
     assert "broken, cpu:" in said.out
 
 
 def test_only_scripts_that_take_a_device_are_run_on_one():
-    assert [name for name, text in SCRIPTS.items() if "cuda=True" in text] == list(runner.ON_CUDA)
+    assert {name for name, text in SCRIPTS.items() if "cuda=True" in text} == set(runner.ON_CUDA)
+
+
+def test_no_script_is_left_out_of_the_order():
+    others = {"__init__", "__main__", "harness", "picture"}
+    assert sorted(runner.NAMES) == sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - others)
 
 
 def test_a_section_takes_the_place_of_its_last_one_in_page_and_records(tmp_path, monkeypatch):
