@@ -5,7 +5,7 @@ micro-batches with a loss of their own each (naive accumulation) train something
 of 2047. Chunking the two encoders and taking the loss over the whole batch gives the large batch's update.
 
     python examples/contrastive.py --out docs/images/contrastive.png        # FashionMNIST, a few minutes
-    python examples/contrastive.py --dataset digits --batch-size 256 --updates 3        # seconds
+    python examples/contrastive.py --quick                                  # seconds on scikit-learn's digits
 """
 
 from __future__ import annotations
@@ -179,7 +179,10 @@ def main(argv: list[str] | None = None) -> dict[str, Run]:
     parser.add_argument("--updates", type=int, default=50)
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float64")
     parser.add_argument("--out", type=pathlib.Path, help="where to put the picture")
+    parser.add_argument("--quick", action="store_true", help="4 updates of 192 of scikit-learn's digits")
     arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.dataset, arguments.batch_size, arguments.updates = "digits", 192, 4
     runs = {kind: train(kind, arguments) for kind in ("large batch", "chunked", "naive")}
     large = runs["large batch"]
     for kind in ("chunked", "naive"):
