@@ -118,6 +118,7 @@ test-gpu: install-dev
 
 test-fuzz: install-dev
 	$(BIN)/python -m pytest -q -m fuzz tests/fuzz
+	$(BIN)/python -m pytest -q -m fuzz tests/jax/fuzz
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m fuzz tests/integrations/fuzz
 	for backend in torch jax tensorflow; do \
 		KERAS_BACKEND=$$backend $(BIN)/python -m pytest -q -m fuzz tests/keras/fuzz || exit 1; \

@@ -76,7 +76,7 @@ EXACT = {
     "a weighed mean, guarded by where": (
         lambda p, b: jnp.where(b[1].sum() > 0, tokens(p, b) / b[1].sum(), 0.0), W, (X, MASK), MASKED,
     ),
-    "a weighed mean, guarded by 1e-8": (lambda p, b: tokens(p, b) / (b[1].sum() + 1e-8), W, (X, MASK), MASKED),
+    "a weighed mean, guarded by 1e-12": (lambda p, b: tokens(p, b) / (b[1].sum() + 1e-12), W, (X, MASK), MASKED),
     "divided before it is summed": (
         lambda p, b: ((b[0] @ p)[:, None] ** 2 * b[1] / b[1].sum()).sum(), W, (X, MASK), MASKED,
     ),

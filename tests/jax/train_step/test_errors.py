@@ -74,6 +74,7 @@ X = np.ones((10, 5))
         ((), {}, ValueError, "The batch has no leaf with rows"),
         (X[:0], {}, ValueError, "The batch is empty: it has 0 rows."),
         ({"x": X}, {"in_axes": {"y": 0}}, TypeError, "`in_axes` is no pytree prefix of batch"),
+        ({"x": X}, {"in_axes": (1,)}, TypeError, "it is that argument's own, without a tuple around it: in_axes=1"),
         (X, {"batch_argnums": (1,), "in_axes": (0, 0)}, ValueError, "or one for each of `batch_argnums`"),
         (X, {"batch_argnums": 3}, TypeError, "`batch_argnums` is 3, but loss_fn was called with 2 positional"),
         (X, {"argnums": (0, 2)}, TypeError, "`argnums` is (0, 2), but loss_fn was called with 2 positional"),
@@ -201,3 +202,17 @@ def test_an_error_of_the_loss_itself_comes_through():
 
     with pytest.raises(TypeError, match="dot_general"):
         gradaccum.jax.value_and_grad(loss_fn, micro_batch_size=4)(network(), rows(8))
+
+
+def test_an_aux_with_as_many_entries_as_the_first_micro_batch_has_rows_is_an_error_that_says_where():
+    def loss_fn(params, batch):
+        return squared_error(params, batch), outputs(params, batch[0])[:, :1] * jnp.ones(4)
+
+    transposed = lambda params, batch: (loss_fn(params, batch)[0], loss_fn(params, batch)[1].T)  # noqa: E731
+    for loss, wrong in ((loss_fn, False), (transposed, True)):
+        grad_fn = gradaccum.jax.value_and_grad(loss, **SIZE, has_aux=True, verify=False)
+        if wrong:
+            with pytest.raises(ValueError, match="needs a row for each row of the micro-batch, 3 here"):
+                jax.eval_shape(grad_fn, network(), rows(7))
+        else:
+            assert jax.eval_shape(grad_fn, network(), rows(7))[0][1].shape == (7, 4)

@@ -191,7 +191,12 @@ def spread(prefix: Any, tree: Any, option: str, name: str) -> list[Any]:
             lambda value, part: found.extend([value] * len(jax.tree.leaves(part))), prefix, tree, is_leaf=_is_none
         )
     except ValueError as error:
-        raise TypeError(f"`{option}` is no pytree prefix of {name}: {error}") from None
+        hint = ""
+        if option == "in_axes" and isinstance(prefix, tuple) and len(prefix) == 1 and not isinstance(tree, tuple):
+            hint = (
+                f" For one batch argument it is that argument's own, without a tuple around it: in_axes={prefix[0]!r}."
+            )
+        raise TypeError(f"`{option}` is no pytree prefix of {name}: {option}={prefix!r}.{hint} {error}") from None
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from gradaccum.jax.loss.values import (
     COUNT,
+    FINITE,
     ONE,
     Factor,
     Known,
@@ -136,7 +137,8 @@ def chosen(which: Known, cases: Sequence[Known], source: Source, number: Any) ->
     """Of `select_n`: one of several numbers, entry by entry."""
     if which.guard:
         kept = [case for case in cases if case.values is None]
-        return union(kept or cases)
+        if which.guard == FINITE or all(case.divides(which.guard) for case in kept):
+            return union(kept or cases)
     if which.terms and _one(which.terms) not in (Term(False), Term(True)):
         return function([which, *cases], source, number)
     own = any(term.own for term in which.terms)

@@ -1,4 +1,4 @@
-"""Whether two halves of some rows differ from them at once, on numbers that are drawn."""
+"""Looks beyond the two numbers of rows that a loss is followed for: at numbers that are drawn, and at other rows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-__all__ = ["differs"]
+from gradaccum.jax.loss.values import exponent
+
+__all__ = ["differs", "is_alike"]
 
 _IGNORED = (-1, -100)
 """Labels by which losses leave targets out."""
@@ -126,3 +128,62 @@ def _drawn(random: np.random.Generator, kind: Any, axis: int | None, ignored: in
     if axis is None and len(kind.shape) > 1:
         numbers = numbers * random.choice([-1, 1], kind.shape) / np.sqrt(np.prod(kind.shape[:-1]))
     return jnp.asarray(numbers * growing, kind.dtype)
+
+
+_LAYOUT = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"}
+"""What a single row needs none of."""
+
+
+def is_alike(first: ClosedJaxpr, second: ClosedJaxpr, third: ClosedJaxpr, rows: tuple[int, int]) -> bool:
+    """Whether a loss does the same for other rows.
+
+    Its operations are the same, and so are its numbers, or they go with the power of the rows that they go with from
+    the first to the second.
+
+    Args:
+        first, second: For some rows, and for twice as many.
+        third: For others.
+        rows: The rows of `first` and `third`.
+    """
+    traces = [list(_done(closed.jaxpr, closed.consts)) for closed in (first, second, third)]
+    if len({len(trace) for trace in traces}) > 1:
+        return False
+    for one, two, three in zip(*traces):
+        if isinstance(one, str) or isinstance(three, str):
+            if one != three:
+                return False
+            continue
+        degree = exponent(one, two, 2)
+        expected = one if degree is None else one * (rows[1] / rows[0]) ** float(degree)
+        if degree is not None and three != expected and abs(three - expected) > 1e-5 * abs(expected):
+            return False
+    return True
+
+
+def _done(jaxpr: Any, consts: Any) -> Any:
+    """The names of a jaxpr's operations, and the numbers that are written down in it."""
+    yield from (number for const in consts for number in _number(const))
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _LAYOUT:
+            continue
+        yield equation.primitive.name
+        for variable in equation.invars:
+            if isinstance(variable, Literal):
+                yield from _number(variable.val)
+        for name, value in sorted(equation.params.items()):
+            if name in ("y", "k", "reverse", "exponent"):
+                yield float(value) if isinstance(value, int | float) else str(value)
+            for each in value if isinstance(value, tuple | list) else [value]:
+                if hasattr(each, "eqns") or hasattr(each, "jaxpr"):
+                    yield from _done(getattr(each, "jaxpr", each), getattr(each, "consts", ()))
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, jax.core.Tracer) and np.size(value) == 1 and _is_real(value):
+        number = float(np.asarray(value).item())
+        if np.isfinite(number):
+            yield number
+
+
+def _is_real(value: Any) -> bool:
+    return any(jnp.issubdtype(np.result_type(value), kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))

@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 
 from gradaccum.jax.loss.algebra import chosen, common_place, function, lifted, power_of, product, quotient, union
-from gradaccum.jax.loss.values import Known, Symbol, Term
-from gradaccum.jax.loss.walk import CONSTANT, Equation, Rule, Value, Walk
+from gradaccum.jax.loss.values import FINITE, Known, Symbol, Term
+from gradaccum.jax.loss.walk import CONSTANT, Equation, Rule, Value, Walk, line
 
 __all__ = ["ENTRY_RULES"]
 
 _TINY = 1e-6
-"""What is added to a denominator, or is the least that it may be, without a change beyond rounding."""
+"""What is added to a denominator, or is the least that it may be, as a guard."""
+_ROUNDED = {True: 1e-6, False: 1e-8}
+"""What may be added without a change beyond rounding in float32: to a sum of whole numbers, and to any other."""
+_ROUNDED_IN_DOUBLE = 1e-12
 
 Terms = Callable[[list[Known], Equation], Any]
 
@@ -100,23 +103,34 @@ def _compared(compute: Callable[[Any, Any], Any]) -> Rule:
         a, b = inputs
         if a.position and b.values == (0, 0) and equation.name == "lt":
             return [walk.of_values(False, False)]
-        asks = a.number == b.number or any(_is_small(x) and y.place is None and y.free for x, y in ((a, b), (b, a)))
+        asks = None
+        if a.number == b.number and a.place is None:
+            asks = FINITE
+        for x, y in ((a, b), (b, a)):
+            if _small(x, 1.0 if y.whole else _TINY) is not None and y.core and y.place is None and y.free:
+                asks = y.core[0]
         (found,) = plain(walk, equation, inputs)
-        return [found.but(guard=True) if asks and isinstance(found, Known) and not found.values else found]
+        return [found.but(guard=asks) if asks and isinstance(found, Known) and not found.values else found]
 
     return rule
 
 
-def _is_small(value: Known) -> bool:
-    return value.values is not None and value.values[0] == value.values[1] and 0 <= value.values[0] <= 1
+def _small(value: Known, most: float = 1.0) -> float | None:
+    """A number from 0 to this, for any rows."""
+    values = value.values
+    return values[0] if values is not None and values[0] == values[1] and 0 <= values[0] <= most else None
 
 
 def _largest(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Value]:
     """`max`: of a sum of the batch and a small number, that sum."""
     for a, b in (inputs, inputs[::-1]):
         counts = b.place is None and b.free and b.terms and not b.values
-        if _is_small(a) and counts and any(term.own or term.factor for term in b.terms):
-            return [b.but()]
+        least = _small(a)
+        if least is not None and counts and any(term.own or term.factor for term in b.terms):
+            if b.whole or least <= _TINY:
+                return [b.but()]
+            doubt = f"It divides by {least:g} where the sum at {line(equation.source.info)} is smaller, which "
+            return [b.but(doubts=b.doubts | {f"{doubt}a micro-batch's may be: it is not one of whole numbers."})]
         if a.values in ((0, 0), (0.0, 0.0)) and b.place is not None and len({term.factor for term in b.terms}) == 1:
             return _rule(_power(1))(walk, equation, [b])
         if a.values is not None and a.values[0] == -np.inf:
@@ -126,9 +140,12 @@ def _largest(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Value]
 
 def _added(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Value]:
     for a, b in (inputs, inputs[::-1]):
-        tiny = a.values is not None and a.values[0] == a.values[1] and abs(a.values[0]) <= _TINY
-        if tiny and b.place is None and b.free and b.terms and not b.values:
-            return [b.but()]
+        tiny = _small(a, _TINY)
+        if tiny is not None and b.place is None and b.free and b.terms and not b.values:
+            if tiny <= (_ROUNDED_IN_DOUBLE if equation.dtypes[1][0] == np.float64 else _ROUNDED[b.whole]):
+                return [b.but()]
+            doubt = f"It adds {tiny:g} to the sum at {line(equation.source.info)}, and micro-batches do so each "
+            return [b.but(doubts=b.doubts | {f"{doubt}to its own: off by that, in relation to their sums."})]
     return _rule(_sum, operator.add)(walk, equation, inputs)
 
 
@@ -137,7 +154,8 @@ def _select(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Value]:
     if which.values is not None and which.values[0] == which.values[1]:
         return [cases[int(which.values[0])].but()]
     kept = [case for case in cases if case.values is None]
-    if which.guard and len(kept) == 1 and kept[0].place == common_place(inputs):
+    settled = which.guard == FINITE or (which.guard and all(case.divides(which.guard) for case in kept))
+    if settled and len(kept) == 1 and kept[0].place == common_place(inputs):
         return [kept[0].but()]
     place = common_place(inputs)
     which, *cases = (lifted(value, place, equation.source) for value in inputs)
@@ -147,7 +165,7 @@ def _select(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Value]:
 def _finite(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Value]:
     (found,) = _rule(_function)(walk, equation, inputs)
     assert isinstance(found, Known)
-    return [found.but(guard=inputs[0].place is None)]
+    return [found.but(guard=FINITE if inputs[0].place is None else None)]
 
 
 def _iota(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Value]:
@@ -166,11 +184,14 @@ def _drawn(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Value]:
     own = any(term.own for value in inputs for term in value.terms)
     if place is None or own:
         place = place or common_place(inputs)
-        return [walk.made(equation, inputs, function(inputs, equation.source, equation.number), place)]
-    if key.fresh:
-        return [walk.made(equation, inputs, frozenset([Term(True)]), place)]
-    symbol = Symbol(equation.number, "random", key.free, True, equation.source)
-    return [walk.made(equation, inputs, frozenset([Term(True, frozenset([(symbol, Fraction(1))]))]), place)]
+        terms = function(inputs, equation.source, equation.number)
+    elif key.fresh:
+        terms = frozenset([Term(True)])
+    else:
+        symbol = Symbol(equation.number, "random", key.free, True, equation.source)
+        terms = frozenset([Term(True, frozenset([(symbol, Fraction(1))]))])
+    # What is drawn from a state of random numbers is meant to be another one each time.
+    return [walk.made(equation, inputs, terms, place).but(state=frozenset())]
 
 
 def _folded(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Value]:
@@ -178,7 +199,10 @@ def _folded(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Value]:
     key, data = inputs
     if any(term.own for term in data.terms) and not any(term.own for term in key.terms):
         return _drawn(walk, equation, [key, data.but(terms=CONSTANT)])
-    return _rule(_function)(walk, equation, inputs)
+    return [
+        value.but(state=frozenset()) if isinstance(value, Known) else value
+        for value in _rule(_function)(walk, equation, inputs)
+    ]
 
 
 ENTRY_RULES: dict[str, Rule] = {
@@ -208,7 +232,7 @@ ENTRY_RULES: dict[str, Rule] = {
         name: _same
         for name in (
             "copy", "copy_p", "real", "conj", "reduce_precision", "stop_gradient", "optimization_barrier", "pcast",
-            "pvary", "psum", "psum_invariant", "psum2", "pbroadcast", "sharding_constraint", "reshard",
+            "pvary", "pbroadcast", "sharding_constraint", "reshard",
             "random_wrap", "random_unwrap", "device_put", "name", "mesh_cast",
         )
     },

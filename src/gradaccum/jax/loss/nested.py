@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
-from gradaccum.jax.loss.values import LIFTED, CannotTell, Known, MixesRows, Place
-from gradaccum.jax.loss.walk import CALLS, Equation, Lost, Rule, Value, Walk, joined
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+
+from gradaccum.jax.loss.values import FINITE, LIFTED, ONE, CannotTell, Known, MixesRows, Place, Symbol, Term
+from gradaccum.jax.loss.walk import CALLS, Equation, Lost, Rule, Value, Walk, is_ours, joined
 
 __all__ = ["NESTED_RULES"]
 
@@ -34,6 +39,70 @@ def _called(walk: Walk, equation: Equation, inputs: list[Value]) -> list[Value]:
     raise CannotTell(equation.name)
 
 
+def _with_own_derivative(walk: Walk, equation: Equation, inputs: list[Value]) -> list[Value]:
+    """`custom_vjp` and `custom_jvp`: forward, and what they do with the gradients of their outputs.
+
+    These are another factor in each micro-batch: a gradient must be multiplied by it once, row by row.
+    """
+    outputs = _called(walk, equation, inputs)
+    jaxpr, _ = _opened(equation.params["call_jaxpr"])
+    where = getattr(getattr(jaxpr, "debug_info", None), "func_src_info", None) or ""
+    before, after = ([value for value in some if isinstance(value, Known)] for some in (inputs, outputs))
+    if is_ours(where.rpartition(" at ")[2]) or len(before) < len(inputs) or len(after) < len(outputs):
+        return outputs
+    if walk.is_derivative:
+        return outputs
+    wanted, given = (
+        [n for n, variable in enumerate(some) if jnp.issubdtype(variable.aval.dtype, jnp.floating)]
+        for some in (equation.traced[0].invars, equation.traced[0].outvars)
+    )
+    wanted = [n for n in wanted if not (before[n].free or isinstance(equation.traced[0].invars[n], Literal))]
+    given = [n for n in given if type(equation.traced[0].outvars[n]).__name__ != "DropVar"]
+    if not wanted or not given:
+        return outputs
+    one, other = (_pullback(traced, wanted, given) for traced in equation.traced)
+    factor = Symbol(walk.number("gradient", id(equation.traced[0])), "mixed", False, True)
+    each = frozenset([(factor, Fraction(1))])
+    gradients = [
+        Known(frozenset([Term(True, each)]), after[n].place, walk.number(factor, n), free=False) for n in given
+    ]
+    walk.is_derivative = True
+    try:
+        found = walk.run(one.jaxpr, other.jaxpr, (one.consts, other.consts), [*before, *gradients])
+    finally:
+        walk.is_derivative = False
+    for n, gradient in zip(wanted, found):
+        if isinstance(gradient, Lost):
+            why = f"its derivative: {gradient.message or gradient.source.primitive}"
+            return [gradient._replace(source=equation.source, message=why)] * len(outputs)
+        allowed = {Term(True, each), Term(False, ONE)} if before[n].place is None else {Term(True, each)}
+        if not gradient.terms <= allowed or (gradient.terms and gradient.place != before[n].place):
+            return [Lost(True, equation.source)] * len(outputs)
+    return outputs
+
+
+def _pullback(traced: Any, wanted: list[int], given: list[int]) -> Any:
+    """From inputs and the gradients of these outputs to the gradients of these inputs."""
+    variables = [v for v in dict.fromkeys(v for v in traced.invars if not isinstance(v, Literal))]
+    debug_info = traced.params["call_jaxpr"].jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    alone = Jaxpr((), variables, [traced.outvars[n] for n in given], [traced], traced.effects, debug_info)
+    run = jaxpr_as_fun(ClosedJaxpr(alone, []))
+
+    def function(values: list[Any], gradients: list[Any]) -> Any:
+        mine = {v: value for v, value in zip(traced.invars, values) if not isinstance(v, Literal)}
+
+        def chosen(some: list[Any]) -> list[Any]:
+            changed = {traced.invars[n]: value for n, value in zip(wanted, some)}
+            return run(*({**mine, **changed}[v] for v in variables))
+
+        return jax.vjp(chosen, [values[n] for n in wanted])[1](gradients)[0]
+
+    kinds = [
+        [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in some] for some in (traced.invars, traced.outvars)
+    ]
+    return jax.make_jaxpr(function)(kinds[0], [kinds[1][n] for n in given])
+
+
 def _settled_carry(walk: Walk, equation: Equation, body: Any, carry: list[Value]) -> tuple[list[Value], list[Value]]:
     """What is known of the carry in any round, and of what a round gives."""
     carry = [value.but(values=None, position=False) if isinstance(value, Known) else value for value in carry]
@@ -48,7 +117,9 @@ def _settled_carry(walk: Walk, equation: Equation, body: Any, carry: list[Value]
 
 
 def _known(value: Value) -> Any:
-    return (value.terms, value.place, value.fresh, value.free) if isinstance(value, Known) else value
+    if not isinstance(value, Known):
+        return value
+    return value.terms, value.place, value.fresh, value.free, value.state, value.doubts
 
 
 def _widened(value: Value, equation: Equation) -> Value:
@@ -67,6 +138,8 @@ def _scanned(walk: Walk, equation: Equation, inputs: list[Value]) -> list[Value]
     consts, carry, xs = inputs[:first], inputs[first:second], inputs[second:]
     entries = [_entry(value) for value in xs]
     over_rows = any(isinstance(value, Known) and value.place == LIFTED for value in entries)
+    if not over_rows and params["length"] != equation.other_params["length"]:
+        raise CannotTell(f"{params['length']} rounds for {walk.rows[0]} rows")
 
     def body(carry: list[Value]) -> list[Value]:
         return _run(walk, params["jaxpr"], equation.other_params["jaxpr"], [*consts, *carry, *entries])
@@ -131,12 +204,24 @@ def _branched(walk: Walk, equation: Equation, inputs: list[Value]) -> list[Value
     if not (which.guard or which.is_shared):
         raise CannotTell("cond")
     found = [_run(walk, one, other, list(rest)) for one, other in pairs]
+    known = [value for each in found for value in each if isinstance(value, Known) and value.values is None]
+    if which.guard and which.guard != FINITE and not all(value.divides(which.guard) for value in known):
+        raise MixesRows("cond")
     result = found[0]
     for each in found[1:]:
         result = [joined(walk, *pair) for pair in zip(result, each, strict=True)]
-    return result
+    return [
+        value.but(state=value.state | which.state, doubts=value.doubts | which.doubts)
+        if isinstance(value, Known)
+        else value
+        for value in result
+    ]
 
 
 NESTED_RULES: dict[str, Rule] = {
-    **dict.fromkeys(CALLS, _called), "scan": _scanned, "while": _looped, "cond": _branched,
-}  # fmt: skip
+    **dict.fromkeys(CALLS, _called),
+    **{name: _with_own_derivative for name in CALLS if name.startswith("custom_")},
+    "scan": _scanned,
+    "while": _looped,
+    "cond": _branched,
+}

@@ -23,11 +23,11 @@ def _moved(move: Moved) -> Rule:
         place = value.place
         if place is not None and place != LIFTED:
             place = move(place, equation, walk.rows[0])
-        alone = equation.outputs[0] == equation.shapes[0]
+        alone = equation.outputs[0] == equation.shapes[0] and equation.name != "transpose"
         found = walk.made(equation, inputs, value.terms, place)
         if value.scalar or alone:
             found = found.but(number=value.number, scalar=value.scalar, core=value.core)
-        else:
+        elif equation.name != "slice":
             walk.whole_of[found.number] = walk.whole_of.get(value.number, value.number)
         return [found.but(values=value.values, position=value.position and place == Place(0))]
 
@@ -133,7 +133,8 @@ def _reduced(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Value]
         return [walk.made(equation, inputs, value.terms, None)]
     symbol = Symbol(equation.number, "mixed", value.free, equation.outputs[0] == (), equation.source, equation.number)
     found = walk.made(equation, inputs, frozenset([Term(False, frozenset([(symbol, Fraction(1))]))]), None)
-    return [found.but(guard=value.free and equation.name in ("reduce_or", "reduce_and"))]
+    asks = value.free and equation.name == "reduce_or" and equation.outputs[0] == ()
+    return [found.but(guard=walk.number("sum", walk.whole_of.get(value.number, value.number)) if asks else None)]
 
 
 def _along(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Value]:
@@ -153,7 +154,9 @@ def _reversed(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Value
     (value,) = inputs
     if value.place is not None and value.place.axis in equation.params["dimensions"]:
         raise MixesRows("rev")
-    return [walk.made(equation, inputs, value.terms, value.place)]
+    found = walk.made(equation, inputs, value.terms, value.place)
+    walk.whole_of[found.number] = walk.whole_of.get(value.number, value.number)
+    return [found]
 
 
 def _trailing(count: int) -> Rule:
@@ -233,7 +236,8 @@ def _gathered(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Value
     operand = lifted(operand, place, equation.source)
     own = indices.place is not None
     terms = frozenset(Term(term.own or own, term.factor) for term in operand.terms)
-    odd = any(s.kind != "position" for term in indices.terms for s, _ in term.factor)
+    kinds = {symbol.kind for term in indices.terms for symbol, _ in term.factor}
+    odd = kinds - {"position"} or (kinds and inputs[0].place is None)
     if odd or (indices.place is None and any(term.own for term in indices.terms)):
         terms = function([operand, lifted(indices, place, equation.source)], equation.source, equation.number)
     return [walk.made(equation, inputs, terms, place)]
@@ -268,14 +272,17 @@ def _put(walk: Walk, equation: Equation, operand: Known, updates: Known) -> list
         raise MixesRows(equation.name)
     inputs = [operand, updates.but(place=found)]
     place = common_place(inputs)
-    if equation.name not in ("scatter", "scatter-add"):
+    if equation.name not in ("scatter", "scatter-add", "scatter-mul"):
         raise CannotTell(equation.name)
     if place is not None and place != LIFTED:
         part = next(axis for axis, where in places_of_updates.items() if where == place.axis)
         if equation.shapes[2][part] != equation.shapes[0][place.axis]:
             raise MixesRows(equation.name)
     inputs = [lifted(value, place, equation.source) for value in inputs]
-    return [walk.made(equation, inputs, union(inputs), place)]
+    terms = union(inputs)
+    if equation.name == "scatter-mul":
+        terms = inputs[0].terms | product(inputs[0], inputs[1], equation.source)
+    return [walk.made(equation, inputs, terms, place)]
 
 
 def _sliced_at(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Value]:
@@ -314,7 +321,18 @@ def _sliced(place: Place, equation: Equation, rows: int) -> Place:
     return places.sliced(place, params["start_indices"], params["limit_indices"], params["strides"], length, rows)
 
 
+def _summed_over_named(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Value]:
+    """`psum`: of a `vmap`'s axis, a sum over it; of a mesh's, the same for all of its micro-batches."""
+    axes = equation.params["axes"]
+    if not any(isinstance(axis, int) for axis in axes):
+        return [value.but() for value in inputs]
+    if len(inputs) > 1 or not all(isinstance(axis, int) for axis in axes):
+        raise CannotTell(equation.name)
+    return _summed(walk, equation, inputs)
+
+
 STRUCTURE_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("psum", "psum2", "psum_invariant"), _summed_over_named),
     "reshape": _moved(lambda p, e, n: places.reshaped(p, e.shapes[0], e.outputs[0], n)),
     "transpose": _moved(lambda p, e, n: places.transposed(p, e.params["permutation"])),
     "squeeze": _moved(_squeezed),
@@ -338,6 +356,7 @@ STRUCTURE_RULES: dict[str, Rule] = {
     "gather": _gathered,
     "scatter-add": _scattered,
     "scatter": _scattered,
+    "scatter-mul": _scattered,
     "dynamic_slice": _sliced_at,
     "dynamic_update_slice": _updated_at,
     **{name: _trailing(1) for name in ("top_k", "approx_top_k")},

@@ -12,9 +12,8 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 __all__ = [
-    "COUNT", "LIFTED", "ONE", "CannotTell", "Factor", "Known", "MixesRows", "Place", "Source", "Symbol", "Term",
-    "Terms",
-    "exponent", "limited", "power", "times",
+    "COUNT", "FINITE", "LIFTED", "ONE", "CannotTell", "Factor", "Known", "MixesRows", "Place", "Source", "Symbol",
+    "Term", "Terms", "exponent", "limited", "power", "times",
 ]  # fmt: skip
 
 Factor = frozenset[tuple[Any, Fraction]]
@@ -65,6 +64,8 @@ class Symbol(NamedTuple):
 
 COUNT = Symbol("rows", "count")
 """The number of rows."""
+FINITE = "finite"
+"""What `Known.guard` asks where it looks for NaN."""
 _LIMIT = 12
 """Terms of a number that are told apart."""
 
@@ -112,11 +113,14 @@ class Known:
         scalar: Whether all entries (of a row) are one number.
         values: The number itself at both counts of rows, where it is known.
         position: Whether it counts the rows: 0, 1, 2, ...
-        guard: Whether it asks if there is anything to divide by.
+        guard: What it asks: the number of a sum, whether there is anything in it; or `FINITE`, whether there is a NaN.
         fresh: Whether it hangs on what is another one for each micro-batch: its key, or its state.
         free: Whether it does not hang on what is differentiated.
         sums: The sums over rows that have gone into it: their numbers, and sources.
         core: Of a sum over rows times what is known, the number of that sum, and its source.
+        whole: Whether its entries are whole numbers.
+        doubts: What was taken for true of it, and need not be: messages.
+        state: The leaves of the state, by their places among the inputs, that it is computed from.
         parts: Of what was concatenated along the last axis, the arrays, if they have one entry each.
     """
 
@@ -126,17 +130,25 @@ class Known:
     scalar: bool = False
     values: tuple[Any, Any] | None = None
     position: bool = False
-    guard: bool = False
+    guard: Any = None
     fresh: bool = False
     free: bool = True
     sums: frozenset[Any] = frozenset()
     core: tuple[Any, Any] | None = None
+    whole: bool = False
+    doubts: frozenset[str] = frozenset()
+    state: frozenset[int] = frozenset()
     parts: tuple[Known, ...] | None = None
 
     @property
     def is_shared(self) -> bool:
         """Whether it is the same for any rows."""
         return all(term == Term(False) for term in self.terms)
+
+    def divides(self, number: Any) -> bool:
+        """Whether it is this sum, or each part of it is divided by it: nothing where there is nothing in the sum."""
+        is_divided = all(any(s.number == number and d < 0 for s, d in term.factor) for term in self.terms)
+        return is_divided or (self.core is not None and self.core[0] == number)
 
     @property
     def factor(self) -> Factor | None:

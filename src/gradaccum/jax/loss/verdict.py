@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import jax
 
 from gradaccum.jax.loss.algebra import as_factor
-from gradaccum.jax.loss.certain import differs
+from gradaccum.jax.loss.certain import differs, is_alike
 from gradaccum.jax.loss.entries import ENTRY_RULES
 from gradaccum.jax.loss.nested import NESTED_RULES
 from gradaccum.jax.loss.structure import STRUCTURE_RULES
 from gradaccum.jax.loss.values import COUNT, ONE, CannotTell, Factor, Known, Place, Source, Symbol, Term, power
-from gradaccum.jax.loss.walk import Lost, Value, Walk, line
+from gradaccum.jax.loss.walk import Lost, Value, Walk, is_whole, line
 
 __all__ = ["Judged", "Verdict", "judge"]
 
@@ -27,23 +27,28 @@ class Judged(NamedTuple):
     """A loss, and the roles that its inputs play.
 
     Attributes:
-        function: Takes the inputs; gives losses by name, their weights by name (none: rows), and, as a list, the
-            statistics that stand beside the loss.
+        function: Takes the inputs; gives losses by name, their weights by name (none: rows), and what stands beside
+            the loss: `statistics` in a list, the new `state` in the order of its inputs, and the leaves of an `aux` by
+            how they are put together, and their paths.
         kinds: The inputs' types for so many rows.
         axes: Of each input, the axis of its rows, or None.
         fresh: Whether it is another one for each micro-batch, whatever its rows are: its key, its state.
         differentiated: Whether it is differentiated.
         reduction: "mean" or "sum".
+        state: Of each input, its name if it is one of the state.
         unit: What a number of rows must be a multiple of.
+        sizes: The rows of the batch and of its micro-batches.
     """
 
-    function: Callable[[list[Any]], tuple[dict[str, Any], dict[str, Any], list[Any]]]
+    function: Callable[[list[Any]], tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
     kinds: Callable[[int], list[Any]]
     axes: list[int | None]
     fresh: list[bool]
     differentiated: list[bool]
     reduction: str
+    state: list[str]
     unit: int = 1
+    sizes: tuple[int, ...] = ()
 
 
 class Verdict(NamedTuple):
@@ -73,8 +78,15 @@ def judge(judged: Judged) -> Verdict:
         return Verdict("unknown", f"It can't be traced for {rows} and {2 * rows} rows, which are tried: {reason}")
     walk = Walk((rows, 2 * rows), _RULES)
     try:
-        inputs = [_input(walk, *roles) for roles in zip(judged.axes, judged.fresh, judged.differentiated)]
         (one, names), (other, _) = first, second
+        inputs = [
+            _input(walk, kind.dtype, *roles)
+            for kind, roles in zip(one.in_avals, zip(judged.axes, judged.fresh, judged.differentiated))
+        ]
+        inputs = [
+            value.but(state=frozenset([n])) if name else value
+            for n, (value, name) in enumerate(zip(inputs, judged.state))
+        ]
         found = walk.run(one.jaxpr, other.jaxpr, (one.consts, other.consts), inputs)
     except CannotTell:
         return Verdict("unknown", f"It does other things for {rows} rows than for {2 * rows}.")
@@ -82,14 +94,19 @@ def judge(judged: Judged) -> Verdict:
         return Verdict("unknown", f"It can't be followed: {type(error).__name__}: {error}")
     losses, weights, beside = jax.tree.unflatten(names, found)
     statistics = frozenset().union(
-        *({number for number, _ in value.sums} for value in beside if isinstance(value, Known))
+        *({number for number, _ in value.sums} for value in beside["statistics"] if isinstance(value, Known))
     )
     verdicts = [
         _about(name, _verdict(loss, weights.get(name), judged.reduction, statistics)) for name, loss in losses.items()
     ]
     wrong = [verdict for verdict in verdicts if verdict.kind not in ("exact", "unknown")]
     if not wrong:
-        return next((verdict for verdict in verdicts if verdict.kind == "unknown"), EXACT)
+        verdicts += _of_state(judged, inputs, [*losses.values(), *weights.values()], beside["state"])
+        verdicts += _of_sizes(judged, rows, (one, other))
+        verdicts += [
+            _of_aux(how, path, value, weights.get(""), judged.reduction) for (how, path), value in beside["aux"].items()
+        ]
+        return next((verdict for verdict in verdicts if verdict.kind != "exact"), EXACT)
     surely = wrong[0].kind == "randomness" or differs(
         one, other, names, judged.axes, judged.differentiated, judged.reduction
     )
@@ -106,10 +123,68 @@ def _traced(judged: Judged, rows: int) -> tuple[Any, Any]:
     return closed, jax.tree.structure(shape)
 
 
-def _input(walk: Walk, axis: int | None, fresh: bool, differentiated: bool) -> Known:
+def _input(walk: Walk, dtype: Any, axis: int | None, fresh: bool, differentiated: bool) -> Known:
     number = walk.number("input", len(walk._numbers))
     place = None if axis is None else Place(axis)
-    return Known(frozenset([Term(axis is not None)]), place, number, fresh=fresh, free=not differentiated)
+    terms = frozenset([Term(axis is not None)])
+    return Known(terms, place, number, fresh=fresh, free=not differentiated, whole=is_whole(dtype))
+
+
+def _of_state(judged: Judged, inputs: list[Known], losses: list[Value], state: list[Value]) -> list[Verdict]:
+    """Whether a loss is computed from state that moves."""
+    old = [n for n, name in enumerate(judged.state) if name]
+    moving = {n for n, new in zip(old, state) if isinstance(new, Lost) or new.number != inputs[n].number}
+    read = moving & frozenset().union(*(loss.state for loss in losses if isinstance(loss, Known)))
+    if not read:
+        return []
+    return [
+        Verdict(
+            "state",
+            f"The loss is computed from state that each micro-batch moves: {judged.state[min(read)]}. So later "
+            "micro-batches are computed with another one than the large batch. Move it once per update, outside of "
+            "loss_fn.",
+        )
+    ]
+
+
+def _of_sizes(judged: Judged, rows: int, known: tuple[Any, Any]) -> list[Verdict]:
+    """Whether the loss does for the rows that it is really given what it does for those that it was followed for."""
+    for size in sorted({*judged.sizes} - {rows, 2 * rows}):
+        try:
+            closed, _ = _traced(judged, size)
+        except Exception:  # the same error comes when it is traced in earnest
+            return []
+        if not is_alike(known[0], known[1], closed, (rows, size)):
+            return [Verdict("unknown", f"It does other things for {rows} rows than for {size}.")]
+    return []
+
+
+_ASIDE = {
+    "mean": "aux='mean' is the mean of micro-batches, and aux{} is no mean over {}: {}",
+    "sum": "aux='sum' is the sum of micro-batches, and aux{} is no sum over rows: {}",
+    "concat": "aux='concat' joins rows, and those of aux{} look at other rows of their micro-batch: {}",
+}
+
+
+def _of_aux(how: str, path: str, value: Value, weight: Value | None, reduction: str) -> Verdict:
+    """Whether a leaf beside the loss is what it is said to be."""
+    if isinstance(weight, Lost) or (isinstance(value, Lost) and not value.mixed):
+        return EXACT
+    if isinstance(value, Lost):
+        found = Verdict("aux", f"{_at(value.source)}.")
+    elif how == "concat":
+        symbols = [symbol for term in value.terms for symbol, _ in term.factor]
+        rows = value.place == Place(0) or not any(term.own for term in value.terms)
+        if rows and not symbols:
+            return EXACT
+        found = Verdict("aux", f"{_at(symbols[0].source if symbols else None)}.")
+    else:
+        found = _verdict(value, weight if how == "mean" else None, how if reduction == "mean" else "sum", frozenset())
+        if found.kind in ("exact", "unknown"):
+            return EXACT
+    why = found.message.partition(" If this is the loss")[0]
+    over = "what the loss is a mean over" if weight is not None else "rows"
+    return Verdict("aux", f"{_ASIDE[how].format(path, *([over] if how == 'mean' else []), why)}")
 
 
 def _verdict(loss: Value, weight: Value | None, reduction: str, statistics: frozenset[Any]) -> Verdict:
@@ -127,7 +202,9 @@ def _verdict(loss: Value, weight: Value | None, reduction: str, statistics: froz
         term for term in loss.terms
         if not (term == Term(True, power(divisor, -1)) or (not term.own and _is_shared(term.factor, reduction)))
     ]  # fmt: skip
-    return _named(wrong, loss, weight, divisor, reduction, statistics) if wrong else EXACT
+    if wrong:
+        return _named(wrong, loss, weight, divisor, reduction, statistics)
+    return Verdict("unknown", min(loss.doubts)) if loss.doubts else EXACT
 
 
 def _is_shared(factor: Factor, reduction: str) -> bool:
@@ -203,6 +280,13 @@ def _by_count(wrong: list[Term], loss: Known, weight: Known | None, reduction: s
 
 
 def _mixes(source: Source, origin: Any, statistics: frozenset[Any]) -> Verdict:
+    if source.primitive.startswith("custom_"):
+        return Verdict(
+            "loss",
+            f"The derivative of its own that {_at(source)} has does not multiply each row's gradient by something of "
+            "that row: it clips gradients, say, normalises them, or takes a mean over rows. What it makes of the large "
+            "batch's gradient does not follow from what it makes of those of micro-batches.",
+        )
     if origin is not None and origin in statistics:
         return Verdict(
             "batch_norm",

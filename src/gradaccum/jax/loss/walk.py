@@ -14,7 +14,10 @@ from jax.extend.core import Literal
 from gradaccum.jax.loss.algebra import common_place
 from gradaccum.jax.loss.values import COUNT, ONE, CannotTell, Known, MixesRows, Place, Source, Symbol, Term, exponent
 
-__all__ = ["CALLS", "CONSTANT", "WITH_JAXPRS", "Equation", "Lost", "Rule", "Value", "Walk", "joined", "line"]
+__all__ = [
+    "CALLS", "CONSTANT", "WITH_JAXPRS", "Equation", "Lost", "Rule", "Value", "Walk", "is_ours", "is_whole", "joined",
+    "line",
+]  # fmt: skip
 
 
 class Lost(NamedTuple):
@@ -51,6 +54,7 @@ class Equation(NamedTuple):
         source: Who asked for it.
         number: Equal for operations that compute the same.
         dtypes: Of inputs and outputs.
+        traced: As JAX has it.
     """
 
     name: str
@@ -62,6 +66,7 @@ class Equation(NamedTuple):
     source: Source
     number: Any
     dtypes: tuple[list[Any], list[Any]]
+    traced: tuple[Any, Any]
 
 
 Rule = Callable[["Walk", Equation, list[Any]], list[Value]]
@@ -81,6 +86,8 @@ class Walk:
         self._numbers: dict[Any, int] = {}
         self.callers: list[tuple[str, Any]] = []
         """The functions that are being walked through: their names, and who has called them."""
+        self.is_derivative = False
+        """Whether it is a derivative that is walked through."""
         self.whole_of: dict[Any, Any] = {}
         """Of a sum over some axes, what it is a part of the sum of."""
 
@@ -121,7 +128,7 @@ class Walk:
             own = Term(False) if same else Term(True, frozenset([(symbol, Fraction(1))]))
             return Known(frozenset([own]), place, number)
         if isinstance(first, jax.core.Tracer) or not _is_number(first) or np.size(first) != 1:
-            return Known(CONSTANT, None, number, np.size(first) == 1)
+            return Known(CONSTANT, None, number, np.size(first) == 1, whole=is_whole(getattr(first, "dtype", None)))
         return self.of_values(np.asarray(first).item(), np.asarray(second).item())
 
     def of_values(self, first: Any, second: Any) -> Known:
@@ -135,7 +142,8 @@ class Walk:
             terms = frozenset([Term(False, frozenset([(symbol, Fraction(1))]))])
         else:
             terms = frozenset([Term(False, frozenset([(COUNT, degree)]) if degree else ONE)])
-        return Known(terms, None, number, True, (first, second))
+        whole = all(not isinstance(value, float) or value.is_integer() for value in (first, second))
+        return Known(terms, None, number, True, (first, second), whole=whole)
 
     def place_by_shapes(self, first: Sequence[int], second: Sequence[int]) -> Place | None:
         """Where an array has its rows by its shapes: the axis that differs."""
@@ -164,6 +172,7 @@ class Walk:
                 [getattr(v.aval, "dtype", None) for v in one.invars],
                 [getattr(v.aval, "dtype", None) for v in one.outvars],
             ),
+            (one, other),
         )
         if name not in WITH_JAXPRS:
             lost = [value for value in values if isinstance(value, Lost)]
@@ -175,7 +184,9 @@ class Walk:
             number = self.number(name, _static(one.params), *(v.number for v in values if isinstance(v, Known)))
             equation = equation._replace(number=number)
         try:
+            self._check_parameters(equation, values)
             found = self.rules.get(name, unknown)(self, equation, values)
+            self._check_shapes(equation, found)
         except MixesRows:
             # What is but a pattern of rows by rows, as an identity matrix, is not what mixes them.
             pattern = not any(isinstance(v, Lost) or any(term.own for term in v.terms) for v in values)
@@ -184,6 +195,30 @@ class Walk:
         except CannotTell as error:
             return [Lost(False, equation.source, str(error))] * len(one.outvars)
         return found
+
+    def _check_parameters(self, equation: Equation, values: list[Value]) -> None:
+        """Numbers that an operation is given beside its inputs: powers, and where a slice begins and ends."""
+        rows: Any = None
+        if values and isinstance(values[0], Known):
+            rows = values[0].place.axis if values[0].place is not None else None
+        for name, value in equation.params.items():
+            other: Any = equation.other_params.get(name)
+            if name in _EXTENTS and isinstance(value, tuple):
+                if isinstance(values[0], Known) and values[0].values is not None:
+                    continue
+                value, other = ([each for axis, each in enumerate(some) if axis != rows] for some in (value, other))
+            elif name in _SHAPES or not isinstance(value, bool | int | float | str):
+                continue
+            if repr(value) != repr(other):  # NaN is not itself
+                raise CannotTell(f"{name}={value} for {self.rows[0]} rows, {name}={other} for {self.rows[1]}")
+
+    def _check_shapes(self, equation: Equation, found: list[Value]) -> None:
+        """Where an array has rows, no other axis may grow with them."""
+        for value, first, second in zip(found, equation.outputs, equation.other_outputs):
+            if isinstance(value, Known) and value.place is not None:
+                grown = [axis for axis, (a, b) in enumerate(zip(first, second)) if a != b]
+                if set(grown) - {value.place.axis}:
+                    raise CannotTell(f"shape {first} for {self.rows[0]} rows, {second} for {self.rows[1]}")
 
     def made(self, equation: Equation, inputs: Sequence[Known], terms: Any, place: Place | None, n: int = 0) -> Known:
         """What is known of an output that follows from these inputs."""
@@ -198,13 +233,29 @@ class Walk:
             fresh=any(value.fresh for value in inputs),
             free=all(value.free for value in inputs),
             sums=frozenset().union(*(value.sums for value in inputs)),
+            whole=self._is_whole(equation, inputs, n),
+            doubts=frozenset().union(*(value.doubts for value in inputs)),
+            state=frozenset().union(*(value.state for value in inputs)),
         )
+
+    def _is_whole(self, equation: Equation, inputs: Sequence[Known], n: int) -> bool:
+        return is_whole(equation.dtypes[1][n]) or (equation.name in _WHOLE and all(value.whole for value in inputs))
 
 
 CALLS = (
     "pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat",
     "remat2", "checkpoint",
 )  # fmt: skip
+_SHAPES = {"axis_size", "inline", "k", "length", "name", "out_sharding", "sharding", "size"}
+"""Parameters that go with the rows where shapes do, which is looked at; the length of a scan is by its rule."""
+_EXTENTS = {"limit_indices", "padding_config", "slice_sizes", "start_indices"}
+"""Of all axes but that of the rows, they are the same."""
+_WHOLE = {
+    "abs", "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "cumsum", "dot_general",
+    "dynamic_slice", "gather", "max", "min", "mul", "neg", "pad", "reduce_max", "reduce_min", "reduce_sum", "reshape",
+    "rev", "scatter-add", "select_n", "slice", "sort", "square", "squeeze", "stop_gradient", "sub", "transpose",
+}  # fmt: skip
+"""Of whole numbers, they give whole numbers."""
 WITH_JAXPRS = {*CALLS, "scan", "while", "cond"}
 """Primitives that hold jaxprs: their rules take what is lost, too."""
 
@@ -238,10 +289,13 @@ def joined(walk: Walk, a: Value, b: Value) -> Value:
         a.scalar and b.scalar,
         a.values if a.values == b.values else None,
         a.position and b.position,
-        a.guard and b.guard,
+        a.guard if a.guard == b.guard else None,
         a.fresh or b.fresh,
         a.free and b.free,
         a.sums | b.sums,
+        whole=a.whole and b.whole,
+        doubts=a.doubts | b.doubts,
+        state=a.state | b.state,
     )
 
 
@@ -250,6 +304,11 @@ def _is_number(value: Any) -> bool:
         return np.asarray(value).dtype.kind in "biuf" or str(np.asarray(value).dtype) == "bfloat16"
     except TypeError:
         return False
+
+
+def is_whole(dtype: Any) -> bool:
+    """Whether numbers of this dtype are whole."""
+    return str(dtype).startswith(("bool", "int", "uint"))
 
 
 def _static(params: dict[str, Any]) -> Any:
@@ -262,12 +321,16 @@ _OWN = os.path.dirname(os.path.dirname(__file__))
 _PACKAGES = f"{os.sep}site-packages{os.sep}"
 
 
+def is_ours(path: str) -> bool:
+    """Whether this is a module of JAX, or of this package."""
+    return path.startswith((f"{_JAX}{os.sep}", f"{_OWN}{os.sep}"))
+
+
 def _frames(info: Any) -> list[Any]:
     """The calls that led to an operation, the innermost first, without JAX' own."""
     traceback = getattr(info, "traceback", None)
     frames = getattr(traceback, "frames", None) or []
-    outside = f"{_JAX}{os.sep}", f"{_OWN}{os.sep}"
-    return [frame for frame in frames if not frame.file_name.startswith(outside)]
+    return [frame for frame in frames if not is_ours(frame.file_name)]
 
 
 def called_from(info: Any, callers: list[tuple[str, Any]]) -> Any:

@@ -27,7 +27,7 @@ def accumulated(call: Call, micro_batch_size: int) -> tuple[Any, Any, Any, tuple
             norms = norms_of_one(call, [leaf for leaf, axis in pairs if axis is None])
         return outcome.losses, outcome.state, Beside(call, groups, outcome).of_one(outcome.aux), gradients, norms
     if call.options.verification is not None:
-        call.options.verification.look(call)
+        call.options.verification.look(call, tuple(sorted({call.batch.rows, *(group.size for group in groups)})))
     return _Accumulation(call, groups).run()
 
 

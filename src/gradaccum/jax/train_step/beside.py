@@ -36,11 +36,17 @@ class Beside:
                 "aux='mean' is weighed as the loss, and `loss_fn` returns several, each with a weight of its own. Use "
                 "'sum', or return it as one more loss with its weight, behind jax.lax.stop_gradient."
             )
-        size = self.groups[0].size
+        self._check_rows(self.kinds, self.groups[0].size, kinds)
+        if any(self.groups[0].size in kind.shape[1:] for kind in self._those("concat", self.kinds)):
+            # Its first axis may have as many entries by chance.
+            last = self.groups[-1]
+            self._check_rows(jax.tree.leaves(self.call.kinds(last).aux), last.size, kinds)
+
+    def _check_rows(self, leaves: list[Any], size: int, kinds: Outcome) -> None:
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(kinds.aux)[0]]
         lines = [
             f"  aux{path}: {tuple(kind.shape)}"
-            for path, kind, how in zip(paths, self.kinds, self.hows)
+            for path, kind, how in zip(paths, leaves, self.hows)
             if how == "concat" and kind.shape[:1] != (size,)
         ]
         if lines:

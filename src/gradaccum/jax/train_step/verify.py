@@ -37,18 +37,18 @@ class Verification:
         self._seen: set[Any] = set()
         self._has_warned = False
 
-    def look(self, call: Call) -> None:
-        """Look at the loss of a call, once for each set of shapes.
+    def look(self, call: Call, sizes: tuple[int, ...]) -> None:
+        """Look at the loss of a call, whose micro-batches have these rows, once for each set of shapes.
 
         Raises:
             ValueError: It is certain that micro-batches don't give the large batch's gradient.
         """
         leaves, _, structure = call.leaves()
         kinds = tuple((tuple(x.shape), str(x.dtype)) if hasattr(x, "shape") else repr(x) for x in leaves)
-        key = structure, kinds
+        key = structure, kinds, sizes
         if key in self._seen:
             return
-        verdict = judge(_judged(call))
+        verdict = judge(_judged(call, sizes))
         if verdict.certain and verdict.kind not in ("exact", "batch_norm"):
             raise ValueError(
                 f"Micro-batches would not give the large batch's gradient of loss_fn. {verdict.message} If you want "
@@ -62,7 +62,7 @@ class Verification:
         if self._has_warned or _is_known(loss_fn):
             return
         self._has_warned = True
-        if verdict.kind == "batch_norm":
+        if verdict.kind in ("batch_norm", "state", "aux"):
             logger.warning("gradaccum.jax: %s verify=False leaves this line out.", verdict.message)
         else:
             logger.warning(
@@ -92,7 +92,7 @@ def judge_loss(loss_fn: Any, args: tuple[Any, ...], keywords: dict[str, Any]) ->
     return judge(_judged(Call(checked_options(loss_fn, verification=None, **given), args, {})))
 
 
-def _judged(call: Call) -> Judged:
+def _judged(call: Call, sizes: tuple[int, ...] = ()) -> Judged:
     """A call as what is judged: its batch, its parameters, state and keys are inputs."""
     options = call.options
     leaves, axes, structure = call.leaves()
@@ -100,15 +100,20 @@ def _judged(call: Call) -> Judged:
     fresh = {options.rng_argnum, options.state_argnum} - {None}
     roles = {*options.differentiated, *options.batches, *fresh}
     inputs = [position for position, number in enumerate(numbers) if number in roles]
+    names: dict[int, str] = {}
+    if options.state_argnum is not None:
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(call.state)[0]]
+        mine = [position for position, number in enumerate(numbers) if number == options.state_argnum]
+        names = {position: f"state{jax.tree_util.keystr(path)}" for position, path in zip(mine, paths)}
 
-    def function(values: list[Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    def function(values: list[Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         mine = list(leaves)
         for position, value in zip(inputs, values):
             mine[position] = value
         args, _ = jax.tree.unflatten(structure, mine)
         weights = {} if options.weight is None else {"": call.weight(list(args))}
         outcome = call.outcome(list(args))
-        return outcome.losses, outcome.weights or weights, _statistics(call, outcome)
+        return outcome.losses, outcome.weights or weights, _beside(call, outcome)
 
     def kinds(rows: int) -> list[Any]:
         def resized(position: int) -> Any:
@@ -127,15 +132,23 @@ def _judged(call: Call) -> Judged:
         [numbers[position] in fresh for position in inputs],
         [numbers[position] in options.differentiated for position in inputs],
         options.reduction,
+        [names.get(position, "") for position in inputs],
         call.batch.devices,
+        sizes,
     )
 
 
-def _statistics(call: Call, outcome: Any) -> list[Any]:
-    """What moves beside the loss: the state, and means in its aux that are no single numbers."""
-    found = jax.tree.leaves(outcome.state)
+def _beside(call: Call, outcome: Any) -> dict[str, Any]:
+    """What stands beside the loss: what moves (the state, and means in its aux that are no single numbers), and aux."""
+    state = jax.tree.leaves(outcome.state)
+    aux: dict[tuple[str, str], Any] = {}
     if call.options.has_aux:
         hows = spread(call.options.aux, outcome.aux, "aux", "what stands beside the loss")
-        pairs = zip(jax.tree.leaves(outcome.aux), hows)
-        found += [leaf for leaf, how in pairs if how != "concat" and jnp.ndim(leaf)]
-    return [leaf for leaf in found if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)]
+        leaves, _ = jax.tree_util.tree_flatten_with_path(outcome.aux)
+        aux = {(how, jax.tree_util.keystr(path)): leaf for (path, leaf), how in zip(leaves, hows)}
+    moving = [*state, *(leaf for (how, _), leaf in aux.items() if how != "concat" and jnp.ndim(leaf))]
+    return {
+        "statistics": [x for x in moving if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)],
+        "state": state,
+        "aux": {key: leaf for key, leaf in aux.items() if key[0] != "last"},
+    }

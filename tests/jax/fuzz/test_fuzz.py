@@ -1,0 +1,186 @@
+"""Random losses: what passes in silence is the large batch's, what is refused is not, and what is right passes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+import gradaccum.jax
+from gradaccum.sizes import even_sizes
+from tests.jax.fuzz.pieces import ENDINGS, MIXING, ROW_WISE, data, parameters
+
+ROUNDING = 1e-8
+PARAMETERS = parameters()
+
+
+class Program(NamedTuple):
+    """A loss."""
+
+    pieces: tuple[str, ...]
+    ending: str
+    rows: int
+    most: int
+
+    def loss(self, p: Any, b: Any) -> Any:
+        h = b["x"]
+        for name in self.pieces:
+            h = (ROW_WISE | MIXING)[name](p, b, h)
+        return ENDINGS[self.ending][0](p, b, h)
+
+    @property
+    def is_right(self) -> bool:
+        return ENDINGS[self.ending][2] and not set(self.pieces) & set(MIXING)
+
+
+@st.composite
+def programs(draw: Any) -> Program:
+    pieces = draw(st.lists(st.sampled_from(list(ROW_WISE)), max_size=4))
+    if draw(st.integers(0, 2)):
+        pieces.insert(draw(st.integers(0, len(pieces))), draw(st.sampled_from(list(MIXING))))
+    right = [name for name, (*_, right) in ENDINGS.items() if right]
+    ending = draw(st.sampled_from(right if draw(st.integers(0, 2)) else list(ENDINGS)))
+    return Program(tuple(pieces), ending, *draw(st.sampled_from([(8, 4), (7, 4)])))
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def said(program: Program) -> tuple[str, str]:
+    """("", ""), or "line" or "refused", and what."""
+    handler = _Lines()
+    logger = logging.getLogger("gradaccum")
+    logger.addHandler(handler)
+    try:
+        grad_fn = gradaccum.jax.value_and_grad(
+            program.loss, micro_batch_size=program.most, **ENDINGS[program.ending][1]
+        )
+        jax.eval_shape(grad_fn, PARAMETERS, data(program.rows, 1))
+    except ValueError as error:
+        return "refused", str(error)
+    finally:
+        logger.removeHandler(handler)
+    return ("line", handler.lines[0]) if handler.lines else ("", "")
+
+
+def _graded(program: Program, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of each loss by name, itself and its gradient in one vector; and what it is a mean over."""
+    options = ENDINGS[program.ending][1]
+
+    def named(p: Any) -> Any:
+        found = program.loss(p, batch)
+        if not isinstance(found, dict):
+            rows = options["weight"](batch) if "weight" in options else len(batch["y"])
+            found = {"": (found, 1.0 if "reduction" in options else rows)}
+        return {name: loss for name, (loss, _) in found.items()}, {name: weight for name, (_, weight) in found.items()}
+
+    vectors, weights = {}, named(PARAMETERS)[1]
+    for name in weights:
+        loss, gradient = jax.value_and_grad(lambda p: named(p)[0][name])(PARAMETERS)  # noqa: B023  # used at once
+        vectors[name] = np.concatenate([np.ravel(np.asarray(leaf)) for leaf in (loss, *jax.tree.leaves(gradient))])
+    return vectors, {name: float(weight) for name, weight in weights.items()}
+
+
+def is_exact(program: Program) -> bool | None:
+    """Whether micro-batches, one after the other in a loop by hand, are the large batch; None where it isn't finite."""
+    known = False
+    for number in (0, 1, 2):
+        batch = data(program.rows, number)
+        whole, _ = _graded(program, batch)
+        parts, start = [], 0
+        for size in even_sizes(program.rows, program.most):
+            rows = slice(start, start + size)
+            parts.append(_graded(program, jax.tree.map(lambda leaf: leaf[rows], batch)))  # noqa: B023  # used at once
+            start += size
+        is_sum = "reduction" in ENDINGS[program.ending][1]
+        for name, expected in whole.items():
+            kept = [(vectors[name], weights[name]) for vectors, weights in parts if weights[name]]
+            total = 1.0 if is_sum else sum(weight for _, weight in kept)
+            if not kept or not all(np.isfinite(vector).all() for vector in (expected, *(v for v, _ in kept))):
+                continue
+            known = True
+            found = sum(vector * weight for vector, weight in kept) / total
+            scale = max(np.abs(vector).max() for vector in (expected, *(v for v, _ in kept)))
+            if np.abs(found - expected).max() > ROUNDING * scale:
+                return False
+    return True if known else None
+
+
+def check(program: Program, counts: Counter[str]) -> None:
+    how, what = said(program)
+    exact = is_exact(program)
+    counts[f"{how or 'silent'}, {'exact' if exact else 'not exact'}"] += 1
+    if exact is None:
+        return
+    assert exact or how, f"{program} passes in silence, and is not the large batch's"
+    assert not (exact and how == "refused"), f"{program} is refused, and is the large batch's: {what}"
+    assert not (program.is_right and how), f"{program} is right, and: {what}"
+
+
+QUIET = settings(
+    deadline=None, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink]
+)
+
+
+def run(first: int, count: int, counts: Counter[str]) -> None:
+    @seed(first)
+    @settings(QUIET, max_examples=count)
+    @given(programs())
+    def losses(program: Program) -> None:
+        check(program, counts)
+
+    losses()
+
+
+@pytest.mark.slow
+def test_some_random_losses_are_exact_or_refused() -> None:
+    run(0, 20, Counter())
+
+
+@pytest.mark.slow
+def test_each_piece_alone_is_exact_or_refused() -> None:
+    alone = [Program((name,), "a mean", 8, 4) for name in [*ROW_WISE, *MIXING]]
+    wrong = []
+    for program in [*alone, *(Program(("tanh",), name, 7, 4) for name in ENDINGS)]:
+        try:
+            check(program, Counter())
+        except AssertionError as failed:
+            wrong.append(str(failed).partition("\n")[0])
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.fuzz
+def test_random_losses_are_exact_or_refused() -> None:
+    """For FUZZ_SECONDS (600), from FUZZ_SEED (0) on."""
+    first, seconds = int(os.environ.get("FUZZ_SEED", "0")), float(os.environ.get("FUZZ_SECONDS", "600"))
+    end, found, counts, number = time.monotonic() + seconds, [], Counter[str](), first
+    while time.monotonic() < end:
+        try:
+            run(number, 10, counts)
+        except AssertionError as failed:
+            found.append(f"seed {number}: {failed}")
+            print(found[-1], flush=True)
+        number += 1
+    print(f"{dict(counts)} from seed {first}", flush=True)
+    assert not found, f"{len(found)} losses are wrong:\n" + "\n".join(found)
+
+
+def test_the_fuzzer_sees_what_is_wrong() -> None:
+    assert is_exact(Program(("tanh",), "a mean", 8, 4))
+    assert is_exact(Program((), "a root", 8, 4)) is False
+    assert jnp.ndim(Program((), "a mean", 8, 4).loss(PARAMETERS, data(4, 0))) == 0

@@ -1,0 +1,231 @@
+"""What once passed in silence and is not the large batch's: each class is refused, or is a line; its like passes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradaccum.jax
+from tests.jax.loss.test_verdict import LABELS, MASK, TEXT, WIDE, W, X, tokens
+
+RANDOM = np.random.default_rng(1)
+SOFT = jnp.asarray(RANDOM.random((8, 3)))
+TABLE = jnp.asarray(RANDOM.normal(size=(20, 4)))
+
+
+def seen(caplog, loss_fn, params, batch, *more, **options):
+    """What is said of a loss: an error, a line, or nothing."""
+    caplog.clear()
+    grad_fn = gradaccum.jax.value_and_grad(loss_fn, micro_batch_size=3, **options)
+    try:
+        jax.eval_shape(grad_fn, params, batch, *more)
+    except ValueError as error:
+        return str(error)
+    return " ".join(record.getMessage() for record in caplog.records)
+
+
+def token_mean(p, b):
+    return tokens(p, b) / b[1].sum()
+
+
+SHIFTED = lambda p, b: tokens(p, (b[0], b[1][:, 1:])) / b[1][:, 1:].sum()  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("weight", "is_it"),
+    [
+        (lambda b: b[1][:, 1:].sum(), True),
+        (lambda b: b[1][:, 1:].T.astype(float).sum(), True),
+        (lambda b: b[1][:, :0:-1].sum(), True),
+        (lambda b: b[1].sum(), False),
+        (lambda b: b[1][:, :-1].sum(), False),
+    ],
+)
+def test_a_weight_that_counts_other_entries_than_the_loss_is_a_line(weight, is_it, caplog):
+    said = seen(caplog, SHIFTED, W, (X, MASK), weight=weight)
+    assert said == "" if is_it else "`weight` may be that or not" in said
+
+
+BY_ROWS = {
+    "a branch between the sizes that are tried and the real ones": (
+        lambda p, x: (x @ p).mean() * (2.0 if len(x) > 4 else 1.0), W, X, "It does other things for 6 rows than for 2",
+    ),
+    "a number of rounds": (
+        lambda p, x: jax.lax.fori_loop(0, len(x), lambda i, a: a * 0.9, 1.0) * (x @ p).mean(), W, X, "6 rounds",
+    ),
+    "a power": (lambda p, x: (x @ p).mean() * p[0] ** len(x), W, X, "y=6 for 6 rows, y=12 for 12"),
+    "as many of a row as there are rows": (
+        lambda p, x: jax.lax.top_k(x.reshape(len(x), -1) * p[0], len(x) // 3)[0].sum(1).mean(), W, TEXT, "top_k",
+    ),
+    "where a slice of each row begins": (
+        lambda p, x: (x.reshape(len(x), -1)[:, len(x) // 3] * p[0]).mean(), W, TEXT, "start_indices",
+    ),
+    "as much of the parameters": (lambda p, x: p[: len(x)].sum() * x.mean(), TABLE, X, "limit_indices"),
+    "a parameter for each place": (lambda p, x: (p[jnp.arange(len(x))] * x).mean(), TABLE, X, "looks across the rows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_what_goes_with_the_number_of_rows_is_noticed(name, caplog):
+    loss_fn, params, batch, message = BY_ROWS[name]
+    assert message in seen(caplog, loss_fn, params, batch)
+
+
+GUARDED = {
+    "any of the mask": (lambda p, b: jnp.where(b[1].any(), token_mean(p, b), 0.0), True),
+    "a count, in a branch": (
+        lambda p, b: jax.lax.cond(b[1].sum() > 0, lambda: token_mean(p, b), lambda: 0.0), True,
+    ),
+    "1 where there is nothing": (lambda p, b: tokens(p, b) / jnp.where(b[1].sum() == 0, 1, b[1].sum()), True),
+    "a mean that may be below 0": (lambda p, b: jnp.where(b[0].mean() > 0, token_mean(p, b), 0.0), False),
+    "the same in a branch": (
+        lambda p, b: jax.lax.cond(b[0].sum() > 0, lambda: token_mean(p, b), lambda: 0.0), False,
+    ),
+    "a loss that isn't divided by it": (
+        lambda p, b: token_mean(p, b) + jnp.where(b[1].any(1).sum() > 0, (p**2).sum(), 0.0), False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_a_guard_is_one_where_it_asks_for_what_is_divided_by(name, caplog):
+    loss_fn, exact = GUARDED[name]
+    said = seen(caplog, loss_fn, W, (X, MASK), weight=lambda b: b[1].sum())
+    assert (said == "") == exact, said
+
+
+def test_targets_that_are_nan_are_counted_as_what_they_are(caplog):
+    def loss_fn(p, b):
+        known = jnp.where(jnp.isnan(b[1]), 0.0, 1.0)
+        return ((b[0] @ p)[:, None] ** 2 * known).sum() / known.sum()
+
+    assert "It divides by" in seen(caplog, loss_fn, W, (X, SOFT))
+    assert seen(caplog, loss_fn, W, (X, SOFT), weight=lambda b: jnp.where(jnp.isnan(b[1]), 0.0, 1.0).sum()) == ""
+
+
+@pytest.mark.parametrize(
+    ("denominator", "mask", "message"),
+    [
+        (lambda n: jnp.maximum(n, 1), MASK, ""),
+        (lambda n: jnp.maximum(n, 1), MASK.astype(int), ""),
+        (lambda n: jnp.maximum(n, 1.0), SOFT, "It divides by 1 where the sum at test_classes.py"),
+        (lambda n: n + 1e-8, MASK.astype(jnp.float32), "It adds 1e-08 to the sum at test_classes.py"),
+        (lambda n: n + jnp.float32(1e-8), MASK.astype(jnp.float32), ""),
+        (lambda n: n + 1e-13, SOFT, ""),
+    ],
+)
+def test_what_a_denominator_is_guarded_with_is_a_line_where_it_shows(denominator, mask, message, caplog):
+    def loss_fn(p, b):
+        p = p.astype(b[1].dtype) if b[1].dtype == jnp.float32 else p
+        n = b[1].sum()
+        n = n.astype(float) if message.startswith("It adds") else n
+        return tokens(p, b) / denominator(n)
+
+    said = seen(caplog, loss_fn, W, (X.astype(mask.dtype) if mask.dtype == jnp.float32 else X, mask),
+                weight=lambda b: b[1].sum())  # fmt: skip
+    assert message in said
+    assert bool(said) == bool(message)
+
+
+def own(forward, backward):
+    function = jax.custom_vjp(lambda x: forward(x))
+    function.defvjp(lambda x: (forward(x), x), lambda x, g: (backward(x, g),))
+    return function
+
+
+@jax.custom_jvp
+def leaky(x):
+    return jnp.maximum(x, 0.0)
+
+
+leaky.defjvp(lambda x, t: (leaky(x[0]), jnp.where(x[0] > 0, t[0], 0.1 * t[0])))
+clipped = own(lambda x: x, lambda x, g: jnp.clip(g, -0.01, 0.01))
+normalised = own(lambda x: x, lambda x, g: g / jnp.sqrt((g**2).sum()))
+reversal = own(lambda x: x, lambda x, g: -0.5 * g)
+scaled = own(lambda x: x, lambda x, g: g * x)
+OWN = {
+    "a reversed gradient": (lambda p, x: (reversal(x @ p) ** 2).mean(), True),
+    "a reversed gradient of parameters": (lambda p, x: ((x @ reversal(p)) ** 2).mean(), True),
+    "a derivative of each entry": (lambda p, x: (leaky(x @ p) ** 2).mean(), True),
+    "in a loop over layers": (
+        lambda p, x: jax.lax.scan(lambda h, k: (reversal(jnp.tanh(h * k)), None), x @ p, jnp.ones(3))[0].mean(),
+        True,
+    ),
+    "each row scaled by itself": (lambda p, x: scaled((x @ p) ** 2).mean(), True),
+    "the loss scaled by itself": (lambda p, x: scaled(((x @ p) ** 2).mean()), False),
+    "rows that are normalised together": (lambda p, x: (normalised(x @ p) ** 2).mean(), False),
+    "clipped rows": (lambda p, x: (clipped(x @ p) ** 2).mean(), False),
+    "clipped gradients of parameters": (lambda p, x: ((x @ clipped(p)) ** 2).mean(), False),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_derivative_of_ones_own_is_followed(name, caplog):
+    loss_fn, exact = OWN[name]
+    said = seen(caplog, loss_fn, W, X)
+    assert said == "" if exact else "The derivative of its own" in said
+
+
+STATES = {
+    "a counter": (lambda p, x, s: ((x @ p).mean(), {"n": s["n"] + 1, "u": s["u"]}), True),
+    "what stands still": (lambda p, x, s: ((x @ p * s["u"]).mean(), {"n": s["n"] + 1, "u": s["u"]}), True),
+    "a power iteration": (
+        lambda p, x, s: ((x @ p / s["u"]).mean(), {"n": s["n"], "u": s["u"] * 0.5 + p.sum()}), False,
+    ),
+    "a key of state": (
+        lambda p, x, s: (
+            (x @ p * jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), s["n"]), 0.5, (len(x),))).mean(),
+            {"n": s["n"] + 1, "u": s["u"]},
+        ), True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_loss_that_reads_state_that_moves_is_a_line(name, caplog):
+    loss_fn, exact = STATES[name]
+    said = seen(caplog, loss_fn, W, X, {"n": jnp.zeros((), int), "u": jnp.ones(())}, state_argnum=2)
+    assert said == "" if exact else "computed from state that each micro-batch moves: state['u']" in said
+
+
+ASIDE = {
+    "a mean": ("mean", lambda p, b: (b[0] @ p).mean(), ""),
+    "the norm of parameters": ("mean", lambda p, b: (p**2).sum(), ""),
+    "a root of a mean": ("mean", lambda p, b: jnp.sqrt(((b[0] @ p) ** 2).mean()), "no mean over rows"),
+    "a largest": (
+        "mean",
+        lambda p, b: (b[0] @ p).max(),
+        "no mean over rows: It looks across the rows of the batch: `reduce_max`",
+    ),
+    "a sum": ("sum", lambda p, b: {"right": ((b[0] @ p) > 0).sum(), "of": len(b[0])}, ""),
+    "a mean that is summed": ("sum", lambda p, b: (b[0] @ p).mean(), "no sum over rows: It is a mean over rows"),
+    "a mean over tokens": ("mean", lambda p, b: token_mean(p, b), "no mean over rows: It divides by"),
+    "rows": ("concat", lambda p, b: jax.nn.softmax(b[0][:, :, None] * p, axis=1), ""),
+    "ranks": ("concat", lambda p, b: jnp.argsort(b[0] @ p), "those of aux['it'] look at other rows"),
+    "centred rows": ("concat", lambda p, b: b[0] @ p - (b[0] @ p).mean(), "those of aux['it'] look at other rows"),
+    "numbers of rows": ("concat", lambda p, b: jnp.arange(len(b[0])), "those of aux['it'] look at other rows"),
+}
+
+
+@pytest.mark.parametrize("name", ASIDE)
+def test_an_aux_that_is_not_what_it_is_said_to_be_is_a_line(name, caplog):
+    how, aside, message = ASIDE[name]
+    loss_fn = lambda p, b: ((b[0] @ p).mean(), {"it": aside(p, b)})  # noqa: E731
+    said = seen(caplog, loss_fn, W, (X, MASK), has_aux=True, aux=how)
+    assert message in said
+    assert bool(said) == bool(message)
+
+
+def test_an_aux_of_a_weighed_loss_is_a_mean_over_the_same(caplog):
+    loss_fn = lambda p, b: (token_mean(p, b), token_mean(p, b))  # noqa: E731
+    options = {"has_aux": True, "aux": "mean", "weight": lambda b: b[1].sum()}
+    assert seen(caplog, loss_fn, W, (X, MASK), **options) == ""
+    loss_fn = lambda p, b: (token_mean(p, b), (b[0] @ p).mean())  # noqa: E731
+    assert "no mean over what the loss is a mean over" in seen(caplog, loss_fn, W, (X, MASK), **options)
+
+
+def test_labels_by_place_and_the_mean_over_a_mapped_axis_pass(caplog):
+    loss_fn = lambda p, b: -jax.nn.log_softmax(b[0] @ p)[jnp.arange(len(b[1])), b[1]].mean()  # noqa: E731
+    assert seen(caplog, loss_fn, WIDE, (X, LABELS)) == ""
+    across = lambda p, x: jax.vmap(lambda r: (r @ p) ** 2 / jax.lax.pmean((r @ p) ** 2, "i"), axis_name="i")(x)  # noqa: E731
+    assert "looks across the rows" in seen(caplog, lambda p, x: (across(p, x) * x[:, 0]).mean(), W, X)
