@@ -100,6 +100,37 @@ def train_sharded(rank, steps, clip=None, epochs=2):
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def save_sharded(rank, folder):
+    """Save after a window, and go on in new objects. Returns (error, what is said of a save inside a window)."""
+    said, ends = "", []
+    for resumed in (False, True):
+        try:
+            one = sharding(rank)
+            model = network(dtype=torch.float64)
+            if resumed:  # other parameters, and no momentum
+                for parameter in model.parameters():
+                    torch.nn.init.normal_(parameter)
+            model, inner = one.prepare(model, sgd(model.parameters()))
+            optimizer = prepare_optimizer(one, inner, 2)
+            if resumed:
+                one.load_state(folder)
+            for index, batch in enumerate(batches(rank)[2 * resumed : 4]):
+                one.backward(mse(model, *batch))
+                optimizer.step()
+                if optimizer.updated and not resumed and index == 1:
+                    one.save_state(folder)
+                elif not optimizer.updated and index == 0:
+                    try:
+                        one.save_state(folder + "-inside")
+                    except WindowError as error:
+                        said = str(error)
+                optimizer.zero_grad()
+            ends.append([parameter.full_tensor() for parameter in model.parameters()])
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+    return relative_error(ends[1], ends[0]), said
+
+
 def refused_when_sharded(rank, how):
     """What is said."""
     try:

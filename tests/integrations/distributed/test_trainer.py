@@ -14,7 +14,8 @@ TOLERANCE = {"BERT, a label for each text": FLOAT64, "Llama": 2e-6, "T5": 2e-6}
     ("kind", "micro"),
     [
         ("BERT, a label for each text", {"micro_batch_size": 4}),
-        ("Llama", {"micro_batch_size": 3}),
+        pytest.param("Llama", {"micro_batch_size": 3}, marks=pytest.mark.slow),
+        pytest.param("BERT, a label for each text", {"micro_batch_size": "auto"}, marks=pytest.mark.slow),
         ("T5", {"max_tokens": 36}),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
@@ -35,3 +36,39 @@ def test_means_of_ranks_means_are_refused_by_name(ranks):
     for result in results:
         assert isinstance(result, Raised)
         assert "average_tokens_across_devices=False asks for the mean of the ranks' means" in result.message
+
+
+@pytest.mark.parametrize("kind", ["BERT, a label for each text", pytest.param("Llama", marks=pytest.mark.slow)])
+def test_under_fsdp2_two_ranks_make_the_clipped_update_of_all_their_rows(ranks, kind):
+    more = {"max_grad_norm": 0.05, "optim": "sgd", "learning_rate": 0.1}
+    expected, expected_logs = cases.at_once(kind, 40, **more)
+    for found, found_logs in ranks.run(cases.trained_sharded, kind, 40, {"micro_batch_size": 4}, **more):
+        assert relative_error(found, expected) <= TOLERANCE[kind]
+        if found_logs:
+            assert relative_error([torch.tensor(found_logs)], [torch.tensor(expected_logs)]) <= 1e-6
+
+
+def test_fsdp1_is_refused_by_name(ranks):
+    kind = "BERT, a label for each text"
+    for result in ranks.try_run(cases.trained_sharded, kind, 40, {"micro_batch_size": 4}, 1, limit=30, optim="sgd"):
+        assert isinstance(result, Raised)
+        assert "FSDP1 reduces in every backward pass" in result.message
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_trls_trainers_on_two_ranks_make_the_update_of_all_their_rows(ranks, kind):
+    expected, expected_logs = cases.fine_tuned(None, kind, None)
+    for found, found_logs in ranks.run(cases.fine_tuned, kind, {"micro_batch_size": 3}, limit=120):
+        assert relative_error(found, expected) <= 2e-6
+        if found_logs:
+            assert relative_error([torch.tensor(found_logs)], [torch.tensor(expected_logs)]) <= 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro", [{"micro_batch_size": "auto"}, {"max_tokens": 60}], ids=str)
+def test_sizes_that_ranks_choose_by_themselves_are_refused_where_a_trainer_gathers(ranks, micro):
+    for result in ranks.try_run(cases.fine_tuned, "SFT", micro, limit=120):
+        assert isinstance(result, Raised)
+        assert "gathers metrics over the ranks, so all of them need as many micro-batches" in result.message

@@ -1,13 +1,16 @@
 """Random settings of a Trainer: MicroBatchTrainer against the stock Trainer at the batch of an update."""
 
 import copy
+import os
 import random
 
 import torch
 import transformers
 from torch.nn import functional as F
 
+from gradaccum import NotEquivalentError
 from gradaccum.integrations.transformers import MicroBatchTrainer
+from tests.integrations.fuzz.trainer_losses import ACROSS, EITHER, MEANS, Loss
 from tests.integrations.transformers.problems import arguments
 
 VOCABULARY = 37
@@ -165,8 +168,58 @@ class Collate:
         return f"Collate{(self.left, self.mask, self.multiple)}"
 
 
+class Orders(transformers.TrainerCallback):
+    """Orders of a callback at the end of the second update."""
+
+    def __init__(self, order):
+        self.order = order
+
+    def on_step_end(self, args, state, control, optimizer=None, **_):
+        if state.global_step == 2 and self.order == "less":
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+        elif state.global_step == 2:
+            setattr(control, f"should_{self.order}", True)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows without a length."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def beside(choose, kind, number, batch, more):
+    """What a run has beside its arguments, which this may add to."""
+    extra, labelled = {}, kind not in ("images", "answers", "numbers", "several classes", "t5", "bart")
+    if labelled and choose.random() < 0.35:
+        extra["loss"] = choose.choice([*MEANS, *MEANS, *ACROSS, *EITHER])
+        more.pop("label_smoothing_factor", None)
+    if choose.random() < 0.2:
+        extra["order"] = choose.choice(["evaluate", "log", "epoch_stop", "training_stop", "less"])
+    if choose.random() < 0.2:
+        extra["groups"] = True
+    if choose.random() < 0.1:
+        extra["frozen"] = True
+    if choose.random() < 0.08:
+        extra["stream"] = True
+        more.pop("train_sampling_strategy", None)
+        more["max_steps"], more["dataloader_drop_last"] = choose.randint(1, 5), False
+    elif choose.random() < 0.15 and "order" not in extra:
+        extra["resume"] = more["save_steps"] = choose.choice([1, 2, 3])
+        more["save_strategy"] = "steps"
+    if choose.random() < 0.1:
+        more["include_num_input_tokens_seen"] = "all"
+    if choose.random() < 0.03:
+        more |= {"torch_compile": True, "torch_compile_backend": "eager"}
+    return extra
+
+
 def scenario(seed):
-    """Everything about a run: (kind, rows, micro-batches, collator, arguments)."""
+    """Everything about a run: (kind, rows, micro-batches, collator, arguments, what is beside them)."""
     choose = random.Random(seed)
     kind, number = choose.choice(sorted(MODELS)), choose.randint(9, 30)
     batch = choose.choice([6, 8, 12, 16])
@@ -200,7 +253,8 @@ def scenario(seed):
     ]
     for chance, setting in rare:
         more |= setting if choose.random() < chance else {}
-    return kind, rows(kind, number, choose), micro, collate, more
+    extra = beside(choose, kind, number, batch, more)
+    return kind, rows(kind, number, choose), micro, collate, more, extra
 
 
 REFUSED = (
@@ -209,37 +263,73 @@ REFUSED = (
 )
 
 
+def trainer(cls, start, data, folder, extra, micro, collate, more):
+    """A Trainer on a copy of the model."""
+    trained = copy.deepcopy(start)
+    if extra.get("frozen"):
+        next(iter(trained.parameters())).requires_grad_(False)
+    if loss := extra.get("loss"):
+        cls = type(f"{cls.__name__}With{loss}", (Loss, cls), {"kind": loss})
+    keywords = {"callbacks": [Orders(extra["order"])] if "order" in extra else []} | micro
+    if extra.get("groups"):
+        left = [p for p in trained.parameters() if p.requires_grad]
+        groups = [{"params": left[::2], "lr": 0.1}, {"params": left[1::2], "lr": 0.02, "weight_decay": 0.1}]
+        keywords["optimizers"] = torch.optim.SGD(groups, lr=0.1, momentum=0.9), None
+    run = cls(
+        trained, arguments(folder, **more, remove_unused_columns=False), eval_dataset=data[:7], data_collator=collate,
+        train_dataset=Stream(data) if extra.get("stream") else data, **keywords,
+    )  # fmt: skip
+    run.remove_callback(transformers.PrinterCallback)
+    return run
+
+
 def wrong(seed, folder):
     """What is wrong with a run; empty where it is right, or refused for a known reason."""
-    kind, data, micro, collate, more = scenario(seed)
-    said = f"seed {seed}: {kind}, {len(data)} rows, {micro}, {collate}, {more}"
+    kind, data, micro, collate, more, extra = scenario(seed)
+    said = f"seed {seed}: {kind}, {len(data)} rows, {micro}, {collate}, {more}, {extra}"
     torch.manual_seed(seed)
-    model, found = MODELS[kind]().double(), []
-    for cls, how in ((transformers.Trainer, {}), (MicroBatchTrainer, micro)):
-        trained = copy.deepcopy(model)
-        run = cls(
-            trained, arguments(folder, **more, remove_unused_columns=False), train_dataset=data, eval_dataset=data[:7],
-            data_collator=collate, **how,
-        )  # fmt: skip
-        run.remove_callback(transformers.PrinterCallback)
+    model = MODELS[kind]().double()
+
+    def outcome(cls, how, own, checkpoint=None):
         try:
-            run.train()
+            run = trainer(cls, model, data, os.path.join(folder, str(seed), own), extra, how, collate, more)
+            resumed = checkpoint and os.path.join(run.args.output_dir, checkpoint)
+            if resumed and not os.path.isdir(resumed):
+                return None  # it ended before
+            run.train(resume_from_checkpoint=resumed)
         except Exception as error:
-            found.append(error)
-        else:
-            found.append((torch.cat([p.detach().flatten() for p in trained.parameters()]), run.state.log_history))
-    stock, ours = found
+            return error
+        return torch.cat([p.detach().flatten() for p in run.model.parameters()]), run.state.log_history
+
+    stock, ours = outcome(transformers.Trainer, {}, "stock"), outcome(MicroBatchTrainer, micro, "ours")
+    if (problem := _judged(said, stock, ours, extra)) or "resume" not in extra:
+        return problem
+    checkpoint = f"checkpoint-{extra['resume']}"
+    if (ours := outcome(MicroBatchTrainer, micro, "ours", checkpoint)) is None:
+        return ""
+    # Logs of several updates begin anew where a run is resumed.
+    if problem := _judged(f"resumed, {said}", stock, ours, extra, more["logging_steps"] == 1):
+        stock = outcome(transformers.Trainer, {}, "stock", checkpoint)  # which doesn't always go on as before
+        problem = _judged(f"resumed, {said}", stock, ours, extra)
+    return problem
+
+
+def _judged(said, stock, ours, extra, logs=True):
     if isinstance(stock, Exception):
         return "" if isinstance(ours, Exception) else f"{said}\n  the stock Trainer fails: {stock}"
     if isinstance(ours, Exception):
-        return "" if any(line in str(ours) for line in REFUSED) else f"{said}\n  {type(ours).__name__}: {ours}"
+        refused = isinstance(ours, NotEquivalentError) and extra.get("loss") in (*ACROSS, *EITHER)
+        refused = refused or any(line in str(ours) for line in REFUSED)
+        return "" if refused else f"{said}\n  {type(ours).__name__}: {ours}"
+    if not stock[0].isfinite().all():
+        return ""
     error = float((ours[0] - stock[0]).norm() / stock[0].norm())
-    logged = _logs_error(ours[1], stock[1])
+    logged = _logs_error(ours[1], stock[1]) if logs else 0.0
     return "" if error < UPDATES and logged < LOGS else f"{said}\n  parameters {error:.1e}, logs {logged:.1e}"
 
 
 def _logs_error(found, expected):
-    names = "loss", "grad_norm", "learning_rate", "eval_loss", "epoch"
+    names = "loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "num_input_tokens_seen"
     kept = [[{name: entry[name] for name in names if name in entry} for entry in run] for run in (found, expected)]
     if [list(entry) for entry in kept[0]] != [list(entry) for entry in kept[1]]:
         return float("inf")

@@ -123,12 +123,12 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def arguments(folder, **more):
+def arguments(folder, kind=transformers.TrainingArguments, **more):
     defaults = {
         "per_device_train_batch_size": 10, "num_train_epochs": 1, "seed": 3, "logging_steps": 1, "save_strategy": "no",
         "use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False,
     }  # fmt: skip
-    return transformers.TrainingArguments(str(folder), **_as_named_here(defaults | more))
+    return kind(str(folder), **_as_named_here(defaults | more))
 
 
 def _as_named_here(settings):
@@ -168,4 +168,4 @@ def updates(trainer, start):
     But for the biases of keys: a softmax doesn't see them, so that their gradient is rounding alone.
     """
     pairs = zip(trainer.model.named_parameters(), start.parameters(), strict=True)
-    return [a.detach() - b.detach() for (name, a), b in pairs if not name.endswith("key.bias")]
+    return [a.detach().to(b.device) - b.detach() for (name, a), b in pairs if not name.endswith("key.bias")]

@@ -127,12 +127,28 @@ def test_the_sizes_that_auto_has_found_are_saved_and_loaded(tmp_path):
     assert resumed._step_state["sizes"] == whole._step.state_dict()["sizes"]
 
 
-def test_bf16_is_no_further_from_the_stock_trainer_than_that_is_from_float32(tmp_path):
+@pytest.mark.parametrize(
+    "half",
+    [
+        {"bf16": True},
+        pytest.param({"fp16": True, "use_cpu": False}, marks=pytest.mark.gpu),
+        pytest.param({"bf16": True, "use_cpu": False}, marks=pytest.mark.gpu),
+    ],
+    ids=str,
+)
+def test_in_half_precision_it_is_no_further_from_the_stock_trainer_than_that_is_from_float32(half, tmp_path):
     start, exact, _ = both(KIND, tmp_path, double=False)
-    _, stock, found = both(KIND, tmp_path, double=False, bf16=True)
+    _, stock, found = both(KIND, tmp_path, double=False, **half)
     rounding = relative_error([_flat(stock, start)], [_flat(exact, start)])
     assert relative_error([_flat(found, start)], [_flat(stock, start)]) <= rounding
     assert 1e-4 < rounding < 0.2
+
+
+@pytest.mark.slow
+def test_fp16_on_a_cpu_is_float32_as_for_the_stock_trainer(tmp_path):
+    start, stock, found = both(KIND, tmp_path, double=False, fp16=True)
+    assert found.accelerator.scaler is None
+    assert relative_error(updates(found, start), updates(stock, start)) <= 1e-5
 
 
 def _flat(trainer, start):

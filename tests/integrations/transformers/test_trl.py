@@ -59,11 +59,11 @@ def texts(*columns):
     return datasets.Dataset.from_list(rows)
 
 
-def train(cls, config, model, data, folder, micro=None, trainer=None, **more):
+def train(cls, config, model, data, folder, micro=None, trainer=None, batch=8, **more):
     quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False}
     arguments = config(
-        str(folder), per_device_train_batch_size=8, num_train_epochs=1, save_strategy="no", logging_steps=1, bf16=False,
-        optim="sgd", learning_rate=0.1, seed=3, **quiet, **more,
+        str(folder), per_device_train_batch_size=batch, num_train_epochs=1, save_strategy="no", logging_steps=1,
+        bf16=False, optim="sgd", learning_rate=0.1, seed=3, **quiet, **more,
     )  # fmt: skip
     torch.manual_seed(0)  # adapters may be drawn before the trainer sets its seed
     run = cls(
