@@ -26,7 +26,7 @@ def quiet():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_some_random_runs_are_the_large_batchs(kind, tmp_path):
-    assert not [found for seed in range(4) if (found := KINDS[kind](seed, str(tmp_path)))]
+    assert not [found for seed in range(3) if (found := KINDS[kind](seed, str(tmp_path)))]
 
 
 @pytest.mark.fuzz
