@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "trainers.md"
-BEGIN, END = "<!-- measured:versions -->\n", "<!-- /measured:versions -->"
+BEGIN, END = "<!-- versions -->\n", "<!-- /versions -->"
 
 _TRANSFORMERS = ["tests/integrations/transformers", "tests/integrations/fuzz"]
 TESTS = {

@@ -38,7 +38,8 @@ def pytest_configure(config):
 def fresh_process():
     """Runs a page or a script in a process that has imported Keras and done nothing else: see `interpreter`."""
     settings = {"TF_CPP_MIN_LOG_LEVEL": "3", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}  # see `leave_keras_as_found`
-    with interpreter("keras gradaccum.keras", KERAS_BACKEND=BACKEND, **settings) as program:
+    modules = "keras gradaccum.keras" + " torch._dynamo" * (BACKEND == "torch")  # which its first optimizer imports
+    with interpreter(modules, KERAS_BACKEND=BACKEND, **settings) as program:
         yield program
 
 

@@ -322,8 +322,12 @@ def recorded_reads() -> Iterator[dict[int, Any]]:
 
 
 def has_value(variable: Any) -> bool:
-    """Whether a variable holds its value: `fit` on JAX takes the values out while it trains."""
-    return variable._value is not None
+    """Whether a variable holds its value, asked outside of graphs.
+
+    `fit` on JAX takes the values out while it trains, and what TensorFlow makes while it traces has none yet.
+    """
+    is_initialized = getattr(variable._value, "is_initialized", None)
+    return variable._value is not None and (is_initialized is None or bool(is_initialized()))
 
 
 def put_value(variable: Any, value: Any) -> None:
