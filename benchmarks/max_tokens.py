@@ -83,7 +83,8 @@ def by_step(batch: dict[str, Tensor], **keywords: int) -> Callable[[], None]:
 
 
 def peak(update: Callable[[], None]) -> int:
-    update()
+    """Of the third update: the first two prove themselves."""
+    update(), update()
     with LiveBytes() as live:
         update()
     return live.peak

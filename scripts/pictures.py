@@ -1,13 +1,12 @@
-"""The pictures in docs/images, from measurements: `python -m scripts.pictures [window exactness scaling loss memory]`.
+"""The pictures in docs/images, from measurements: `python -m scripts.pictures [NAME ...]`.
 
 Each is one small SVG with a ground of its own, for light and dark screens. The heat map is drawn from the table in
-docs/peers.md, scaling from the model of docs/scaling.md; loss and memory are measured on the demo's attention network,
-which takes a minute.
+docs/peers.md, scaling from the model of docs/scaling.md; loss is measured on the demo's attention network, memory on a
+transformer of eight blocks, which takes a minute.
 """
 
 from __future__ import annotations
 
-import contextlib
 import html
 import pathlib
 import re
@@ -137,10 +136,11 @@ def chart(
                 line([(left, at), (width - 30, at)], "rule", 1),
                 text(left - 8, at + 4, f"{i * step:g}", "small end"),
             ]
-    looks = ({"width": 7, "opacity": 0.4}, {"width": 2, "dash": "6 3"}, {"width": 2})
-    for i, ((name, x, y), colour, look) in enumerate(zip(curves, "abc", looks, strict=False)):
+    looks = ({"width": 7, "opacity": 0.4}, {"width": 2, "dash": "6 3"}, {"width": 2}, {"width": 2})
+    colours = ("a", "b", "c", "ink")
+    for i, ((name, x, y), colour, look) in enumerate(zip(curves, colours, looks, strict=False)):
         shapes.append(line([place(*point) for point in zip(x, y, strict=True)], colour, **look))  # type: ignore[arg-type]
-        at = left + 190 * i
+        at = left + (190 if len(curves) < 4 else 145) * i
         shapes += [
             line([(at, height - 18), (at + 24, height - 18)], colour, **look),
             text(at + 30, height - 14, name, "small"),
@@ -204,13 +204,11 @@ def loss() -> str:
 
 
 def memory() -> str:
-    """Bytes of tensors alive over one window of the demo's attention network: whole, accumulated, chunked."""
+    """Bytes of tensors alive over one window of a transformer: whole, accumulated, chunked, layer by layer."""
     import torch
+    from torch import nn
 
     import gradaccum.torch
-    from gradaccum.demo.text import TextSetup
-    from gradaccum.demo.text.decoder import Decoder, loss_of, padded
-    from gradaccum.demo.text.loops import python_text
     from gradaccum.demo.torch_experiment import CountBytes
 
     class Trace(CountBytes):
@@ -225,22 +223,41 @@ def memory() -> str:
             self.seen: list[float] = []
             super().__init__(tensors)
 
-    setup = TextSetup()
-    rows = python_text(setup.length)[: setup.batch_size]
+    class Transformer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding, self.head = nn.Embedding(128, 128), nn.Linear(128, 128)
+            self.blocks = nn.ModuleList(
+                nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True) for _ in range(8)
+            )
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(ids)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    def compute_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+    ways: dict[str, dict[str, object]] = {
+        "whole batch": {"micro_batch_size": 64},
+        "16 micro-batches": {"micro_batch_size": 4},
+        "chunked": {"micro_batch_size": 64},
+        "layer by layer": {"micro_batch_size": 4, "blocks": "blocks", "update": "in_backward"},
+    }
+    ids = torch.randint(128, (64, 16), generator=torch.Generator().manual_seed(0))
     curves = []
-    for name, size in (("whole batch", 64), ("16 micro-batches", 4), ("chunked, 4 rows", 64)):
-        torch.manual_seed(0)
-        model: torch.nn.Module = Decoder(setup)
+    for name, how in ways.items():
+        model = Transformer()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        called = gradaccum.torch.chunked(model, 4) if name.startswith("chunked") else model
-        step = gradaccum.torch.optim.Optimizer(optimizer, steps=64 // size)
-        window = list(padded(rows, size))
-        for traced in (False, True):  # the first window has `chunked` try itself out
-            with Trace(model.parameters()) if traced else contextlib.nullcontext() as trace:
-                for x, y in step.batches(window, weight=lambda batch: int((batch[1] >= 0).sum())):
-                    step.zero_grad()
-                    loss_of(called, x, y).backward()
-                    step.step()
+        called = gradaccum.torch.chunked(model, 4) if name == "chunked" else model
+        step = gradaccum.torch.TrainStep(called, optimizer, compute_loss=compute_loss, verify=False, **how)  # type: ignore[arg-type]
+        step(ids)  # `chunked` tries itself out once
+        optimizer.zero_grad()
+        with Trace(model.parameters()) as trace:
+            step(ids)
         count = len(trace.seen)
         every = max(1, count // 300)
         kept = [max(trace.seen[i : i + every]) for i in range(0, count, every)]
@@ -248,9 +265,52 @@ def memory() -> str:
     return chart("Memory over a window of 64 rows", "% of the window's operations", curves, "MiB of tensors alive")
 
 
+def ways() -> str:
+    """The three ways in: what the user's loop brings, and what becomes of it."""
+    shapes = [text(20, 28, "Three ways in, one update", "title")]
+    panels = (
+        ("Wrap the optimizer", "the loop brings small batches", "Optimizer(optimizer, steps=4)"),
+        ("Split the batch", "the loop brings the large batch", "TrainStep(model, optimizer, ...)"),
+        ("Chunk the model", "the loss looks at all rows", "chunked(encoder, 16)"),
+    )
+    for place, (title, brings, code) in enumerate(panels):
+        x = 20.0 + place * 250
+        shapes += [text(x, 62, title), text(x, 80, brings, "small")]
+        if place == 1:
+            shapes += [box(x, 92, 220, 34, "a"), text(x + 110, 114, "64 rows", "mid on")]
+            shapes += [line([(x + 110, 130), (x + 110, 146)], "quiet", 1.5)]
+        top = 150 if place == 1 else 92
+        for i in range(4):
+            shapes += [box(x + 56 * i, top, 52, 34, "a"), text(x + 56 * i + 26, top + 22, "16", "mid on")]
+        if place == 2:
+            shapes += [
+                line([(x + 110, 130), (x + 110, 146)], "quiet", 1.5),
+                box(x, 150, 220, 34, "c"),
+                text(x + 110, 172, "one loss over 64 outputs", "mid on"),
+            ]
+        if not place:
+            shapes += [
+                line([(x, 132), (x, 140), (x + 220, 140), (x + 220, 132)], "quiet", 1.5),
+                text(x + 110, 172, "added up, divided by 64", "mid"),
+            ]
+        shapes += [
+            line([(x + 110, 188), (x + 110, 204)], "quiet", 1.5),
+            box(x + 50, 208, 120, 30, "b"),
+            text(x + 110, 228, "one update", "mid on"),
+            text(x, 262, code, "small"),
+        ]
+    return svg(
+        760,
+        282,
+        "Wrap the optimizer: small batches are added up. Split the batch: the large batch is cut. Chunk the model: one "
+        "loss over the outputs of all chunks. Each makes the large batch's update.",
+        shapes,
+    )
+
+
 def main() -> None:
     """Draw those that are named, or all."""
-    for name in sys.argv[1:] or ["window", "exactness", "scaling", "loss", "memory"]:
+    for name in sys.argv[1:] or ["window", "ways", "exactness", "scaling", "loss", "memory"]:
         (IMAGES / f"{name}.svg").write_text(globals()[name](), encoding="utf-8")
 
 

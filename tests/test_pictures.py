@@ -7,10 +7,10 @@ import pytest
 
 from scripts import pictures
 
-DRAWN = ("window", "exactness", "scaling", "loss", "memory")
+DRAWN = ("window", "ways", "exactness", "scaling", "loss", "memory")
 
 
-@pytest.mark.parametrize("name", ["window", "exactness", "scaling"])
+@pytest.mark.parametrize("name", ["window", "ways", "exactness", "scaling"])
 def test_the_picture_is_what_the_script_draws(name):
     """After docs/peers.md has changed: python -m scripts.pictures exactness"""
     assert (pictures.IMAGES / f"{name}.svg").read_text(encoding="utf-8") == getattr(pictures, name)()
