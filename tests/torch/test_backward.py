@@ -3,16 +3,15 @@
 import pytest
 import torch
 
-from gradaccum.on_torch import private
-from gradaccum.on_torch.private import run_backward
+from gradaccum.on_torch.private import autograd, run_backward
 
 
 @pytest.fixture(params=["torch's engine", "another torch"])
 def start(request, monkeypatch):
     if request.param == "another torch":  # whose engine is called otherwise
-        monkeypatch.setattr(private, "backward_engine", lambda: None)
+        monkeypatch.setattr(autograd, "backward_engine", lambda: None)
     else:
-        assert private.backward_engine() is not None
+        assert autograd.backward_engine() is not None
     return run_backward
 
 

@@ -1,0 +1,60 @@
+"""What is used of torch beyond its public API: each name, what for, and how it goes on without it.
+
+`NAMES` lists them all, and `missing` says which of them another version of torch lacks. The internals of
+DistributedDataParallel, of FSDP2 and of the autograd engine are touched in this wing alone; names that much other
+code relies on, such as `Tensor._version`, are used where they are needed.
+"""
+
+from gradaccum.on_torch.private.autograd import (
+    accumulates,
+    after_backward,
+    backward_engine,
+    current_backward,
+    hides_parameters,
+    leaves_of,
+    pass_for_parameter,
+    queue_callback,
+    run_backward,
+)
+from gradaccum.on_torch.private.names import NAMES, missing
+from gradaccum.on_torch.private.optimizers import global_step_hooks, without_global_step_hooks
+from gradaccum.on_torch.private.ranks import (
+    ShardedGroup,
+    communication_hooks,
+    default_store,
+    drop_static_graph,
+    finish_sharded_backward,
+    joins,
+    mark_ready,
+    own_sharded_groups,
+    prepare_next_forward,
+    sharded_groups,
+    timeout_of,
+)
+
+__all__ = [
+    "NAMES",
+    "ShardedGroup",
+    "accumulates",
+    "after_backward",
+    "backward_engine",
+    "communication_hooks",
+    "current_backward",
+    "default_store",
+    "drop_static_graph",
+    "finish_sharded_backward",
+    "global_step_hooks",
+    "hides_parameters",
+    "joins",
+    "leaves_of",
+    "mark_ready",
+    "missing",
+    "own_sharded_groups",
+    "pass_for_parameter",
+    "prepare_next_forward",
+    "queue_callback",
+    "run_backward",
+    "sharded_groups",
+    "timeout_of",
+    "without_global_step_hooks",
+]

@@ -1,0 +1,116 @@
+"""What is used of the autograd engine beyond its public API."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "accumulates",
+    "after_backward",
+    "backward_engine",
+    "current_backward",
+    "hides_parameters",
+    "leaves_of",
+    "pass_for_parameter",
+    "queue_callback",
+    "run_backward",
+]
+
+
+def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor], retain_graph: bool = False) -> None:
+    """`torch.autograd.backward(tensors, gradients)`, where the gradients are known to fit.
+
+    What torch looks at first, once more for each micro-batch, takes as long as the backward pass of a small layer.
+
+    Args:
+        tensors: Where to start.
+        gradients: Of each of them, of its shape and dtype, on its device.
+        retain_graph: As for `torch.autograd.backward`.
+
+    Example:
+        >>> weight = torch.ones(3, requires_grad=True)
+        >>> run_backward([weight * 2], [torch.tensor([1.0, 2.0, 3.0])])
+        >>> weight.grad
+        tensor([2., 4., 6.])
+    """
+    engine = backward_engine()
+    if engine is None or any([type(tensor) is not Tensor for tensor in tensors]):
+        torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
+    else:
+        engine(tuple(tensors), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+@functools.cache
+def backward_engine() -> Callable[..., Any] | None:
+    """What `torch.autograd.backward` calls in the end; None where a trial shows that it is another than expected."""
+    try:
+        from torch.autograd.graph import _engine_run_backward as engine
+
+        leaf = torch.ones((), requires_grad=True, device="cpu")
+        with torch.enable_grad():
+            end = leaf * 2
+        engine((end,), (torch.full_like(end, 3.0),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        return engine if leaf.grad is not None and leaf.grad.item() == 6.0 else None
+    except Exception:
+        return None
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """In a backward pass: call this at its end, after what DDP and FSDP2 have queued by then."""
+    queue_callback(lambda: queue_callback(callback))  # DDP queues its own when its last bucket is full
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """In a backward pass: call this at its end, if it comes to one."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def pass_for_parameter(tensor: Tensor) -> None:
+    """Have `isinstance(tensor, torch.nn.Parameter)` say yes."""
+    tensor._is_param = True
+
+
+def accumulates(parameters: Sequence[Tensor]) -> bool:
+    """In a backward pass: whether it adds to any of these gradients. `torch.autograd.grad` does not."""
+    executes = getattr(torch._C, "_will_engine_execute_node", None)
+    if executes is None:
+        return True
+    for parameter in parameters:
+        if parameter.requires_grad:
+            try:
+                if executes(torch.autograd.graph.get_gradient_edge(parameter).node):
+                    return True
+            except RuntimeError:  # torch.autograd.grad(loss, parameters) captures this gradient
+                return False
+    return False
+
+
+def hides_parameters(output: Tensor) -> bool:
+    """Whether reentrant checkpointing runs backward passes of its own inside of the one from this output."""
+    return any(node.name() == "CheckpointFunctionBackward" for node in _graph_of(output))
+
+
+def leaves_of(output: Tensor) -> set[int]:
+    """The ids of the leaves that a backward pass from this output would reach."""
+    return {id(getattr(node, "variable", None)) for node in _graph_of(output)}
+
+
+def _graph_of(output: Tensor) -> Iterator[Any]:
+    waiting, seen = [output.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            yield node
+
+
+def current_backward() -> int | None:
+    """A number for the backward pass that is running; None if it cannot be told."""
+    number = getattr(torch._C, "_current_graph_task_id", None)
+    return None if number is None else number()
