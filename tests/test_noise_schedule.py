@@ -116,6 +116,29 @@ def test_what_the_optimizer_sets_itself_stays() -> None:
         pass
 
 
+def test_what_cannot_be_measured_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    schedule = NoiseSchedule(2, 64, every=2)
+    for _ in range(3):
+        assert not schedule.move(estimate([]))
+    (record,) = caplog.records
+    assert "could not be measured in the last 2 updates, so windows stay 2 micro-batches long" in record.message
+
+
+@pytest.mark.parametrize("group", [{"lr": None}, {}])
+def test_a_learning_rate_that_is_none_is_refused(group: dict[str, Any]) -> None:
+    schedule = NoiseSchedule(2, 64, scale_learning_rate="sqrt")
+    schedule.steps = 4
+    with pytest.raises(ValueError, match="no learning rate"), schedule.scaled([group]):
+        pass
+
+
+def test_what_is_no_state_and_measures_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"what a NoiseSchedule's state_dict\(\) wrote. Received: {}"):
+        NoiseSchedule(2, 8).load_state_dict({})
+    with pytest.raises(TypeError, match="must be a TrainStep with noise_scale=True. Received: 3"):
+        NoiseSchedule(2, 8).observe(3)  # type: ignore[arg-type]  # the error
+
+
 def test_it_goes_on_where_it_was_saved() -> None:
     schedule = NoiseSchedule(2, 64, every=10)
     measuring = Measuring(schedule, 16 * 40)

@@ -84,6 +84,7 @@ class NoiseSchedule:
         """Of the next window."""
         self.updates = 0
         """Observed since the last decision."""
+        self._told = False
 
     @staticmethod
     def of(schedule: Schedule) -> NoiseSchedule | None:
@@ -108,7 +109,15 @@ class NoiseSchedule:
 
         Returns:
             Whether `steps` has changed.
+
+        Raises:
+            TypeError: It measures no noise scale.
         """
+        if not hasattr(type(measuring), "noise_scale"):
+            raise TypeError(
+                "`measuring` must be a TrainStep with noise_scale=True. "
+                f"Received: {measuring!r} of type {type(measuring).__name__}."
+            )
         if not self.due():
             return False
         return self.move(measuring.noise_scale)
@@ -135,6 +144,14 @@ class NoiseSchedule:
         """
         recent = scale.last(self.every, CONFIDENCE)
         if math.isnan(recent.value):
+            if not self._told:
+                self._told = True
+                logger.warning(
+                    "The noise scale could not be measured in the last %d updates, so windows stay %d micro-batches "
+                    "long. It takes two micro-batches in each, with finite gradients.",
+                    self.every,
+                    self.steps,
+                )
             return 0
         low, high = recent.interval
         if low > recent.batch_size * _BAND and self.steps < self.largest:
@@ -176,14 +193,14 @@ class NoiseSchedule:
             return
         put: list[tuple[dict[str, Any], str, Any, Any]] = []
         for group in groups:
-            if "lr" not in group:
+            if group.get("lr") is None:
                 raise ValueError(
                     f"A group of the optimizer has no learning rate that scale_learning_rate="
                     f"{self.scale_learning_rate!r} could scale. It has {sorted(group)}. Use scale_learning_rate=None."
                 )
             new = {"lr": group["lr"] * self.learning_rate_factor}
             if self.scale_learning_rate == "sqrt" and "betas" in group:
-                new["betas"] = tuple(beta**self.factor for beta in group["betas"])
+                new["betas"] = tuple(None if beta is None else beta**self.factor for beta in group["betas"])
             for name, value in new.items():
                 put.append((group, name, group[name], value))
                 group[name] = value
@@ -199,7 +216,13 @@ class NoiseSchedule:
         return {"steps": self.steps, "updates": self.updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` wrote, within these bounds."""
+        """Go on from what `state_dict` wrote, within these bounds.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        if not isinstance(state, Mapping) or not {"steps", "updates"} <= state.keys():
+            raise ValueError(f"`state` must be what a NoiseSchedule's state_dict() wrote. Received: {state!r}.")
         self.steps = min(max(checked_count(state["steps"], "steps"), self.smallest), self.largest)
         self.updates = checked_count(state["updates"], "updates", least=0)
 

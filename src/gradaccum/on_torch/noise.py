@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,37 @@ from torch import Tensor
 from gradaccum.noise import WINDOWS, NoiseScale, Norms, estimate
 from gradaccum.on_torch.gradients import clip_norm_
 
-__all__ = ["NoiseMeter"]
+__all__ = ["NoiseMeter", "inside_step"]
+
+
+@contextlib.contextmanager
+def inside_step(optimizer: Any, around: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    """Have an optimizer's step run inside of a context, and its hooks outside of it: they see its own hyperparameters.
+
+    Args:
+        optimizer: Whose `step` is called meanwhile.
+        around: The context.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+        >>> told = optimizer.register_step_post_hook(lambda *_: print("a hook"))
+        >>> with inside_step(optimizer, contextlib.closing(SimpleNamespace(close=lambda: print("the end")))):
+        ...     optimizer.step()
+        the end
+        a hook
+    """
+    if not getattr(type(optimizer).step, "hooked", None):  # no optimizer of torch's kind
+        with around:
+            yield
+        return
+    with contextlib.ExitStack() as entered, contextlib.ExitStack() as hooks:
+        after = optimizer.register_step_post_hook(lambda *_: entered.close())
+        hooks.callback(after.remove)
+        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
+        before = optimizer.register_step_pre_hook(lambda *_: entered.enter_context(around) and None)
+        hooks.callback(before.remove)
+        yield
 
 
 class NoiseMeter:

@@ -2,116 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradaccum.on_torch.random_state import Draws, RandomState, is_generator, torch_generators
+from gradaccum.on_torch.buffers import SMALL, Held, HeldBuffer, Holders, Moving, Place, hold
+from gradaccum.on_torch.random_state import Draws, RandomState, is_generator
 
-__all__ = ["Transaction", "as_found"]
+__all__ = ["Transaction"]
 
 logger = logging.getLogger("gradaccum")
-
-SMALL = 1 << 20
-"""Bytes of a buffer whose copy takes no time beside an update."""
-
-SAMPLED = 1 << 10
-"""Numbers of a larger one that are looked at."""
-
-_Place = tuple[dict[str, Any], str]
-
-
-class _Buffer(NamedTuple):
-    owner: dict[str, Any]
-    name: str
-    tensor: Tensor
-    version: int
-    copy: Tensor | None
-    sample: Tensor | None = None
-    """Some of its numbers, where a copy would be too large."""
-
-    @property
-    def place(self) -> tuple[int, str]:
-        return id(self.owner), self.name
-
-    @property
-    def moved(self) -> bool:
-        # PyTorch's normalisation kernels don't raise the version of the statistics they move.
-        uncounted = self.name.startswith("running_")
-        return self.owner.get(self.name) is not self.tensor or self.tensor._version != self.version or uncounted
-
-    def differs(self) -> bool:
-        """Whether its value is another one than when it was copied, or sampled."""
-        if self.owner.get(self.name) is not self.tensor:
-            return True
-        if self.sample is not None:
-            return not _same(_sample(self.tensor), self.sample)
-        return self.copy is not None and not _same(self.tensor, self.copy)
-
-    @property
-    def sampled_on_cpu(self) -> bool:
-        # Elsewhere a look would wait for the device.
-        return self.sample is not None and self.sample.is_cpu
-
-    def put_back(self, copy: Tensor) -> None:
-        self.owner[self.name] = self.tensor
-        self.tensor.copy_(copy)
-
-
-class _State(NamedTuple):
-    """Random number generators and buffers as they were at some moment."""
-
-    random: RandomState | None
-    buffers: list[_Buffer]
-
-    @torch.no_grad()
-    def put_back(self, before: _State | None = None) -> None:
-        """Restore everything.
-
-        Args:
-            before: An earlier state, since which the buffers without a copy here stood still.
-        """
-        if self.random is not None:
-            self.random.put_back()
-        earlier = {} if before is None else {buffer.place: buffer.copy for buffer in before.buffers}
-        lost = []
-        for buffer in self.buffers:
-            if buffer.copy is not None:
-                if buffer.moved or buffer.differs():
-                    buffer.put_back(buffer.copy)
-            elif buffer.moved or buffer.differs():
-                copy = earlier.get(buffer.place)
-                if copy is not None:
-                    buffer.put_back(copy)
-                    continue
-                buffer.owner[buffer.name] = buffer.tensor  # another one may have been put in its place
-                if buffer.tensor._version != buffer.version or buffer.differs():
-                    lost.append(buffer.name)
-        if lost:
-            logger.warning(
-                "These buffers moved for the first time in passes that failed, and are too large to be copied for that "
-                "case, so they stay as they are now: %s.",
-                ", ".join(map(repr, lost)),
-            )
-
-    def learn(self, still: set[tuple[int, str]]) -> None:
-        """Put into `still` which buffers have not moved since."""
-        for buffer in self.buffers:
-            if buffer.moved:
-                still.discard(buffer.place)
-            else:
-                still.add(buffer.place)
-
 
 _TOO_LARGE = (
     "The buffer %r moves for the first time, and is too large to be copied for that case: in this update it moves once "
     "per micro-batch."
 )
-_NOTHING_MOVES = _State(None, [])
+_NOTHING_MOVES = Held(None, [])
 
 
 class Transaction:
@@ -137,7 +46,7 @@ class Transaction:
         modules: Iterable[nn.Module],
         parameters: Callable[[], list[Tensor]],
         device: torch.device,
-        others: Callable[[], list[_Place]] = list,
+        others: Callable[[], list[Place]] = list,
     ) -> None:
         self._modules = list(modules)
         self._find_parameters = parameters
@@ -149,25 +58,29 @@ class Transaction:
         self._unversioned: set[tuple[int, str]] = set()
         self.modes: list[bool] = []
         """Of each module, the model's own first: whether it is in training mode, since `open`."""
-        self._places: list[_Place] = []
+        self._places: list[Place] = []
+        self._holders = Holders()
         self._parameters: list[Tensor] = []
         self._outside: list[tuple[Tensor, Tensor | None]] = []
         self._before: list[tuple[Tensor, Tensor | None, int]] = []
-        self._update: _State | None = None
-        self._micro_batch: _State | None = None
+        self._update: Held | None = None
+        self._micro_batch: Held | None = None
 
     def open(self) -> None:
         """An update begins: look which parameters and buffers there are, and remember how everything is."""
         found = {id(p): p for p in self._find_parameters()}
         own = len(found)
-        modes, places, modules = [], self._find_others(), list(self._modules)
+        modes, places, modules, dicts = [], self._find_others(), list(self._modules), []
         seen = set(map(id, modules))
         for module in modules:  # what nn.Module.modules tells, in a fraction of its time: this runs in every update
             modes.append(module.training)
             for p in module._parameters.values():
                 if p is not None:
                     found[id(p)] = p
-            if buffers := module._buffers:
+            buffers = module._buffers
+            if not isinstance(module, _BatchNorm):  # what its layers hold is exchanged on purpose
+                dicts.append(buffers)
+            if buffers:
                 places += [(buffers, name) for name, buffer in buffers.items() if buffer is not None]
             for child in module._modules.values():
                 if child is not None and id(child) not in seen:
@@ -177,11 +90,11 @@ class Transaction:
             self.modes = modes
             self.forget()
             self._draws.own = [g for module in modules for g in vars(module).values() if is_generator(g)]
-        self._places, self._parameters = places, list(found.values())
+        self._places, self._parameters, self._holders = places, list(found.values()), Holders(dicts)
         self._outside = [(p, p.grad) for p in self._parameters[own:] if p.requires_grad or p.grad is not None]
         for parameter, _ in self._outside:
             parameter.grad = None
-        self._update = _State(self._draws.open(), _buffers(places, self._still_in_updates, smallest=SMALL))
+        self._update = Held(self._draws.open(), hold(places, self._still_in_updates, smallest=SMALL))
 
     @property
     def outside(self) -> list[Tensor]:
@@ -208,7 +121,7 @@ class Transaction:
             self._still_in_micro_batches -= self._unversioned
         self._update = None
 
-    def _moved_unseen(self, buffers: Iterable[_Buffer]) -> bool:
+    def _moved_unseen(self, buffers: Iterable[HeldBuffer]) -> bool:
         """Whether some of these have moved without a new version. They count as moving from now on."""
         unseen = {buffer.place for buffer in buffers if not buffer.moved and buffer.differs()}
         self._unversioned |= unseen
@@ -243,6 +156,7 @@ class Transaction:
 
     def _put_back_update(self) -> None:
         assert self._update is not None
+        self._holders.unmake()
         large = [buffer for buffer in self._update.buffers if buffer.copy is None]
         self._moved_unseen(large)
         moving = {buffer.place for buffer in large if buffer.moved}
@@ -268,14 +182,14 @@ class Transaction:
             self._micro_batch = _NOTHING_MOVES
         else:
             random = RandomState(watched) if watched else None
-            self._micro_batch = _State(random, _buffers(self._places, self._still_in_micro_batches))
+            self._micro_batch = Held(random, hold(self._places, self._still_in_micro_batches))
         self._before = [(p, g := p.grad, -1 if g is None else g._version) for p in self._parameters]
 
-    def moved(self) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]:
-        """The buffers that this micro-batch has moved: the dict that holds one, its name, the tensor, a copy."""
+    def moved(self) -> list[Moving]:
+        """The buffers that this micro-batch has moved, or made."""
         assert self._micro_batch is not None
         assert self._update is not None
-        found, copies = [], None
+        found, copies = self._holders.made(), None
         for buffer in self._micro_batch.buffers:
             if not buffer.moved and buffer.place not in self._unversioned:
                 if buffer.place in self._compared or not buffer.differs():
@@ -288,7 +202,7 @@ class Transaction:
             if copy is None:
                 logger.warning(_TOO_LARGE, buffer.name)
             else:
-                found.append((buffer.owner, buffer.name, buffer.tensor, copy))
+                found.append(Moving(buffer.owner, buffer.name, buffer.tensor, copy))
         return found
 
     def commit(self) -> None:
@@ -311,6 +225,7 @@ class Transaction:
         self._draws.watched += drew
         held = {buffer.place for buffer in self._micro_batch.buffers if buffer.copy is not None}
         unseen = self._moved_unseen(buffer for buffer in self._update.buffers if buffer.place not in held)
+        self._holders.unmake()
         self._micro_batch.put_back(self._update)
         return not (unseen or drew)
 
@@ -335,48 +250,3 @@ class Transaction:
             for parameter, gradient, version in self._before
             if parameter.grad is not gradient or (gradient is not None and gradient._version != version)
         ]
-
-
-def _buffers(places: Sequence[_Place], still: Collection[tuple[int, str]] = (), smallest: int = 0) -> list[_Buffer]:
-    """The buffers at these places, with copies of those that move or are not larger than `smallest` bytes."""
-    buffers = []
-    for owner, name in places:
-        tensor = owner.get(name)
-        if tensor is not None:
-            copied = (id(owner), name) not in still or tensor.nbytes <= smallest
-            sample = None if copied or not smallest else _sample(tensor)
-            buffers.append(_Buffer(owner, name, tensor, tensor._version, tensor.clone() if copied else None, sample))
-    return buffers
-
-
-def _sample(tensor: Tensor) -> Tensor | None:
-    """Some numbers from all over a large tensor; None where that takes a copy of all."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.is_contiguous():
-        return None
-    return tensor.detach().view(-1)[:: max(1, tensor.numel() // SAMPLED)].clone()
-
-
-def _same(one: Tensor | None, other: Tensor) -> bool:
-    """Whether two tensors hold the same numbers, NaN among them."""
-    return one is not None and (
-        torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
-    )
-
-
-@contextlib.contextmanager
-def as_found(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
-    """Leave the buffers of these modules, and PyTorch's random numbers on a device, as they are.
-
-    Example:
-        >>> norm = nn.BatchNorm1d(2)
-        >>> with as_found(norm.modules(), torch.device("cpu")):
-        ...     y = norm(torch.randn(3, 2))
-        >>> norm.running_mean, norm.num_batches_tracked
-        (tensor([0., 0.]), tensor(0))
-    """
-    buffers = _buffers([(m._buffers, name) for m in modules for name in m._buffers])
-    state = _State(RandomState(torch_generators([device])), buffers)
-    try:
-        yield
-    finally:
-        state.put_back()

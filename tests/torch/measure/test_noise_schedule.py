@@ -91,6 +91,41 @@ def test_the_update_is_the_plain_one_at_the_scaled_hyperparameters() -> None:
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
 
 
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+def test_hooks_of_the_inner_optimizer_see_its_own_learning_rate(before: bool, tensor: bool) -> None:
+    """A warm-up before the step, or a scheduler that goes on from what it finds behind it: neither finds it scaled."""
+    model = Linear()
+    reference = copy.deepcopy(model)
+    inner = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.01) if tensor else 0.01)
+    schedule = NoiseSchedule(2, 8, scale_learning_rate="linear")
+    schedule.load_state_dict({"steps": 4, "updates": 0})
+    seen: list[float] = []
+
+    def warm_up(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        (group,) = optimizer.param_groups
+        seen.append(float(group["lr"]))
+        if tensor:
+            group["lr"].mul_(1.5)
+        else:
+            group["lr"] *= 1.5
+
+    (inner.register_step_pre_hook if before else inner.register_step_post_hook)(warm_up)
+    optimizer = Optimizer(inner, schedule)
+    data = batches(12)
+    trained(optimizer, model, data)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.01)
+    rates = [0.01 * 1.5 ** (update + before) for update in range(3)]
+    for update, rate in enumerate(rates):
+        plain.param_groups[0]["lr"] = 2 * rate
+        plain.zero_grad()
+        reference(torch.cat(data[4 * update : 4 * update + 4])).mean().backward()
+        plain.step()
+    assert relative_error(model.parameters(), reference.parameters()) <= (1e-6 if tensor else FLOAT64)
+    assert seen == pytest.approx([0.01, 0.015, 0.0225])
+    assert float(inner.param_groups[0]["lr"]) == pytest.approx(0.01 * 1.5**3)
+
+
 @pytest.mark.parametrize("stop", [40, 101, 163])
 def test_training_goes_on_bit_for_bit_from_a_checkpoint(stop: int) -> None:
     """Between decisions, in open windows, too."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.on_torch.batch import Batch
-from gradaccum.on_torch.transaction import as_found
+from gradaccum.on_torch.buffers import as_found
 
 __all__ = ["Denominator"]
 

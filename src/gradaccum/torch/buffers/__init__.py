@@ -1,7 +1,8 @@
 """State that moves in the forward pass: several passes from one start, and where they lead together."""
 
-from gradaccum.torch.buffers.moved import Moved, move_all
-from gradaccum.torch.buffers.rules import combine_buffers, rules_of
+from gradaccum.torch.buffers.chosen import choose_rules, tell_of_buffers
+from gradaccum.torch.buffers.lent import LentBuffers
+from gradaccum.torch.buffers.rules import combine_buffers
 from gradaccum.torch.buffers.window import WindowBuffers
 
-__all__ = ["Moved", "WindowBuffers", "combine_buffers", "move_all", "rules_of"]
+__all__ = ["LentBuffers", "WindowBuffers", "choose_rules", "combine_buffers", "tell_of_buffers"]

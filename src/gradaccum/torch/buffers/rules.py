@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, MutableMapping
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
-__all__ = ["Rule", "combine_buffers", "rules_of"]
+__all__ = ["Rule", "Word", "choose", "combine_buffers", "ruled", "rules_of", "said_of", "standing_for"]
 
 Word = Literal["mean", "sum", "max", "once"]
 Rule = Word | Callable[[Any, Tensor, list[Tensor]], Tensor]
@@ -16,6 +17,11 @@ Rule = Word | Callable[[Any, Tensor, list[Tensor]], Tensor]
 
 _of_kinds: dict[type[nn.Module], dict[str, Rule]] = {}
 _of_modules: MutableMapping[nn.Module, dict[str, Rule]] = weakref.WeakKeyDictionary()
+_chosen: MutableMapping[nn.Module, dict[str, Rule]] = weakref.WeakKeyDictionary()
+"""What a proof has found to be right where users have said nothing."""
+
+_WORDS = "_gradaccum_buffers"
+"""A module's attribute with the words that were said of itself, so that its copies and files have them, too."""
 
 
 def combine_buffers(module: nn.Module | type[nn.Module], **rules: Rule) -> None:
@@ -35,7 +41,8 @@ def combine_buffers(module: nn.Module | type[nn.Module], **rules: Rule) -> None:
     A callable keeps a copy of every end until then.
 
     Args:
-        module: A module, or a class of modules: then all of them, subclasses included.
+        module: A module, or a class of modules: then all of them, subclasses included. Copies of a module have its
+            words; callables are its own.
         rules: By the names of the module's own buffers.
 
     Raises:
@@ -72,27 +79,92 @@ def combine_buffers(module: nn.Module | type[nn.Module], **rules: Rule) -> None:
                 f"A rule must be one of {', '.join(map(repr, get_args(Word)))}, or rule(module, start, ends) -> "
                 f"Tensor. Received: {name}={rule!r}."
             )
+        if callable(rule):
+            _check_arguments(name, rule)
         if isinstance(module, nn.Module) and name not in module._buffers:
             raise ValueError(
                 f"{type(module).__name__} has no buffer of its own of this name. Received: {name}={rule!r}; its "
                 f"buffers are {', '.join(map(repr, module._buffers)) or 'none'}. Say it of the module that has it."
             )
     if isinstance(module, nn.Module):
-        _of_modules.setdefault(module, {}).update(rules)
+        words = {name: rule for name, rule in rules.items() if isinstance(rule, str)}
+        others = {name: rule for name, rule in rules.items() if name not in words}
+        own: dict[str, Rule] = {**vars(module).get(_WORDS, {}), **words}
+        own = {name: rule for name, rule in own.items() if name not in others}
+        _of_modules[module] = {n: r for n, r in {**_of_modules.get(module, {}), **others}.items() if n not in words}
+        if own or _WORDS in vars(module):
+            vars(module)[_WORDS] = own
     else:
         _of_kinds.setdefault(module, {}).update(rules)
 
 
+def _check_arguments(name: str, rule: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(rule).bind(None, None, [])
+    except TypeError as error:
+        raise TypeError(
+            f"A rule is called as rule(module, start, ends). Received: {name}={rule!r}, which can't be: {error}."
+        ) from None
+    except ValueError:  # of a builtin: nobody knows
+        pass
+
+
 def rules_of(module: nn.Module | None) -> dict[str, Rule]:
-    """What has been said of a module's buffers: of its classes, the nearest last, then of itself.
+    """What has been found of a module's buffers, or said: of its classes, the nearest last, then of itself.
+
+    A chunked module is the one that it stands for.
 
     Example:
         >>> rules_of(nn.BatchNorm1d(3))
         {}
     """
-    said: dict[str, Rule] = {}
-    if module is not None and (_of_kinds or _of_modules):
-        for kind in reversed(type(module).__mro__):
-            said.update(_of_kinds.get(kind, {}))
-        said.update(_of_modules.get(module, {}))
+    if module is None:
+        return {}
+    module = standing_for(module)
+    return {**_chosen.get(module, {}), **said_of(module)} if _chosen else said_of(module)
+
+
+def said_of(module: nn.Module) -> dict[str, Rule]:
+    """What users have said of a module's buffers."""
+    module, said = standing_for(module), dict[str, Rule]()
+    for kind in reversed(type(module).__mro__) if _of_kinds else ():
+        said.update(_of_kinds.get(kind, {}))
+    said.update(vars(module).get(_WORDS, {}))
+    said.update(_of_modules.get(module, {}))
     return said
+
+
+def choose(module: nn.Module, name: str, word: Word | None) -> None:
+    """Have a buffer that users have said nothing of follow this rule; None: the mean again."""
+    chosen = _chosen.setdefault(standing_for(module), {})
+    chosen.pop(name, None)
+    if word is not None and word != "mean":
+        chosen[name] = word
+
+
+def standing_for(module: nn.Module) -> nn.Module:
+    """The module whose buffers these are: the one inside of a chunked module, which shares them."""
+    inner = vars(module).get("module")
+    while isinstance(inner, nn.Module) and inner._buffers is module._buffers:
+        module, inner = inner, vars(inner).get("module")
+    return module
+
+
+def ruled(module: nn.Module | None, name: str, rule: Any, start: Tensor | None, ends: list[Tensor]) -> Tensor:
+    """What a callable rule makes of a buffer.
+
+    Raises:
+        TypeError, ValueError: No tensor, or another one than the buffer could be.
+    """
+    module = None if module is None else standing_for(module)
+    end = rule(module, None if start is None else start.clone(), ends)
+    like = ends[0]
+    what = f"The rule for {name!r} of {type(module).__name__} must return a tensor like the buffer's ends"
+    if not isinstance(end, Tensor):
+        raise TypeError(f"{what}. Received: {end!r} of type {type(end).__name__}.")
+    if (end.shape, end.dtype, end.device) != (like.shape, like.dtype, like.device):
+        raise ValueError(
+            f"{what}, of shape {tuple(like.shape)}, {like.dtype}, on {like.device}. Received: shape "
+            f"{tuple(end.shape)}, {end.dtype}, on {end.device}."
+        )
+    return end.detach()

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradaccum.torch.buffers.moved import Moved, move_all
+from gradaccum.on_torch.buffers import Moving, set_to
+from gradaccum.torch.buffers.moved import Move, Moved, move_all
 from gradaccum.torch.buffers.rules import rules_of
 
 __all__ = ["WindowBuffers"]
-
-
-class _Place(NamedTuple):
-    module: nn.Module | None
-    holder: dict[str, Any]
-    name: str
-    tensor: Tensor
-    moved: Moved
 
 
 class WindowBuffers:
@@ -32,13 +25,14 @@ class WindowBuffers:
         modules: Whose buffers move.
 
     Example:
+        >>> from gradaccum.on_torch.buffers import Moving
         >>> layer = nn.Linear(2, 2)
         >>> layer.register_buffer("passes", torch.zeros(()))
         >>> window = WindowBuffers([layer])
         >>> for _ in range(3):
         ...     start = layer.passes.clone()
         ...     layer.passes += 1
-        ...     window.micro_batch([(layer._buffers, "passes", layer.passes, start)], rows=4)
+        ...     window.micro_batch([Moving(layer._buffers, "passes", layer.passes, start)], rows=4)
         >>> window.close()
         >>> layer.passes
         tensor(1.)
@@ -51,37 +45,42 @@ class WindowBuffers:
 
     def open(self) -> None:
         """A window begins."""
-        self._places: dict[tuple[int, str], _Place] = {}
+        self._moves: dict[tuple[int, str], Move] = {}
         self._rows = 0
 
     @torch.no_grad()
-    def micro_batch(self, moved: Iterable[tuple[dict[str, Any], str, Tensor, Tensor]], rows: int) -> None:
+    def micro_batch(self, moved: Iterable[Moving], rows: int) -> None:
         """A micro-batch of so many rows is in. Has the next one find what this one has found.
 
         Args:
-            moved: The dict that holds a buffer that has moved, its name there, the tensor that was there, and a copy
-                of it.
+            moved: The buffers that it has moved, or made.
             rows: Of the micro-batch.
         """
         ends = {}
-        for holder, name, tensor, start in moved:
-            module, key = self._owner(holder), (id(holder), name)
+        for buffer in moved:
+            module, key = self._owner(buffer.holder), (id(buffer.holder), buffer.name)
             if isinstance(module, _BatchNorm):
                 continue
-            ends[key] = tensor if holder.get(name) is None else holder[name]
-            if key not in self._places:
-                rule = rules_of(module).get(name, "mean")
-                self._places[key] = _Place(module, holder, name, tensor, Moved(start, rule, self._rows))
-        for key, place in self._places.items():
-            place.moved.add(ends.get(key, place.moved.start), rows)
-            if key in ends:
-                place.holder[place.name] = place.tensor
-                place.tensor.copy_(place.moved.start)
+            ends[key] = buffer.holder.get(buffer.name)
+            if key not in self._moves:
+                rule = rules_of(module).get(buffer.name, "mean")
+                self._moves[key] = Move(module, buffer, Moved(buffer.start, rule, self._rows))
+        for key, move in self._moves.items():
+            move.moved.add(ends.get(key, move.moved.start), rows)
+        for key in ends:  # all ends are known: some may share memory
+            holder, name, tensor, start, named = self._moves[key].buffer
+            if tensor is not None and start is not None:
+                holder[name] = tensor
+                set_to(tensor, start)
+            elif named:
+                holder[name] = None
+            else:
+                del holder[name]
         self._rows += rows
 
     def close(self) -> None:
         """After the last micro-batch."""
-        move_all(self._places.values())
+        move_all(self._moves.values())
         self.open()
 
     def _owner(self, holder: dict[str, Any]) -> nn.Module | None:

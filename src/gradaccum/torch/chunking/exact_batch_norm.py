@@ -22,8 +22,9 @@ from torch import Tensor, fx, nn
 from gradaccum.on_torch.batch import concatenate, leaves
 from gradaccum.on_torch.private import run_backward
 from gradaccum.torch.batch_norm import BatchNormPolicy, Pool, move_running_statistics, summed_over_ranks
+from gradaccum.torch.buffers import LentBuffers
 from gradaccum.torch.chunking.gradients import GradientSums, backward_roots
-from gradaccum.torch.chunking.recompute import Buffers, Conditions
+from gradaccum.torch.chunking.recompute import Conditions
 from gradaccum.torch.chunking.segments import Boundary, Segment, SegmentedModel, segmented
 from gradaccum.torch.chunking.trees import Inputs, tensors_of, with_tensors, without_tensors
 from gradaccum.torch.chunking.two_passes import Call
@@ -105,7 +106,7 @@ class ExactCall(Call):
         self.segmented: SegmentedModel = segmented(module, self.skeleton, len(self.paths), with_tensors)
         self.normalisations: dict[fx.Node, Normalisation] = {}
         self.stored: dict[fx.Node, list[Stored]] = {}
-        self.segment_buffers: list[Buffers] = []
+        self.segment_buffers: list[LentBuffers] = []
 
     def run(self, tensors: Sequence[Tensor], keep: int, *, differentiated: bool) -> Any:
         every = range(len(self.slices))
@@ -147,7 +148,8 @@ class ExactCall(Call):
             modules = [submodule for module in segment.modules for submodule in module.modules()]
             held = {id(submodule._buffers) for submodule in modules}
             places = [place for place in self.state.buffers if id(place[0]) in held]
-            buffers = Buffers(places, owners=self.state.owners)
+            holders = [holder for holder in self.state.holders if id(holder) in held]
+            buffers = LentBuffers(places, owners=self.state.owners, holders=holders)
             self.segment_buffers.append(buffers)
             made: dict[fx.Node, list[Stored]] = {node: [] for node in segment.stores}
             source = None if segment.boundary is None else segment.boundary.source

@@ -21,8 +21,9 @@ from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.random_state import RandomState, all_generators, kept
 from gradaccum.rounding import rounding
+from gradaccum.torch.buffers import LentBuffers
 from gradaccum.torch.chunking.gradients import gradient_leaf
-from gradaccum.torch.chunking.recompute import Buffers, ModuleState, accelerators, parametrizations_computed
+from gradaccum.torch.chunking.recompute import ModuleState, accelerators, parametrizations_computed
 from gradaccum.torch.chunking.trees import Inputs, as_leaf, copied, is_floating, tensors_of
 from gradaccum.torch.chunking.two_passes import Call
 from gradaccum.torch.chunking.watch import (
@@ -82,7 +83,6 @@ def prove(
 
     Raises:
         NotEquivalentError: Outputs or gradients differ, or a tensor that passes gradients leaves by the side.
-        ValueError: It can't be told.
     """
     for cause in counting_layers([module]):
         raise NotEquivalentError(cause.message)
@@ -272,9 +272,10 @@ class _Comparison:
             )
         moved = []
         for name, value in whole.buffers.items():
-            # A mean that is zero but for rounding has the scale of what it is a mean of; a count has its own.
+            # A mean that is zero but for rounding has the scale of what it averages; a count has its own.
             size = sizes.get(name.rpartition(".")[0], 0.0) if is_floating(value) else 0.0
-            moved += [name] if self._line("", parts.buffers[name], value, floor=1e-3 * size) else []
+            if name not in parts.buffers or self._line("", parts.buffers[name], value, floor=1e-3 * size):
+                moved.append(name)
         if moved:
             self.remarks.append(
                 f"These buffers of a chunked {type(self.module).__name__} move to the mean of where its micro-batches "
@@ -296,7 +297,7 @@ class _Comparison:
         wanted.update(
             {f"the input {path}": leaf for path, leaf in leaves(few) if is_floating(leaf) and leaf.requires_grad}
         )
-        with self.state.restored(leaf_of), Buffers(self.state.buffers).lent():
+        with self.state.restored(leaf_of), LentBuffers(self.state.buffers).lent():
             before = attributes_of(self.module)
             with watch, self.noise:
                 try:

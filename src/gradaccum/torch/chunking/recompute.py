@@ -10,18 +10,17 @@ import contextlib
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.on_torch.random_state import RandomState, is_generator
-from gradaccum.torch.buffers import Moved, move_all, rules_of
 
 __all__ = [
-    "Buffers",
     "Conditions",
     "ModuleState",
     "accelerators",
@@ -70,6 +69,8 @@ class ModuleState:
         self.buffers: list[tuple[dict[str, Any], str, Tensor]] = []
         self.owners: dict[int, nn.Module] = {}
         """The modules by the `id` of the dict that holds their buffers."""
+        self.holders: list[dict[str, Any]] = []
+        """These dicts, but for those of BatchNorm layers."""
         self.generators: list[Any] = []
         """Random number generators that are attributes."""
         self.modes: set[tuple[Any, ...]] = {(-1, kind, by) for kind, by in _hooks(_EVERYWHERE)}
@@ -100,10 +101,12 @@ class ModuleState:
             if own:
                 self._held_parameters.append((own, dict(own)))
                 parameters.update({id(p): p for p in own.values() if p is not None})
+            self.owners[id(attributes["_buffers"])] = submodule
+            if not isinstance(submodule, _BatchNorm):
+                self.holders.append(attributes["_buffers"])
             for name, buffer in attributes["_buffers"].items():
                 if buffer is not None:
                     self.buffers.append((attributes["_buffers"], name, buffer))
-                    self.owners[id(attributes["_buffers"])] = submodule
             for kind in ("_buffers", "_modules", *_HOOKS):
                 self._held.append((attributes[kind], dict(attributes[kind])))
         self.parameters = list(parameters.values())
@@ -234,93 +237,6 @@ class Conditions:
         for type_, enabled, dtype in casts:
             stack.enter_context(torch.autocast(type_, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache))
         return stack
-
-
-class Buffers:
-    """Buffers that every forward pass finds as they were at first, and that move once.
-
-    They move to where the passes took them on average over rows, or as `combine_buffers` says. The former is exact for
-    what doesn't depend on the rows (counters, power iterations) and for moving averages of means over rows.
-
-    Args:
-        places: Where each buffer is held: a dict, its key there, the buffer.
-        excluded: Those, by id, that first passes move themselves.
-        owners: The modules by the `id` of the dict that holds their buffers.
-
-    Example:
-        >>> layer = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
-        >>> buffers = Buffers(ModuleState(layer).buffers)
-        >>> for rows in torch.randn(6, 2).split(3):
-        ...     with buffers.lent(rows=3):
-        ...         y = layer(rows)
-        >>> buffers.move()            # one power iteration, not two
-    """
-
-    @torch.no_grad()
-    def __init__(
-        self,
-        places: Sequence[tuple[dict[str, Any], str, Tensor]],
-        excluded: Collection[int] = (),
-        owners: Mapping[int, nn.Module] | None = None,
-    ) -> None:
-        self.places, self._owners = places, owners or {}
-        self.originals = {id(buffer): buffer for _, _, buffer in places}
-        self.before = {key: buffer.detach().clone() for key, buffer in self.originals.items()}
-        self.excluded = excluded
-        # PyTorch's normalisation kernels don't count their moves as in-place edits, so these are told by their names.
-        self.uncounted = {id(buffer) for _, name, buffer in places if name.startswith("running_")}
-        self.moved: dict[int, Moved] = {}
-        self.rows = 0
-
-    def lent(self, rows: int | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Around one pass: a first pass over so many rows, or, without rows, a repetition that moves nothing."""
-        return self._lent(rows) if self.before else _NO_CONTEXT
-
-    @contextlib.contextmanager
-    def _lent(self, rows: int | None) -> Iterator[None]:
-        copies = {
-            key: buffer.clone() for key, buffer in self.before.items() if rows is None or key not in self.excluded
-        }
-        versions = {key: copy._version for key, copy in copies.items() if not copy.is_inference()}
-        places = [(holder, name, buffer) for holder, name, buffer in self.places if id(buffer) in copies]
-        left: dict[int, Tensor] = {}
-        try:
-            for holder, name, buffer in places:
-                holder[name] = copies[id(buffer)]
-            yield
-        finally:
-            for holder, name, buffer in places:
-                now = holder.get(name)
-                left[id(buffer)] = buffer if now is None else now
-                holder[name] = buffer
-        if rows is not None:
-            self._note(
-                rows, left, {key for key, value in left.items() if self._edited(value, copies[key], versions, key)}
-            )
-
-    def _edited(self, value: Tensor, copy: Tensor, versions: dict[int, int], key: int) -> bool:
-        return value is not copy or key in self.uncounted or key not in versions or value._version != versions[key]
-
-    @torch.no_grad()
-    def _note(self, rows: int, left: dict[int, Tensor], edited: Collection[int]) -> None:
-        for holder, name, buffer in self.places:
-            key = id(buffer)
-            if key in edited and key not in self.moved:
-                rule = rules_of(self._owners.get(id(holder))).get(name, "mean")
-                self.moved[key] = Moved(self.before[key], rule, self.rows)
-        for key, moved in self.moved.items():
-            if key in left:
-                moved.add(left[key], rows)
-        self.rows += rows
-
-    def move(self) -> None:
-        """After all first passes."""
-        moving = [place for place in self.places if id(place[2]) in self.moved]
-        once = {id(buffer): (holder, name, buffer) for holder, name, buffer in reversed(moving)}
-        move_all(
-            (self._owners.get(id(holder)), holder, name, buffer, self.moved[key])
-            for key, (holder, name, buffer) in once.items()
-        )
 
 
 def checked_module(module: Any) -> nn.Module:

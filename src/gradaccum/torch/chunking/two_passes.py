@@ -21,6 +21,7 @@ from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.random_state import RandomState, all_generators, is_generator, kept
 from gradaccum.rounding import rounding
 from gradaccum.torch.batch_norm import BatchNormPolicy
+from gradaccum.torch.buffers import LentBuffers
 from gradaccum.torch.chunking.gradients import (
     GradientSums,
     aliases,
@@ -31,7 +32,6 @@ from gradaccum.torch.chunking.gradients import (
     without_a_word_of_gradients,
 )
 from gradaccum.torch.chunking.recompute import (
-    Buffers,
     Conditions,
     ModuleState,
     accelerators,
@@ -284,7 +284,7 @@ class Call:
             if isinstance(layer, _BatchNorm) and layer.training
             for buffer in layer.buffers(recurse=False)
         }
-        self.buffers = Buffers(self.state.buffers, excluded, self.state.owners)
+        self.buffers = LentBuffers(self.state.buffers, excluded, self.state.owners, self.state.holders)
         yield
         self.buffers.move()
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradaccum.on_torch.batch import leaves, map_leaves
+from gradaccum.on_torch.buffers import as_found
 from gradaccum.on_torch.private import current_backward, finish_sharded_backward, own_sharded_groups, sharded_groups
-from gradaccum.on_torch.transaction import as_found
 from gradaccum.torch.distributed.holders import release, take
 
 __all__ = ["Shards", "check_flattened", "is_sharded", "members_of", "sharded_modules"]

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.equivalence import Difference
+from gradaccum.on_torch.buffers import set_to
 from gradaccum.on_torch.random_state import all_generators, kept
 
 __all__ = ["ModuleState", "Outcome", "largest", "left_as_found", "owners_of_buffers", "relative_error"]
@@ -84,7 +86,9 @@ def _distance(one: Tensor, other: Tensor) -> float:
     """`max|one - other|`; inf for another shape, or where only one of both is finite."""
     if one.shape != other.shape:
         return math.inf
-    difference = (one.double() - other.double())[one.isfinite() | other.isfinite()]
+    if not (one.is_complex() or other.is_complex()):
+        one, other = one.double(), other.double()
+    difference = (one - other)[one.isfinite() | other.isfinite()]
     return largest(difference) if difference.isfinite().all() else math.inf
 
 
@@ -108,7 +112,7 @@ def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> floa
     actual, expected = actual.detach(), expected.detach()
     if actual.device != expected.device:
         actual, expected = actual.cpu(), expected.cpu()
-    if not (expected.is_floating_point() or expected.is_complex()):
+    if not (expected.is_floating_point() or expected.is_complex()) or expected.itemsize == 1:
         actual, expected = actual.double(), expected.double()
     finite = expected.isfinite()
     if not actual.isfinite().equal(finite):
@@ -149,12 +153,19 @@ class ModuleState:
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
         self._held: list[_Held] = []
+        self._holders: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = []
+        self.made: dict[str, tuple[str, str, str]] = {}
+        """Of each buffer that a pass has made since, by its full name: path and kind of its module, its name there."""
+        self._dicts: set[int] = set()
         self._attributes: list[tuple[str, nn.Module, dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
         seen: set[nn.Module] = set()
         for prefix, root in roots.items():
             for path, module in root.named_modules(seen, prefix=prefix):
                 self._hold(path, dict(module.named_buffers(recurse=False)), module._buffers)
+                self._dicts.add(id(module._buffers))
+                if not isinstance(module, _BatchNorm):
+                    self._holders.append((path, type(module).__name__, module._buffers, dict(module._buffers)))
                 frozen = {name: p for name, p in module.named_parameters(recurse=False) if not p.requires_grad}
                 self._hold(path, {n: p for n, p in frozen.items() if p.nbytes <= _SMALL}, module._parameters)
                 if not isinstance(module, torch.jit.ScriptModule):
@@ -170,12 +181,19 @@ class ModuleState:
                 self._containers.append((value, value.copy()))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copies of what these tensors are now, by name; without those that are of another shape now."""
+        """Copies of what these tensors are now, by name; without attributes that are of another shape now."""
         now = {}
         for name, owner, key, tensor, _ in self._held:
             found = owner.get(key)
-            if isinstance(found, Tensor) and found.grad_fn is None and found.shape == tensor.shape:
+            alike = isinstance(found, Tensor) and (found.shape == tensor.shape or id(owner) in self._dicts)
+            if isinstance(found, Tensor) and found.grad_fn is None and alike:
                 now[name] = found.detach().clone()
+        for path, kind, owner, before in self._holders:
+            for key in owner.keys() if len(owner) != len(before) or None in before.values() else ():
+                if before.get(key) is None and owner[key] is not None:
+                    name = f"{path}.{key}" if path else key
+                    self.made[name] = path, kind, key
+                    now[name] = owner[key].detach().clone()
         return now
 
     def numbers(self) -> dict[str, Tensor]:
@@ -199,11 +217,22 @@ class ModuleState:
         for container, content in self._containers:
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(content)
+        for _, _, owner, before in self._holders:
+            if owner.keys() != before.keys() or None in before.values():
+                for key in owner.keys() - before.keys():
+                    del owner[key]
+                owner.update({key: None for key, buffer in before.items() if buffer is None})
         for _, owner, key, tensor, copy in self._held:
-            if owner[key] is not tensor:
+            if owner.get(key) is not tensor:
                 owner[key] = tensor
-            if not torch.equal(tensor, copy):
-                tensor.copy_(copy)
+            if not _equal(tensor, copy):
+                set_to(tensor, copy)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.is_floating_point() and one.itemsize == 1:  # float8 has no comparison of its own
+        one, other = one.float(), other.float()
+    return torch.equal(one, other)
 
 
 def owners_of_buffers(roots: Mapping[str, nn.Module]) -> dict[str, tuple[str, str, str]]:

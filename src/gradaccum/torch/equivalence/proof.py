@@ -7,7 +7,7 @@ import copy
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.rounding import rounding
 from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms, in_eval_mode
+from gradaccum.torch.buffers import choose_rules, tell_of_buffers
 from gradaccum.torch.equivalence.causes import counting_layers, suspicion, unusual_batch_norms
 from gradaccum.torch.equivalence.certificate import certify
 from gradaccum.torch.equivalence.kinds import ENOUGH, GROUPS, Kinds, splits, telling_rows
@@ -54,7 +55,7 @@ class Proof:
     """Compares a few rows at once, as a plain loop has them, with the same rows in micro-batches.
 
     Losses, gradients, and what modules keep must agree to rounding. Random numbers follow their rows, so dropout is
-    no difference. BatchNorm that is not exact uses its running statistics meanwhile: its own warning names it.
+    no difference. BatchNorm that is not exact uses its running statistics meanwhile.
 
     Args:
         objective: The loss, with the model that a plain loop calls.
@@ -113,7 +114,7 @@ class Proof:
         Raises:
             NotEquivalentError: The gradients or the losses differ. The message names the cause, and what to do.
         """
-        roots = _roots(self.objective)
+        roots = self.objective.modules
         parameters = [p for root in roots.values() for p in root.parameters()]
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
             return
@@ -150,6 +151,7 @@ class Proof:
                     comparison = _Comparison(self, few, parameters, state)
                     differences = comparison.differences()
                     wrong = comparison.beyond_rounding(differences or [])
+                    chosen = self._choose_rules(comparison, wrong)
                 break
             except Exception as error:
                 if not is_out_of_memory(error) or len(few.units()) <= (2 if few.groups is None else GROUPS):
@@ -158,10 +160,22 @@ class Proof:
             most = max(few.rows // 2, 2)
         if differences is None:
             return False
+        wrong = [difference for difference in wrong if difference.name not in chosen]
         if wrong:
             self._judge(few, differences, wrong, comparison)
         self._known()
         return True
+
+    def _choose_rules(self, comparison: _Comparison, wrong: list[Difference]) -> Collection[str]:
+        """The buffers that go where all rows at once take them by another rule than the mean: they follow it now."""
+        if not wrong or any(difference.part != "buffer" for difference in wrong):
+            return ()
+
+        def still_wrong() -> set[str]:
+            return {difference.name for difference in comparison.beyond_rounding(comparison.differences() or [])}
+
+        owners = {**owners_of_buffers(self.objective.modules), **comparison.made}
+        return choose_rules([difference.name for difference in wrong], self.objective.modules, owners, still_wrong)
 
     def _known(self) -> None:
         self._kinds.add()
@@ -191,7 +205,7 @@ class Proof:
                 layers = batch_norms(self.objective.model)
                 own = {f"{path}.{name}".lstrip(".") for path, layer in layers for name, _ in layer.named_buffers()}
                 wrong = [difference for difference in wrong if difference.name not in own]
-            self._tell_of_moves([difference.name for difference in wrong])
+            self._tell_of_moves([difference.name for difference in wrong], comparison.made)
             return
         causes = self._causes(few, wrong, comparison.tolerance)
         if causes is None:
@@ -208,27 +222,18 @@ class Proof:
                 "was made with it. verify=False leaves this proof out."
             ) from None
 
-    def _tell_of_moves(self, names: list[str]) -> None:
+    def _tell_of_moves(self, names: list[str], made: dict[str, tuple[str, str, str]]) -> None:
         """Name what goes elsewhere than where the large batch takes it, once."""
         new = [name for name in names if name not in self._told]
         self._told.update(new)
-        owners = owners_of_buffers(_roots(self.objective))
+        owners = {**owners_of_buffers(self.objective.modules), **made}
         if others := [repr(name) for name in new if name not in owners]:
             logger.warning(
                 "The update is the large batch's, but these move once per micro-batch, not once per update: %s. "
                 "Where that matters, move them once per update, after the optimizer's step.",
                 _listed(others),
             )
-        if buffers := [owners[name] for name in new if name in owners]:
-            _, kind, name = buffers[0]
-            logger.warning(
-                "The update is the large batch's, but these buffers do not go where all rows at once take them: %s. "
-                "They go to the mean over rows of where micro-batches take them from one start, unless something else "
-                'is said: gradaccum.torch.combine_buffers(%s, %s="sum"), or "max", "once", or a callable.',
-                _listed([f"{name!r} of {path or 'the model'!r} ({kind})" for path, kind, name in buffers]),
-                kind,
-                name,
-            )
+        tell_of_buffers([owners[name] for name in new if name in owners])
 
     def _causes(self, few: Batch, wrong: list[Difference], tolerance: float) -> list[Cause] | None:
         """What makes the difference, by name; None where it is rounding."""
@@ -240,7 +245,7 @@ class Proof:
             logger.debug("The cause can't be looked for on a copy: %s", error)
             found = None
         if found is not None and found.causes:  # every micro-batch finds the same buffers: no cause, unless no other is
-            paths = {path or "model" for path, _, _ in owners_of_buffers(_roots(self.objective)).values()}
+            paths = {path or "model" for path, _, _ in owners_of_buffers(self.objective.modules).values()}
             others = [cause for cause in found.causes if cause.kind != "buffer" or cause.where not in paths]
             return others or list(found.causes)
         layers = unusual_batch_norms(self.objective.model) if self._exact else []
@@ -253,7 +258,7 @@ class Proof:
         if found is not None and found.ok and self._text:
             what = "Cutting off columns of nothing but padding changes it."
             return [Cause("padding", "max_tokens", f"{what} {what_is_cut(self._text)}")]
-        return [suspicion(_roots(self.objective), wrong)]
+        return [suspicion(self.objective.modules, wrong)]
 
 
 class _Comparison:
@@ -268,6 +273,7 @@ class _Comparison:
 
     def __init__(self, proof: Proof, few: Batch, parameters: dict[str, Tensor], state: ModuleState) -> None:
         self._proof, self._few, self._parameters, self._state = proof, few, parameters, state
+        self.made = state.made
         self.splits = splits(few)
         self._replay = Replay(few.rows, neutral=proof._exact)
         self._error: Exception | None = None
@@ -381,11 +387,6 @@ class _Watched(Batch):
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-
-
-def _roots(objective: Objective) -> dict[str, nn.Module]:
-    named = {"": objective.model, "loss": objective.loss_fn, "compute_loss": objective.compute_loss}
-    return {prefix: module for prefix, module in named.items() if isinstance(module, nn.Module)}
 
 
 def _eager() -> contextlib.AbstractContextManager[Any]:

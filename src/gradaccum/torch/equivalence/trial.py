@@ -100,7 +100,7 @@ class Trial:
         objective = _rebuilt(self.original, things, batch_dims)
         freezing = frozen(objective.model) if self.batch_norm == "frozen" else contextlib.nullcontext()
         with freezing, torch.enable_grad(), self.replay:
-            self._state = ModuleState(_roots(objective))
+            self._state = ModuleState(objective.modules)
             yield objective
 
     def _whole(self, batch: Batch) -> Batch:
@@ -111,7 +111,7 @@ class Trial:
     def _outcome(self, objective: Objective, loss: Tensor) -> Outcome:
         gradients = {
             name: None if p.grad is None else p.grad.detach().to_dense()
-            for prefix, module in _roots(objective).items()
+            for prefix, module in objective.modules.items()
             for name, p in module.named_parameters(prefix)
             if p.requires_grad
         }
@@ -248,17 +248,12 @@ def _modules(things: tuple[Any, ...]) -> list[nn.Module]:
     return [thing for thing in things if isinstance(thing, nn.Module)]
 
 
-def _roots(objective: Objective) -> dict[str, nn.Module]:
-    named = {"": objective.model, "loss": objective.loss_fn or objective.compute_loss}
-    return {prefix: module for prefix, module in named.items() if isinstance(module, nn.Module)}
-
-
 def _copy_hooks(
     objective: Objective, memo: dict[int, Any], convert: Callable[[Any], Any]
 ) -> dict[str, list[RemovableHandle]]:
     """Put copies of the users' hooks on the copies of their parameters: deepcopy leaves them out."""
     handles: dict[str, list[RemovableHandle]] = {}
-    for prefix, module in {**_roots(objective), "": _bare(objective.model)}.items():
+    for prefix, module in {**objective.modules, "": _bare(objective.model)}.items():
         for name, parameter in module.named_parameters(prefix):
             twin: Any = memo.get(id(parameter))
             hooks = list((parameter._backward_hooks or {}).values()) if twin is not None and twin.requires_grad else []

@@ -8,6 +8,7 @@ where `loss_i` is the mean loss of micro-batch i, `w_i` what that mean is over, 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from gradaccum.torch.loss.divisors import (
     summed,
     with_known_divisor,
 )
+from gradaccum.torch.loss.held_modules import held_modules
 from gradaccum.torch.loss.terms import Found, Terms, Totals, added, checked_scalar, terms_of, totals_of
 from gradaccum.window import checked_reduction
 
@@ -103,10 +105,20 @@ class Objective:
         if own is not None:
             self.reduction = checked_reduction(own)
 
+    @functools.cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """The model, and what the loss has of modules, by the prefix of their names."""
+        found = {"": self.model, "loss": self.loss_fn, "compute_loss": self.compute_loss}
+        for function in (self.loss_fn, self.compute_loss):
+            if not isinstance(function, nn.Module):
+                found.update(held_modules(function, self.model))
+        return {prefix: module for prefix, module in found.items() if isinstance(module, nn.Module)}
+
     def on(self, model: nn.Module) -> Objective:
         """The same loss on another model."""
         new = copy.copy(self)
         new.model = model  # type: ignore[assignment]  # callable
+        vars(new).pop("modules", None)
         return new
 
     def batch(self, batch: Any) -> Batch:

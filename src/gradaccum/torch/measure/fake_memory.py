@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from gradaccum.on_torch.batch import Batch, has_rows, leaves
-from gradaccum.on_torch.transaction import as_found
+from gradaccum.on_torch.buffers import as_found
 from gradaccum.torch.loss import Objective
 
 __all__ = ["LiveBytes", "batch_bytes", "bytes_of", "micro_batch_peak", "optimizer_bytes"]
@@ -130,12 +130,7 @@ def bytes_of(tensors: Any) -> int:
 
 
 def _modules(objective: Objective) -> list[nn.Module]:
-    return [
-        module
-        for root in (objective.model, objective.loss_fn)
-        if isinstance(root, nn.Module)
-        for module in root.modules()
-    ]
+    return [module for root in objective.modules.values() for module in root.modules()]
 
 
 @contextlib.contextmanager

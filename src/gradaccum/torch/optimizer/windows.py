@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradaccum.errors import WindowError
 from gradaccum.noise import NoiseSchedule
+from gradaccum.on_torch.noise import inside_step
 from gradaccum.schedule import Schedule
 from gradaccum.torch.optimizer.accumulation import Accumulation
 from gradaccum.torch.optimizer.proxy import parameters_of
@@ -287,7 +288,9 @@ class Windows:
     def rates(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the inner optimizer has the hyperparameters of a window of this length."""
         followed = self.noise_schedule
-        return contextlib.nullcontext() if followed is None else followed.scaled(self.inner.param_groups)
+        if followed is None or followed.learning_rate_factor == 1.0:
+            return contextlib.nullcontext()
+        return inside_step(self.inner, followed.scaled(self.inner.param_groups))
 
     def _note_settings(self) -> None:
         self._settings = list(map(dict, self.inner.param_groups))

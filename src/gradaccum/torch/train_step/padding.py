@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch, leaves
+from gradaccum.on_torch.buffers import as_found
 from gradaccum.on_torch.memory import is_out_of_memory
-from gradaccum.on_torch.transaction import as_found
 from gradaccum.rounding import rounding
 from gradaccum.sizes import Groups, Piece, TokenBudget, Tokens
 from gradaccum.torch.loss import Objective

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from gradaccum.on_torch import random_state
 from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.buffers import as_found
 from gradaccum.on_torch.fitting import Fitting, OneRow, StartOver
 from gradaccum.on_torch.memory import is_out_of_memory
-from gradaccum.on_torch.transaction import as_found
 from gradaccum.sizes import Piece, Rows, Tokens
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.buffers import WindowBuffers

@@ -388,7 +388,7 @@ class TrainStep:
             self._transaction.open()
 
     def _modules(self) -> list[nn.Module]:
-        return [module for module in (self.model, self.objective.loss_fn) if isinstance(module, nn.Module)]
+        return [self.model, *(module for prefix, module in self.objective.modules.items() if prefix)]
 
     def state_dict(self) -> dict[str, Any]:
         """The counters and the sizes that have been found, as plain numbers. Model and optimizer have their own."""

@@ -1,0 +1,94 @@
+"""The modules that a loss refers to besides the model: a criterion in its closure, a teacher among its globals."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+__all__ = ["held_modules"]
+
+MOST = 64
+"""Items of a list or a dict that are looked at."""
+
+
+def held_modules(function: Any, model: Any = None) -> dict[str, nn.Module]:
+    """The modules that a function refers to, by what it calls them; without the model, its parts, and what holds it.
+
+    Looked through are closures, globals by name, defaults, arguments of `functools.partial`, the object of a method,
+    attributes of a callable object, and functions among all these that come from the same file.
+
+    Args:
+        function: A loss, or None.
+        model: The model that it is called with.
+
+    Example:
+        >>> criterion, model = nn.BCEWithLogitsLoss(), nn.Linear(2, 1)
+        >>> held_modules(lambda model, x, y: criterion(model(x), y), model)
+        {'criterion': BCEWithLogitsLoss()}
+    """
+    parts = set(map(id, model.modules())) if isinstance(model, nn.Module) else set()
+    found: dict[str, nn.Module] = {}
+    for name, module in _referred(function, "", set()):
+        known = any(module is other for other in found.values())
+        if not known and id(module) not in parts and not any(inner is model for inner in module.modules()):
+            found.setdefault(name, module)
+    return found
+
+
+def _referred(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        yield name, value
+    elif isinstance(value, functools.partial):
+        inside: dict[Any, Any] = {**dict(enumerate(value.args)), **value.keywords}
+        for key, inner in inside.items():
+            yield from _referred(inner, f"{name}.{key}".lstrip("."), seen)
+        yield from _referred(value.func, name, seen)
+    elif isinstance(value, types.MethodType):
+        yield from _referred(value.__self__, name or "self", seen)
+        yield from _referred(value.__func__, name, seen)
+    elif isinstance(value, types.FunctionType):
+        for key, inner in _names_of(value):
+            nested = isinstance(inner, types.FunctionType)
+            if not nested or inner.__globals__ is value.__globals__:
+                yield from _referred(inner, key, seen)
+    elif isinstance(value, (list, tuple, dict)):
+        inside = value if isinstance(value, dict) else dict(enumerate(value))
+        for key, inner in itertools.islice(inside.items(), MOST):
+            if isinstance(inner, nn.Module):
+                yield from _referred(inner, f"{name}.{key}", seen)
+    elif not name and hasattr(value, "__dict__") and not isinstance(value, type):  # the loss is an object of a class
+        for key, inner in vars(value).items():
+            yield from _referred(inner, key, seen)
+        yield from _referred(vars(type(value)).get("__call__"), name, seen)
+
+
+def _names_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    for name in sorted(_names_in(function.__code__)):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+    yield from _defaults_of(function)
+
+
+def _defaults_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The defaults of a function's arguments, by name."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults)
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    nested = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*(_names_in(inner) for inner in nested))

@@ -1,0 +1,347 @@
+"""Buffers that the forward pass makes, resizes, deletes, shares, or that no module of the model has."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradaccum.torch import TrainStep, chunked, combine_buffers
+from gradaccum.torch.buffers.rules import rules_of
+from tests.reference import FLOAT64, relative_error
+from tests.torch.train_step.test_memory import OUT
+from tests.torch.train_step.test_train_step import assert_same_updates, batches
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def scaled(x: Tensor, by: Tensor) -> Tensor:
+    return x * (1 + 0.1 * by.double().sum().cos())
+
+
+class Lazy(nn.Module):
+    """Counts its passes in a buffer that is None at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes = torch.zeros(()).double() if self.passes is None else self.passes
+        self.passes = self.passes + 1
+        return scaled(x, self.passes)
+
+
+class Registers(nn.Module):
+    """The same, in one that is not there at all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "passes"):
+            self.register_buffer("passes", torch.zeros(()).double())
+        self.passes += 1
+        return scaled(x, self.passes)
+
+
+class Grows(nn.Module):
+    """Appends a mean over rows, by assigning, or in place."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("means", torch.zeros(0).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs, new = scaled(x, self.means), x.detach().mean()
+        if self.in_place:
+            self.means.data = torch.cat([self.means, new[None]])
+        else:
+            self.means = torch.cat([self.means, new[None]])
+        return outputs
+
+
+class Deletes(nn.Module):
+    """Starts from a buffer that it deletes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("once", torch.ones(6).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "once" not in self._buffers:
+            return x
+        outputs = x * (1 + self.once)
+        del self.once
+        return outputs
+
+
+class Shared(nn.Module):
+    """One tensor is the buffer of two modules, or two buffers are views of one."""
+
+    def __init__(self, views: bool) -> None:
+        super().__init__()
+        memory = torch.zeros(6).double()
+        self.one, self.two = nn.Module(), nn.Module()
+        self.one.register_buffer("passes", memory[:4] if views else memory)
+        self.two.register_buffer("passes", memory[2:] if views else memory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = scaled(x, self.one.passes)
+        self.one.passes.add_(1)
+        self.two.passes.mul_(0.5)
+        return outputs
+
+
+class Hidden(nn.Module):
+    """Moves through NumPy, which no version tells of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(2).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = scaled(x, self.passes)
+        self.passes.numpy()[...] += 1
+        return outputs
+
+
+class Narrow(nn.Module):
+    """The largest values in float8, which has no arithmetic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.ones(6).to(torch.float8_e4m3fn))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = scaled(x, self.largest)
+        self.largest.copy_(torch.maximum(self.largest.double(), x.detach().abs().amax(0)))
+        return outputs
+
+
+combine_buffers(Narrow, largest="max")
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "made": Lazy,
+    "registered": Registers,
+    "assigned in another size": lambda: Grows(False),
+    "resized in place": lambda: Grows(True),
+    "deleted": Deletes,
+    "one tensor twice": lambda: Shared(False),
+    "views of one tensor": lambda: Shared(True),
+    "through NumPy": Hidden,
+    "float8": Narrow,
+}
+
+
+def network(middle: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6).double(), middle, nn.Linear(6, 3).double())
+
+
+def assert_same_state(model: nn.Module, reference: nn.Module) -> None:
+    expected = dict(reference.named_buffers(remove_duplicate=False))
+    found = dict(model.named_buffers(remove_duplicate=False))
+    assert found.keys() == expected.keys()
+    for name, buffer in expected.items():
+        assert (found[name].shape, found[name].dtype) == (buffer.shape, buffer.dtype)
+        assert relative_error([found[name].double()], [buffer.double()]) <= FLOAT64, name
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+
+
+@pytest.mark.parametrize("how", ["TrainStep", "out of memory", "chunked"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_such_buffers_go_where_the_large_batch_takes_them(kind: str, how: str) -> None:
+    reference, model = network(KINDS[kind]()), network(KINDS[kind]())
+    plain, inner = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (reference, model))
+    step = None
+    if how == "chunked":
+        small = chunked(model, 5)
+    else:
+        step = TrainStep(model, inner, loss_fn=LOSS, micro_batch_size=5, verify=how == "TrainStep")
+    passes = []
+
+    def fails(module: nn.Module, args: Any, outputs: Tensor) -> None:
+        passes.append(len(outputs))
+        if how == "out of memory" and len(passes) in (2, 9):
+            raise torch.OutOfMemoryError(OUT)
+
+    model[1].register_forward_hook(fails)
+    for x, y in batches(count=3):
+        plain.zero_grad()
+        LOSS(reference(x), y).backward()
+        plain.step()
+        if step is not None:
+            step(x, y)
+        else:
+            inner.zero_grad()
+            LOSS(small(x), y).backward()
+            inner.step()
+        assert_same_state(model, reference)
+
+
+def test_a_failed_update_leaves_nothing_that_a_pass_has_made() -> None:
+    model = network(Lazy())
+
+    def fails(module: nn.Module, args: Any, outputs: Tensor) -> None:
+        raise RuntimeError("an error of the user's own")
+
+    model[2].register_forward_hook(fails)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=LOSS, micro_batch_size=5)
+    with pytest.raises(RuntimeError, match="user's own"):
+        step(*batches(count=1)[0])
+    assert model[1].passes is None
+
+
+class Centred(nn.Module):
+    """A loss with a moving centre, and one with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(3).double())
+
+    def forward(self, outputs: Tensor, y: Tensor) -> Tensor:
+        loss = LOSS(outputs - self.centre, y)
+        self.centre.mul_(0.9).add_(0.1 * outputs.detach().mean(0))
+        return loss
+
+
+@pytest.mark.parametrize("where", ["closure", "list", "helper", "object"])
+def test_modules_that_compute_loss_refers_to_move_once_too(where: str) -> None:
+    criteria = {name: Centred() for name in ("ours", "theirs")}
+
+    def make(criterion: Centred) -> Any:
+        def helper(outputs: Tensor, y: Tensor) -> Tensor:
+            return criterion(outputs, y)
+
+        class Computes:
+            def __init__(self) -> None:
+                self.criterion = criterion
+
+            def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+                return self.criterion(model(x), y)
+
+        held = [criterion]
+        return {
+            "closure": lambda model, x, y: criterion(model(x), y),
+            "list": lambda model, x, y: held[0](model(x), y),
+            "helper": lambda model, x, y: helper(model(x), y),
+            "object": Computes(),
+        }[where]
+
+    ours, theirs = make(criteria["ours"]), make(criteria["theirs"])
+    assert_same_updates(network(nn.Tanh()), batches(), theirs, compute_loss=ours, micro_batch_size=4)
+    assert_same_state(criteria["ours"], criteria["theirs"])
+
+
+class Counts(nn.Module):
+    """Rows and largest values, of which nothing is said; averages of sums, which no rule fits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros((), dtype=torch.long))
+        self.register_buffer("largest", torch.zeros(6).double())
+        self.register_buffer("seen", torch.zeros(6, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = scaled(x, self.rows) + 0.1 * self.largest
+        with torch.no_grad():
+            self.rows += len(x)
+            self.largest.copy_(torch.maximum(self.largest, x.abs().amax(0)))
+            self.seen |= (x > 1).any(0)
+        return outputs
+
+
+def test_a_rule_is_chosen_where_exactly_one_takes_a_buffer_where_all_rows_do(caplog: pytest.LogCaptureFixture) -> None:
+    reference, model = network(Counts()), network(Counts())
+    with caplog.at_level(logging.INFO, "gradaccum"):
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=LOSS, micro_batch_size=5)
+        plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+        for x, y in batches(count=5):
+            plain.zero_grad()
+            LOSS(reference(x), y).backward()
+            plain.step()
+            step(x, y)
+            assert_same_state(model, reference)
+    (record,) = [record for record in caplog.records if "Buffers that go where" in record.message]
+    assert "'1.rows' (Counts): 'sum', '1.largest' (Counts): 'max', '1.seen' (Counts): 'max'" in record.message
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert rules_of(copy.deepcopy(model)[1]) == {}
+
+
+class Averages(nn.Module):
+    """A moving average of sums: from a start of zero a sum of ends seems right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sums", torch.zeros(6).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = x + 0.1 * self.sums
+        self.sums.mul_(0.9).add_(0.1 * x.detach().sum(0))
+        return outputs
+
+
+def test_a_rule_that_turns_out_wrong_is_taken_back_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = network(Averages())
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=LOSS, micro_batch_size=5)
+    data = batches(count=2)
+    with caplog.at_level(logging.WARNING, "gradaccum"):
+        step(*data[0])
+        assert rules_of(model[1]) == {"sums": "sum"}
+        assert not caplog.records
+        step(*data[1])
+    assert rules_of(model[1]) == {}
+    (record,) = caplog.records
+    assert "do not go where all rows at once take them: 'sums' of '1' (Averages)" in record.message
+
+
+def test_what_is_said_of_a_module_goes_with_its_copies_and_files() -> None:
+    module = Counts()
+    combine_buffers(module, rows="sum", largest=lambda module, start, ends: torch.stack(ends).amax(0))
+    file = io.BytesIO()
+    torch.save(copy.deepcopy(module), file)
+    file.seek(0)
+    assert rules_of(torch.load(file, weights_only=False)) == {"rows": "sum"}
+    assert list(rules_of(module)) == ["rows", "largest"]
+    combine_buffers(module, largest="max")
+    assert rules_of(module) == {"rows": "sum", "largest": "max"}
+
+
+def test_a_rule_of_a_module_holds_inside_of_a_chunked_one() -> None:
+    reference, model = network(Counts()), network(Counts())
+    combine_buffers(model[1], rows="sum", largest="max", seen="max")
+    model[1] = chunked(model[1], 2)
+    x, y = batches(count=1)[0]
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=LOSS, micro_batch_size=5)
+    step(x, y)
+    LOSS(reference(x), y).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    assert_same_state(model, reference)
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "message"),
+    [
+        (lambda module, start, ends: 3.0, TypeError, "must return a tensor like the buffer's ends. Received: 3.0"),
+        (lambda module, start, ends: start[None], ValueError, r"Received: shape \(1,\), torch.int64"),
+        (lambda module, start, ends: start.double(), ValueError, r"Received: shape \(\), torch.float64"),
+    ],
+)
+def test_what_a_rule_returns_is_checked(rule: Any, error: type[Exception], message: str) -> None:
+    model = network(Counts())
+    combine_buffers(model[1], rows=rule)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(model, optimizer, loss_fn=LOSS, micro_batch_size=5, verify=False)
+    with pytest.raises(error, match=f"The rule for 'rows' of Counts .*{message}"):
+        step(*batches(count=1)[0])
+    assert model[1].rows == 0
+
+
+def test_a_rule_with_other_arguments_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match=r"called as rule\(module, start, ends\). Received: rows="):
+        combine_buffers(Counts, rows=lambda start, ends: start)
