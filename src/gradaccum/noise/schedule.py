@@ -85,6 +85,7 @@ class NoiseSchedule:
         self.updates = 0
         """Observed since the last decision."""
         self._told = False
+        self._seen: Any = None
 
     @staticmethod
     def of(schedule: Schedule) -> NoiseSchedule | None:
@@ -104,6 +105,8 @@ class NoiseSchedule:
     def observe(self, measuring: Measuring) -> bool:
         """An update was made. Every `every` updates this reads the noise scale, which waits for the device.
 
+        An update that it has been told of already counts once.
+
         Args:
             measuring: The `TrainStep` that made it, with `noise_scale=True`.
 
@@ -118,9 +121,11 @@ class NoiseSchedule:
                 "`measuring` must be a TrainStep with noise_scale=True. "
                 f"Received: {measuring!r} of type {type(measuring).__name__}."
             )
-        if not self.due():
+        update = id(measuring), getattr(measuring, "updates", None)
+        if update == self._seen and update[1] is not None:
             return False
-        return self.move(measuring.noise_scale)
+        self._seen = update
+        return self.due() and self.move(measuring.noise_scale)
 
     def due(self) -> bool:
         """Count an update. Returns whether a decision follows."""
@@ -199,7 +204,7 @@ class NoiseSchedule:
                     f"{self.scale_learning_rate!r} could scale. It has {sorted(group)}. Use scale_learning_rate=None."
                 )
             new = {"lr": group["lr"] * self.learning_rate_factor}
-            if self.scale_learning_rate == "sqrt" and "betas" in group:
+            if self.scale_learning_rate == "sqrt" and group.get("betas") is not None:
                 new["betas"] = tuple(None if beta is None else beta**self.factor for beta in group["betas"])
             for name, value in new.items():
                 put.append((group, name, group[name], value))

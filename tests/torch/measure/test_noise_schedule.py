@@ -194,10 +194,12 @@ def test_the_caller_of_a_train_step_makes_the_batches() -> None:
     schedule = NoiseSchedule(2, 8, every=30)
     generator = torch.Generator().manual_seed(0)
     lengths = []
-    for _ in range(150):
+    for made in range(1, 151):
         step(rows(ROWS * schedule.steps, generator))
         lengths.append(schedule.steps)
         schedule.observe(step)
+        assert not schedule.observe(step)  # of an update that it knows
+        assert schedule.updates == made % 30
     assert set(lengths) == {2, 4, 8}
 
 
