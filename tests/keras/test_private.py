@@ -22,6 +22,7 @@ def samples():
     embedding.build()
     return {
         "model": model,
+        "functional": private.functional_of(model),
         "losses": private.compiled_losses(model),
         "metric": keras.metrics.MeanMetricWrapper(keras.losses.mean_squared_error),
         "embedding": embedding,

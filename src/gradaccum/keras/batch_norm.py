@@ -17,9 +17,10 @@ from keras import ops
 
 from gradaccum.keras.private import layers_in
 
-__all__ = ["BatchNorm", "Pool", "batch_norms_of", "during_micro_batch", "warn"]
+__all__ = ["BatchNorm", "BatchNormOrExact", "Pool", "batch_norms_of", "during_micro_batch", "warn"]
 
 BatchNorm = Literal["warn", "micro", "pooled", "frozen"]
+BatchNormOrExact = Literal["warn", "micro", "pooled", "frozen", "exact"]
 
 
 def batch_norms_of(model: Any) -> list[Any]:
@@ -51,7 +52,7 @@ class _Seen:
 
 
 @contextlib.contextmanager
-def during_micro_batch(layers: list[Any], batch_norm: BatchNorm) -> Iterator[_Seen]:
+def during_micro_batch(layers: list[Any], batch_norm: BatchNormOrExact) -> Iterator[_Seen]:
     """While this is open, the layers do what `batch_norm` says.
 
     For `"pooled"`, the moving statistics hold the mean and variance of the latest micro-batch, as these are: pool them

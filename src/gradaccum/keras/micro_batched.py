@@ -13,15 +13,16 @@ from typing import Any, Literal, get_args
 
 import keras
 
-from gradaccum.keras.batch_norm import BatchNorm
-from gradaccum.keras.train_step import step_class
+from gradaccum.keras.batch_norm import BatchNormOrExact
+from gradaccum.keras.chunking import chunked
+from gradaccum.keras.train_step import remove_step, step_class
 from gradaccum.schedule import checked_count
 
 __all__ = ["micro_batched"]
 
 
 def micro_batched(
-    model: Any, micro_batch_size: int | Literal["auto"], *, batch_norm: BatchNorm = "warn", verify: bool = True
+    model: Any, micro_batch_size: int | Literal["auto"], *, batch_norm: BatchNormOrExact = "warn", verify: bool = True
 ) -> Any:
     """Let `fit` and `train_on_batch` run each batch in micro-batches, with the update of the whole batch.
 
@@ -41,7 +42,10 @@ def micro_batched(
         batch_norm: What `BatchNormalization` does. `"warn"`: as `"micro"`, and says so in a warning. `"micro"`: each
             micro-batch is normalised by itself, and the moving statistics move with every one. `"pooled"`: the moving
             statistics move once per update, by mean and variance of the whole batch. `"frozen"`: normalises by the
-            moving statistics, which stay as they are.
+            moving statistics, which stay as they are. `"exact"`: by mean and variance of the whole batch, as in plain
+            `fit`: a functional or sequential model is cut at these layers, and each segment runs over all micro-batches
+            before the next. What the layers are given stays in memory, and so do the outputs, which losses and metrics
+            see at once.
         verify: Prove updates: on a few rows of a batch, loss, gradients and moved variables are computed at once and in
             micro-batches, by the same code that then trains. Two passes over at most 16 rows for the first batch of
             each `fit`, for each batch that is of another kind or shows rows of a new sort (missing labels, uneven
@@ -54,7 +58,8 @@ def micro_batched(
 
     Raises:
         TypeError: `model` is no `keras.Model`, or `micro_batch_size` no int.
-        ValueError: `micro_batch_size` is below 1, `batch_norm` is none of these, or the model has its own `train_step`.
+        ValueError: `micro_batch_size` is below 1, `batch_norm` is none of these, the model has its own `train_step`, or
+            can't be cut for `"exact"`.
         NotEquivalentError: From `fit` and `train_on_batch`: micro-batches give another update than the whole batch. The
             message names the layer, loss or variable that makes the difference. Nothing has been trained.
 
@@ -71,12 +76,21 @@ def micro_batched(
         raise TypeError(f"`model` must be a keras.Model. Received: model={model!r} of type {type(model).__name__}.")
     if micro_batch_size != "auto":
         checked_count(micro_batch_size, "micro_batch_size")
-    if batch_norm not in get_args(BatchNorm):
-        raise ValueError(f"`batch_norm` must be one of {get_args(BatchNorm)}. Received: batch_norm={batch_norm!r}.")
+    if batch_norm not in get_args(BatchNormOrExact):
+        raise ValueError(
+            f"`batch_norm` must be one of {get_args(BatchNormOrExact)}. Received: batch_norm={batch_norm!r}."
+        )
     if type(model).train_step is not keras.Model.train_step:
         raise ValueError(
             f"{type(model).__name__} overrides `train_step`, which micro_batched replaces. Override `compute_loss` "
             "instead, whose result is taken to be a mean over rows, or pass a loss to `compile`."
         )
+    if getattr(vars(model).get("call"), "exact", False):  # of an earlier call of this
+        del vars(model)["call"], vars(model)["verify"]
+    if batch_norm == "exact":
+        remove_step(model)
+        if micro_batch_size == "auto":
+            raise ValueError('batch_norm="exact" needs a number of rows. Received: micro_batch_size="auto".')
+        return chunked(model, micro_batch_size, batch_norm="exact", verify=verify)
     step_class()(model, micro_batch_size, batch_norm, verify).install()
     return model

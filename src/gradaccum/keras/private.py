@@ -23,6 +23,7 @@ __all__ = [
     "compiled_metrics",
     "compute_loss",
     "embedding_table",
+    "functional_of",
     "has_value",
     "is_built_for",
     "is_of_keras",
@@ -34,6 +35,7 @@ __all__ = [
     "loss_tracker",
     "metric_function",
     "missing",
+    "nodes_of",
     "outside_of_scopes",
     "own_trainable_variables",
     "put_value",
@@ -45,6 +47,7 @@ __all__ = [
     "set_added_losses",
     "set_keras_mask",
     "squeeze_or_expand_to_same_rank",
+    "standardized_inputs",
     "strategy_of",
     "sublayers",
     "surroundings",
@@ -60,6 +63,9 @@ __all__ = [
 NAMES: tuple[PrivateName, ...] = (
     PrivateName("model", "_flatten_layers", "every layer of a model, nested ones too"),
     PrivateName("model", "_layers", "the layers directly inside: a layer without any is a leaf"),
+    PrivateName("model", "_functional", "the graph of a sequential model"),
+    PrivateName("functional", "_nodes_by_depth", "the calls of a functional model, in their order"),
+    PrivateName("functional", "_standardize_inputs", "a functional model's inputs as it takes them", "as they are"),
     PrivateName("model", "_call_has_training_arg", "whether call() takes `training`", "the signature of call()"),
     PrivateName("model", "_trainable_variables", "a layer's own variables, frozen ones too"),
     PrivateName("model", "_symbolic_build", "builds model, losses and metrics from one batch, without running it"),
@@ -211,6 +217,34 @@ def layers_in(model: Any) -> list[Any]:
 def sublayers(layer: Any) -> list[Any]:
     """The layers directly inside a layer; none in an operation."""
     return getattr(layer, "_layers", [])
+
+
+def functional_of(model: Any) -> Any:
+    """The functional model that a functional or sequential one computes by; None of another."""
+    functional = getattr(model, "_functional", None) if isinstance(model, keras.Sequential) else model
+    kind, base = type(model).call, type(functional)
+    if functional is None or not hasattr(functional, "_nodes_by_depth"):
+        return None
+    own = kind not in (keras.Sequential.call, _functional_class(base).call)
+    return None if own else functional
+
+
+def _functional_class(kind: type) -> Any:
+    """Keras' own among the classes of a functional model."""
+    return next((one for one in kind.__mro__ if is_of_keras(one) and "_standardize_inputs" in vars(one)), keras.Model)
+
+
+def nodes_of(functional: Any) -> Iterator[tuple[Any, Any, Any, list[Any]]]:
+    """The calls of a functional model in their order: the operation, its arguments, and its outputs, symbolic."""
+    for _, nodes in sorted(functional._nodes_by_depth.items(), reverse=True):
+        for node in nodes:
+            if node.operation is not None and not node.is_input:
+                yield node.operation, node.arguments.args, node.arguments.kwargs, list(node.outputs)
+
+
+def standardized_inputs(functional: Any, inputs: Any) -> list[Any]:
+    """The inputs of a functional model, flat, as it takes them."""
+    return functional._standardize_inputs(inputs)
 
 
 def own_trainable_variables(layer: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import gradaccum
 from gradaccum.keras import chunked as proving
 from gradaccum.keras import micro_batched
 from gradaccum.keras.loss import value_and_gradients
-from tests.keras.problems import slow
+from tests.keras.problems import compiled_on, slow
 from tests.reference import relative_error
 
 BACKEND = keras.backend.backend()
@@ -267,6 +267,7 @@ def moving(model):
     return [ops.convert_to_numpy(v) for v in model.get_layer("bn").non_trainable_variables]
 
 
+@compiled_on("tensorflow")
 def test_batch_normalization_goes_by_the_words_of_micro_batched(float64):
     tolerance = max(float64, 1e-6) if BACKEND == "jax" else float64
     x = X * np.arange(1, 6) + np.arange(ROWS)[:, None]  # micro-batches differ in their means

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from gradaccum.keras.batch_norm import BatchNorm, batch_norms_of, during_micro_batch
+from gradaccum.keras.batch_norm import BatchNormOrExact, batch_norms_of, during_micro_batch
 from gradaccum.keras.chunking.state import State
 from gradaccum.keras.loops import Spec, has_rows
 from gradaccum.keras.private import (
@@ -22,13 +22,13 @@ from gradaccum.keras.private import (
     training_of_call,
 )
 
-__all__ = ["Body", "OuterTensorError", "Result"]
+__all__ = ["Body", "OuterTensorError", "Result", "Scope"]
 
 
-class _Scope(keras.StatelessScope):
+class Scope(keras.StatelessScope):
     """Keeps what is assigned to itself; what it doesn't hold is read from the scope around it."""
 
-    def __init__(self, values: Iterable[tuple[Any, Any]]) -> None:
+    def __init__(self, values: Iterable[tuple[Any, Any]] = ()) -> None:
         super().__init__(collect_losses=True)
         self.state_mapping = {id(variable): value for variable, value in values}
         self.read: dict[int, Any] = {}
@@ -68,7 +68,7 @@ class Body:
 
     Attributes:
         tensors: What has rows in the arguments: tensors, and the masks that travel with them.
-        shared: Scalars in the arguments, which may need a gradient.
+        shared: Scalars in the arguments, and what is beside them: what all rows share and may need a gradient.
         specs: Of the outputs of a micro-batch, once it is `traced`.
         state: The variables that the call moves, likewise.
         read: The variables that it reads and doesn't move, likewise.
@@ -78,7 +78,15 @@ class Body:
     state: State
     read: list[Any]
 
-    def __init__(self, layer: Any, call: Callable[..., Any], batch_norm: BatchNorm, args: Any, kwargs: Any) -> None:
+    def __init__(
+        self,
+        layer: Any,
+        call: Callable[..., Any],
+        batch_norm: BatchNormOrExact,
+        args: Any,
+        kwargs: Any,
+        beside: list[Any] | None = None,
+    ) -> None:
         self.layer, self.call, self.batch_norm = layer, call, batch_norm
         self.batch_norms = batch_norms_of(layer)
         self._around = surroundings_of_call()
@@ -95,7 +103,9 @@ class Body:
             and not has_rows(leaf)
             and keras.backend.is_float_dtype(keras.backend.standardize_dtype(leaf.dtype))
         ]
-        self.shared = [self._leaves[index] for index in self._shared]
+        # `call` takes what is beside the arguments as its last one.
+        self._beside = beside is not None
+        self.shared = [*(self._leaves[index] for index in self._shared), *(beside or [])]
         self.tensors = [*found, *(masks[index] for index in self._masked)]
         self._check_inputs()
         self._outputs: Any = None
@@ -111,7 +121,7 @@ class Body:
                 "for each."
             )
 
-    def again(self, tensors: list[Any], shared: list[Any], batch_norm: BatchNorm) -> Body:
+    def again(self, tensors: list[Any], shared: list[Any], batch_norm: BatchNormOrExact) -> Body:
         """The same call with other tensors and scalars, not traced yet."""
         body = copy.copy(self)
         body.tensors, body.shared, body.batch_norm = list(tensors), list(shared), batch_norm
@@ -122,9 +132,14 @@ class Body:
     @property
     def kind(self) -> Any:
         """What calls of a kind have in common: whether they train, and the dtypes and ranks of their inputs."""
-        training = self._arguments[1].get("training", training_of_call())
         dtypes = [(keras.backend.standardize_dtype(tensor.dtype), len(tensor.shape)) for tensor in self.tensors]
-        return bool(training) if isinstance(training, (bool, int)) else None, str(dtypes), len(self._leaves)
+        return self.training, str(dtypes), len(self._leaves)
+
+    @property
+    def training(self) -> bool:
+        """Whether it is a call in training."""
+        training = self._arguments[1].get("training", training_of_call())
+        return isinstance(training, (bool, int)) and bool(training)
 
     @property
     def name(self) -> str:
@@ -136,6 +151,18 @@ class Body:
         """Inside of one."""
         return f"the chunked {type(self.layer).__name__} {self.layer.name!r}"
 
+    def arguments(self, tensors: list[Any] | None = None, shared: list[Any] | None = None) -> Any:
+        """Positional and keyword arguments of `call`, with these in the place of `tensors` and `shared`."""
+        tensors, shared = self.tensors if tensors is None else tensors, self.shared if shared is None else shared
+        leaves = list(self._leaves)
+        for place, mask in zip(self._masked, tensors[len(self._rows) :]):
+            set_keras_mask(tensors[place], mask)
+        for indices, values in ((self._rows, tensors), (self._shared, shared)):
+            for index, value in zip(indices, values):
+                leaves[index] = value
+        args, kwargs = tree.pack_sequence_as(self._arguments, leaves)
+        return ((*args, shared[len(self._shared) :]), kwargs) if self._beside else (args, kwargs)
+
     def run(
         self, tensors: list[Any], values: Iterable[tuple[Any, Any]] = (), shared: Iterable[Any] | None = None
     ) -> Result:
@@ -146,34 +173,31 @@ class Body:
             values: Of variables that are to have other values than their own.
             shared: In place of the scalars.
         """
-        leaves = list(self._leaves)
-        count = len(self._rows)
-        for place, mask in zip(self._masked, tensors[count:]):
-            set_keras_mask(tensors[place], mask)
-        for index, tensor in zip(self._rows, tensors):
-            leaves[index] = tensor
-        for index, scalar in zip(self._shared, self.shared if shared is None else shared):
-            leaves[index] = scalar
-        args, kwargs = tree.pack_sequence_as(self._arguments, leaves)
+        args, kwargs = self.arguments(tensors, self.shared if shared is None else list(shared))
         policy = "micro" if self.batch_norm == "warn" else self.batch_norm
         layers = self.state.pooled if hasattr(self, "state") and policy == "pooled" else self.batch_norms
-        with surroundings(self._around), _Scope(values) as scope, during_micro_batch(layers, policy) as seen:
+        with surroundings(self._around), Scope(values) as scope, during_micro_batch(layers, policy) as seen:
             outputs = self.call(*args, **kwargs)
         if scope.losses:
             self._refuse_losses()
-        flat = tree.flatten(outputs)
-        found = [leaf for leaf in flat if ops.is_tensor(leaf)]
-        masks = [keras_mask(tensor) for tensor in found]
-        result = [*found, *(mask for mask in masks if mask is not None)]
-        if not hasattr(self, "state"):
-            self._outputs, self._output_leaves = outputs, [None if ops.is_tensor(leaf) else leaf for leaf in flat]
-            self._output_places = [index for index, leaf in enumerate(flat) if ops.is_tensor(leaf)]
-            self._output_masks = [index for index, mask in enumerate(masks) if mask is not None]
+        if hasattr(self, "state"):
+            result = _tensors_in(outputs)
+        else:
+            result = self.take_for_outputs(outputs)
             self.specs = [Spec.of(tensor) for tensor in result]
             self.check_rows(tensors[0].shape[0], [tuple(tensor.shape) for tensor in result])
             self.state = State(self, scope.assigned.values())
             self.read = [variable for key, variable in scope.read.items() if key not in scope.assigned]
         return Result(result, [scope.get_current_value(v) for v in self.state.variables], seen.valid)
+
+    def take_for_outputs(self, outputs: Any) -> list[Any]:
+        """Let outputs be of this structure. Returns the tensors in them, and their masks."""
+        flat = tree.flatten(outputs)
+        self._outputs, self._output_leaves = outputs, [None if ops.is_tensor(leaf) else leaf for leaf in flat]
+        self._output_places = [index for index, leaf in enumerate(flat) if ops.is_tensor(leaf)]
+        masks = [keras_mask(flat[index]) for index in self._output_places]
+        self._output_masks = [index for index, mask in enumerate(masks) if mask is not None]
+        return _tensors_in(outputs)
 
     def outputs(self, tensors: list[Any]) -> Any:
         """The outputs of the whole batch, in their structure, from their tensors."""
@@ -224,6 +248,12 @@ class Body:
             f"{self.name} adds losses in its forward pass{who}: those of micro-batches are not the whole batch's. Let "
             "it return what they are made of, a row for each row, and add the loss outside of it."
         )
+
+
+def _tensors_in(outputs: Any) -> list[Any]:
+    """The tensors in outputs, and their masks."""
+    found = [leaf for leaf in tree.flatten(outputs) if ops.is_tensor(leaf)]
+    return [*found, *(mask for mask in map(keras_mask, found) if mask is not None)]
 
 
 def _tensor(leaf: Any, layer: Any) -> Any:

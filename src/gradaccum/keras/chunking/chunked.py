@@ -16,9 +16,10 @@ from typing import Any, get_args
 import keras
 from keras import ops, tree
 
-from gradaccum.keras.batch_norm import BatchNorm, during_micro_batch, warn
+from gradaccum.keras.batch_norm import BatchNormOrExact, during_micro_batch, warn
 from gradaccum.keras.chunking.backends import two_passes
 from gradaccum.keras.chunking.body import Body
+from gradaccum.keras.chunking.exact_batch_norm import Program, exact_passes
 from gradaccum.keras.chunking.proof import Proof
 from gradaccum.keras.equivalence import held
 from gradaccum.keras.loops import has_rows
@@ -29,7 +30,12 @@ __all__ = ["chunked"]
 
 
 def chunked(
-    layer_or_model: Any, micro_batch_size: int, *, keep: int = 0, batch_norm: BatchNorm = "warn", verify: bool = True
+    layer_or_model: Any,
+    micro_batch_size: int,
+    *,
+    keep: int = 0,
+    batch_norm: BatchNormOrExact = "warn",
+    verify: bool = True,
 ) -> Any:
     """Let a layer or model run each batch in micro-batches: the whole batch's outputs and gradients, for any loss.
 
@@ -49,7 +55,9 @@ def chunked(
             spread over several.
         keep: Micro-batches whose activations are kept, and which are not run again: time for memory.
         batch_norm: What `BatchNormalization` inside does, in the words of `micro_batched`: `"warn"` (as `"micro"`, and
-            says so), `"micro"`, `"pooled"` or `"frozen"`.
+            says so), `"micro"`, `"pooled"` or `"frozen"`; or `"exact"`: mean and variance of all rows, as without
+            chunks, in a functional or sequential model, which is cut at these layers. What they are given stays in
+            memory.
         verify: Prove the first call in training, and the first outside of it: the outputs and gradients of a few rows,
             at once and in micro-batches, by the same code. While TensorFlow or JAX trace a function, there are no rows
             to look at, and random numbers stand for them. What can't be compared is said in a warning.
@@ -59,7 +67,8 @@ def chunked(
 
     Raises:
         TypeError: `layer_or_model` is no layer of Keras', a number is no int, or an input is no tensor of the backend.
-        ValueError: A number is too small, `batch_norm` is none of these, the layer is a BatchNormalization by itself.
+        ValueError: A number is too small, `batch_norm` is none of these, the layer is a BatchNormalization by itself,
+            or can't be cut for `"exact"`.
             When it is called: inputs of different numbers
             of rows, outputs without a row for each row, losses that are added in the forward pass, trainable variables
             that are assigned there.
@@ -89,8 +98,15 @@ def chunked(
         )
     checked_count(micro_batch_size, "micro_batch_size")
     checked_count(keep, "keep", least=0)
-    if batch_norm not in get_args(BatchNorm):
-        raise ValueError(f"`batch_norm` must be one of {get_args(BatchNorm)}. Received: batch_norm={batch_norm!r}.")
+    if batch_norm not in get_args(BatchNormOrExact):
+        raise ValueError(
+            f"`batch_norm` must be one of {get_args(BatchNormOrExact)}. Received: batch_norm={batch_norm!r}."
+        )
+    if batch_norm == "exact":
+        if keep:
+            raise ValueError(f'batch_norm="exact" runs every segment of a model again. Received: keep={keep}.')
+        if layer_or_model.built or not isinstance(layer_or_model, keras.Sequential):
+            Program(layer_or_model)  # refused here, if at all
     _Chunking(layer_or_model, micro_batch_size, keep, batch_norm, verify).install()
     return layer_or_model
 
@@ -98,7 +114,9 @@ def chunked(
 class _Chunking:
     """Stands in for a layer's `call`."""
 
-    def __init__(self, layer: Any, micro_batch_size: int, keep: int, batch_norm: BatchNorm, proves: bool) -> None:
+    def __init__(
+        self, layer: Any, micro_batch_size: int, keep: int, batch_norm: BatchNormOrExact, proves: bool
+    ) -> None:
         self.layer, self.micro_batch_size, self.keep, self.batch_norm = layer, micro_batch_size, keep, batch_norm
         self.plain: Callable[..., Any] = getattr(layer.call, "plain", layer.call)
         self._proof, self._proves = Proof(), proves
@@ -109,6 +127,7 @@ class _Chunking:
         self._warn(stacklevel=4)
         call = self._call()
         call.plain = self.plain  # type: ignore[attr-defined]
+        call.exact = self.batch_norm == "exact"  # type: ignore[attr-defined]
         # Straight into __dict__: Keras would track what is set as attributes of a layer.
         vars(self.layer)["call"] = call
         vars(self.layer)["verify"] = self.verify
@@ -133,12 +152,17 @@ class _Chunking:
             if rows is not None and rows <= self.micro_batch_size:
                 with during_micro_batch(body.batch_norms, "frozen" if self.batch_norm == "frozen" else "micro"):
                     return self.plain(*args, **kwargs)
-            outputs = two_passes(body, self.micro_batch_size, self.keep)
+            passes = self._passes(body)
+            outputs = passes(body, self.micro_batch_size, self.keep)
             if self._proves:
-                self._proof.first(body, self.micro_batch_size)
+                self._proof.first(body, self.micro_batch_size, passes)
             return body.outputs(outputs)
 
         return call
+
+    def _passes(self, body: Body) -> Callable[[Body, int, int], list[Any]]:
+        cut = self.batch_norm == "exact" and body.training and body.batch_norms
+        return exact_passes if cut else two_passes
 
     def verify(self, *args: Any, **kwargs: Any) -> None:
         """Prove with these inputs that a few of their rows give the same at once and in micro-batches.
@@ -164,7 +188,7 @@ class _Chunking:
             body = Body(self.layer, self.plain, self.batch_norm, args, kwargs)
             outputs = body.run(body.tensors).outputs
             if self.layer.built:
-                self._proof.demanded(body, few, min(3, few - 1))
+                self._proof.demanded(body, few, min(3, few - 1), self._passes(body))
             return body.outputs(outputs)
 
         own, vars(self.layer)["call"] = vars(self.layer)["call"], call

@@ -14,7 +14,7 @@ from keras import ops, tree
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras.batch_norm import BatchNorm
-from gradaccum.keras.chunking.backends import at_once, compiled, known, outer_tensors, two_passes, unprovable
+from gradaccum.keras.chunking.backends import at_once, compiled, known, outer_tensors, unprovable
 from gradaccum.keras.chunking.body import Body, OuterTensorError
 from gradaccum.keras.equivalence import as_array, held, mixing_layers, precision_of, recorded_calls, relative_error
 from gradaccum.keras.loss import value_and_gradients
@@ -26,6 +26,8 @@ __all__ = ["Proof"]
 
 logger = logging.getLogger("gradaccum")
 
+Passes = Callable[[Body, int, int], list[Any]]
+"""`passes(body, rows of a micro-batch, keep)`, the tensors in its outputs."""
 ROWS = 6
 """Rows that are looked at, at most: twice what a micro-batch may hold, where that is less."""
 UNKNOWN = (8, 64)
@@ -54,12 +56,13 @@ class Proof:
         self._proven: set[Any] = set()
         self._told = False
 
-    def first(self, body: Body, micro_batch_size: int) -> None:
+    def first(self, body: Body, micro_batch_size: int, passes: Passes) -> None:
         """Prove a call, unless one like it has been looked at.
 
         Args:
             body: The call, which has run.
             micro_batch_size: Rows of its micro-batches.
+            passes: How it ran in these.
 
         Raises:
             NotEquivalentError: Outputs or gradients differ; the message names the layer.
@@ -79,7 +82,9 @@ class Proof:
             return
         few = max(2, min(ROWS, 2 * micro_batch_size))
         try:
-            doubt = self._compare(body, few, (few + 1) // 2, "frozen")
+            doubt = self._compare(
+                body, few, (few + 1) // 2, passes, "micro" if body.batch_norm == "exact" else "frozen"
+            )
         except (NotEquivalentError, OuterTensorError):
             raise
         except Exception as error:  # a layer for one number of rows, or that checks what is in them
@@ -93,24 +98,24 @@ class Proof:
                 stacklevel=5,
             )
 
-    def demanded(self, body: Body, rows: int, size: int) -> None:
+    def demanded(self, body: Body, rows: int, size: int, passes: Passes) -> None:
         """Prove a call with its own first rows. What isn't exact of BatchNormalization counts.
 
         Raises:
             NotEquivalentError: Outputs or gradients differ.
         """
-        doubt = self._compare(body, rows, size, "frozen" if body.batch_norm == "frozen" else "micro")
+        doubt = self._compare(body, rows, size, passes, "frozen" if body.batch_norm == "frozen" else "micro")
         if doubt:
             raise ValueError(f"{body.name} can't be verified: {doubt}.")
 
-    def _compare(self, body: Body, few: int, size: int, batch_norm: BatchNorm) -> str:
+    def _compare(self, body: Body, few: int, size: int, passes: Passes, batch_norm: BatchNorm) -> str:
         """Raises what differs. Returns why it isn't known, if it isn't."""
         errors: list[Exception] = []
         with at_once(), outside_of_scopes():
             for unknown in UNKNOWN:
                 trial = _Trial(body, few, batch_norm, unknown)
                 try:
-                    doubt = trial.judge(size)
+                    doubt = trial.judge(size, passes)
                 except (NotEquivalentError, OuterTensorError):
                     raise
                 except Exception as error:
@@ -204,12 +209,12 @@ class _Trial:
         spread = max(1, int(np.prod(shape[:-1]))) ** -0.5
         return ops.convert_to_tensor(self._random.normal(0, spread, shape), dtype)
 
-    def judge(self, size: int) -> str:
-        """Raise what differs in micro-batches of so many rows. Returns why it can't be told, if it can't."""
+    def judge(self, size: int, passes: Passes) -> str:
+        """Raise what `passes` makes different in micro-batches of so many rows. Returns why it isn't known, if so."""
         before = self._attributes()
         whole = self._outcome(self._whole)
         between = self._attributes()
-        small = self._outcome(lambda body: two_passes(body, size, 0))
+        small = self._outcome(lambda body: passes(body, size, 0))
         for (key, layer, name), (_, tensors) in self._attributes().items():
             if not _same(tensors, between.get((key, layer, name), (None, []))[1]):
                 self.aside.append(f"{layer}.{name}")
@@ -318,7 +323,8 @@ class _Trial:
         """What goes into and comes out of each layer."""
         layer, tensors = self.body.layer, [ops.take(tensor, rows, axis=0) for tensor in self.tensors]
         mapping = [*zip(self.weights, self.values), *self.given]
-        body = self.body.again(tensors, self.shared, self.batch_norm)
+        # What is exact over all rows isn't over a few: there it isn't what differs.
+        body = self.body.again(tensors, self.shared, "frozen" if self.body.batch_norm == "exact" else self.batch_norm)
         with _own_call(layer, body.call), keras.StatelessScope(mapping), held(), recorded_calls(layer) as calls:
             body.call = layer.call
             body.run(tensors)

@@ -3,6 +3,6 @@
 from gradaccum.keras.train_step.backends import step_class
 from gradaccum.keras.train_step.data import has_rows, rows_of
 from gradaccum.keras.train_step.proof import ragged_size
-from gradaccum.keras.train_step.step import MicroBatchedStep
+from gradaccum.keras.train_step.step import MicroBatchedStep, remove_step
 
-__all__ = ["MicroBatchedStep", "has_rows", "ragged_size", "rows_of", "step_class"]
+__all__ = ["MicroBatchedStep", "has_rows", "ragged_size", "remove_step", "rows_of", "step_class"]

@@ -20,7 +20,7 @@ from gradaccum.keras.train_step.auto_size import fastest_size
 from gradaccum.keras.train_step.data import has_rows, rows_of
 from gradaccum.keras.train_step.proof import Proof
 
-__all__ = ["MicroBatchedStep", "Plan"]
+__all__ = ["MicroBatchedStep", "Plan", "remove_step"]
 
 
 @dataclass(frozen=True)
@@ -176,6 +176,13 @@ class MicroBatchedStep:
             tracked=len(measured.values),
             terms=len(measured.calls) != 1 or measured.added or _overrides(model, "compute_loss"),
         )
+
+
+def remove_step(model: Any) -> None:
+    """Let a model train as it did before a step was installed; nothing where there is none."""
+    if isinstance(vars(model).get("train_step"), MicroBatchedStep):
+        for name in ("train_step", "make_train_function", "fit", "reset_metrics", "train_on_batch"):
+            vars(model).pop(name, None)
 
 
 def _after(first: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,199 @@
+"""Exact BatchNormalization: a model is cut there, and each segment runs over all micro-batches before the next.
+
+A layer's mean and variance are taken over all rows of what it normalises, by the layer itself; the next segment begins
+with the normalisation. So what stays in memory is what these layers are given, and what a shortcut carries past them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from keras import ops, tree
+
+from gradaccum.keras.batch_norm import batch_norms_of
+from gradaccum.keras.chunking.backends import two_passes
+from gradaccum.keras.chunking.body import Body, Scope
+from gradaccum.keras.chunking.state import State
+from gradaccum.keras.private import (
+    functional_of,
+    nodes_of,
+    set_keras_mask,
+    standardized_inputs,
+    takes_training,
+    uncast_values,
+)
+
+__all__ = ["Program", "exact_passes"]
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """The tensor of this number, among the arguments of a step."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A call of a layer or an operation.
+
+    Attributes:
+        operation: What is called.
+        arguments: Its positional and keyword arguments, a `_Tensor` in the place of each tensor.
+        results: The numbers of its outputs.
+        normalises: Whether it is a BatchNormalization that goes by its batch.
+        segment: In which it runs.
+    """
+
+    operation: Any
+    arguments: Any
+    results: list[int]
+    normalises: bool
+    segment: int
+
+    @property
+    def reads(self) -> list[int]:
+        """The numbers of its inputs."""
+        return [leaf.number for leaf in tree.flatten(self.arguments) if isinstance(leaf, _Tensor)]
+
+    def filled(self, values: Mapping[int, Any]) -> Any:
+        """The arguments with the values of these tensors."""
+        return tree.map_structure(
+            lambda leaf: values[leaf.number] if isinstance(leaf, _Tensor) else leaf, self.arguments
+        )
+
+
+def exact_passes(body: Body, micro_batch_size: int, keep: int = 0) -> list[Any]:
+    """The outputs of the whole batch, and their masks, of a functional or sequential model in training.
+
+    Raises:
+        ValueError: The model can't be cut; the message names what keeps it from that.
+    """
+    model, program = body.layer, Program(body.layer)
+    args, kwargs = body.arguments()
+    inputs = standardized_inputs(functional_of(model), args[0] if args else kwargs["inputs"])
+    for tensor, mask in zip(inputs, tree.flatten(kwargs.get("mask"))):
+        if mask is not None:
+            set_keras_mask(tensor, mask)
+    values: dict[int, Any] = dict(enumerate(inputs))
+    for segment in range(program.segments):
+        steps = [step for step in program.steps if step.segment == segment]
+        beside = [s for step in steps if step.normalises for s in _statistics(step.operation, *step.filled(values))]
+        made = {number for step in steps for number in step.results}
+        read = sorted({number for step in steps for number in step.reads} - made)
+        wanted = sorted(number for number in made if program.last_use[number] > segment)
+        if wanted:
+            part = Body(model, _Segment(steps, read, wanted), "micro", ([values[n] for n in read],), {}, beside)
+            values.update(zip(wanted, part.outputs(two_passes(part, micro_batch_size, keep))))
+        values = {number: value for number, value in values.items() if program.last_use[number] > segment}
+    flat = [values[number] for number in program.outputs]
+    outputs = tree.pack_sequence_as(functional_of(model).output, flat)
+    body.read = list(model.trainable_variables)
+    body.state = State(body, model.non_trainable_variables)
+    lone = isinstance(outputs, (list, tuple)) and len(outputs) == 1
+    return body.take_for_outputs(outputs[0] if lone else outputs)
+
+
+def _statistics(layer: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Mean and variance of all rows, as the layer takes them; its moving statistics make a step towards them."""
+    moving = [layer.moving_mean, layer.moving_variance]
+    before, momentum = uncast_values(moving), layer.momentum
+    # Without momentum the moving statistics become the batch's. Straight into __dict__: Keras tracks attributes.
+    vars(layer)["momentum"] = 0.0
+    try:
+        with Scope() as scope:
+            layer(*args, **{**kwargs, "training": True})
+            found = [scope.get_current_value(variable) for variable in moving]
+    finally:
+        vars(layer)["momentum"] = momentum
+    for variable, old, new in zip(moving, before, found):
+        variable.assign(old * momentum + ops.stop_gradient(new) * (1.0 - momentum))
+    return found
+
+
+class _Segment:
+    """Steps between two sets of BatchNormalization layers, as a function of the tensors that they read."""
+
+    def __init__(self, steps: list[_Step], read: list[int], wanted: list[int]) -> None:
+        self.steps, self.read, self.wanted = steps, read, wanted
+
+    def __call__(self, tensors: list[Any], beside: list[Any]) -> list[Any]:
+        values, statistics = dict(zip(self.read, tensors)), iter(beside)
+        for step in self.steps:
+            layer = step.operation
+            args, kwargs = step.filled(values)
+            if step.normalises:
+                moving = [(layer.moving_mean, next(statistics)), (layer.moving_variance, next(statistics))]
+                with Scope(moving):
+                    results = layer(*args, **{**kwargs, "training": False})
+            elif isinstance(layer, keras.layers.Layer) and takes_training(layer):
+                results = layer(*args, **{**kwargs, "training": True})
+            else:
+                results = layer(*args, **kwargs)
+            values.update(zip(step.results, tree.flatten(results)))
+        return [values[number] for number in self.wanted]
+
+
+class Program:
+    """The calls of a functional or sequential model, one after the other, and the segments that they run in.
+
+    Attributes:
+        steps: The calls.
+        outputs: The numbers of the model's outputs; its inputs come first.
+        segments: How many there are.
+        last_use: The last segment that each tensor is needed in; behind all of them, for an output.
+
+    Raises:
+        ValueError: It can't be cut; the message names what keeps it from that.
+    """
+
+    def __init__(self, model: Any) -> None:
+        functional = functional_of(model)
+        if functional is None:
+            raise ValueError(
+                'batch_norm="exact" cuts a model at its BatchNormalization layers, and needs a functional or '
+                f"sequential model to see where. Received: {type(model).__name__} {model.name!r}, whose `call` is its "
+                "own."
+            )
+        self.model, self.steps = model, list[_Step]()
+        self._segment_of = [0] * len(functional.inputs)
+        self.outputs = self._inline(functional, list(range(len(functional.inputs))))
+        self.segments = 1 + max((step.segment for step in self.steps), default=0)
+        self.last_use = {number: -1 for number in range(len(self._segment_of))}
+        for step in self.steps:
+            for number in step.reads:
+                self.last_use[number] = max(self.last_use[number], step.segment)
+        self.last_use.update(dict.fromkeys(self.outputs, self.segments))
+
+    def _inline(self, functional: Any, inputs: list[int]) -> list[int]:
+        numbers = {id(tensor): number for tensor, number in zip(functional.inputs, inputs)}
+
+        def numbered(leaf: Any) -> Any:
+            return _Tensor(numbers[id(leaf)]) if isinstance(leaf, keras.KerasTensor) else leaf
+
+        for operation, args, kwargs, outputs in nodes_of(functional):
+            arguments = tree.map_structure(numbered, (args, kwargs))
+            normalises = isinstance(operation, keras.layers.BatchNormalization) and operation.trainable
+            inside = [] if normalises or not isinstance(operation, keras.layers.Layer) else batch_norms_of(operation)
+            reads = [leaf.number for leaf in tree.flatten(arguments) if isinstance(leaf, _Tensor)]
+            if inside:
+                within = functional_of(operation)
+                if within is None or len(reads) != len(within.inputs):
+                    raise ValueError(
+                        f'batch_norm="exact" can\'t cut {type(operation).__name__} {operation.name!r} at '
+                        f"{inside[0].name!r} inside of it, as its `call` is its own. Use a functional or sequential "
+                        "model there, or GroupNormalization or LayerNormalization."
+                    )
+                results = self._inline(within, reads)
+            else:
+                if normalises and getattr(operation, "renorm", False):
+                    raise ValueError(f'batch_norm="exact" does not know renorm=True. Received: {operation.name!r}.')
+                segment = max((self._segment_of[number] for number in reads), default=0) + normalises
+                results = [len(self._segment_of) + place for place in range(len(outputs))]
+                self._segment_of += [segment] * len(outputs)
+                self.steps.append(_Step(operation, arguments, results, normalises, segment))
+            numbers.update((id(tensor), number) for tensor, number in zip(outputs, results))
+        return [numbers[id(tensor)] for tensor in functional.outputs]
