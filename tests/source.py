@@ -15,7 +15,8 @@ TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in
 FACES = [
     "gradaccum.integrations.transformers", "gradaccum.integrations.sentence_transformers",
     "gradaccum.integrations.lightning", "gradaccum.integrations.accelerate",
-    "gradaccum", "gradaccum.report", "gradaccum.torch", "gradaccum.torch.losses", "gradaccum.torch.optim",
+    "gradaccum", "gradaccum.report", "gradaccum.torch", "gradaccum.torch.losses",
+    "gradaccum.torch.packing", "gradaccum.torch.optim",
     "gradaccum.keras", "gradaccum.keras.callbacks", "gradaccum.keras.optimizers", "gradaccum.jax",
     "runai.ga.torch.optim", "runai.ga.keras.optimizers",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from gradaccum.sizes.estimate import DoesNotFit, SizeEstimate, largest_size, rea
 from gradaccum.sizes.even import FixedSize, even_sizes
 from gradaccum.sizes.groups import Groups
 from gradaccum.sizes.host_memory import container_limits, free_host_memory, parse_bytes, process_memory
+from gradaccum.sizes.packs import Joined
 from gradaccum.sizes.pieces import GivenSizes, Piece, Rows, TokenBudget, Tokens
 from gradaccum.sizes.scaling import Link, Scaling
 from gradaccum.sizes.search import MARGIN, MemoryLine
@@ -15,6 +16,7 @@ __all__ = [
     "FixedSize",
     "GivenSizes",
     "Groups",
+    "Joined",
     "Link",
     "MemoryLine",
     "Piece",

@@ -27,6 +27,8 @@ class Piece(NamedTuple):
 
     rows: slice | list[int]
     columns: tuple[int, int] | None = None
+    packs: list[list[int]] | None = None
+    """Where rows lie one behind the other: the rows of each packed row."""
 
     @property
     def size(self) -> int:
@@ -36,7 +38,8 @@ class Piece(NamedTuple):
     @property
     def tokens(self) -> int:
         """Rows times columns; its rows where there are no columns."""
-        return self.size * (self.columns[1] - self.columns[0] if self.columns is not None else 1)
+        rows = self.size if self.packs is None else len(self.packs)
+        return rows * (self.columns[1] - self.columns[0] if self.columns is not None else 1)
 
     def split(self, size: int) -> list[Piece]:
         """Pieces of at most `size` rows, as even as can be."""

@@ -5,7 +5,7 @@ from gradaccum.extras import require
 require("torch")
 
 from gradaccum.torch import chunked as _  # noqa: F401  # the module first: its name is to be the class's
-from gradaccum.torch import losses, optim
+from gradaccum.torch import losses, optim, packing
 from gradaccum.torch.buffers import combine_buffers
 from gradaccum.torch.check import check_equivalence
 from gradaccum.torch.chunking import chunked
@@ -20,5 +20,6 @@ __all__ = [
     "combine_buffers",
     "losses",
     "optim",
+    "packing",
     "suggest_micro_batch_size",
 ]

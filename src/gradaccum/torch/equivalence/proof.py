@@ -63,7 +63,7 @@ class Proof:
         parameters: What the optimizers update.
         batch_norm: As for `TrainStep`.
         scale: Multiplies a loss by the scale of a GradScaler.
-
+        explain: What makes micro-batches differ from a batch, and whether it is sure that the loss doesn't.
     """
 
     def __init__(
@@ -74,8 +74,9 @@ class Proof:
         parameters: Callable[[], list[Tensor]],
         batch_norm: BatchNormChoice = "warn",
         scale: Callable[[Tensor], Tensor] | None = None,
+        explain: Callable[[Batch, bool], Cause | None] = lambda *_: None,
     ) -> None:
-        self.objective = objective
+        self.objective, self._explain = objective, explain
         self._gradients = gradients
         self._parameters = parameters
         # SyncBatchNorm would wait for ranks that have nothing to prove.
@@ -255,9 +256,8 @@ class Proof:
         nearly = NEARLY**2 if self._repeated else NEARLY
         if found is not None and found.ok and max(errors, default=0.0) <= nearly * tolerance:
             return None  # it isn't there in float64
-        if found is not None and found.ok and self._text:
-            what = "Cutting off columns of nothing but padding changes it."
-            return [Cause("padding", "max_tokens", f"{what} {what_is_cut(self._text)}")]
+        if (found is None or found.ok) and (cause := self._explain(few, found is not None)):
+            return [cause]
         return [suspicion(self.objective.modules, wrong)]
 
 

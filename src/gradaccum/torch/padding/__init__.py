@@ -14,6 +14,7 @@ from gradaccum.torch.padding.columns import (
     what_is_cut,
     widths_apart,
 )
+from gradaccum.torch.padding.joined import causal_lm, mixing_module
 from gradaccum.torch.padding.packs import Packs
 
 __all__ = [
@@ -21,10 +22,12 @@ __all__ = [
     "Left",
     "Packs",
     "can_take_positions",
+    "causal_lm",
     "cut",
     "extents",
     "kept_columns",
     "mask_of",
+    "mixing_module",
     "packed_rows",
     "text_of",
     "trimmed",

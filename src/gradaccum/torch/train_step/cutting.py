@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaccum.equivalence import Cause
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import Gauge
 from gradaccum.schedule import checked_count
 from gradaccum.sizes import FixedSize, GivenSizes, Groups, Piece, Rows, Sizers, Tokens, even_sizes
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.loss import Objective
-from gradaccum.torch.padding import packed_rows, what_is_cut
-from gradaccum.torch.train_step.padding import Packing
+from gradaccum.torch.padding import what_is_cut
+from gradaccum.torch.train_step.padding import Joining, Packing
 
 __all__ = ["Cutting", "GroupsChoice", "checked_groups", "with_groups"]
 
@@ -34,12 +35,13 @@ class Cutting:
         objective: The loss, with the model that a plain loop calls.
         gauge: What memory there is.
         micro_batch_size: Rows, or `"auto"`.
-        max_tokens: Padded tokens of a micro-batch, or None.
+        max_tokens: Tokens of a micro-batch, or None.
+        pack: Lays rows one behind the other, or None.
         groups: Rows that stay together: so many in a row, ids, or a callable that returns ids.
         judge: Whether to try out if padding can be cut off.
 
     Raises:
-        TypeError: `groups` is none of these.
+        TypeError, ValueError: `groups` is none of these, or `pack` can't be called, or comes without `max_tokens`.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Cutting:
         gauge: Gauge,
         micro_batch_size: int | str,
         max_tokens: int | None,
+        pack: Callable[..., Any] | None = None,
         *,
         groups: GroupsChoice = None,
         judge: bool,
@@ -57,7 +60,16 @@ class Cutting:
         self._groups = checked_groups(groups)
         self.searches = micro_batch_size == "auto" and max_tokens is None
         """Whether sizes are searched for."""
-        self.packing = None if max_tokens is None else Packing(objective, max_tokens, self.sizers.size, judge=judge)
+        self.packing: Packing | Joining | None = None
+        if pack is not None and max_tokens is None:
+            raise ValueError("`pack` lays rows one behind the other up to `max_tokens` tokens. Give that, too.")
+        if max_tokens is not None:
+            size = self.sizers.size
+            self.packing = (
+                Packing(objective, max_tokens, size, judge=judge)
+                if pack is None
+                else Joining(objective, max_tokens, size, pack)
+            )
 
     def grouped(self, batch: Batch) -> Batch:
         """The batch with its groups, the rows of each brought together.
@@ -107,7 +119,7 @@ class Cutting:
 
     def explain(self, error: BaseException, batch: Batch) -> None:
         """Note beside an error of the model's what `max_tokens` has cut: shapes that don't fit may be its doing."""
-        if self.packing is not None and isinstance(error, RuntimeError | ValueError | IndexError):
+        if isinstance(self.packing, Packing) and isinstance(error, RuntimeError | ValueError | IndexError):
             with contextlib.suppress(ValueError, AttributeError):  # no mask; notes came with Python 3.11
                 error.add_note(f"max_tokens cuts columns of padding. {what_is_cut(self.packing.text(batch))}")
 
@@ -124,7 +136,11 @@ class Cutting:
             return batch.take(piece.rows)
         if self.packing is None or piece.columns is None:
             return batch.take(torch.tensor(piece.rows))
-        return packed_rows(batch, piece, self.packing.left, self.packing.apart)
+        return self.packing.take(batch, piece)
+
+    def cause(self, batch: Batch, sure: bool) -> Cause | None:
+        """Why micro-batches differ from a batch; `sure`: nothing else is wrong with it. None: nobody knows."""
+        return None if self.packing is None else self.packing.cause(batch, sure)
 
     def close(self, plan: Rows | Tokens, batch: Batch) -> None:
         """A window that followed this plan is over."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from gradaccum.equivalence import Cause
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch, leaves
 from gradaccum.on_torch.buffers import as_found
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.rounding import rounding
-from gradaccum.sizes import Groups, Piece, TokenBudget, Tokens
+from gradaccum.sizes import Groups, Joined, Piece, TokenBudget, Tokens
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.padding import (
     IGNORED,
@@ -24,13 +25,14 @@ from gradaccum.torch.padding import (
     extents,
     kept_columns,
     mask_of,
+    mixing_module,
     packed_rows,
     text_of,
     what_is_cut,
     widths_apart,
 )
 
-__all__ = ["Packing", "judged_left"]
+__all__ = ["Joining", "Packing", "judged_left"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -83,9 +85,16 @@ class Packing:
             plan = Tokens(self.budget, kept, sizes, groups)
         return plan
 
-    def keep_left(self) -> None:
-        """Leave padding on the left as it is, since nothing can be tried out."""
-        self._judge, self.left = False, "keep"
+    def take(self, batch: Batch, piece: Piece) -> Batch:
+        """The micro-batch of a piece."""
+        return packed_rows(batch, piece, self.left, self.apart)
+
+    def cause(self, batch: Batch, sure: bool) -> Cause | None:
+        """Why micro-batches differ from a batch, if it is sure that nothing else is wrong with it."""
+        if not sure:
+            return None
+        what = "Cutting off columns of nothing but padding changes it."
+        return Cause("padding", "max_tokens", f"{what} {what_is_cut(self.text(batch))}")
 
     def _found_out(self, batch: Batch, text: Collection[str], pieces: Sequence[Piece], *, known: bool) -> Left:
         """What happens to padding on the left of this batch: what each kind of row in it can bear, judged once.
@@ -124,6 +133,91 @@ class Packing:
             )
         self.apart.update(widths_apart(batch.tree, rows, columns))
         return text_of(batch.tree, rows, columns) - self.apart
+
+
+class Joining:
+    """Lays rows one behind the other, without their padding, in micro-batches of at most so many tokens.
+
+    Args:
+        objective: The loss.
+        max_tokens: Tokens of a micro-batch.
+        max_rows: Rows of a micro-batch, or None.
+        pack: `pack(batch, rows) -> batch`, which lays them so.
+
+    Raises:
+        TypeError: `pack` can't be called.
+    """
+
+    def __init__(
+        self, objective: Objective, max_tokens: int, max_rows: int | None, pack: Callable[[Any, list[list[int]]], Any]
+    ) -> None:
+        if not callable(pack):
+            raise TypeError(
+                "`pack` must be pack(batch, rows) -> batch, such as gradaccum.torch.packing.causal_lm. Received: "
+                f"{pack!r} of type {type(pack).__name__}."
+            )
+        self.objective, self.pack = objective, pack
+        self.budget = TokenBudget(max_tokens, max_rows)
+        self._told = False
+
+    def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Tokens:
+        """The micro-batches of a batch, as `Packing.plan` has them."""
+        if batch.groups is not None:
+            raise ValueError("`pack` puts rows where they fit best, and `groups` keeps some together. Leave out one.")
+        if mask_of(batch.tree).shape[0] != batch.rows:
+            raise ValueError("`pack` takes rows by the first dimension: leave out batch_dims.")
+        lengths = [stop - start for start, stop in extents(batch.tree)]
+        plan = Joined(self.budget, lengths, sizes)
+        if not self._told and sizes is None and batch.rows:
+            self._told = True
+            tokens, padded = sum(lengths), mask_of(batch.tree).numel()
+            logger.info(
+                "pack: %d rows in %d micro-batches; %.1f %% of the tokens computed are padding, of the batch as it "
+                "came %.1f %%.",
+                batch.rows,
+                len(plan.pieces),
+                100 * (1 - tokens / plan.computed),
+                100 * (1 - tokens / padded),
+            )
+        return plan
+
+    def text(self, batch: Batch) -> frozenset[str]:
+        """Nothing is cut."""
+        return frozenset()
+
+    def take(self, batch: Batch, piece: Piece) -> Batch:
+        """The micro-batch of a piece: as many rows as went into it."""
+        assert piece.packs is not None
+        few, places = batch.take(torch.tensor(piece.rows)), iter(range(piece.size))
+        one = len(few.tree) == 1
+        packed = self.pack(few.tree[0] if one else few.tree, [[next(places) for _ in pack] for pack in piece.packs])
+        if not one and not (isinstance(packed, tuple) and len(packed) == len(few.tree)):
+            raise TypeError(
+                f"`pack` must return what follows the model: a tuple of {len(few.tree)}, as it is given. Received: "
+                f"{packed!r:.80} of type {type(packed).__name__}."
+            )
+        return Batch((packed,) if one else packed, few.batch_dims, piece.size)
+
+    def cause(self, batch: Batch, sure: bool) -> Cause | None:
+        """Why packed rows differ from a batch: which module doesn't keep two of them apart, in evaluation mode."""
+        lengths, where = [stop - start for start, stop in extents(batch.tree)], None
+        pair = batch.take(torch.tensor(sorted(range(batch.rows), key=lambda row: -lengths[row])[:2]))
+        plan = Joined(TokenBudget(sum(lengths)), [max(lengths), 1])
+
+        def run(rows: list[int]) -> None:
+            self.objective.forward(self.take(pair, plan.pieces[0]._replace(rows=rows, packs=[rows])))
+
+        with contextlib.suppress(Exception), _undisturbed(self.objective), torch.no_grad():
+            where = mixing_module(self.objective.model, run, max(lengths))
+        found = "" if where is None else f" {where} gives the tokens of a row something else behind another row."
+        return Cause(
+            "mixes_rows",
+            "pack",
+            f"Rows that lie one behind the other don't give what they give by themselves.{found} Use a model that "
+            "keeps them apart: in transformers one whose attention begins anew where `position_ids` do, without a "
+            "cache. Or the loss counts other tokens of packed rows. Or leave out `pack`: max_tokens alone sorts and "
+            "trims padded rows.",
+        )
 
 
 class Edge(NamedTuple):

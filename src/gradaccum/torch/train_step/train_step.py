@@ -51,6 +51,7 @@ class TrainStep:
             with its own denominator, `{name: (loss, weight)}` or a list of pairs, which are added up.
         micro_batch_size: Rows, or `"auto"`: the fastest size that fits, found during the first updates, all exact.
         max_tokens: Padded tokens of a micro-batch: rows with an attention mask are sorted, trimmed and packed.
+        pack: `pack(batch, rows) -> batch`: lays rows one behind the other for `max_tokens`, in place of padding.
         weight: `weight(*micro_batch) -> number`: what the loss is a mean over, where that isn't rows. Additive. Of
             several losses `{name: number}`, which saves a counting pass: `compute_loss` returns `{name: loss}` then.
         reduction: `"mean"`, or `"sum"` for losses that are sums; those are divided by the weight, if one is given.
@@ -82,7 +83,6 @@ class TrainStep:
         torch.OutOfMemoryError: Even one row does not fit, or the optimizer's step doesn't.
 
     Example:
-        >>> _ = torch.manual_seed(0)
         >>> model = nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> step = TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=3)
@@ -101,6 +101,7 @@ class TrainStep:
         compute_loss: Callable[..., Any] | None = None,
         micro_batch_size: int | Literal["auto"] = "auto",
         max_tokens: int | None = None,
+        pack: Callable[..., Any] | None = None,
         weight: Callable[..., Any] | None = None,
         reduction: str = "mean",
         batch_dims: BatchDims = 0,
@@ -130,6 +131,7 @@ class TrainStep:
         check_options(blocks, update, batch_norm=batch_norm, noise_scale=noise_scale)
         if self.batch_norm.choice == "exact":
             self._whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=bool(offload))
+            micro_batch_size = EXACT_MICRO_BATCH_SIZE if micro_batch_size == "auto" else micro_batch_size
         self.objective = Objective(
             model if self._whole is None else self._whole.model,
             loss_fn=loss_fn,
@@ -149,10 +151,8 @@ class TrainStep:
             accumulate_dtype=checked_dtype(accumulate_dtype),
             noise=NoiseMeter() if noise_scale else None,
         )
-        if self._whole is not None and micro_batch_size == "auto":
-            micro_batch_size = EXACT_MICRO_BATCH_SIZE
         plain = self.objective.on(inside(model))
-        self.cutting = Cutting(plain, self.gauge, micro_batch_size, max_tokens, groups=groups, judge=verify)
+        self.cutting = Cutting(plain, self.gauge, micro_batch_size, max_tokens, pack, groups=groups, judge=verify)
         self.updates = 0
         """Updates made so far."""
         self.losses: dict[Any, Tensor] = {}
@@ -177,6 +177,7 @@ class TrainStep:
             parameters=self.update.parameters,
             batch_norm=self.batch_norm.choice,
             scale=None if self.update.scaler is None else self.update.scaler.scale,
+            explain=self.cutting.cause,
         )
 
     @property
@@ -226,7 +227,6 @@ class TrainStep:
             >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             >>> step = TrainStep(model, optimizer, loss_fn=nn.MSELoss(), micro_batch_size=3)
             >>> loss = step.backward(torch.randn(10, 4), torch.randn(10, 1))
-            >>> norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             >>> optimizer.step()
         """
         return self._call(batch, self._leave_gradients)

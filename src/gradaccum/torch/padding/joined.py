@@ -1,0 +1,167 @@
+"""Padded rows laid one behind the other, for models that keep them apart, and where one doesn't."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum.on_torch.batch import has_rows, leaves, map_leaves
+from gradaccum.torch.padding.columns import IGNORED, extents, mask_of, masks, text_of
+
+__all__ = ["causal_lm", "mixing_module"]
+
+
+def causal_lm(batch: Any, rows: Sequence[Sequence[int]]) -> Any:
+    """Lay padded rows one behind the other, for causal language models of `transformers`.
+
+    In place of the attention mask the model gets `position_ids`, which begin anew at each row: transformers (4.53 or
+    newer, with "sdpa", "eager", "flex_attention" or flash attention) reads from them where rows begin. A row's first
+    label is set to -100, as a causal model predicts it from nothing. `use_cache` is False: with a cache transformers
+    would let rows see those before them. For `pack` of `TrainStep`, which proves that the model keeps rows apart.
+
+    Args:
+        batch: A mapping with an `attention_mask` of (rows, columns). What has a column for each token is packed, what
+            has no rows stays.
+        rows: Of each packed row, the rows that it holds.
+
+    Returns:
+        The mapping with (packed rows, columns of the fullest) in place of (rows, columns).
+
+    Raises:
+        TypeError: The batch is no mapping.
+        ValueError: A mask has holes, something has rows and no columns, or a row's first label counts behind padding.
+
+    Example:
+        >>> ids = torch.tensor([[5, 6, 0], [7, 0, 0]])
+        >>> packed = causal_lm({"input_ids": ids, "attention_mask": (ids > 0).long()}, [[0, 1]])
+        >>> packed["input_ids"], packed["position_ids"], packed["attention_mask"]
+        (tensor([[5, 6, 7]]), tensor([[0, 1, 0]]), None)
+    """
+    if not isinstance(batch, Mapping) or not any(value is mask_of(batch) for value in batch.values()):
+        raise TypeError(
+            "causal_lm packs a flat mapping such as {'input_ids': ..., 'attention_mask': ..., 'labels': ...}, the only "
+            f"argument of the step. Received: {type(batch).__name__}. Write pack(batch, rows) for other batches."
+        )
+    mask, spans = mask_of(batch), extents(batch)
+    count, columns = mask.shape
+    text = text_of(batch, count, columns)
+    _check(batch, mask, spans, text)
+    # None begins in the column after the one before it: their positions would go on.
+    packs = [sorted(pack, key=lambda row: -spans[row][0]) for pack in rows]
+    width = max(sum(spans[row][1] - spans[row][0] for row in pack) for pack in packs)
+    of_row, of_column, positions, first = (torch.zeros(len(packs), width, dtype=torch.long) for _ in range(4))
+    for number, pack in enumerate(packs):
+        at = 0
+        for row in pack:
+            start, stop = spans[row]
+            until = at + stop - start
+            of_row[number, at:until], of_column[number, at:until] = row, torch.arange(start, stop)
+            first[number, at] = 1
+            at = until
+        if at < width:  # what is left shows padding of its last row, and begins anew, too
+            of_row[number, at:], of_column[number, at:] = row, stop if stop < columns else start - 1
+            positions[number, at:] = torch.arange(width - at) - of_column[number, at:]
+            first[number, at:] = 1
+    positions += of_column
+    packed = copy.copy(batch) if not isinstance(batch, dict) else dict(batch)
+    for name, value in batch.items():
+        paths = iter([path for path, _ in leaves(value, f"[{name!r}]")])
+
+        def laid(leaf: Any, paths: Iterator[str] = paths) -> Any:
+            path = next(paths)
+            if path not in text:
+                return leaf
+            taken = leaf[of_row.to(leaf.device), of_column.to(leaf.device)]
+            return taken.masked_fill(first.to(leaf.device) != 0, IGNORED) if "label" in path else taken
+
+        packed[name] = None if value is mask else map_leaves(laid, value)  # type: ignore[index]  # it can be set
+    if "position_ids" not in batch:
+        packed["position_ids"] = positions.to(mask.device)  # type: ignore[index]
+    packed["use_cache"] = False  # type: ignore[index]
+    return packed
+
+
+def _check(batch: Any, mask: Tensor, spans: list[tuple[int, int]], text: frozenset[str]) -> None:
+    count, columns = mask.shape
+    filled = (torch.as_tensor(mask) != 0).cpu()
+    others = [path for path, _ in masks(batch)]
+    if len(others) > 1:
+        raise ValueError(f"causal_lm packs batches of one attention mask. Received: {', '.join(others)}.")
+    for row, (start, stop) in enumerate(spans):
+        if not filled[row, start:stop].all():
+            raise ValueError(
+                f"causal_lm lays a row's tokens one behind the other. Received: row {row} of a micro-batch with a mask "
+                f"of 0 or a label on padding between its columns {start} and {stop}. Mark padding with -100 in the "
+                "labels, or leave out `pack`."
+            )
+    for path, leaf in leaves(batch):
+        if path not in text and has_rows(leaf) and len(leaf.shape) > 0 and leaf.shape[0] == count:
+            raise ValueError(
+                f"causal_lm packs what has a column for each token. Received: batch{path} of shape "
+                f"{tuple(leaf.shape)} beside a mask of shape {(count, columns)}. Write pack(batch, rows) of your own."
+            )
+        if "label" in path and path in text and leaf.ndim == 2:
+            for row, (start, _) in enumerate(spans):
+                if start > 0 and leaf[row, start] != IGNORED:
+                    raise ValueError(
+                        f"Row {row} of a micro-batch begins behind padding, from which a causal model predicts its "
+                        "first label. Packed, there is no padding: set the first label of such rows to -100."
+                    )
+
+
+def mixing_module(model: nn.Module, run: Callable[[list[int]], None], length: int) -> str | None:
+    """The module that lets a row see another one that lies before it, by name and class; None if none is found.
+
+    Args:
+        model: The model.
+        run: Runs the loss on one packed row that holds these rows.
+        length: Tokens of row 0.
+    """
+    alone, joined = _calls(model, lambda: run([0]), length), _calls(model, lambda: run([1, 0]), length)
+    if [name for name, _, _ in alone] != [name for name, _, _ in joined]:
+        return None
+    for (name, given, made), (_, given_too, made_too) in zip(alone, joined, strict=True):
+        if made and _same(given, given_too) and not _same(made, made_too):
+            return f"{name!r} ({type(model.get_submodule(name)).__name__})"
+    return None
+
+
+def _calls(
+    model: nn.Module, run: Callable[[], None], length: int
+) -> list[tuple[str, dict[str, Tensor], dict[str, Tensor]]]:
+    """Of each module, as it ends: what it was given and what it made for the last tokens of a packed row."""
+    found: list[tuple[str, dict[str, Tensor], dict[str, Tensor]]] = []
+
+    def last(tree: Any) -> dict[str, Tensor]:
+        return {
+            path: leaf[:, -length:].detach().clone()
+            for path, leaf in leaves(tree)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim == 3 and leaf.shape[0] == 1
+        }
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda module, args, kwargs, output: found.append((name, last((args, kwargs)), last(output)))
+
+    hooks = [
+        module.register_forward_hook(hook(name), with_kwargs=True) for name, module in model.named_modules() if name
+    ]
+    try:
+        run()
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return found
+
+
+def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether two modules' tensors are the same but for rounding."""
+    return one.keys() == other.keys() and all(
+        a.shape == (b := other[path]).shape
+        and float((a - b).abs().amax()) <= 64 * torch.finfo(a.dtype).eps * float(a.abs().amax())
+        for path, a in one.items()
+        if a.numel()
+    )
