@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradaccum.on_torch.random_state import RandomState, torch_generators
 
-__all__ = ["SMALL", "Held", "HeldBuffer", "Holders", "Moving", "Place", "as_found", "hold", "set_to"]
+__all__ = ["SMALL", "Held", "HeldBuffer", "Holders", "Moving", "Place", "as_found", "evaluated", "hold", "set_to"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -202,6 +202,21 @@ def _same(one: Tensor | None, other: Tensor) -> bool:
     if one.is_floating_point() and one.itemsize == 1:  # float8 has no comparison of its own
         one, other = one.float(), other.float()
     return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+@contextlib.contextmanager
+def evaluated(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Evaluation mode, with gradients; buffers and random numbers are as before afterwards."""
+    # bitsandbytes' layers pack their weights for good when they evaluate on a CPU.
+    modes = [(m, m.training) for m in modules if not type(m).__module__.startswith("bitsandbytes.")]
+    try:
+        for module, _ in modes:
+            module.training = False
+        with as_found(modules, device), torch.enable_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 @contextlib.contextmanager

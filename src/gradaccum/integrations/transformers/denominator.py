@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradaccum.on_torch.batch import Batch
-from gradaccum.on_torch.buffers import as_found
+from gradaccum.on_torch.buffers import evaluated
 
 __all__ = ["Denominator"]
 
@@ -105,7 +104,7 @@ class Denominator:
     def _refuted_by(self, pair: tuple[int, int], weights: dict[str, Tensor], batch: Batch) -> list[str]:
         one, other, both = (batch.take(torch.tensor(rows)) for rows in ([pair[0]], [pair[1]], list(pair)))
         try:
-            with _evaluating(self._trainer.model, self._trainer.args.device):
+            with evaluated(list(self._trainer.model.modules()), self._trainer.args.device):
                 parts = [self._gradient(part) for part in (one, other)]
                 whole = self._gradient(both)
         except Exception as error:
@@ -187,17 +186,3 @@ def _residual(whole: Tensor, parts: Sequence[Tensor], weights: Tensor) -> float:
     fit = sum((float(w) / total * part for w, part in zip(weights, parts) if w > 0), torch.zeros_like(whole))
     error = float((whole - fit).norm())
     return error if error == error else float("inf")
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode; everything as before afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        for module, _ in modes:
-            module.training = False
-        with as_found(model.modules(), device), torch.enable_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -176,7 +176,13 @@ class ModuleState:
         for key, value in found.items():
             if isinstance(value, Tensor) and value.grad_fn is None and not value.is_meta:
                 name = f"{path}.{key}" if path else key
-                self._held.append(_Held(name, owner, key, value, value.detach().clone()))
+                inner = {
+                    part: vars(value).get(part) for part in getattr(value, "__tensor_flatten__", lambda: ((), 0))()[0]
+                }
+                if inner and None not in inner.values():  # quantised: the tensor itself can't be compared or copied
+                    self._hold(name, inner, vars(value))
+                else:
+                    self._held.append(_Held(name, owner, key, value, value.detach().clone()))
             elif type(value) in (list, dict, set) and not key.startswith("_"):
                 self._containers.append((value, value.copy()))
 

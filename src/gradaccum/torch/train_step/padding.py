@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradaccum.equivalence import Cause
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch, leaves
-from gradaccum.on_torch.buffers import as_found
+from gradaccum.on_torch.buffers import evaluated
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.rounding import rounding
 from gradaccum.sizes import Groups, Joined, Piece, TokenBudget, Tokens
@@ -362,13 +362,5 @@ def _undisturbed(objective: Objective) -> Iterator[None]:
     modules = [
         m for root in (objective.model, objective.loss_fn) if isinstance(root, nn.Module) for m in root.modules()
     ]
-    modes = [(module, module.training) for module in modules]
-    try:
-        for module in modules:
-            module.training = False
-        found = as_found(modules, objective.device)
-        with found, torch.compiler.set_stance("force_eager"), torch.enable_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    with evaluated(modules, objective.device), torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,0 +1,72 @@
+"""Adapters on a quantised base: their updates are the large batch's, and the base stays as it is."""
+
+import functools
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from gradaccum.integrations.transformers import MicroBatchTrainer
+from tests.integrations.transformers.problems import rows, train
+from tests.reference import relative_error
+
+peft = pytest.importorskip("peft")
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+IN_FLOAT32 = 1e-5
+
+
+def bitsandbytes_layer(linear, quant_type):
+    bnb = pytest.importorskip("bitsandbytes")
+    if quant_type == "int8":
+        made = bnb.nn.Linear8bitLt(linear.in_features, linear.out_features, bias=False, has_fp16_weights=False)
+        made.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
+        return made.to("cpu")
+    sizes = linear.in_features, linear.out_features
+    made = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.float32, quant_type=quant_type)
+    made.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type=quant_type)
+    return made.to("cpu")
+
+
+def torchao_layer(linear):
+    torchao = pytest.importorskip("torchao.quantization")
+    torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
+    return linear
+
+
+KINDS = {
+    "bitsandbytes, 4 bits": functools.partial(bitsandbytes_layer, quant_type="nf4"),
+    "bitsandbytes, 8 bits": functools.partial(bitsandbytes_layer, quant_type="int8"),
+    "torchao, 8 bits": torchao_layer,
+}
+
+
+def adapted(quantise):
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=37, **SIZES))
+    for name, layer in [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and "proj" in name]:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, quantise(layer))
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs, while they are imported and cast
+@pytest.mark.parametrize("micro", [{"micro_batch_size": 4}, {"max_tokens": 40}], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_on_a_quantised_base_make_the_large_batchs_updates(kind, micro, tmp_path):
+    start = adapted(KINDS[kind])
+    stock = train(transformers.Trainer, start, rows("Llama"), tmp_path, max_grad_norm=0.0)
+    found = train(MicroBatchTrainer, start, rows("Llama"), tmp_path, micro=micro, max_grad_norm=0.0)
+
+    def moved(trainer):
+        pairs = zip(trainer.model.parameters(), start.parameters(), strict=True)
+        return [a.detach() - b.detach() for a, b in pairs if b.requires_grad]
+
+    assert relative_error(moved(found), moved(stock)) <= IN_FLOAT32
+    if "bitsandbytes" in kind:  # packed for evaluation, they would be of another shape and precision for good
+        for ours, theirs in zip(found.model.parameters(), stock.model.parameters(), strict=True):
+            assert ours.shape == theirs.shape
