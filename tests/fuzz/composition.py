@@ -102,6 +102,12 @@ def _of_train_step(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
     if alone and dtype == "float64" and found["optimizers"] == 1 and chance.rarely([True], False, 0.1):
         found |= {"optimizer": "lbfgs", "dropout": False, "hook": "", "noise": False, "schedule": "", "norm": ""}
         found |= {"clip": None}
+    if alone and chance.rarely([True], False):
+        blocks = chance.choice(["after_backward", "in_backward"])
+        found["loss"] = "rows" if found["loss"] == "penalty" else found["loss"]  # which finds no graph in blocks
+        found |= {"blocks": blocks, "noise": False, "norm": "" if found["norm"] == "exact" else found["norm"]}
+        if blocks == "in_backward":
+            found |= {"micro": found["micro"] or 3, "hook": "", "clip": None, "scaler": 0}
     if found.get("dropout", True):
         found |= {"memory": 0, "micro": found["micro"] or 2}
     return found
@@ -194,6 +200,8 @@ def sensible(scenario: Scenario) -> bool:
     impossible = [
         # Infinity is left out, or a GradScaler's matter.
         "inf" in events and not scenario.scaler and scenario.nonfinite == "propagate",
+        # What fails when blocks have been updated can't be taken back.
+        scenario.blocks == "in_backward" and events & {"backward error", "backward oom", "step error"},
         scenario.scaler and any(one.event == "inf" and one.weight == 0 for one in every),
         # Where nothing goes backward, nothing fails there.
         events & {"backward error", "backward oom"} and (scenario.frozen == "trunk" or "freeze" in events),

@@ -136,8 +136,20 @@ class _Tokens(nn.Module):
         return torch.tanh(seen / mask.cumsum(1).clamp(min=1.0))
 
 
+class _Layer(nn.Module):
+    """A block with an argument that is no tensor, and a second output that nobody uses."""
+
+    def __init__(self, dropout: bool) -> None:
+        super().__init__()
+        self.inner, self.dropout = nn.Linear(6, 6), nn.Dropout(0.4 if dropout else 0.0)
+
+    def forward(self, x: Tensor, head: int) -> tuple[Tensor, Tensor]:
+        y = torch.tanh(self.inner(x))
+        return x + (1 + head) * self.dropout(y), y
+
+
 class Model(nn.Module):
-    """A trunk, heads that the batch chooses, and a layer that is never used."""
+    """A trunk, maybe blocks, heads that the batch chooses, and a layer that is never used."""
 
     def __init__(self, scenario: Scenario, alone: bool = False) -> None:
         super().__init__()
@@ -151,6 +163,9 @@ class Model(nn.Module):
         if scenario.chunk and not scenario.norm:
             trunk = _ByHand(trunk, scenario.chunk) if alone else chunked(trunk, scenario.chunk)
         self.trunk = trunk
+        self.layers = nn.ModuleList(_Layer(scenario.dropout) for _ in range(3 if scenario.blocks else 0))
+        if scenario.blocks and scenario.unused:
+            self.layers[2].inner.weight = self.layers[0].inner.weight
         self.fault = Faulty()
         self.fault.calm(0 if alone else scenario.memory)
         self.heads = nn.ModuleList(nn.Linear(6, 3) for _ in range(1 if scenario.engine == "ddp" else 2))
@@ -179,7 +194,10 @@ class Model(nn.Module):
         return nn.Sequential(*layers)
 
     def forward(self, x: Any, head: int = 0) -> Any:
-        return self.heads[head](self.fault(self.trunk(x)))
+        x = self.fault(self.trunk(x))
+        for layer in self.layers:
+            x, _ = layer(x, head)
+        return self.heads[head](x)
 
 
 def _half(gradient: Tensor) -> Tensor:

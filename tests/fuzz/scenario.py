@@ -57,6 +57,8 @@ class Scenario:
     """The learning rate's: exponential, or cycle."""
     loss: str = "rows"
     """rows, ignored, classes, told, sum, terms, penalty, across (its rows, which no micro-batches can), tokens."""
+    blocks: str = ""
+    """Of TrainStep: layer by layer, with these updates: after_backward, or in_backward."""
     batch: str = "tuple"
     """Of TrainStep: tuple, dict, columns (rows in the last dimension), or shared (a tensor without rows in it)."""
     clip: float | None = None

@@ -48,8 +48,10 @@ class _Split:
         self.inner = [OPTIMIZERS[scenario.optimizer](part) for part in parts_of(scenario, self.model)]
         self.schedules = [SCHEDULES[scenario.schedule](optimizer) for optimizer in self.inner if scenario.schedule]
         self.fails_to_step = False
-        for optimizer in self.inner:
-            optimizer.register_step_pre_hook(self._before_update)
+        events = {one.event for epoch in scenario.epochs for one in epoch}
+        if scenario.hook == "step" or "step error" in events or not scenario.blocks:  # which refuse such hooks
+            for optimizer in self.inner:
+                optimizer.register_step_pre_hook(self._before_update)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=scenario.scaler or 1)
         self.step = TrainStep(
             self.used,
@@ -64,6 +66,8 @@ class _Split:
             sync=scenario.sync,  # type: ignore[arg-type]  # one of the two
             batch_norm=scenario.norm or "warn",  # type: ignore[arg-type]  # one of the five
             batch_dims=_dims(scenario),
+            blocks="layers" if scenario.blocks else None,
+            update=scenario.blocks or "after_backward",  # type: ignore[arg-type]  # one of the two
             **self._loss(),
         )
 

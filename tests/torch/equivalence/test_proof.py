@@ -457,6 +457,27 @@ def counted(model):
     return calls
 
 
+def test_hooks_that_a_model_registers_in_its_first_pass_are_there_once():
+    class Recording(nn.Module):  # as models of transformers do for output_hidden_states=True
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer, self.installed = nn.Linear(6, 5), nn.Linear(5, 4), False
+            self._handles, self.seen = [], []
+
+        def forward(self, x):
+            if not self.installed:
+                self._handles.append(self.inner.register_forward_hook(lambda *call: self.seen.append(call[2])))
+                self.installed = True
+            self.seen = []
+            outputs = self.outer(torch.tanh(self.inner(x)))
+            assert len(self.seen) == 1
+            return outputs
+
+    model = Recording()
+    update(model, compute_loss=lambda model, x, y: CE(model(x), y) + sum(x.abs().mean() for x in model.seen))
+    assert len(model.inner._forward_hooks) == len(model._handles) == 1
+
+
 def test_it_is_repeated_where_something_differs_among_rows_for_the_first_time():
     model = net()
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), compute_loss=token_mean, micro_batch_size=8)

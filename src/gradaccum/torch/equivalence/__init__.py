@@ -2,8 +2,8 @@
 
 from gradaccum.torch.equivalence.causes import counting_layers
 from gradaccum.torch.equivalence.certificate import certify
-from gradaccum.torch.equivalence.outcome import left_as_found, relative_error
+from gradaccum.torch.equivalence.outcome import Attributes, left_as_found, relative_error
 from gradaccum.torch.equivalence.proof import Proof
 from gradaccum.torch.equivalence.row_randomness import Replay
 
-__all__ = ["Proof", "Replay", "certify", "counting_layers", "left_as_found", "relative_error"]
+__all__ = ["Attributes", "Proof", "Replay", "certify", "counting_layers", "left_as_found", "relative_error"]

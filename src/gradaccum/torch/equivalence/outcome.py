@@ -16,7 +16,7 @@ from gradaccum.equivalence import Difference
 from gradaccum.on_torch.buffers import set_to
 from gradaccum.on_torch.random_state import all_generators, kept
 
-__all__ = ["ModuleState", "Outcome", "largest", "left_as_found", "owners_of_buffers", "relative_error"]
+__all__ = ["Attributes", "ModuleState", "Outcome", "largest", "left_as_found", "owners_of_buffers", "relative_error"]
 
 _SMALL = 1 << 20
 """Bytes up to which a frozen parameter is copied: larger ones are pretrained weights, which stand still."""
@@ -137,6 +137,57 @@ class _Held(NamedTuple):
     copy: Tensor
 
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_CONTAINERS = (list, dict, set)
+_HOOKS = tuple(name for name in sorted(_OF_EVERY_MODULE) if "hooks" in name)
+
+
+class Attributes:
+    """What modules have as plain attributes, in the lists, dicts and sets among them, and as hooks at this moment.
+
+    All of it together: a flag that says whether hooks have been registered is right beside those hooks alone.
+
+    Args:
+        modules: The modules, each by itself.
+        hooked: Others, of which hooks are all that counts.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> found = Attributes([layer])
+        >>> handle, layer.ready = layer.register_forward_hook(print), True
+        >>> found.put_back()
+        >>> hasattr(layer, "ready"), len(layer._forward_hooks)
+        (False, 0)
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], hooked: Iterable[nn.Module] = ()) -> None:
+        self.held: list[tuple[nn.Module, dict[str, Any]]] = []
+        """Of each module, what is in its `__dict__`."""
+        self._containers: list[tuple[Any, Any]] = []
+        for module in modules:
+            if not isinstance(module, torch.jit.ScriptModule):
+                own = vars(module)
+                self.held.append((module, dict(own)))
+                self._keep(own, {name for name in own.keys() - _OF_EVERY_MODULE if type(own[name]) in _CONTAINERS})
+                self._keep(own, _HOOKS)
+        for module in hooked:
+            self._keep(vars(module), _HOOKS)
+
+    def _keep(self, own: dict[str, Any], names: Iterable[str]) -> None:
+        self._containers += [(own[name], own[name].copy()) for name in names if name in own]
+
+    def put_back(self) -> None:
+        """Make it what it was."""
+        for module, attributes in self.held:
+            own = vars(module)
+            for key in own.keys() - attributes.keys():
+                del own[key]
+            own.update(attributes)
+        for container, content in self._containers:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+
+
 class ModuleState:
     """The buffers, small frozen parameters and plain attributes of modules at this moment.
 
@@ -157,9 +208,9 @@ class ModuleState:
         self.made: dict[str, tuple[str, str, str]] = {}
         """Of each buffer that a pass has made since, by its full name: path and kind of its module, its name there."""
         self._dicts: set[int] = set()
-        self._attributes: list[tuple[str, nn.Module, dict[str, Any]]] = []
-        self._containers: list[tuple[Any, Any]] = []
+        self._paths: list[str] = []
         seen: set[nn.Module] = set()
+        modules = []
         for prefix, root in roots.items():
             for path, module in root.named_modules(seen, prefix=prefix):
                 self._hold(path, dict(module.named_buffers(recurse=False)), module._buffers)
@@ -169,8 +220,10 @@ class ModuleState:
                 frozen = {name: p for name, p in module.named_parameters(recurse=False) if not p.requires_grad}
                 self._hold(path, {n: p for n, p in frozen.items() if p.nbytes <= _SMALL}, module._parameters)
                 if not isinstance(module, torch.jit.ScriptModule):
-                    self._attributes.append((path, module, dict(vars(module))))
+                    self._paths.append(path)
+                    modules.append(module)
                     self._hold(path, vars(module), vars(module))
+        self._attributes = Attributes(modules)
 
     def _hold(self, path: str, found: Mapping[str, Any], owner: Any) -> None:
         for key, value in found.items():
@@ -183,8 +236,6 @@ class ModuleState:
                     self._hold(name, inner, vars(value))
                 else:
                     self._held.append(_Held(name, owner, key, value, value.detach().clone()))
-            elif type(value) in (list, dict, set) and not key.startswith("_"):
-                self._containers.append((value, value.copy()))
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of what these tensors are now, by name; without attributes that are of another shape now."""
@@ -205,7 +256,7 @@ class ModuleState:
     def numbers(self) -> dict[str, Tensor]:
         """What the numbers among the attributes are now, by name."""
         now = {}
-        for path, module, attributes in self._attributes:
+        for path, (module, attributes) in zip(self._paths, self._attributes.held, strict=True):
             for key, before in attributes.items():
                 value: Any = vars(module).get(key)
                 if type(before) in (int, float) and type(value) in (int, float):
@@ -215,14 +266,7 @@ class ModuleState:
     @torch.no_grad()
     def put_back(self) -> None:
         """Make everything what it was."""
-        for _, module, attributes in self._attributes:
-            own = vars(module)
-            for key in own.keys() - attributes.keys():
-                del own[key]
-            own.update(attributes)
-        for container, content in self._containers:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
+        self._attributes.put_back()
         for _, _, owner, before in self._holders:
             if owner.keys() != before.keys() or None in before.values():
                 for key in owner.keys() - before.keys():

@@ -1,7 +1,7 @@
 """Layer by layer: the blocks of a model in turn, each over all micro-batches, in the backward pass."""
 
-from gradaccum.torch.layers.blocks import BlocksChoice
-from gradaccum.torch.layers.in_turn import InTurn
+from gradaccum.torch.layers.blocks import BlocksChoice, has_blocks
+from gradaccum.torch.layers.in_turn import InTurn, turns
 from gradaccum.torch.layers.offload import OffloadChoice
 from gradaccum.torch.layers.options import UpdateChoice, check_in_backward, check_options
 from gradaccum.torch.layers.schedule import Layers, proof_of
@@ -14,5 +14,7 @@ __all__ = [
     "UpdateChoice",
     "check_in_backward",
     "check_options",
+    "has_blocks",
     "proof_of",
+    "turns",
 ]

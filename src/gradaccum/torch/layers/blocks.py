@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-__all__ = ["Block", "BlocksChoice", "find_blocks"]
+__all__ = ["Block", "BlocksChoice", "find_blocks", "has_blocks"]
 
 BlocksChoice = nn.ModuleList | nn.Sequential | list[nn.Module] | tuple[nn.Module, ...] | str | None
 """An `nn.ModuleList`, its dotted path, a list of modules, or `"auto"`."""
@@ -116,17 +116,31 @@ def _at(model: nn.Module, path: str) -> nn.Module:
         ) from None
 
 
+def has_blocks(model: nn.Module) -> bool:
+    """Whether `"auto"` finds blocks.
+
+    Example:
+        >>> has_blocks(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+        False
+    """
+    return bool(_outermost(model))
+
+
 def _longest(model: nn.Module) -> nn.Module:
-    alike = [(name, module) for name, module in _lists(model) if _of_one_class(module.children())]
-    outermost = [
-        module for name, module in alike if not any(name.startswith(f"{other}.") for other, _ in alike if other != name)
-    ]
+    outermost = _outermost(model)
     if not outermost:
         raise ValueError(
             "blocks='auto' looks for an nn.ModuleList or nn.Sequential of two or more modules of one class, with "
             f"parameters, and {type(model).__name__} has none. Give a list of its modules."
         )
     return max(outermost, key=lambda module: len(list(module.children())))  # the first of the longest
+
+
+def _outermost(model: nn.Module) -> list[nn.Module]:
+    alike = [(name, module) for name, module in _lists(model) if _of_one_class(module.children())]
+    return [
+        module for name, module in alike if not any(name.startswith(f"{other}.") for other, _ in alike if other != name)
+    ]
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

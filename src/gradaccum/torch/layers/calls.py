@@ -94,11 +94,15 @@ class BlockCall:
         """The tensors among the inputs that pass gradients on, by place, until somebody has numbered them."""
         self.keys: dict[int, int] = {}
         """Their numbers, by place."""
+        self._begins = not self.roots
+        """Whether no gradient reaches beyond it."""
         self._conditions: Conditions | None = None
         self._buffers: list[tuple[_Place, Tensor]] = []
         self._skeleton_of_outputs: Any = None
         self.grads: list[Tensor | None] = []
         """Of the tensors in the outputs."""
+        self.passes: list[bool] = []
+        """Whether each of them passes gradients on to the block."""
 
     def run(
         self,
@@ -124,7 +128,9 @@ class BlockCall:
         def first_pass() -> Any:
             found, copies = objects.found(self._given), buffers.copies()
             conditions = Conditions([*generators], devices)
-            outputs = called(self.block.module, self._given.args, self._given.kwargs)
+            # Where no input wants a gradient, the outputs may not either, as those of a reentrant checkpoint.
+            with torch.set_grad_enabled(differentiated and self._begins):
+                outputs = called(self.block.module, self._given.args, self._given.kwargs)
             conditions.advance()
             self._conditions, self._buffers = conditions, buffers.moved(copies)
             self._skeleton = objects.as_found(self._skeleton, found)
@@ -154,6 +160,7 @@ class BlockCall:
         """The tensors in the outputs, each an object of its own."""
         self._skeleton_of_outputs = without_tensors(outputs)
         found, seen = [], {id(tensor) for tensor in tensors_of(self._given)}
+        self.passes = [is_floating(t) and (t.requires_grad or not self._begins) for t in tensors_of(outputs)]
         for tensor in tensors_of(outputs):
             found.append(tensor.detach() if id(tensor) in seen or tensor.requires_grad else tensor)
             seen.add(id(tensor))
@@ -212,7 +219,7 @@ class _Boundary(torch.autograd.Function):
         flat = call.flattened(run())
         if torch.is_autocast_cache_enabled():  # copies made here, without a graph, would hide tied weights from a loss
             torch.clear_autocast_cache()
-        ctx.mark_non_differentiable(*[tensor for tensor in flat if not is_floating(tensor)])
+        ctx.mark_non_differentiable(*[tensor for tensor, passes in zip(flat, call.passes, strict=True) if not passes])
         return flat
 
     @staticmethod

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +18,7 @@ from gradaccum.sizes import readable_bytes
 from gradaccum.torch.layers.blocks import Block
 from gradaccum.torch.layers.one_by_one import check_one_by_one, limited_to
 
-__all__ = ["InTurn", "Window"]
+__all__ = ["InTurn", "Turns", "Window", "turns"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -41,6 +40,56 @@ class Window(Protocol):
 
     def check(self) -> None:
         """Raise if the micro-batches don't add up to what was counted."""
+
+
+class Turns(Protocol):
+    """What is told whose gradients are complete."""
+
+    late: list[str]
+    made: bool | None
+
+    def open(self) -> None:
+        """A window begins."""
+
+    def begin(self, window: Window, reached: Mapping[int, int], *, rehearsal: bool = False) -> None:
+        """All losses are in."""
+
+    def finished(self, place: int) -> None:
+        """So are the gradients that wait for this block."""
+
+    def explained(self, error: BaseException) -> BaseException:
+        """The error to raise in place of one that comes in the middle."""
+
+
+def turns(
+    parameters: Iterable[Tensor], blocks: Sequence[Block], model: nn.Module, reached: Mapping[int, int]
+) -> dict[int, list[Tensor]]:
+    """After which block's turn each of these parameters has its gradient, by the block's place; -1 stands for all.
+
+    Args:
+        parameters: Those to be updated.
+        blocks: The model's blocks.
+        model: The model.
+        reached: As for `InTurn.begin`.
+
+    Example:
+        >>> first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        >>> model = nn.Sequential(first, second)
+        >>> found = turns(model.parameters(), [Block("1", second)], model, {})
+        >>> [(place, [p is second.weight for p in due]) for place, due in found.items()]
+        [(-1, [False]), (0, [True])]
+    """
+    last: dict[int, int] = dict(reached)
+    for place, block in reversed(list(enumerate(blocks))):
+        last.update((id(p), min(place, last.get(id(p), place))) for p in block.module.parameters())
+    inside = {id(module) for block in blocks for module in block.module.modules()}
+    for module in model.modules():
+        if id(module) not in inside:
+            last.update((id(p), -1) for p in module.parameters(recurse=False))
+    due: dict[int, list[Tensor]] = {}
+    for parameter in parameters:
+        due.setdefault(last.get(id(parameter), -1), []).append(parameter)
+    return due
 
 
 class InTurn:
@@ -72,12 +121,16 @@ class InTurn:
         self._updated: set[int] = set()
         self._divisor: Any = None
         self._empty = False
+        self._rehearsal = False
+        self._complete: list[tuple[Tensor, Tensor | None, int]] = []
+        self.late: list[str] = []
+        """Parameters, by name, whose gradient went on arriving in a rehearsal when they would have been updated."""
         self.made: bool | None = None
         """Whether the window that has just run has made its update; None before its first part."""
 
     def open(self) -> None:
         """A window begins: nothing of it has been updated."""
-        self.made, self._updated, self._due = None, set(), {}
+        self.made, self._updated, self._due, self._complete = None, set(), {}, []
         for optimizer in self._optimizers:
             if optimizer._optimizer_step_pre_hooks:
                 raise ValueError(
@@ -88,17 +141,24 @@ class InTurn:
             if sizes is None or len(sizes) != len(optimizer.param_groups):
                 self._state_bytes[id(optimizer)] = [*check_one_by_one(optimizer).values()]
 
-    def begin(self, window: Window, reached: Mapping[int, int]) -> None:
+    def begin(self, window: Window, reached: Mapping[int, int], *, rehearsal: bool = False) -> None:
         """All losses are in, and the first block's turn comes: check what can be checked before it.
 
         Args:
             window: What they have added up to.
             reached: Of parameters outside of blocks' own calls, by id, after which block's turn their gradient is in.
+            rehearsal: Update nothing, and look whether gradients are complete when they would be used.
 
         Raises:
             ValueError: The loss is not finite. Nothing has been updated.
             torch.OutOfMemoryError: There is no room for the optimizers' state. Nothing has been updated.
         """
+        self._rehearsal = rehearsal
+        if not rehearsal:
+            self._check(window)
+        self._due = turns(self._sums.parameters(), self._blocks, self._model, reached)
+
+    def _check(self, window: Window) -> None:
         window.check()
         self._empty, self._divisor = window.empty, window.divisor
         if not self._empty and not math.isfinite(loss := float(window.loss)):
@@ -107,17 +167,6 @@ class InTurn:
                 "could see all gradients, so nothing has been. Leave the batch out, or use update='after_backward'."
             )
         self._check_room()
-        last: dict[int, int] = dict(reached)
-        for place, block in reversed(list(enumerate(self._blocks))):
-            last.update((id(p), min(place, last.get(id(p), place))) for p in block.module.parameters())
-        inside = {id(module) for block in self._blocks for module in block.module.modules()}
-        for module in self._model.modules():
-            if id(module) not in inside:
-                last.update((id(p), -1) for p in module.parameters(recurse=False))
-        due: dict[int, list[Tensor]] = defaultdict(list)
-        for parameter in self._sums.parameters():
-            due[last.get(id(parameter), -1)].append(parameter)
-        self._due = due
 
     def _check_room(self) -> None:
         missing = 0.0
@@ -137,6 +186,12 @@ class InTurn:
     def finished(self, place: int) -> None:
         """The gradients are complete that wait for this block, or for what stands before all blocks (-1)."""
         parameters = self._due.pop(place, [])
+        if self._rehearsal:
+            self._complete += [(p, g := p.grad, -1 if g is None else g._version) for p in parameters]
+            if place < 0:
+                moved = {id(p) for p, g, v in self._complete if p.grad is not g or (g is not None and g._version != v)}
+                self.late = self._names(moved)
+            return
         if self._empty:
             self._free(parameters)
         else:
@@ -194,14 +249,15 @@ class InTurn:
         for parameter in parameters:
             parameter.grad = None
 
+    def _names(self, wanted: Collection[int]) -> list[str]:
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        return [names.get(id(p), "one that is not in the model") for p in self._sums.parameters() if id(p) in wanted]
+
     def explained(self, error: BaseException) -> BaseException:
         """The error to raise in place of one that comes in the middle: it says what state the model is in."""
         if not self._updated:
             return error
-        names = {id(p): name for name, p in self._model.named_parameters()}
-        done = [
-            names.get(id(p), "one that is not in the model") for p in self._sums.parameters() if id(p) in self._updated
-        ]
+        done = self._names(self._updated)
         blocks = [
             repr(block.path)
             for block in self._blocks

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import tempfile
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+from gradaccum.on_torch.memory import is_out_of_memory
+from gradaccum.sizes import readable_bytes
 
 __all__ = ["OffloadChoice", "Store", "Waiting"]
 
@@ -73,15 +79,32 @@ class _InFile(Waiting):
 
     def __init__(self, tensor: Tensor, folder: Path) -> None:
         self._device, self._version = tensor.device, None
-        handle, name = tempfile.mkstemp(".pt", "gradaccum-", folder)
-        os.close(handle)
-        self._path = Path(name)
-        weakref.finalize(self, self._path.unlink, missing_ok=True)
-        torch.save(tensor.detach().clone(), self._path)  # of a view only what it shows
+        self._folder, self._nbytes = folder, tensor.nbytes
+        with self._explained("written to"):
+            handle, name = tempfile.mkstemp(".pt", "gradaccum-", folder)
+            os.close(handle)
+            self._path = Path(name)
+            weakref.finalize(self, self._path.unlink, missing_ok=True)
+            torch.save(tensor.detach().clone(), self._path)  # of a view only what it shows
 
     def get(self) -> Tensor:
-        loaded: Tensor = torch.load(self._path, map_location=self._device, weights_only=True)
+        with self._explained("read from"):
+            loaded: Tensor = torch.load(self._path, map_location=self._device, weights_only=True)
         return loaded
+
+    @contextlib.contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:  # torch.save's own, where a disk is full
+            if is_out_of_memory(error):
+                raise
+            there = self._folder.is_dir()
+            free = f"{readable_bytes(shutil.disk_usage(self._folder).free)} are free" if there else "it is gone"
+            raise OSError(
+                f"An activation of {readable_bytes(self._nbytes)} could not be {what} the folder of "
+                f"offload={str(self._folder)!r} ({free}): {error}. Give it a folder with more room, or offload=True."
+            ) from error
 
 
 class Store:

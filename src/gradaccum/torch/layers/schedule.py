@@ -20,9 +20,10 @@ from gradaccum.sizes import Piece, Rows, Tokens
 from gradaccum.torch.chunking.recompute import Conditions, ModuleState, accelerators, parametrizations_computed
 from gradaccum.torch.chunking.trees import Inputs, tensors_of
 from gradaccum.torch.chunking.watch import attributes_of
+from gradaccum.torch.equivalence import Attributes
 from gradaccum.torch.layers.blocks import find_blocks
 from gradaccum.torch.layers.calls import BlockCall, MicroBatch, MovedBuffers, lent
-from gradaccum.torch.layers.in_turn import InTurn, Window
+from gradaccum.torch.layers.in_turn import Turns, Window
 from gradaccum.torch.layers.interception import called, intercepted
 from gradaccum.torch.layers.offload import OffloadChoice, Store
 
@@ -53,7 +54,7 @@ class Layers:
     def __init__(self, model: nn.Module, blocks: Any, offload: OffloadChoice = False) -> None:
         self.model, self._store = model, Store(offload)
         self.blocks = find_blocks(model, blocks)
-        self.in_turn: InTurn | None = None
+        self.in_turn: Turns | None = None
         """Updates parameters while backward goes on."""
         self._reached: dict[int, int] = {}
         self._at_once = self._proving = False
@@ -91,7 +92,7 @@ class Layers:
         """
         self.clear()
         self._proving = proving
-        in_turn = None if proving else self.in_turn
+        in_turn = self.in_turn
         if in_turn is not None:
             in_turn.open()
         with intercepted([block.module for block in self.blocks], self._call):
@@ -100,7 +101,7 @@ class Layers:
                     self._at_once = plan.measuring  # so that what it costs is all of it
                     forward_and_loss(piece)
                 if in_turn is not None:
-                    in_turn.begin(window, self._reached)
+                    in_turn.begin(window, self._reached, rehearsal=proving)
                 self._fitting(plan, gauge, None if in_turn is None else in_turn.finished)
             except BaseException as error:
                 if in_turn is None or (told := in_turn.explained(error)) is error:
@@ -129,11 +130,9 @@ class Layers:
         """
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         if -1 not in self._buffers:
-            inside = {id(module) for block in self.blocks for module in block.module.modules()}
             outside = [
                 (module._buffers, name, buffer)
-                for module in self.model.modules()
-                if id(module) not in inside
+                for module in self._around()
                 for name, buffer in module._buffers.items()
                 if buffer is not None
             ]
@@ -196,6 +195,11 @@ class Layers:
             if left:
                 self.left[block.path] = left
         return outputs
+
+    def _around(self) -> list[nn.Module]:
+        """The modules around the blocks."""
+        inside = {id(module) for block in self.blocks for module in block.module.modules()}
+        return [module for module in self.model.modules() if id(module) not in inside]
 
     def _state(self, place: int) -> ModuleState:
         if place not in self._states:
@@ -285,6 +289,7 @@ class Layers:
         call, micro_batch.calls[place] = micro_batch.calls[place], None
         if call is None:
             return
+        attributes = Attributes(call.block.module.modules())  # what a first pass has set counts
         try:
             if self._proving:
                 micro_batch.retake()
@@ -293,6 +298,8 @@ class Layers:
             with contextlib.suppress(AttributeError):  # notes came with Python 3.11
                 error.add_note(f"Raised where backward runs the block {call.block.path!r} again.")
             raise
+        finally:
+            attributes.put_back()
         micro_batch.arrive(place, call, found)
 
     def _before_the_blocks(self, micro_batch: MicroBatch) -> None:
@@ -302,6 +309,8 @@ class Layers:
             return
         assert micro_batch.conditions is not None
         batch = micro_batch.retake()
+        inside = [module for block in self.blocks for module in block.module.modules()]
+        attributes = Attributes(self._around(), hooked=inside)
         self._reaching = True
         try:
             with torch.enable_grad(), lent(micro_batch.buffers), micro_batch.conditions.restored():
@@ -314,6 +323,8 @@ class Layers:
                     raise AssertionError("the first pass came to a block")
         finally:
             self._reaching = False
+            # The exception has left out what the user's code does after its forward pass, such as removing hooks.
+            attributes.put_back()
         tensors = tensors_of(inputs)
         if place != 0 or len(tensors) <= max(grads) or any(tensors[i].shape != g.shape for i, g in grads.items()):
             raise ValueError(
@@ -327,11 +338,25 @@ class Layers:
 
 @contextlib.contextmanager
 def proof_of(layers: Layers | None) -> Iterator[None]:
-    """Around a proof: where it fails, say which blocks have left something that backward can't know of."""
+    """Around a proof: where it fails, say which blocks have left something that backward can't know of.
+
+    Raises:
+        NotEquivalentError: A gradient went on arriving when its parameter would have been updated.
+    """
+    in_turn = None if layers is None else layers.in_turn
     if layers is not None:
         layers.left = {}
+    if in_turn is not None:
+        in_turn.late = []
     try:
         yield
+        if in_turn is not None and in_turn.late:
+            raise NotEquivalentError(
+                f"With update='in_backward' these would be updated before their gradient is complete: "
+                f"{', '.join(map(repr, in_turn.late[:5]))}. A block reads them that comes before their own, and holds "
+                "them where they aren't found among its parameters. Register them there, leave the block out of "
+                "`blocks`, or use update='after_backward'."
+            )
     except NotEquivalentError as error:
         if layers is None or not layers.left:
             raise
