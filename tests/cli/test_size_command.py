@@ -21,6 +21,15 @@ MAKE = """
         model, batch, loss_fn = make()
         return model, batch, {"loss_fn": loss_fn, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
 
+    def deep():
+        model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(6)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, (torch.zeros(16, 96), torch.zeros(16, 96)), {"loss_fn": nn.MSELoss(), "optimizer": optimizer}
+
+    def shared():
+        layer = nn.Linear(96, 96)
+        return nn.Sequential(layer, layer), (torch.zeros(8, 96), torch.zeros(8, 96)), nn.MSELoss()
+
     def misfit():
         model, (x, y), loss_fn = make()
         return model, (x[:, :5], y), loss_fn
@@ -56,13 +65,29 @@ def size(target, *arguments):
 def test_the_size_its_estimate_and_its_margin_are_printed(file):
     result = size(f"{file}:make", "--memory", "1500 kB")
     assert result.exit_code == 0, result.output
-    first, second, third = result.stdout.splitlines()
+    first, second, third, _, title, *ways = result.stdout.splitlines()
     rows = int(first.removeprefix("micro_batch_size: ").split()[0])
     assert 1 < rows < 512
     assert "estimated peak" in second
     assert "10 % of it left free" in third
+    assert title.startswith("way of making the update of 512 rows")
+    assert [way.split()[0] for way in ways] == ["plain", "accumulated"]  # without blocks there are no others
     less = size(f"{file}:with_optimizer", "--memory", "1500 kB", "--margin", "0.2")
     assert "20 %" in less.stdout
+
+
+def test_a_limit_that_only_updates_in_backward_fit_is_exit_code_0(file):
+    result = size(f"{file}:deep", "--memory", "440 kB", "--margin", "0")
+    assert result.exit_code == 0
+    assert "Not even a micro-batch of one row fits" in result.stdout
+    fits = {
+        line.split("   ")[0]: "does not fit" not in line for line in result.stdout.splitlines() if " row" in line[30:]
+    }
+    assert fits["accumulated"] is fits["layer by layer"] is False
+    assert fits["in backward"]
+    assert (
+        size(f"{file}:shared", "--memory", "1GiB").stdout.splitlines()[-1].startswith("Not layer by layer: The block")
+    )
 
 
 def test_a_limit_that_not_even_one_row_fits_is_exit_code_1(file):
@@ -88,7 +113,7 @@ def test_a_file_that_is_not_there_is_told():
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("in_forward", ["in_forward: the model or its loss raised ValueError: no (mine.py, line 20)"]),
+        ("in_forward", ["in_forward: the model or its loss raised ValueError: no (mine.py, line 29)"]),
         ("of_keras", ["estimates PyTorch models, and this is a Keras model", 'micro_batched(model, "auto")']),
     ],
 )
@@ -132,10 +157,10 @@ def test_ranks_and_a_link_say_what_an_update_sends_and_how_long_a_window_must_be
     asked = ("--memory", "1500 kB", "--ranks", "8", "--link", "1Gbit/s, 0us")
     result = size(f"{file}:make", *asked)
     assert result.exit_code == 0, result.output
-    *_, sent, window = result.stdout.splitlines()
+    *_, sent, window = result.stdout.split("\n\n")[0].splitlines()
     assert sent == "an update sends:  131.3 KiB from each of 8 ranks, 75.0 KiB of gradients: 0.00108 s"
     assert window == "window:           0.00968 s of passes on each rank, for 90 % of the time in passes"
-    timed = size(f"{file}:make", *asked, "--seconds", "0.002").stdout.splitlines()
+    timed = size(f"{file}:make", *asked, "--seconds", "0.002").stdout.split("\n\n")[0].splitlines()
     rows = int(timed[0].removeprefix("micro_batch_size: ").split()[0])
     assert timed[-1].startswith(f"window:           5 steps, {5 * 8 * rows:,} rows over all ranks, for 90 %"), timed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import click
@@ -48,7 +47,10 @@ def size(
 
     With --ranks and --link also how long an update's reduction takes, and how long a window must be for it.
 
-    Exit code 1 says that not even one row fits.
+    Below it stands what each way of making the update needs: an ordinary step, accumulated, layer by layer (`blocks` in
+    that dict says what the blocks are; by default the longest list of modules of one class), updates in backward.
+
+    Exit code 1 says that not even one row fits, in none of the ways.
     """
     if (ranks is None) != (link is None) or (seconds and not ranks):
         raise BadInput(
@@ -75,6 +77,9 @@ def size(
                 found += f"\n{job.advice(ranks, estimate.micro_batch_size)}"
         except DoesNotFit as error:
             found, code = str(error), DIFFERENT
+        if framework == "torch":
+            ways = _ways(model, batch, {"memory_limit": memory, "margin": margin} | keywords)
+            found, code = f"{found}\n\n{ways}", 0 if any(way.fits for way in ways.ways) else DIFFERENT
     click.echo(found)
     context.exit(code)
 
@@ -86,10 +91,16 @@ def _estimated(framework: str, model: Any, batch: Any, keywords: dict[str, Any])
 
         loss_fn = keywords.pop("loss_fn", None)
         return of_jax(loss_fn, model, batch, *keywords.pop("more", ()), **keywords)
-    from gradaccum.torch.measure import estimate_size
+    from gradaccum.torch.measure import SIZE_KEYWORDS, estimate_size
 
-    known = inspect.signature(estimate_size).parameters
-    return estimate_size(model, batch, **{name: value for name, value in keywords.items() if name in known})
+    return estimate_size(model, batch, **{name: keywords[name] for name in keywords.keys() & SIZE_KEYWORDS})
+
+
+def _ways(model: Any, batch: Any, keywords: dict[str, Any]) -> Any:
+    from gradaccum.torch.measure import SIZE_KEYWORDS, estimate_ways
+
+    known = {*SIZE_KEYWORDS, "blocks"}
+    return estimate_ways(model, batch, **{name: keywords[name] for name in keywords.keys() & known})
 
 
 def _gradient_bytes(framework: str, model: Any) -> int:

@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Draws", "RandomState", "all_generators", "every_device", "is_generator", "kept", "seed", "torch_generators"]
+__all__ = [
+    "Draws",
+    "RandomState",
+    "all_generators",
+    "every_device",
+    "is_generator",
+    "kept",
+    "nothing_drawn",
+    "seed",
+    "torch_generators",
+]
 
 
 def torch_generators(devices: Iterable[torch.device] = ()) -> list[Any]:
@@ -59,8 +69,11 @@ class RandomState:
         True
     """
 
+    looks = True
+    """Whether there is something to look at: fake tensors draw nothing, and a fake state says nothing."""
+
     def __init__(self, generators: Iterable[Any]) -> None:
-        self.states = {generator: _state(generator) for generator in generators}
+        self.states = {generator: _state(generator) for generator in (generators if RandomState.looks else ())}
 
     def put_back(self) -> None:
         """Have the generators draw what they drew from here on."""
@@ -90,6 +103,16 @@ class RandomState:
         """The generators that have drawn something since."""
         now = RandomState(self.states) if now is None else now
         return [generator for generator, state in self.states.items() if not _same(state, now.states[generator])]
+
+
+@contextlib.contextmanager
+def nothing_drawn() -> Iterator[None]:
+    """Around what computes with fake tensors: generators are neither looked at nor put back."""
+    held, RandomState.looks = RandomState.looks, False
+    try:
+        yield
+    finally:
+        RandomState.looks = held
 
 
 class Draws:

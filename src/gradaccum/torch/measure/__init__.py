@@ -1,6 +1,12 @@
 """Sizes without a device at hand, and the record of a run."""
 
 from gradaccum.torch.measure.recorder import Recorder
-from gradaccum.torch.measure.suggest import DoesNotFit, estimate_size, suggest_micro_batch_size
+from gradaccum.torch.measure.suggest import (
+    SIZE_KEYWORDS,
+    DoesNotFit,
+    estimate_size,
+    estimate_ways,
+    suggest_micro_batch_size,
+)
 
-__all__ = ["DoesNotFit", "Recorder", "estimate_size", "suggest_micro_batch_size"]
+__all__ = ["SIZE_KEYWORDS", "DoesNotFit", "Recorder", "estimate_size", "estimate_ways", "suggest_micro_batch_size"]

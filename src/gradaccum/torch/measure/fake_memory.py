@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,12 @@ from torch.utils._pytree import tree_iter
 
 from gradaccum.on_torch.batch import Batch, has_rows, leaves
 from gradaccum.on_torch.buffers import as_found
+from gradaccum.on_torch.random_state import all_generators, kept, nothing_drawn
 from gradaccum.torch.loss import Objective
 
-__all__ = ["LiveBytes", "batch_bytes", "bytes_of", "micro_batch_peak", "optimizer_bytes"]
+__all__ = ["LiveBytes", "batch_bytes", "bytes_of", "micro_batch_peak", "on_fakes", "optimizer_bytes"]
+
+Found = TypeVar("Found")
 
 
 class LiveBytes(TorchDispatchMode):
@@ -60,24 +63,55 @@ class LiveBytes(TorchDispatchMode):
         self.bytes -= self._known.pop(key, 0)
 
 
-def micro_batch_peak(objective: Objective, batch: Batch, rows: int) -> int:
+def micro_batch_peak(objective: Objective, batch: Batch, rows: int, passes: int = 2) -> int:
     """Peak bytes of one micro-batch beyond parameters, buffers and inputs: activations, gradients, the sum before them.
-
-    Runs on fake tensors, or, where a model asks for values (`.item()`, a mask of varying size), really.
 
     Args:
         objective: The loss.
         batch: The large batch, of which the shapes count.
         rows: Rows of the micro-batch; more than the batch has are made by repeating it.
+        passes: 2: the second one adds to gradients that are there. 1: they are the only rows.
     """
-    micro_batch = batch.take(torch.arange(rows) % batch.rows)
+
+    def run(micro_batch: Batch) -> int:
+        with LiveBytes() as live, torch.enable_grad():
+            for _ in range(passes):
+                loss, _ = objective.forward(micro_batch)
+                loss.backward()
+                del loss
+        return live.peak
+
+    return on_fakes(objective, batch, rows, run)
+
+
+def on_fakes(objective: Objective, batch: Batch, rows: int, run: Callable[[Batch], Found]) -> Found:
+    """Run something on fake tensors, or, where a model asks for values (`.item()`, a mask of varying size), really.
+
+    Args:
+        objective: The loss, whose modules have fake parameters and buffers meanwhile.
+        batch: The large batch, of which the shapes count.
+        rows: Rows of the micro-batch; more than the batch has are made by repeating it.
+        run: What to run on it.
+    """
+    meta = objective.device.type == "meta"
+    micro_batch = batch.map(lambda leaf: leaf.to("meta") if meta and isinstance(leaf, Tensor) else leaf)
+    micro_batch = micro_batch.take(torch.arange(rows, device="meta" if meta else None) % batch.rows)
     try:
-        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _fake_modules(objective, mode):
-            fakes = micro_batch.map(lambda leaf: mode.from_tensor(torch.as_tensor(leaf)) if has_rows(leaf) else leaf)
-            return _two_micro_batches(objective, fakes)
+        with (
+            kept(all_generators()),
+            _quiet(),
+            nothing_drawn(),
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+            _fake_modules(objective, mode),
+        ):
+            return run(
+                micro_batch.map(lambda leaf: mode.from_tensor(torch.as_tensor(leaf)) if has_rows(leaf) else leaf)
+            )
     except Exception:  # values were asked for, or an operator has no fake
+        if meta:
+            raise
         with _as_found(objective):
-            return _two_micro_batches(objective, micro_batch)
+            return run(micro_batch)
 
 
 @contextlib.contextmanager
@@ -89,16 +123,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = disabled
-
-
-def _two_micro_batches(objective: Objective, micro_batch: Batch) -> int:
-    """The second one adds to gradients that are there."""
-    with LiveBytes() as live, torch.enable_grad():
-        for _ in range(2):
-            loss, _ = objective.forward(micro_batch)
-            loss.backward()
-            del loss
-    return live.peak
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer | None, parameters: Sequence[Tensor]) -> int:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gradaccum.on_torch.batch import BatchDims
+from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.on_torch.memory import Gauge, parse_bytes
 from gradaccum.sizes import MARGIN, DoesNotFit, SizeEstimate, largest_size, readable_bytes
+from gradaccum.torch.layers import BlocksChoice, has_blocks
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure.fake_memory import batch_bytes, bytes_of, micro_batch_peak, optimizer_bytes
+from gradaccum.torch.measure.ways import Ways, find_ways
 
-__all__ = ["DoesNotFit", "SizeEstimate", "estimate_size", "suggest_micro_batch_size"]
+__all__ = ["SIZE_KEYWORDS", "DoesNotFit", "SizeEstimate", "estimate_size", "estimate_ways", "suggest_micro_batch_size"]
 
 logger = logging.getLogger("gradaccum")
+
+SIZE_KEYWORDS = frozenset(
+    ["loss_fn", "compute_loss", "memory_limit", "optimizer", "weight", "reduction", "batch_dims", "autocast", "margin"]
+)
+"""What the functions below take by name."""
 
 
 def suggest_micro_batch_size(model: nn.Module, batch: Any, **keywords: Any) -> int:
@@ -45,70 +54,128 @@ def suggest_micro_batch_size(model: nn.Module, batch: Any, **keywords: Any) -> i
     return estimate_size(model, batch, **keywords).micro_batch_size
 
 
-def estimate_size(
-    model: nn.Module,
-    batch: Any,
-    *,
-    loss_fn: Callable[..., Any] | None = None,
-    compute_loss: Callable[..., Any] | None = None,
-    memory_limit: int | str | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    weight: Callable[..., Any] | None = None,
-    reduction: str = "mean",
-    batch_dims: BatchDims = 0,
-    autocast: torch.dtype | None = None,
-    margin: float = MARGIN,
-) -> SizeEstimate:
+def estimate_size(model: nn.Module, batch: Any, *, margin: float = MARGIN, **keywords: Any) -> SizeEstimate:
     """What `suggest_micro_batch_size` found, with its estimate and margin.
 
     Args:
         model: The model.
         batch: The large batch.
-        loss_fn, compute_loss, weight, reduction, batch_dims, autocast: As in `TrainStep`.
-        memory_limit: Bytes, or a string such as `"16GiB"`; default: what is free where the model is.
-        optimizer: Whose state to count; None counts Adam's.
         margin: The part of the limit to leave free, in [0, 1).
+        keywords: `loss_fn`, `compute_loss`, `weight`, `reduction`, `batch_dims` and `autocast` as in `TrainStep`;
+            `memory_limit`, bytes or a string such as `"16GiB"` (default: what is free where the model is);
+            `optimizer`, whose state counts (None counts Adam's).
 
     Raises:
         ValueError: Not even one row fits (DoesNotFit), or an argument is not what it must be.
     """
-    if not 0 <= margin < 1:
-        raise ValueError(f"`margin` must be a number in [0, 1). Received: margin={margin!r}.")
-    objective = Objective(
-        model,
-        loss_fn=loss_fn,
-        compute_loss=compute_loss,
-        weight=weight,
-        reduction=reduction,
-        batch_dims=batch_dims,
-        autocast=autocast,
-    )
-    batch = objective.batch(batch)
-    rows = batch.rows
-    if rows == 0:
-        raise ValueError("A batch must have at least one row to tell what a row takes. Received: 0 rows.")
-    limit = parse_bytes(memory_limit) or Gauge(objective.device).limit()
-    if limit is None:
-        raise ValueError('This machine does not say what memory it has. Give `memory_limit`, such as "16GiB".')
-    modules = [model, *([objective.loss_fn] if isinstance(objective.loss_fn, nn.Module) else [])]
-    parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
-    trained = [p for p in parameters if p.requires_grad]
-    constant = (
-        bytes_of(parameters)
-        + bytes_of(buffer for module in modules for buffer in module.buffers())
-        + optimizer_bytes(optimizer, trained)
-        + batch_bytes(batch)
-    )
+    subject = _Subject.of(model, batch, margin, **keywords)
+    objective, batch, constant, limit = subject.objective, subject.batch, subject.constant, subject.limit
     allowed = (1 - margin) * limit
 
     def peak(size: int) -> int:
         return constant + micro_batch_peak(objective, batch, size)
 
-    size, needed = largest_size(peak, rows, allowed)
+    size, needed = largest_size(peak, batch.rows, allowed)
     if needed > allowed:
         raise DoesNotFit(
             f"Not even a micro-batch of one row fits: it needs about {readable_bytes(needed)}, and "
             f"{readable_bytes(int(allowed))} are there ({100 * margin:.0f} % of {readable_bytes(int(limit))} left "
             "free). Make the model smaller, shard it, or use gradient checkpointing or autocast=torch.bfloat16."
         )
-    return SizeEstimate(size, rows, int(limit), needed, constant + bytes_of(trained), margin)
+    return SizeEstimate(size, batch.rows, int(limit), needed, constant + bytes_of(subject.trained), margin)
+
+
+def estimate_ways(
+    model: nn.Module, batch: Any, *, blocks: BlocksChoice = "auto", margin: float = MARGIN, **keywords: Any
+) -> Ways:
+    """What each way of making the large batch's update needs, and the largest micro-batch that it fits with.
+
+    Args:
+        model: The model, on any device, `meta` among them.
+        batch: The large batch.
+        blocks: As in `TrainStep`; where `"auto"` finds none, the ways that need some are left out.
+        margin: The part of the limit to leave free, in [0, 1).
+        keywords: Those of `estimate_size`.
+
+    Raises:
+        ValueError: An argument is not what it must be.
+
+    Example:
+        >>> model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+        >>> batch = torch.zeros(64, 256), torch.zeros(64, 256)
+        >>> ways = estimate_ways(model, batch, loss_fn=nn.MSELoss(), memory_limit="8MiB")
+        >>> [way.name for way in ways.ways if way.fits]
+        ['in backward', 'in backward, offloaded']
+    """
+    subject = _Subject.of(model, batch, margin, **keywords)
+    found = functools.partial(
+        find_ways,
+        subject.objective,
+        subject.batch,
+        constant=subject.constant,
+        allowed=(1 - margin) * subject.limit,
+        trained=subject.trained,
+    )
+    if blocks != "auto":
+        return found(blocks)
+    if not has_blocks(model):
+        return found(None)
+    try:
+        return found(blocks)
+    except ValueError as error:  # such as blocks that share a module
+        return dataclasses.replace(found(None), note=f"Not layer by layer: {error}")
+
+
+class _Subject(NamedTuple):
+    """A model, its loss and its large batch, and the bytes that are there whatever is done with them."""
+
+    objective: Objective
+    batch: Batch
+    limit: float
+    constant: int
+    trained: list[Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        batch: Any,
+        margin: float,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        compute_loss: Callable[..., Any] | None = None,
+        memory_limit: int | str | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        weight: Callable[..., Any] | None = None,
+        reduction: str = "mean",
+        batch_dims: BatchDims = 0,
+        autocast: torch.dtype | None = None,
+    ) -> _Subject:
+        """As the functions above are given them."""
+        if not 0 <= margin < 1:
+            raise ValueError(f"`margin` must be a number in [0, 1). Received: margin={margin!r}.")
+        objective = Objective(
+            model,
+            loss_fn=loss_fn,
+            compute_loss=compute_loss,
+            weight=weight,
+            reduction=reduction,
+            batch_dims=batch_dims,
+            autocast=autocast,
+        )
+        batch = objective.batch(batch)
+        if batch.rows == 0:
+            raise ValueError("A batch must have at least one row to tell what a row takes. Received: 0 rows.")
+        limit = parse_bytes(memory_limit) or Gauge(objective.device).limit()
+        if limit is None:
+            raise ValueError('This machine does not say what memory it has. Give `memory_limit`, such as "16GiB".')
+        modules = [model, *([objective.loss_fn] if isinstance(objective.loss_fn, nn.Module) else [])]
+        parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
+        trained: list[Tensor] = [p for p in parameters if p.requires_grad]
+        constant = (
+            bytes_of(parameters)
+            + bytes_of(buffer for module in modules for buffer in module.buffers())
+            + optimizer_bytes(optimizer, trained)
+            + batch_bytes(batch)
+        )
+        return cls(objective, batch, limit, constant, trained)

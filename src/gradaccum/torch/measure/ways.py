@@ -1,0 +1,195 @@
+"""Which ways of training fit into a memory: the peak of each, predicted on fake tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.memory import Gauge
+from gradaccum.sizes import Piece, largest_size, readable_bytes
+from gradaccum.torch.layers import Layers, turns
+from gradaccum.torch.loss import Objective
+from gradaccum.torch.measure.fake_memory import LiveBytes, micro_batch_peak, on_fakes
+
+__all__ = ["Way", "Ways", "find_ways"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of making the large batch's update, and what it takes.
+
+    Attributes:
+        name: What it is called.
+        options: How `TrainStep` is asked for it; empty for an ordinary step.
+        micro_batch_size: The largest that fits, in rows; 1 where none does.
+        peak: Bytes with that size.
+        fits: Whether it fits.
+    """
+
+    name: str
+    options: str
+    micro_batch_size: int
+    peak: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The ways of making one large batch's update.
+
+    Example:
+        >>> print(Ways((Way("plain", "", 64, 90 * 2**30, False), Way("accumulated", "", 4, 60 * 2**30, True)), 64))
+        way of making the update of 64 rows   micro-batch       peak
+        plain                                 64 rows       90.0 GiB   does not fit
+        accumulated                           4 rows        60.0 GiB
+    """
+
+    ways: tuple[Way, ...]
+    rows: int
+    note: str = ""
+    """Why some are missing."""
+
+    def __str__(self) -> str:
+        title = f"way of making the update of {self.rows} rows"
+        width = max(len(title), *(len(way.name) for way in self.ways))
+        lines = [f"{title:{width}}   micro-batch {'peak':>10}"]
+        for way in self.ways:
+            size = f"{way.micro_batch_size} rows" if way.micro_batch_size > 1 else "1 row"
+            misfit = "" if way.fits else "   does not fit"
+            lines.append(f"{way.name:{width}}   {size:11} {readable_bytes(way.peak):>10}{misfit}")
+        return "\n".join([*lines, *([self.note] if self.note else [])])
+
+
+def find_ways(
+    objective: Objective, batch: Batch, blocks: Any, constant: int, allowed: float, trained: list[Tensor]
+) -> Ways:
+    """What each way takes, and the largest micro-batch that it fits with.
+
+    Args:
+        objective: The loss.
+        batch: The large batch.
+        blocks: As `TrainStep` takes them; None leaves out the ways that need some.
+        constant: Bytes of parameters, buffers, optimizer state and the batch.
+        allowed: Bytes there are.
+        trained: The parameters that are updated.
+
+    Raises:
+        ValueError: Blocks that are none, or are not called once each in order.
+    """
+    rows = batch.rows
+    found: dict[str, tuple[str, Callable[[int], int]]] = {
+        "accumulated": ("", lambda size: micro_batch_peak(objective, batch, size, 1 if size == rows else 2))
+    }
+    whole = constant + micro_batch_peak(objective, batch, rows, 1)
+    ways = [Way("plain", "", rows, whole, whole <= allowed)]
+    if blocks is not None:
+        phases = functools.cache(functools.partial(_phases, objective, batch, blocks, trained))
+        for name, options, freed, offloaded in (
+            ("layer by layer", "blocks=", False, False),
+            ("in backward", 'blocks=, update="in_backward"', True, False),
+            ("in backward, offloaded", 'blocks=, update="in_backward", offload=', True, True),
+        ):
+            found[name] = options, functools.partial(_peak, phases, rows, freed=freed, offloaded=offloaded)
+    for name, (options, peak) in found.items():
+        size, needed = largest_size(peak, rows, allowed - constant)
+        ways.append(Way(name, options, size, constant + needed, constant + needed <= allowed))
+    return Ways(tuple(ways), rows)
+
+
+class _Phase(NamedTuple):
+    """Part of an update: all forward passes, a block's turn, or what stands before the blocks."""
+
+    peak: int
+    """Bytes, if a block's gradients are freed after its turn."""
+    freed: int
+    """Bytes of gradients that have been freed before."""
+
+
+def _peak(phases: Callable[[int], Any], rows: int, size: int, *, freed: bool, offloaded: bool) -> int:
+    """The peak of an update of so many rows in micro-batches of this size.
+
+    What is kept grows by the same bytes with each micro-batch, so two counts of them tell about any.
+    """
+    two, three = phases(size)
+    count = 1.0 if offloaded else rows / size
+    return max(
+        round(a.peak + (count - 2.0) * (b.peak - a.peak)) + (0 if freed else a.freed)
+        for a, b in zip(two, three, strict=True)
+    )
+
+
+def _phases(objective: Objective, batch: Batch, blocks: Any, trained: list[Tensor], size: int) -> Any:
+    """The phases of two micro-batches of this size, and of three."""
+    wanted = {name for name, p in objective.model.named_parameters() if any(p is one for one in trained)}
+
+    def run(micro_batch: Batch) -> Any:
+        return [_updated(objective, micro_batch, blocks, wanted, count) for count in (2, 3)]
+
+    return on_fakes(objective, batch, size, run)
+
+
+def _updated(objective: Objective, micro_batch: Batch, blocks: Any, wanted: set[str], count: int) -> list[_Phase]:
+    """The phases of an update, layer by layer, in this many micro-batches that are alike."""
+    model = objective.model
+    layers, plan = Layers(model, blocks), _Plan([Piece(slice(0, micro_batch.rows))] * count)
+    parameters = [p for name, p in model.named_parameters() if name in wanted]
+
+    def forward_and_loss(piece: Piece) -> None:
+        with layers.micro_batch(lambda: micro_batch, objective.evaluate):
+            loss, _ = objective.forward(micro_batch)
+        loss.backward(retain_graph=True)
+        layers.commit(piece)
+
+    with LiveBytes() as live, torch.enable_grad():
+        turn = layers.in_turn = _Freeing(live, parameters, layers)
+        window: Any = None
+        layers.run(plan, forward_and_loss, Gauge(objective.device), window, proving=False)  # type: ignore[arg-type]
+    for parameter in parameters:
+        parameter.grad = None
+    return turn.phases
+
+
+class _Plan(list[Piece]):
+    measuring = False
+
+
+class _Freeing:
+    """Frees gradients as updates in backward do, and notes the peak of each phase."""
+
+    def __init__(self, live: LiveBytes, parameters: Sequence[Tensor], layers: Layers) -> None:
+        self._live, self._parameters, self._layers = live, parameters, layers
+        self.late: list[str] = []
+        self.made: bool | None = None
+        self.phases: list[_Phase] = []
+        self._freed = 0
+        self._due: dict[int, list[Tensor]] = {}
+
+    def open(self) -> None:
+        """Nothing."""
+
+    def begin(self, window: Any, reached: Mapping[int, int], *, rehearsal: bool = False) -> None:
+        """All forward passes have run."""
+        self._due = turns(self._parameters, self._layers.blocks, self._layers.model, reached)
+        self._note()
+
+    def finished(self, place: int) -> None:
+        """So has a block, on all micro-batches."""
+        self._note()
+        for parameter in self._due.pop(place, []):
+            if parameter.grad is not None:
+                self._freed += parameter.grad.nbytes
+                parameter.grad = None
+
+    def _note(self) -> None:
+        self.phases.append(_Phase(self._live.peak, self._freed))
+        self._live.peak = self._live.bytes
+
+    def explained(self, error: BaseException) -> BaseException:
+        """As it is."""
+        return error
