@@ -146,6 +146,12 @@ class Fitting:
             logger.warning(_OVER, piece.size, _DREW, pieces[0].size)
             raise StartOver
 
+    def give_up(self) -> None:
+        """The window's passes are over before their time: free what the device keeps, and put buffers back."""
+        self._gauge.release()
+        if self.transaction.began:
+            self.transaction.restore()
+
     def once(self, piece: Piece, plan: Rows | Tokens, passes: Passes) -> None:
         """One micro-batch, whether it fits or not. What it cost is told to a plan that measures."""
         if plan.measuring:

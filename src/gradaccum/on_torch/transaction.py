@@ -95,6 +95,12 @@ class Transaction:
         for parameter, _ in self._outside:
             parameter.grad = None
         self._update = Held(self._draws.open(), hold(places, self._still_in_updates, smallest=SMALL))
+        self._micro_batch = None
+
+    @property
+    def began(self) -> bool:
+        """Whether a micro-batch of this update has begun."""
+        return self._micro_batch is not None
 
     @property
     def outside(self) -> list[Tensor]:

@@ -56,8 +56,13 @@ class Sizers:
         """The size that was asked for; None where it is searched for."""
         return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
 
-    def of(self, tensors: list[tuple[str, Any, int]]) -> Sizer:
-        """The size for a batch with these tensors: paths, tensors and the dimension of their rows."""
+    def of(self, tensors: list[tuple[str, Any, int]], predict: Callable[[], int] | None = None) -> Sizer:
+        """The size for a batch with these tensors.
+
+        Args:
+            tensors: Their paths, the tensors, and the dimension of their rows.
+            predict: Tells a size that fits, in place of a search.
+        """
         seen = [(path, t.shape, t.dtype, dim) for path, t, dim in tensors]
         if seen == self._seen and self._last is not None:
             return self._last
@@ -66,10 +71,12 @@ class Sizers:
         kinds = ", ".join(f"{path} {t.dtype} {t.ndim}" for path, t, dim in tensors)
         key = f"{kinds}; 2**{math.floor(math.log2(max(elements, 1.0)))}"
         if key not in self._known:
-            self._known[key] = self._new(elements), elements
+            self._known[key] = self._new(elements, predict), elements
         sizer, measured = self._known[key]
         if elements > measured:
-            if isinstance(sizer, SizeSearch) and sizer.settled:
+            if predict is not None:
+                sizer.size = min(sizer.size, predict())
+            elif isinstance(sizer, SizeSearch) and sizer.settled:
                 sizer.size = max(int(sizer.size * measured / elements), 1)
             self._known[key] = sizer, elements
         self._last = sizer
@@ -83,9 +90,11 @@ class Sizers:
             self._logged[id(sizer)] = sizer.size
             logger.info("micro_batch_size='auto': %d of %d rows. %s", sizer.size, rows, sizer.summary)
 
-    def _new(self, elements: float) -> Sizer:
+    def _new(self, elements: float, predict: Callable[[], int] | None) -> Sizer:
         if isinstance(self.micro_batch_size, int):
             return FixedSize(self.micro_batch_size)
+        if predict is not None:
+            return FixedSize(max(predict(), self.minimum))
         start = 1
         settled = [(sizer.size, measured) for sizer, measured in self._known.values() if sizer.settled]
         if settled:  # begin a little below what the nearest shape suggests

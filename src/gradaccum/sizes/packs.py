@@ -87,11 +87,8 @@ class Joined(Tokens):
         columns = max(_tokens(pack, self.lengths) for pack in packs)
         return Piece(list(itertools.chain(*packs)), (0, columns), packs)
 
-    def failed(self, piece: Piece) -> list[Piece]:
-        """This piece ran out of memory; returns smaller ones."""
-        self.budget.lowered = True
-        self.budget.max_tokens = max(min(self.budget.max_tokens, piece.tokens // 2), 1)
-        return self._halves(piece)
+    def _packed(self, max_tokens: int) -> list[Piece]:
+        return Joined(TokenBudget(max_tokens, self.budget.max_rows), self.lengths).pieces
 
     def fitting(self, piece: Piece) -> list[Piece]:
         """The piece, or smaller ones where the budget has been lowered since it was packed."""

@@ -153,6 +153,44 @@ class Rows:
         self.sizer.failed(piece.size)
         return _split(piece, min(self.sizer.size, piece.size - 1), self.groups)
 
+    @property
+    def size(self) -> int:
+        """Rows of a micro-batch, at most."""
+        return self.sizer.size
+
+    def cost(self, piece: Piece) -> int:
+        """What `too_much` is told of a piece that does not fit: its rows."""
+        return piece.size
+
+    def too_much(self, cost: int) -> None:
+        """A piece of so many rows did not fit somewhere, on another rank perhaps: pieces have half of them, at most."""
+        if self.sizer.size > 1 and self.sizer.size > cost // 2:
+            self.sizer.failed(cost)
+
+    def in_passes(self, count: int, least: int = 1) -> list[Piece]:
+        """The pieces of this batch, `count` of them where there are rows enough; none larger than planned.
+
+        Args:
+            count: As many as there are, or more.
+            least: The fewest rows of a piece.
+
+        Example:
+            >>> [piece.size for piece in Rows(FixedSize(8), 10).in_passes(4)]
+            [3, 3, 2, 2]
+            >>> [piece.size for piece in Rows(FixedSize(8), 3).in_passes(4)]
+            [1, 1, 1]
+        """
+        pieces = list(self)
+        if self.groups is None:
+            count = max(min(count, self.rows // least), len(pieces))
+            return pieces if count == len(pieces) else _parts(self.rows, count)
+        batch = Piece(slice(0, self.rows))
+        for size in range(max(-(-self.rows // count), least), self.size):
+            smaller = _split(batch, size, self.groups)
+            if len(smaller) <= count:
+                return smaller
+        return pieces
+
     def refused(self) -> bool:
         """One row alone can't be evaluated: two are the fewest from here on. Returns whether that is news."""
         size, self.sizer.size = self.sizer.size, max(self.sizer.size, 2)
@@ -189,6 +227,13 @@ def _even(rows: int, size: int) -> list[Piece]:
     return Piece(slice(0, rows)).split(size)
 
 
+def _parts(rows: int, count: int) -> list[Piece]:
+    """So many pieces, as even as can be."""
+    size, larger = divmod(rows, count)
+    ends = list(itertools.accumulate([size + 1] * larger + [size] * (count - larger), initial=0))
+    return [Piece(slice(start, stop)) for start, stop in itertools.pairwise(ends)]
+
+
 class TokenBudget:
     """The padded tokens that a micro-batch may have: what somebody chose, lowered where it turns out not to fit."""
 
@@ -223,8 +268,9 @@ class Tokens:
     ) -> None:
         self.budget = budget
         self.groups = groups
-        units = None if groups is None else [list(range(start, start + size)) for _, start, size in groups.runs]
-        packs = packed(extents, budget.max_tokens, budget.max_rows, units)
+        self._extents = extents
+        self._units = None if groups is None else [list(range(start, start + size)) for _, start, size in groups.runs]
+        packs = packed(extents, budget.max_tokens, budget.max_rows, self._units)
         if groups is not None and sizes is None and not budget.lowered:
             self._check(groups, packs)
         if sizes is not None:
@@ -271,8 +317,61 @@ class Tokens:
 
     def failed(self, piece: Piece) -> list[Piece]:
         """This piece ran out of memory; returns smaller ones."""
+        self.too_much(piece.tokens)
+        return self._halves(piece)
+
+    @property
+    def size(self) -> int:
+        """Tokens of a micro-batch, at most."""
+        return self.budget.max_tokens
+
+    def cost(self, piece: Piece) -> int:
+        """What `too_much` is told of a piece that does not fit: its tokens."""
+        return piece.tokens
+
+    def too_much(self, cost: int) -> None:
+        """A piece of so many tokens did not fit somewhere, on another rank perhaps: pieces have half, at most."""
         self.budget.lowered = True
-        self.budget.max_tokens = max(min(self.budget.max_tokens, piece.tokens // 2), 1)
+        self.budget.max_tokens = max(min(self.budget.max_tokens, cost // 2), 1)
+
+    def in_passes(self, count: int, least: int = 1) -> list[Piece]:
+        """The pieces of this batch, `count` of them where there are rows enough; none larger than planned.
+
+        Packed by the smallest budget that needs no more, so that the passes of a rank cost about the same.
+
+        Args:
+            count: As many as there are, or more.
+            least: The fewest rows of a piece.
+
+        Example:
+            >>> tokens = Tokens(TokenBudget(40), [(0, 9), (0, 8), (0, 7), (0, 3), (0, 3), (0, 2)])
+            >>> [piece.tokens for piece in tokens], [piece.tokens for piece in tokens.in_passes(3)]
+            ([36, 6], [18, 14, 6])
+        """
+        pieces = list(self)
+        low, high = 0, self.budget.max_tokens  # of these, the higher one needs no more than `count`
+        while len(pieces) < count and high - low > 1:
+            middle = (low + high) // 2
+            smaller = self._packed(middle)
+            if len(smaller) <= count:
+                high, pieces = middle, smaller
+            else:
+                low = middle
+        while len(pieces) < count:
+            splits = [p for p in pieces if p.size >= 2 * least and self.indivisible(p) is None]
+            if not splits:
+                break
+            largest = max(splits, key=lambda piece: piece.tokens)
+            place = pieces.index(largest)
+            pieces[place : place + 1] = self._halves(largest)
+        return pieces
+
+    def _packed(self, max_tokens: int) -> list[Piece]:
+        """The pieces by another budget."""
+        packs = packed(self._extents, max_tokens, self.budget.max_rows, self._units)
+        return [Piece(rows, (start, stop)) for rows, start, stop in packs]
+
+    def _halves(self, piece: Piece) -> list[Piece]:
         return _split(piece, -(-piece.size // 2), self.groups)
 
     def refused(self) -> bool:

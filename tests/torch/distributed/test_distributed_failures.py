@@ -171,7 +171,7 @@ def test_a_rank_that_does_not_answer_is_an_error_after_the_process_group_s_timeo
     assert isinstance(second, Raised)
 
 
-@pytest.mark.parametrize("case", ["out_of_step", "sharded_raises", "sharded_out_of_memory"])
+@pytest.mark.parametrize("case", ["out_of_step", "sharded_raises"])
 def test_ranks_of_a_sharded_model_that_wait_in_its_passes_wait_no_longer_than_the_process_group(
     fragile_ranks: Processes, case: str
 ) -> None:
@@ -179,7 +179,7 @@ def test_ranks_of_a_sharded_model_that_wait_in_its_passes_wait_no_longer_than_th
     assert isinstance(first, Raised)
     assert isinstance(second, Raised)
     if case != "out_of_step":
-        assert second.kind in ("ArithmeticError", "OutOfMemoryError")
+        assert second.kind == "ArithmeticError"
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])

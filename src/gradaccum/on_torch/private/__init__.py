@@ -19,17 +19,22 @@ from gradaccum.on_torch.private.autograd import (
 from gradaccum.on_torch.private.names import NAMES, missing
 from gradaccum.on_torch.private.optimizers import global_step_hooks, without_global_step_hooks
 from gradaccum.on_torch.private.ranks import (
-    ShardedGroup,
     communication_hooks,
     default_store,
     drop_static_graph,
-    finish_sharded_backward,
     joins,
     mark_ready,
-    own_sharded_groups,
     prepare_next_forward,
-    sharded_groups,
     timeout_of,
+)
+from gradaccum.on_torch.private.sharded import (
+    ShardedGroup,
+    can_start_over,
+    finish_sharded_backward,
+    gathering_nothing,
+    own_sharded_groups,
+    sharded_groups,
+    start_over,
 )
 
 __all__ = [
@@ -38,11 +43,13 @@ __all__ = [
     "accumulates",
     "after_backward",
     "backward_engine",
+    "can_start_over",
     "communication_hooks",
     "current_backward",
     "default_store",
     "drop_static_graph",
     "finish_sharded_backward",
+    "gathering_nothing",
     "global_step_hooks",
     "hides_parameters",
     "joins",
@@ -55,6 +62,7 @@ __all__ = [
     "queue_callback",
     "run_backward",
     "sharded_groups",
+    "start_over",
     "timeout_of",
     "without_global_step_hooks",
 ]

@@ -82,6 +82,12 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName("fsdp parameter", "_unsharded_param", "the gathered parameter, where autograd leaves its gradient"),
     PrivateName("fsdp parameter", "unsharded_accumulated_grad", "what an open window has added up in reduce_dtype"),
     PrivateName("fsdp parameter", "reduce_dtype", "the same"),
+    PrivateName("fsdp group", "_all_gather_comm", "every rank is asked before parameters are gathered"),
+    PrivateName("fsdp group", "_reduce_scatter_comm", "the same before gradients are reduced"),
+    PrivateName("fsdp group", "mp_policy", "in which dtype parameters are gathered"),
+    PrivateName("fsdp state", "_training_state", "a forward pass on fake tensors gathers nothing"),
+    PrivateName("fsdp state", "_modules_to_run_forward", "the same, where modules are sharded together"),
+    PrivateName("fsdp", "reset_iter_state", "passes run again after memory ran out", "an error on every rank"),
 )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,15 @@ from torch import Tensor, nn
 
 from gradaccum.on_torch.batch import leaves, map_leaves
 from gradaccum.on_torch.buffers import as_found
-from gradaccum.on_torch.private import current_backward, finish_sharded_backward, own_sharded_groups, sharded_groups
+from gradaccum.on_torch.private import (
+    can_start_over,
+    current_backward,
+    finish_sharded_backward,
+    gathering_nothing,
+    own_sharded_groups,
+    sharded_groups,
+    start_over,
+)
 from gradaccum.torch.distributed.holders import release, take
 
 __all__ = ["Shards", "check_flattened", "is_sharded", "members_of", "sharded_modules"]
@@ -112,6 +121,8 @@ class Shards:
     in_step = True
     """Whether all ranks must run the same passes."""
     finds_unused = False
+    alone_now = asking_now = False
+    """Of all, as another wrapper's may still watch the same model."""
 
     def __init__(
         self,
@@ -136,6 +147,7 @@ class Shards:
         self._backwards: set[int | None] = set()
         self._used: set[Tensor] = set()
         self._compares = self._first = True  # in the first window all passes are
+        self.asks = False
         self.passes = 0
         """A number for the order in which sharded parts ran in this window."""
         take(self.modules, self)
@@ -163,20 +175,20 @@ class Shards:
         @torch.compiler.disable
         def forward_starts(name: str, number: int, module: Any, inputs: Any) -> None:
             shards, tell = this(), this_pass()
-            if shards is None or tell is None or not torch.is_grad_enabled():
+            if shards is None or Shards.alone_now or tell is None or not torch.is_grad_enabled():
                 return
             shards.passes = (shards.passes * 31 + number) % 2**48
-            if shards._compares:
+            if shards._compares and not Shards.asking_now:
                 tell(name)
 
         @torch.compiler.disable
         def forward_done(module: Any, inputs: Any, keywords: Any, outputs: Any) -> None:
             shards, tell, tell_pass = this(), this_forward(), this_pass()
-            if shards is None or tell is None or not torch.is_grad_enabled():
+            if shards is None or Shards.alone_now or tell is None or not torch.is_grad_enabled():
                 return
             if shards._keeps and shards._calls is not None:
                 shards._calls.append(Call(module, inputs, keywords))
-            if shards._compares and tell_pass is not None:
+            if shards._compares and not Shards.asking_now and tell_pass is not None:
                 tell_pass("")
             for group in shards._groups:
                 group.watch(arrives)
@@ -215,6 +227,50 @@ class Shards:
             idle: The pass runs for the other ranks' sake: what arrives is no gradient of this rank's.
         """
         self._factor, self._idle = factor, idle
+
+    def ask_before(self, ask: Callable[[str], None] | None) -> None:
+        """Call this before each gathering and each reduction, with its name; None: no more."""
+        if self.asks or ask is not None:
+            self.asks = Shards.asking_now = ask is not None
+            for number, group in enumerate(self._groups):
+                group.ask_before(ask, str(number))
+
+    @property
+    def can_start_over(self) -> bool:
+        """Whether passes that failed can be forgotten."""
+        return can_start_over(self.modules)
+
+    def start_over(self) -> None:
+        """Forget the passes of this window: one of them failed, and no collective is under way."""
+        start_over(self.modules)
+        self.clear()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[dict[Tensor, torch.dtype]]:
+        """Passes inside are this rank's alone, on whole parameters that somebody else puts into place.
+
+        Yields:
+            In which dtype parameters are gathered.
+        """
+        Shards.alone_now = True
+        try:
+            with contextlib.ExitStack() as stack:
+                for module in self.modules:
+                    stack.enter_context(gathering_nothing(module))
+                yield {p: dtype for group in self._groups for p, dtype in group.gathered_dtypes().items()}
+        finally:
+            Shards.alone_now = False
+
+    def gathered_bytes(self, gradients: int) -> int:
+        """What gathered parameters and whole gradients take at most in a backward pass.
+
+        Args:
+            gradients: Bytes of all whole gradients in their parameters' dtype.
+        """
+        whole = sorted(group.gathered_bytes() for group in self._groups)
+        if self.always:  # a group's, while the next one's are on their way
+            return sum(gathered for gathered, _ in whole[-2:]) + 2 * max(reduced for _, reduced in whole)
+        return sum(gathered for gathered, _ in whole) + max(sum(reduced for _, reduced in whole), gradients)
 
     def next_micro_batch(self) -> bool:
         """A micro-batch begins. Returns whether one like the last could be repeated: its passes have a known order."""

@@ -10,12 +10,14 @@ So ranks need not have the same rows, weights or numbers of micro-batches.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
@@ -23,7 +25,8 @@ from gradaccum.on_torch.private import after_backward
 from gradaccum.torch.distributed.channel import Channel
 from gradaccum.torch.distributed.ddp import Replicas
 from gradaccum.torch.distributed.fsdp import Shards
-from gradaccum.torch.distributed.single_rank import Listener, SingleRank, Total
+from gradaccum.torch.distributed.single_rank import Listener, RanOut, SingleRank, Total
+from gradaccum.torch.distributed.together import DIFFERENT_PASSES, Together
 
 __all__ = ["Ranks"]
 
@@ -47,13 +50,6 @@ class _Kind(enum.IntEnum):
     """Something to add up over the ranks."""
     PASS = 8
     """The forward pass of a sharded part begins, or all of them are done."""
-
-
-_DIFFERENT_PASSES = (
-    "A sharded model needs the same passes on every rank, and the ranks ran different parts of it: a head that the "
-    "batch chooses, perhaps, where a rank whose batches are used up repeated its last micro-batch. Nothing was "
-    "updated. Give all ranks batches of the same kind and number, or shard such parts together with the whole model."
-)
 
 
 class Ranks(SingleRank):
@@ -92,6 +88,8 @@ class Ranks(SingleRank):
         self._engine = engine(self._forward_done, self._backward_starts, self._pass_begins)
         weakref.finalize(self, self._engine.remove).atexit = False
         self.in_step = self._engine.in_step
+        if isinstance(self._engine, Shards):
+            self._together = Together(self._engine, self._exchange_of_passes)
         try:
             self._channel = Channel(self._engine.members, self._engine.group)
             self._check_same(steps, options or {})
@@ -100,7 +98,7 @@ class Ranks(SingleRank):
             raise
         self.size, self.rank = self._channel.size, self._channel.rank
         self.by_hand = by_hand or self._engine.by_hand
-        self._closes = self._restored = self._uncounted = False
+        self._closes = self._restored = self._uncounted = self._told = False
         self._last = self._all_last = False  # whether this rank's epoch is over, and every rank's
         self._steps = 0
         self._restart()
@@ -171,10 +169,29 @@ class Ranks(SingleRank):
             self._reduction_done()
 
     def _pass_begins(self, part: str) -> None:
-        messages = self._exchange(_Kind.PASS, zlib.crc32(part.encode()))
-        self._check_kinds(messages, _Kind.PASS)
-        if len({numbers[1] for numbers in messages}) > 1:
-            raise WindowError(f"{_DIFFERENT_PASSES} Rank {self._channel.rank} has come to {part or 'the end'!r}.")
+        self._together.collective_begins(part)
+
+    def begin_passes(self) -> None:
+        self._together.begin()
+
+    def end_passes(self) -> None:
+        self._together.end()
+
+    def ran_out(self, cost: int, *, final: bool) -> RanOut:
+        return self._together.ran_out(cost, final=final)
+
+    @property
+    def failure(self) -> RanOut | None:
+        return self._together.failure
+
+    def start_over(self) -> None:
+        self._together.start_over()
+
+    def alone(self) -> contextlib.AbstractContextManager[dict[Tensor, torch.dtype]]:
+        return self._together.shards.alone()
+
+    def gathered_bytes(self, gradients: int) -> int:
+        return self._together.shards.gathered_bytes(gradients)
 
     def _forward_done(self) -> None:
         listener = self._listener()
@@ -221,7 +238,7 @@ class Ranks(SingleRank):
         # Sharded models reduce in every backward pass of this micro-batch.
         late = self._versions is not None and not self.in_step and self._versions != self._current_versions()
         if self._versions is None:
-            self._engine.reduce()
+            self._together.reduce() if self.in_step else self._engine.reduce()
         self._engine.prepare()
         self._restart()
         seen = late, self._engine.filled, self._engine.passes
@@ -231,7 +248,7 @@ class Ranks(SingleRank):
         weights, given, largest, scales, next_scales, overflows, equal = totals
         if len({*passes}) > 1:
             self._engine.settle()
-            raise WindowError(_DIFFERENT_PASSES)
+            raise WindowError(DIFFERENT_PASSES)
         if any(lates):
             # Another backward pass came after the one that reduced. Its gradients stand beside the mean over the ranks,
             # and the mean of that sum is right. From now on the reduction waits until step().
@@ -313,7 +330,10 @@ class Ranks(SingleRank):
         if isinstance(self._engine, Shards):
             self._engine.forget()
 
-    def leave(self) -> None:
+    def leave(self, *, told: bool = False) -> None:
+        self._told = told
+        if self.in_step:
+            self._together.leave()
         if not self._all_last and not self._announced:
             self._channel.post(_Kind.LEFT, 0, True)
 
@@ -323,9 +343,15 @@ class Ranks(SingleRank):
         self._check_posted()
         return self._channel.exchange(kind, *numbers)
 
+    def _exchange_of_passes(self, *numbers: float) -> list[list[float]]:
+        messages = self._exchange(_Kind.PASS, *numbers)
+        self._check_kinds(messages, _Kind.PASS)
+        return messages
+
     def _check_posted(self) -> None:
         for earlier in self._channel.posted():
-            self._check_kinds(earlier, _Kind.LEFT, _Kind.NOTHING)
+            if not self._told:
+                self._check_kinds(earlier, _Kind.LEFT, _Kind.NOTHING)
 
     def _announce(self, kind: _Kind) -> list[list[float]]:
         """Say that a reduction is about to begin, and on which terms."""
@@ -352,6 +378,7 @@ class Ranks(SingleRank):
             return
         left = [rank for rank, kind in enumerate(kinds) if kind is _Kind.LEFT]
         if left:
+            self._announced = True  # this rank's message has met theirs: it needs no other one to leave
             raise WindowError(
                 f"Rank{'s' * (len(left) > 1)} {', '.join(map(str, left))} left in the middle of an epoch, by an error "
                 "or a break, while other ranks went on. Nothing was updated. Look at the error there; a `break` must "

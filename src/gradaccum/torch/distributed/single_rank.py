@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-__all__ = ["Listener", "SingleRank", "Total"]
+__all__ = ["Listener", "RanOut", "SingleRank", "Total"]
 
 
 class Total(NamedTuple):
@@ -26,6 +28,22 @@ class Total(NamedTuple):
     """Whether a gradient has overflowed that scale."""
     equal: bool = False
     """Whether micro-batches count equally, since nobody has said what they weigh."""
+
+
+class RanOut(Exception):  # no error of its own: all ranks hear of one's at once
+    """Memory ran out on some ranks, in passes that all of them run together.
+
+    Args:
+        costs: By rank, what the micro-batch had that did not fit: rows, or tokens.
+        final: Whether nothing smaller can be tried there.
+    """
+
+    def __init__(self, costs: Mapping[int, int], final: bool) -> None:
+        self.costs, self.final = dict(costs), final
+        named = ", ".join(map(str, sorted(costs)))
+        self.ranks = f"rank{'s' * (len(costs) > 1)} {named}"
+        """Those ranks, by name."""
+        super().__init__(f"Memory ran out on {self.ranks}.")
 
 
 class Listener(Protocol):
@@ -95,6 +113,43 @@ class SingleRank:
     def continue_window(self) -> None:
         """A micro-batch was counted, and the window stays open."""
 
+    # Passes of a sharded model, which all ranks run together.
+
+    def begin_passes(self) -> None:
+        """The passes of a window begin: before each collective of the model the ranks ask each other."""
+
+    def end_passes(self) -> None:
+        """They are over.
+
+        Raises:
+            RanOut: Not on all ranks.
+        """
+
+    def ran_out(self, cost: int, *, final: bool) -> RanOut:
+        """Tell the other ranks that memory ran out here. Returns what they all know by now.
+
+        Args:
+            cost: What the micro-batch had that did not fit: rows, or tokens.
+            final: Nothing smaller can be tried.
+        """
+        return RanOut({self.rank: cost}, final)
+
+    @property
+    def failure(self) -> RanOut | None:
+        """What the ranks have told each other of memory that ran out, since `begin_passes`."""
+        return None
+
+    def start_over(self) -> None:
+        """Forget the passes that failed; all ranks do."""
+
+    def alone(self) -> contextlib.AbstractContextManager[dict[Tensor, torch.dtype]]:
+        """Passes inside are this rank's alone, on whole parameters that somebody else puts into place."""
+        return contextlib.nullcontext({})
+
+    def gathered_bytes(self, gradients: int) -> int:
+        """What a sharded model's gathered parameters and whole gradients take at most in a backward pass."""
+        return gradients
+
     # The window's sum.
 
     def clear(self) -> None:
@@ -158,5 +213,9 @@ class SingleRank:
     def begin_epoch(self) -> None:
         """The epoch is over on all ranks: the next one may begin."""
 
-    def leave(self) -> None:
-        """This rank drops out in the middle of an epoch: the others must not wait for it."""
+    def leave(self, *, told: bool = False) -> None:
+        """This rank drops out in the middle of an epoch: the others must not wait for it.
+
+        Args:
+            told: Whoever called has an error of this rank's own, and may go on with all ranks.
+        """

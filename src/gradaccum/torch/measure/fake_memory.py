@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -63,7 +63,13 @@ class LiveBytes(TorchDispatchMode):
         self.bytes -= self._known.pop(key, 0)
 
 
-def micro_batch_peak(objective: Objective, batch: Batch, rows: int, passes: int = 2) -> int:
+def micro_batch_peak(
+    objective: Objective,
+    batch: Batch,
+    rows: int,
+    passes: int = 2,
+    gathered: Mapping[Tensor, torch.dtype] | None = None,
+) -> int:
     """Peak bytes of one micro-batch beyond parameters, buffers and inputs: activations, gradients, the sum before them.
 
     Args:
@@ -71,6 +77,7 @@ def micro_batch_peak(objective: Objective, batch: Batch, rows: int, passes: int 
         batch: The large batch, of which the shapes count.
         rows: Rows of the micro-batch; more than the batch has are made by repeating it.
         passes: 2: the second one adds to gradients that are there. 1: they are the only rows.
+        gathered: As in `on_fakes`.
     """
 
     def run(micro_batch: Batch) -> int:
@@ -81,10 +88,16 @@ def micro_batch_peak(objective: Objective, batch: Batch, rows: int, passes: int 
                 del loss
         return live.peak
 
-    return on_fakes(objective, batch, rows, run)
+    return on_fakes(objective, batch, rows, run, gathered)
 
 
-def on_fakes(objective: Objective, batch: Batch, rows: int, run: Callable[[Batch], Found]) -> Found:
+def on_fakes(
+    objective: Objective,
+    batch: Batch,
+    rows: int,
+    run: Callable[[Batch], Found],
+    gathered: Mapping[Tensor, torch.dtype] | None = None,
+) -> Found:
     """Run something on fake tensors, or, where a model asks for values (`.item()`, a mask of varying size), really.
 
     Args:
@@ -92,6 +105,8 @@ def on_fakes(objective: Objective, batch: Batch, rows: int, run: Callable[[Batch
         batch: The large batch, of which the shapes count.
         rows: Rows of the micro-batch; more than the batch has are made by repeating it.
         run: What to run on it.
+        gathered: The parameters of a sharded model, whole ones of these types in passes. It runs on fake tensors only,
+            and what it raises there is raised.
     """
     meta = objective.device.type == "meta"
     micro_batch = batch.map(lambda leaf: leaf.to("meta") if meta and isinstance(leaf, Tensor) else leaf)
@@ -102,13 +117,13 @@ def on_fakes(objective: Objective, batch: Batch, rows: int, run: Callable[[Batch
             _quiet(),
             nothing_drawn(),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
-            _fake_modules(objective, mode),
+            _fake_modules(objective, mode, gathered or {}),
         ):
             return run(
                 micro_batch.map(lambda leaf: mode.from_tensor(torch.as_tensor(leaf)) if has_rows(leaf) else leaf)
             )
     except Exception:  # values were asked for, or an operator has no fake
-        if meta:
+        if meta or gathered is not None:
             raise
         with _as_found(objective):
             return run(micro_batch)
@@ -158,13 +173,17 @@ def _modules(objective: Objective) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def _fake_modules(objective: Objective, mode: FakeTensorMode) -> Iterator[None]:
+def _fake_modules(objective: Objective, mode: FakeTensorMode, gathered: Mapping[Tensor, torch.dtype]) -> Iterator[None]:
     """Fake parameters and buffers in place of the modules' own, the same fake for the same tensor."""
     fakes: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in fakes:
-            new: Any = mode.from_tensor(tensor.detach())
+            dtype, new = gathered.get(tensor), None
+            if dtype is not None:
+                new = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+            else:
+                new = mode.from_tensor(tensor.detach())
             is_parameter = isinstance(tensor, nn.Parameter)
             fakes[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
         return fakes[id(tensor)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,9 @@ from gradaccum.on_torch.memory import Gauge
 from gradaccum.schedule import checked_count
 from gradaccum.sizes import FixedSize, GivenSizes, Groups, Piece, Rows, Sizers, Tokens, even_sizes
 from gradaccum.torch.batch_norm import batch_norms
+from gradaccum.torch.distributed import SingleRank
 from gradaccum.torch.loss import Objective
+from gradaccum.torch.measure import largest_fitting
 from gradaccum.torch.padding import what_is_cut
 from gradaccum.torch.train_step.padding import Joining, Packing
 
@@ -55,9 +58,11 @@ class Cutting:
         groups: GroupsChoice = None,
         judge: bool,
     ) -> None:
-        self._least = 2 if batch_norms(objective.model) else 1
-        self.sizers = Sizers(micro_batch_size, gauge.limit, minimum=self._least)
-        self._groups = checked_groups(groups)
+        self.least = 2 if batch_norms(objective.model) else 1
+        """The fewest rows of a micro-batch."""
+        self.sizers = Sizers(micro_batch_size, gauge.limit, minimum=self.least)
+        self._predict: Callable[[Batch], int] | None = None
+        self._groups, self._objective, self._gauge = checked_groups(groups), objective, gauge
         self.searches = micro_batch_size == "auto" and max_tokens is None
         """Whether sizes are searched for."""
         self.packing: Packing | Joining | None = None
@@ -71,6 +76,20 @@ class Cutting:
                 else Joining(objective, max_tokens, size, pack)
             )
 
+    def without_trying(self, optimizers: Sequence[torch.optim.Optimizer], ranks: SingleRank, *, proves: bool) -> None:
+        """Try nothing out, for other ranks would wait in such passes: what fits is predicted.
+
+        Args:
+            optimizers: Those of the update.
+            ranks: All ranks.
+            proves: Whether padding on the left would be tried out; it is left as it is then.
+        """
+        if self.searches:
+            self._predict = functools.partial(largest_fitting, self._objective, self._gauge, optimizers, ranks)
+            self.searches = False
+        if isinstance(self.packing, Packing) and proves:
+            self.packing.keep_left()
+
     def grouped(self, batch: Batch) -> Batch:
         """The batch with its groups, the rows of each brought together.
 
@@ -81,7 +100,7 @@ class Cutting:
             return batch
         batch = with_groups(batch, self._groups)
         if batch.groups is not None and batch.rows:
-            self.sizers.minimum = max(self._least, *(len(unit) for unit in batch.units()))
+            self.sizers.minimum = max(self.least, *(len(unit) for unit in batch.units()))
         return batch
 
     def halved(self, batch: Batch, sizes: Sequence[int]) -> list[int]:
@@ -107,7 +126,10 @@ class Cutting:
         groups = None if batch.groups is None else Groups(batch.groups.tolist())
         if sizes is not None:
             return GivenSizes(sizes, groups)
-        return Rows(self.sizers.of(batch.leaves), batch.rows, groups)
+        predict = None if self._predict is None else functools.partial(self._predict, batch)
+        if predict is not None and not batch.rows:
+            return Rows(FixedSize(1), 0, groups)
+        return Rows(self.sizers.of(batch.leaves, predict), batch.rows, groups)
 
     def splits(self, batch: Batch) -> bool:
         """Whether the micro-batches of this batch may be more than one, or other than the batch."""

@@ -145,21 +145,13 @@ def check_members(model: nn.Module, parameters: Sequence[Tensor], ranks: SingleR
         )
 
 
-def find_ranks(
-    model: nn.Module,
-    objective: Objective,
-    update: Update,
-    options: dict[str, Any],
-    micro_batch_size: Any,
-    max_tokens: int | None,
-) -> SingleRank:
+def find_ranks(model: nn.Module, objective: Objective, update: Update, options: dict[str, Any]) -> SingleRank:
     """What keeps this model's large batches together with those of the other ranks, which have the same options.
 
     Raises:
-        ValueError: An option differs from rank to rank; or micro-batches of these sizes cannot run on all ranks at the
-            same time, and the model is sharded.
+        ValueError: An option differs from rank to rank.
     """
-    ranks = detect_ranks(
+    return detect_ranks(
         model,
         update.parameters(),
         steps=1,
@@ -174,17 +166,6 @@ def find_ranks(
             **options,
         },
     )
-    _check_sizes(ranks, micro_batch_size, max_tokens)
-    return ranks
-
-
-def _check_sizes(ranks: SingleRank, micro_batch_size: Any, max_tokens: int | None) -> None:
-    """Raise where sizes have to be tried out, and the model is sharded: micro-batches run on all ranks at once."""
-    if ranks.in_step and (micro_batch_size == "auto" or max_tokens is not None):
-        raise ValueError(
-            "With a sharded model sizes and padding cannot be tried out: other ranks would wait in these passes. "
-            f"Received: micro_batch_size={micro_batch_size!r}, max_tokens={max_tokens!r}. Give a number of rows."
-        )
 
 
 def spans_ranks(model: nn.Module, ranks: SingleRank, *, exact: bool, verify: bool) -> bool:

@@ -85,6 +85,10 @@ class Packing:
             plan = Tokens(self.budget, kept, sizes, groups)
         return plan
 
+    def keep_left(self) -> None:
+        """Leave padding on the left as it is, since nothing can be tried out."""
+        self._judge, self.left = False, "keep"
+
     def take(self, batch: Batch, piece: Piece) -> Batch:
         """The micro-batch of a piece."""
         return packed_rows(batch, piece, self.left, self.apart)

@@ -111,8 +111,10 @@ class Passes:
 
     def _backward_of_nothing(self, loss: Tensor) -> None:
         self._ranks.scale(0.0, idle=True)
-        loss.backward()
-        self._ranks.scale(1.0)
+        try:
+            loss.backward()
+        finally:
+            self._ranks.scale(1.0)
 
 
 def count_terms(

@@ -17,10 +17,10 @@ from gradaccum.on_torch.fitting import Fitting, StartOver
 from gradaccum.on_torch.memory import Gauge, parse_bytes
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.transaction import Transaction
-from gradaccum.sizes import Piece, Rows, Tokens
+from gradaccum.sizes import Rows, Tokens
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
 from gradaccum.torch.buffers import WindowBuffers
-from gradaccum.torch.distributed import SingleRank, leaving_on_error
+from gradaccum.torch.distributed import SingleRank, leaving_on_error, run_together
 from gradaccum.torch.equivalence import Proof
 from gradaccum.torch.layers import BlocksChoice, Layers, OffloadChoice, UpdateChoice, check_options, proof_of
 from gradaccum.torch.loss import Objective, Terms
@@ -161,11 +161,13 @@ class TrainStep:
         """Whether passes run just now that only prove something: nothing is kept of them."""
         # By hand: a backward pass that runs out of memory halfway through a reduction could not be taken back.
         options = {"sync": self.sync, "batch_norm": self.batch_norm.choice.replace("warn", "micro")}
-        self.ranks = find_ranks(model, self.objective, self.update, options, micro_batch_size, max_tokens)
+        self.ranks = find_ranks(model, self.objective, self.update, options)
         self._spans = spans_ranks(self.model, self.ranks, exact=self._whole is not None, verify=verify)
         self._verify = verify and not self._spans
         self.global_batch = GlobalBatch(self.ranks, self.update.sums)
         self.update.sums.attach(self.ranks.pending)
+        if self.ranks.in_step:
+            self.cutting.without_trying(self.update.optimizers, self.ranks, proves=verify)
         if self._layers is not None and update == "in_backward":
             self.update.make_in_backward(self._layers, self.cutting.searches, several=self.ranks.several)
         self._checked = False
@@ -235,7 +237,7 @@ class TrainStep:
         try:
             return self._guarded(self.objective.batch(arguments), run)
         except BaseException:
-            self.ranks.leave()
+            self.ranks.leave(told=True)
             raise
 
     def _guarded(self, batch: Batch, run: Callable[[Batch], Tensor]) -> Tensor:
@@ -322,25 +324,23 @@ class TrainStep:
         take = functools.partial(self.cutting.take, batch)
         buffers, layers = WindowBuffers(self._modules()), self._layers
         passes = Passes(window, take, self.update, self.batch_norm, self.ranks, self._fitting, buffers, rows, layers)
-        # In the middle of a sharded model's pass the other ranks wait: it cannot be run again.
         anew = self._verify and sizes is None and rows <= (self.cutting.sizers.size or 0)  # nothing was proven
-        fits = functools.partial(self._fitting.run, anew=anew, coupled=self.batch_norm.couples)
-        run = self._fitting.once if self.ranks.in_step else fits
-        missing = self.ranks.most_passes(own := len(list(plan))) - own if self.ranks.in_step else 0
+        run = functools.partial(self._fitting.run, anew=anew, coupled=self.batch_norm.couples)
+        at_once = None
+        if self._all_at_once and isinstance(plan, Rows) and rows:
+            assert self._whole is not None
+            at_once = functools.partial(run_at_once, self._whole, rows, plan, passes, self._fitting, self.gauge)
         with self.batch_norm.window():
-            if rows == 0:
-                pass  # other ranks have some
-            elif self._all_at_once and isinstance(plan, Rows):
-                assert self._whole is not None
-                run_at_once(self._whole, rows, plan, passes, self._fitting, self.gauge)
-            elif self._layers is not None:
+            if self.ranks.in_step:
+                run_together(self.ranks, self._fitting, plan, passes, rows, self.cutting.least, at_once)
+            elif at_once is not None:
+                at_once()
+            elif self._layers is not None and rows:
                 once = functools.partial(run, plan=plan, passes=passes)
                 self._layers.run(plan, once, self.gauge, window, proving=self.proving)
             else:
-                for piece in plan:
+                for piece in plan:  # without rows, other ranks have some
                     run(piece, plan, passes)
-            for _ in range(missing):
-                passes.idle(take(next(iter(plan), Piece(slice(0, rows)))))
         buffers.close()
         return plan
 

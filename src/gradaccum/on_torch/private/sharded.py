@@ -1,0 +1,165 @@
+"""What is used of FSDP2 beyond torch's public API; each name is in `names.NAMES`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "ShardedGroup",
+    "can_start_over",
+    "finish_sharded_backward",
+    "gathering_nothing",
+    "own_sharded_groups",
+    "sharded_groups",
+    "start_over",
+]
+
+
+class ShardedGroup:
+    """The parameters that FSDP2 gathers and reduces together."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._watched: dict[Tensor, Any] = {}
+
+    @property
+    def mesh(self) -> Any:
+        """The devices that share them."""
+        return self._group.mesh_info.mesh
+
+    def pending(self) -> list[Tensor]:
+        """What has been added up and is not reduced yet."""
+        found: list[Tensor | None] = [self._group._partial_reduce_output]
+        for parameter in self._group.fsdp_params:
+            found.append(parameter.unsharded_accumulated_grad)
+            if hasattr(parameter, "_unsharded_param"):
+                found.append(parameter._unsharded_param.grad)
+        return [tensor for tensor in found if tensor is not None]
+
+    def gathered_bytes(self) -> tuple[int, int]:
+        """Of its whole parameters, as they are gathered, and of their gradients, as they are reduced."""
+        policy, sizes = self._group.mp_policy, [0, 0]
+        for parameter in self._group.fsdp_params:
+            own = parameter.sharded_param
+            sizes[0] += own.numel() * (policy.param_dtype or own.dtype).itemsize
+            if own.requires_grad:
+                sizes[1] += own.numel() * (policy.reduce_dtype or policy.param_dtype or own.dtype).itemsize
+        return sizes[0], sizes[1]
+
+    def gathered_dtypes(self) -> dict[Tensor, torch.dtype]:
+        """In which dtype parameters are gathered."""
+        dtype = self._group.mp_policy.param_dtype
+        return {p.sharded_param: dtype or p.sharded_param.dtype for p in self._group.fsdp_params}
+
+    def ask_before(self, ask: Callable[[str], None] | None, name: str) -> None:
+        """Call this before each of its collectives, with what is to begin; None: no more."""
+        for way in ("_all_gather_comm", "_reduce_scatter_comm"):
+            found = getattr(self._group, way)
+            own = found.own if isinstance(found, _Asking) else found
+            setattr(self._group, way, own if ask is None else _Asking(own, functools.partial(ask, f"{name} {way}")))
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer knows: this rank's shards."""
+        return [parameter.sharded_param for parameter in self._trained()]
+
+    def _trained(self) -> list[Any]:
+        return [parameter for parameter in self._group.fsdp_params if parameter.sharded_param.requires_grad]
+
+    def watch(self, arrives: Callable[[nn.Parameter, Tensor], Tensor]) -> None:
+        """Pass each gradient through this function, with its parameter, before it joins the sum."""
+        for parameter in self._trained():
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None and whole.requires_grad and whole not in self._watched:
+                self._watched[whole] = whole.register_hook(functools.partial(arrives, parameter.sharded_param))
+
+    def ignore(self) -> None:
+        """Stop watching."""
+        while self._watched:
+            self._watched.popitem()[1].remove()
+
+    def clear(self) -> None:
+        """Drop what has been added up."""
+        for parameter in self._group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        self._group._partial_reduce_output = None
+
+    def add_zeros_to_reduce(self) -> None:
+        """HSDP's second reduction goes only with a first one: of zeros, where nothing else is left for it."""
+        if self._group._partial_reduce_output is None:
+            return
+        for parameter in self._group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param") and parameter.sharded_param.requires_grad:
+                whole = parameter._unsharded_param
+                dtype = parameter.reduce_dtype or whole.dtype
+                parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype, requires_grad=False)
+
+
+class _Asking:
+    """FSDP2's way to gather or to reduce, which asks before."""
+
+    def __init__(self, own: Any, ask: Callable[[], None]) -> None:
+        self.own: Any = own
+        self._ask = ask
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.own.allocate(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._ask()  # after the memory for it has been found
+        return self.own(*args, **kwargs)
+
+
+def sharded_groups(module: nn.Module) -> Iterator[ShardedGroup]:
+    """The groups of a sharded module and of all modules in it."""
+    for part in module.modules():
+        yield from own_sharded_groups(part)
+
+
+def own_sharded_groups(module: Any) -> Iterator[ShardedGroup]:
+    """The groups of a sharded module itself."""
+    if hasattr(module, "_get_fsdp_state"):
+        yield from map(ShardedGroup, module._get_fsdp_state()._fsdp_param_groups)
+
+
+def finish_sharded_backward(module: Any) -> None:
+    """What FSDP2 does at a backward pass's end, of a sharded module that is nobody's part: reduce what is left."""
+    state = module._get_fsdp_state()
+    state._lazy_init()  # no forward pass has done it where the window came from a checkpoint
+    state._root_post_backward_final_callback()
+
+
+def can_start_over(modules: Iterable[Any]) -> bool:
+    """Whether FSDP2 can be had to forget a pass that failed; since torch 2.13."""
+    return all(hasattr(module, "reset_iter_state") for module in modules)
+
+
+def start_over(modules: Iterable[Any]) -> None:
+    """Forget a pass that failed: no parameter is gathered, and nothing is under way."""
+    for module in modules:
+        if can_start_over([module]):
+            module._get_fsdp_state()._lazy_init()  # which no pass may have come to
+            module.reset_iter_state()
+
+
+@contextlib.contextmanager
+def gathering_nothing(module: Any) -> Iterator[None]:
+    """Forward passes inside gather no parameters and leave no hooks for the backward pass; dtypes are cast as ever."""
+    states = {s for part in module.modules() if hasattr(part, "_get_fsdp_state") for s in [part._get_fsdp_state()]}
+    kept = [(state, state._fsdp_param_groups, state._training_state) for state in states]
+    try:
+        for state, _, phase in kept:
+            # As in the forward passes of activation checkpointing, inside of a backward pass.
+            state._fsdp_param_groups, state._training_state = [], type(phase).PRE_BACKWARD
+        yield
+    finally:
+        for state, groups, phase in kept:
+            state._fsdp_param_groups, state._training_state = groups, phase
+            state._modules_to_run_forward.clear()
