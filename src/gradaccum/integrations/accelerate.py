@@ -194,9 +194,9 @@ class PreparedOptimizer(AcceleratedOptimizer):
         """The inner optimizer's state dict, and the open window beside it.
 
         Raises:
-            WindowError: A window is open on several ranks: Accelerate writes the state of one of them.
+            WindowError: A window is open on several ranks: Accelerate writes the state of one of them, if not sharded.
         """
-        if self._several and self.optimizer.micro_batches:
+        if self._several and self._model is None and self.optimizer.micro_batches:
             raise WindowError(
                 f"save_state() was called inside a window, {self.optimizer.micro_batches} of "
                 f"{self.optimizer.steps} micro-batches, and writes one rank's optimizer, so that the other ranks' part "

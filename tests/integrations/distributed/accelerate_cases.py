@@ -100,9 +100,9 @@ def train_sharded(rank, steps, clip=None, epochs=2):
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def save_sharded(rank, folder):
-    """Save after a window, and go on in new objects. Returns (error, what is said of a save inside a window)."""
-    said, ends = "", []
+def save_sharded(rank, folder, after):
+    """Save after so many micro-batches, and go on in new objects. Returns (error, how many are open there)."""
+    opened, ends = [], []
     for resumed in (False, True):
         try:
             one = sharding(rank)
@@ -111,24 +111,22 @@ def save_sharded(rank, folder):
                 for parameter in model.parameters():
                     torch.nn.init.normal_(parameter)
             model, inner = one.prepare(model, sgd(model.parameters()))
-            optimizer = prepare_optimizer(one, inner, 2)
+            optimizer = prepare_optimizer(one, inner, 3)
             if resumed:
                 one.load_state(folder)
-            for index, batch in enumerate(batches(rank)[2 * resumed : 4]):
+                opened.append(optimizer.micro_batches)
+            for index, batch in enumerate(batches(rank)[after if resumed else 0 : 6]):
                 one.backward(mse(model, *batch))
                 optimizer.step()
-                if optimizer.updated and not resumed and index == 1:
-                    one.save_state(folder)
-                elif not optimizer.updated and index == 0:
-                    try:
-                        one.save_state(folder + "-inside")
-                    except WindowError as error:
-                        said = str(error)
                 optimizer.zero_grad()
+                if not resumed and index == after - 1:
+                    one.save_state(folder)
+                    opened.append(optimizer.micro_batches)
+            optimizer.flush()
             ends.append([parameter.full_tensor() for parameter in model.parameters()])
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
-    return relative_error(ends[1], ends[0]), said
+    return relative_error(ends[1], ends[0]), opened
 
 
 def refused_when_sharded(rank, how):

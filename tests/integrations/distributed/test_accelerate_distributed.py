@@ -32,10 +32,11 @@ def test_under_an_fsdp2_plugin_windows_make_the_update_of_all_ranks_rows(ranks, 
         assert updates == 6
 
 
-def test_under_an_fsdp2_plugin_files_are_written_between_windows_and_go_on_there(ranks, tmp_path):
-    for error, said in ranks.run(cases.save_sharded, str(tmp_path / "state")):
-        assert error == 0.0
-        assert "inside a window, 1 of 2 micro-batches" in said
+@pytest.mark.parametrize("after", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3)), 4])
+def test_under_an_fsdp2_plugin_files_hold_the_open_window_and_go_on_there(ranks, tmp_path, after):
+    for error, opened in ranks.run(cases.save_sharded, str(tmp_path / "state"), after):
+        assert error <= FLOAT64
+        assert opened == [after % 3, after % 3]
 
 
 @pytest.mark.parametrize(
