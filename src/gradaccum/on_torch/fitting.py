@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -59,9 +60,12 @@ class Fitting:
         gauge: What it costs.
     """
 
-    def __init__(self, transaction: Transaction, gauge: Gauge) -> None:
+    def __init__(
+        self, transaction: Transaction, gauge: Gauge, around: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
         self.transaction = transaction
         """What a micro-batch changes."""
+        self._around = around
         self._gauge = gauge
 
     def run(
@@ -158,15 +162,19 @@ class Fitting:
             self._measured(piece, plan, passes)
             return
         self.transaction.begin()
-        passes.backward(piece, passes.forward(piece))
+        passes.backward(piece, self._forward(piece, passes))
         self.transaction.commit()
+
+    def _forward(self, piece: Piece, passes: Passes) -> Any:
+        with self._around():
+            return passes.forward(piece)
 
     def _measured(self, piece: Piece, plan: Rows | Tokens, passes: Passes) -> None:
         gauge = self._gauge
         gauge.synchronize()
         base, mark, began = gauge.live(), gauge.mark(), time.perf_counter()
         self.transaction.begin()
-        forwarded = passes.forward(piece)
+        forwarded = self._forward(piece, passes)
         live = gauge.live()
         passes.backward(piece, forwarded)
         self.transaction.commit()

@@ -22,6 +22,7 @@ from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
 from gradaccum.torch.buffers import WindowBuffers
 from gradaccum.torch.distributed import SingleRank, leaving_on_error, run_together
 from gradaccum.torch.equivalence import Proof
+from gradaccum.torch.head import tiling
 from gradaccum.torch.layers import BlocksChoice, Layers, OffloadChoice, UpdateChoice, check_options, proof_of
 from gradaccum.torch.loss import Objective, Terms
 from gradaccum.torch.train_step.cutting import Cutting, GroupsChoice
@@ -76,6 +77,8 @@ class TrainStep:
             the other, each on all micro-batches.
         update: `"after_backward"`, or, with `blocks`, `"in_backward"`: a block's parameters are updated, and their
             gradient is freed, as soon as it is finished.
+        head: The linear layer whose outputs are logits over a huge vocabulary, its dotted path, or `"auto"` for models
+            of transformers: it and the cross entropy run in tiles, so that the logits never exist.
 
     Raises:
         TypeError, ValueError: An argument is not what it must be.
@@ -118,6 +121,7 @@ class TrainStep:
         sync: Sync = "window",
         blocks: BlocksChoice = None,
         update: UpdateChoice = "after_backward",
+        head: nn.Module | str | None = None,
     ) -> None:
         self.model = checked_model(model)
         self.batch_norm = BatchNormPolicy(
@@ -132,15 +136,9 @@ class TrainStep:
         if self.batch_norm.choice == "exact":
             self._whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=bool(offload))
             micro_batch_size = EXACT_MICRO_BATCH_SIZE if micro_batch_size == "auto" else micro_batch_size
-        self.objective = Objective(
-            model if self._whole is None else self._whole.model,
-            loss_fn=loss_fn,
-            compute_loss=compute_loss,
-            weight=weight,
-            reduction=reduction,
-            batch_dims=batch_dims,
-            autocast=autocast,
-        )
+        loss: dict[str, Any] = {"loss_fn": loss_fn, "compute_loss": compute_loss, "weight": weight}
+        loss |= {"reduction": reduction, "batch_dims": batch_dims, "autocast": autocast}
+        self.objective = Objective(model if self._whole is None else self._whole.model, **loss)
         self._layers = None if blocks is None else Layers(model, blocks, offload)
         self.gauge = Gauge(self.objective.device, parse_bytes(memory_limit))
         self.update = Update(
@@ -172,7 +170,8 @@ class TrainStep:
             self.update.make_in_backward(self._layers, self.cutting.searches, several=self.ranks.several)
         self._checked = False
         self._transaction = Transaction(self._modules(), self.update.parameters, self.objective.device)
-        self._fitting = Fitting(self._transaction, self.gauge)
+        self._tiles = tiling(inside(model), head)
+        self._fitting = Fitting(self._transaction, self.gauge, self._tiles)
         self._proof = Proof(
             plain,
             self._rehearsed,
@@ -381,7 +380,7 @@ class TrainStep:
             try:
                 self.cutting.plan(batch)  # max_tokens judges the padding
                 self._transaction.abandon()
-                with proof_of(self._layers):
+                with proof_of(self._layers), self._tiles():
                     self._proof.run(batch, self.cutting.sizers.given)
             finally:
                 self.proving = False

@@ -1,0 +1,219 @@
+"""Huge vocabularies: the head and the loss in tiles make the update of the logits that never exist."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradaccum.torch import TrainStep
+from gradaccum.torch.head import Head, tiling
+from gradaccum.torch.measure.fake_memory import LiveBytes
+from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
+from tests.torch.train_step.test_packing import data
+from tests.torch.train_step.test_padding import shifted, tiny
+from tests.torch.train_step.test_train_step import OPTIMIZERS
+
+CLASSES = 23
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three rows."""
+    monkeypatch.setattr("gradaccum.torch.head.tiles.NUMBERS", 3 * CLASSES)
+
+
+class Model(nn.Module):
+    """Tokens, a layer, and a head over classes."""
+
+    def __init__(self, bias: bool = True, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(CLASSES, 6, dtype=dtype)
+        self.head = nn.Linear(6, CLASSES, bias=bias, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(torch.tanh(self.embedding(x)))
+
+
+def tokens(rows: int = 7, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(CLASSES, (rows, 5), generator=generator)
+    y = torch.randint(CLASSES, (rows, 5), generator=generator)
+    return x, y.masked_fill(torch.rand(y.shape, generator=generator) < 0.2, -100)
+
+
+WEIGHTS = torch.linspace(0.5, 2.0, CLASSES, dtype=torch.float64)
+LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Any] | None]] = {
+    "flat": (lambda m, x, y: F.cross_entropy(m(x).view(-1, CLASSES), y.flatten()), lambda x, y: (y != -100).sum()),
+    "transposed": (lambda m, x, y: F.cross_entropy(m(x).transpose(1, 2), y), lambda x, y: (y != -100).sum()),
+    "next token": (
+        lambda m, x, y: F.cross_entropy(m(x)[:, :-1].contiguous().double().reshape(-1, CLASSES), y[:, 1:].flatten()),
+        lambda x, y: (y[:, 1:] != -100).sum(),
+    ),
+    "one of each row": (lambda m, x, y: F.cross_entropy(m(x)[..., 2:3, :].flatten(0, 1), y[:, 2].clamp(0)), None),
+    "weighted, smooth": (
+        lambda m, x, y: F.cross_entropy(m(x).flatten(0, 1), y.flatten(), weight=WEIGHTS, label_smoothing=0.1),
+        lambda x, y: WEIGHTS[y[y != -100]].sum(),
+    ),
+    "sum": (
+        lambda m, x, y: F.cross_entropy(m(x).flatten(0, 1), y.flatten(), reduction="sum") / len(x), None
+    ),
+    "none": (
+        lambda m, x, y: F.cross_entropy(m(x).mT, y, reduction="none").square().sum(1).mean(), None
+    ),
+}  # fmt: skip
+
+
+def made(compute_loss: Callable[..., Tensor], weight: Callable[..., Any] | None, **keywords: Any) -> list[Tensor]:
+    """Parameters after three updates."""
+    model = keywords.pop("model", None) or Model()
+    options: dict[str, Any] = {"micro_batch_size": 3, "head": "head"} | keywords
+    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=compute_loss, weight=weight, **options)
+    for seed in range(3):
+        step(*tokens(seed=seed))
+    return list(model.parameters())
+
+
+def plain(compute_loss: Callable[..., Tensor], model: nn.Module | None = None) -> list[Tensor]:
+    model = model or Model()
+    batches = [tokens(seed=seed) for seed in range(3)]
+    torch_updates(model, OPTIMIZERS["sgd"](model.parameters()), batches, compute_loss)
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_tiles_make_the_update_of_whole_logits(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert relative_error(made(*LOSSES[kind]), plain(LOSSES[kind][0])) <= FLOAT64
+    assert not [record for record in caplog.records if "computed whole" in record.message]
+
+
+def test_a_torch_nn_loss_takes_tiles() -> None:
+    class Second(Model):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x).transpose(1, 2)
+
+    model, reference = Second(bias=False), Second(bias=False)
+    loss_fn = nn.CrossEntropyLoss()
+    step = TrainStep(
+        model, OPTIMIZERS["adam"](model.parameters()), loss_fn=loss_fn, micro_batch_size=3, head=model.head
+    )
+    for seed in range(3):
+        step(*tokens(seed=seed))
+    batches = [tokens(seed=seed) for seed in range(3)]
+    optimizer = OPTIMIZERS["adam"](reference.parameters())
+    torch_updates(reference, optimizer, batches, lambda m, x, y: loss_fn(m(x), y))
+    assert relative_error(list(model.parameters()), list(reference.parameters())) <= FLOAT64
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_head_of_transformers_is_found(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """GPT-2's weights are tied to its embedding; the model's own loss computes in float32."""
+    model = tiny(kind)
+    reference = copy.deepcopy(model)
+    step = TrainStep(
+        model,
+        OPTIMIZERS["sgd"](model.parameters()),
+        compute_loss=lambda m, batch: m(**batch).loss,
+        weight=shifted,
+        micro_batch_size=4,
+        head="auto",
+    )
+    for batch in data("right"):
+        step(*batch)
+    torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), data("right"), lambda m, b: m(**b).loss)
+    flat = [nn.utils.parameters_to_vector(m.parameters()) for m in (model, reference)]
+    assert relative_error(flat[:1], flat[1:]) <= FLOAT32
+    assert not [record for record in caplog.records if "computed whole" in record.message]
+    assert type(model.get_output_embeddings()) is nn.Linear  # type: ignore[operator]  # transformers'
+
+
+def test_logits_never_exist() -> None:
+    """Of 64 tokens and 4096 classes; a tile has three rows."""
+    peaks = []
+    for head in (None, "1"):
+        model = nn.Sequential(nn.Embedding(10, 2), nn.Linear(2, 4096))
+        step = TrainStep(
+            model, OPTIMIZERS["sgd"](model.parameters()), verify=False, micro_batch_size=8, head=head,
+            compute_loss=lambda m, x, y: F.cross_entropy(m(x).flatten(0, 1), y.flatten()),
+        )  # fmt: skip
+        x = torch.zeros(16, 8).long()
+        step(x, x)
+        with LiveBytes() as live:
+            step(x, x)
+        peaks.append(live.peak)
+    whole = 8 * 8 * 4096 * 4
+    assert peaks[0] > whole
+    assert peaks[1] < whole / 2
+
+
+def test_what_takes_no_tiles_is_computed_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    def halved(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy((m(x) / 2).mT, y.clamp(0))
+
+    def own(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.nll_loss(F.log_softmax(m(x).flatten(0, 1), -1), y.clamp(0).flatten())
+
+    for loss, what in ((halved, "operator.truediv"), (own, "log_softmax")):
+        caplog.clear()
+        assert relative_error(made(loss, None), plain(loss)) <= FLOAT64
+        (record,) = [record for record in caplog.records if "computed whole" in record.message]
+        assert f"for {what!r}" in record.message
+
+
+@pytest.mark.parametrize("around", ["model", "model and loss"])
+def test_autocast_casts_where_it_does_without_tiles(around: str) -> None:
+    """The numbers are the same; the tiles' gradients are added up in another order, of bfloat16 each."""
+    model = Model(dtype=torch.float32)
+    x, y = tokens()
+    found = []
+    for head in (None, "head"):
+        with tiling(model, head)(), torch.autocast("cpu", torch.bfloat16):
+            logits = model(x)
+            if around == "model and loss":
+                loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+        if around == "model":
+            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").float().sum()
+        found.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
+    assert found[0][0].dtype == found[1][0].dtype
+    assert relative_error(found[1][:1], found[0][:1]) <= FLOAT32
+    assert relative_error(found[1][1:], found[0][1:]) <= 2 * torch.finfo(torch.bfloat16).eps
+
+
+def test_frozen_heads_get_no_gradient() -> None:
+    loss, weight = LOSSES["flat"]
+    models = [Model(), Model()]
+    for model in models:
+        model.head.requires_grad_(False)
+    assert relative_error(made(loss, weight, model=models[0]), plain(loss, models[1])) <= FLOAT64
+
+
+def test_copies_of_a_model_compute_with_their_own_weights() -> None:
+    model = Model()
+    with tiling(model, "head")():
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.head.weight.zero_()
+        found, own = (float(m(tokens()[0]).whole("a look").detach().abs().sum()) for m in (other, model))
+        assert found < own
+    assert type(model.head) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("head", "error", "message"),
+    [
+        ("nowhere", ValueError, "no module 'nowhere'"),
+        ("embedding", TypeError, "must be an nn.Linear with its own forward"),
+        (nn.Linear(2, 2), ValueError, "must be a module of the model"),
+        (3, TypeError, "Received: 3 of type int"),
+        ("auto", ValueError, "transformers' models. Received: Model"),
+    ],
+)
+def test_what_is_no_head_is_refused(head: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Head(Model(), head)
