@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -229,3 +230,77 @@ def test_in_backward_an_error_in_the_middle_says_what_has_been_updated(error: ty
         assert (found > 0) == changed, layer
     assert step.updates == 0
     assert all(p.grad is None for p in model.parameters())
+
+
+def token_mean(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=0)
+
+
+def told(ids: Tensor, labels: Tensor) -> Tensor:
+    return (labels != 0).sum()
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "clip_grad_norm": {"clip_grad_norm": 1.0},
+    "scaler": {"scaler": torch.amp.GradScaler("cpu")},
+    "batch_norm": {"batch_norm": "exact"},
+    "noise_scale": {"noise_scale": True},
+}
+EXACT: dict[str, dict[str, Any]] = {
+    "loss_fn": {"loss_fn": lambda outputs, y: nn.functional.cross_entropy(outputs.flatten(0, 1), y.flatten())},
+    "compute_loss": {"compute_loss": lambda *batch: dict.fromkeys("ab", (loss_of(*batch), len(batch[1])))},
+    "weight": {"compute_loss": token_mean, "weight": told},
+    "reduction": {"compute_loss": lambda *batch: token_mean(*batch) * told(*batch[1:]), "reduction": "sum"},
+    "batch_dims": {"compute_loss": lambda model, ids, y: loss_of(model, ids, y.T), "batch_dims": (0, 1)},
+    "groups": {"groups": 2},
+    "autocast": {"autocast": torch.bfloat16},
+    "accumulate_dtype": {"accumulate_dtype": torch.float64},
+    "batch_norm": {"batch_norm": "pooled"},
+    "offload": {"offload": True},
+    "memory_limit": {"memory_limit": "64GiB"},
+    "verify": {"verify": True},
+    "sync": {"sync": "micro_batch"},
+}
+TESTED_ELSEWHERE = {"micro_batch_size", "blocks", "update", "max_tokens", "pack"}  # the last two below
+
+
+def test_in_backward_each_option_is_exact_or_refused_by_name_when_the_step_is_built() -> None:
+    options = set(inspect.signature(TrainStep).parameters) - {"model", "optimizer"}
+    assert options == {*REFUSED, *EXACT, *TESTED_ELSEWHERE}
+    for name, keywords in REFUSED.items():
+        with pytest.raises(ValueError, match=f"{name}|GradScaler"):
+            build(network(), **keywords)
+    for name, keywords in EXACT.items():
+        updated = []
+        for update in ("after_backward", "in_backward"):
+            model = network()
+            given = {"compute_loss": None if name == "loss_fn" else loss_of, "micro_batch_size": 4, "verify": False}
+            step = build(model, update=update, **given | keywords)
+            losses = [
+                step(ids, labels.T if name == "batch_dims" else labels) for ids, labels in batches(rows=8, count=2)
+            ]
+            updated.append([*model.parameters(), *losses])
+        assert relative_error(*updated) <= FLOAT64, name
+
+
+@pytest.mark.slow
+def test_in_backward_rows_by_tokens_and_packed_ones() -> None:
+    pytest.importorskip("transformers")
+    from gradaccum.torch.packing import causal_lm
+    from tests.torch.train_step.test_packing import data, next_token_mean
+    from tests.torch.train_step.test_padding import shifted, tiny
+
+    for pack in (None, causal_lm):
+        updated = []
+        for update in ("after_backward", "in_backward"):
+            model = tiny("llama")
+            keywords = {
+                "weight": shifted,
+                "max_tokens": 24,
+                "pack": pack,
+                "micro_batch_size": "auto",
+                "blocks": "model.layers",
+            }
+            step = build(model, compute_loss=next_token_mean, update=update, verify=False, **keywords)
+            updated.append([step(*data("right", 1)[0]), *model.parameters()])
+        assert relative_error(*updated) <= FLOAT64

@@ -62,7 +62,7 @@ def measured(**options: Any) -> int:
     return live.peak
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "meta"])
 def test_the_predicted_peaks_are_those_of_the_updates(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Network().to(device)
     model.head.weight = model.embedding.weight
