@@ -94,3 +94,10 @@ def test_max_tokens_has_as_many_passes_of_about_the_same_cost_on_each_rank(
     if fits == 999:
         assert len(tokens) == len(own)
         assert max(tokens) <= 12  # 17 tokens in as many passes as 96 take elsewhere, not in one
+
+
+@pytest.mark.parametrize("kind", ["auto", "max_tokens"])
+def test_ranks_of_a_replicated_model_search_pack_and_run_out_of_memory_each_for_itself(
+    ranks: Processes, kind: str
+) -> None:
+    assert max(ranks.run(cases.replicated, kind, limit=LIMIT)) <= FLOAT64

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.torch import TrainStep
 from gradaccum.torch.measure.fake_memory import LiveBytes
@@ -298,3 +299,27 @@ def cannot_be_predicted(rank: int) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def replicated(rank: int, kind: str) -> float:
+    """The same on DistributedDataParallel: ranks search, pack and run out of memory each for itself."""
+    model = Tagger()
+    oracle = Oracle(model, "adam")
+    if fragile := rank == (kind == "auto"):
+        model.place.rows = 60 if kind == "auto" else 20
+    step = step_of(
+        DistributedDataParallel(model),
+        "adam",
+        loss_fn=None,
+        compute_loss=lambda m, batch: m(**batch),
+        weight=lambda batch: (batch["labels"] != -100).sum(),
+        micro_batch_size="auto",
+        max_tokens=None if kind == "auto" else 48,
+    )
+    for update in range(2):
+        batches = [text(own, 10 * update + r) for r, own in enumerate([[16, 15, 9, 12, 16, 14, 3, 11], [2, 3, 1, 5]])]
+        rows: Any = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+        oracle.update(rows, lambda m, batch: m(**batch))
+        step(batches[rank])
+    assert (model.place.failures > 0) == fragile
+    return oracle.error(model)

@@ -1,0 +1,193 @@
+"""TrainStep on a sharded model, two ranks (FSDP2 over gloo): what its messages cost, and how long ranks idle."""
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.harness import Ratio, arguments, keep_freed_memory, publish, ratio_of, recorded, table
+from gradaccum.sizes import Tokens
+from gradaccum.torch import TrainStep
+from gradaccum.torch.distributed.fsdp import Shards
+
+RANKS, ROWS, COLUMNS, MAX_TOKENS = 2, 64, 96, 384
+
+
+class Model(nn.Module):
+    """Blocks over the tokens of a text, each sharded by itself."""
+
+    def __init__(self, blocks: int = 6, width: int = 192) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(256, width), nn.Linear(width, 256)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(blocks)
+        )
+        for part in [self.embedding, *self.blocks, self.head, self]:
+            fully_shard(part)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids.flatten())
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.cross_entropy(self.head(x), labels.flatten(), ignore_index=-100)
+
+
+def text(lengths: list[int]) -> dict[str, Tensor]:
+    mask = (torch.arange(COLUMNS) < torch.tensor(lengths)[:, None]).long()
+    ids = torch.randint(1, 256, (len(lengths), COLUMNS)) * mask
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def drawn(window: int) -> list[list[int]]:
+    """The lengths of each rank's rows: log-normal, as those of documents are."""
+    draw = random.Random(window)
+    return [[min(max(int(draw.lognormvariate(3.0, 0.8)), 2), COLUMNS) for _ in range(ROWS)] for _ in range(RANKS)]
+
+
+def dealt(lengths: list[list[int]]) -> list[list[int]]:
+    """The same rows, exchanged so that all ranks have about the same tokens."""
+    ranks: list[list[int]] = [[] for _ in lengths]
+    for length in sorted((length for own in lengths for length in own), reverse=True):
+        min(ranks, key=sum).append(length)
+    return ranks
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    kept = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
+
+
+def step_of(**keywords: Any) -> TrainStep:
+    model = Model()
+    return TrainStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        compute_loss=lambda m, batch: m(**batch),
+        weight=lambda batch: (batch["labels"] != -100).sum(),
+        verify=False,
+        **keywords,
+    )
+
+
+def as_packed(plan: Tokens, count: int, least: int = 1) -> list[Any]:
+    """The pieces by the whole budget, however many the other ranks have: passes that count nothing make up for it."""
+    return list(plan)
+
+
+def rank_main(rank: int, port: int, rounds: int, windows: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    lengths = [drawn(window) for window in range(windows)]
+    own = [text(window[rank]) for window in lengths]
+    even = [text(dealt(window)[rank]) for window in lengths]
+    fixed, packing, plain = step_of(micro_batch_size=16), step_of(max_tokens=MAX_TOKENS), contextlib.nullcontext
+    contenders: dict[str, tuple[TrainStep, Any, Callable[[], Any]]] = {
+        "TrainStep": (fixed, own, plain),
+        "without its messages": (fixed, own, functools.partial(replaced, Shards, "ask_before", lambda *_: None)),
+        "own rows, as many passes of the same cost": (packing, own, plain),
+        "own rows, by the whole budget": (packing, own, functools.partial(replaced, Tokens, "in_passes", as_packed)),
+        "rows exchanged beforehand": (packing, even, plain),
+    }
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    shuffle = random.Random(0)
+    for round_ in range(rounds + 1):
+        for name in shuffle.sample(list(contenders), len(contenders)):
+            step, batches, context = contenders[name]
+            dist.barrier()
+            start = time.perf_counter()
+            with context():
+                for batch in batches:
+                    step(batch)
+            dist.barrier()
+            if round_:
+                times[name].append(time.perf_counter() - start)
+    idle = {name: idling(lengths, name) for name in list(contenders)[2:]}
+    if rank == 0:
+        results.put((times, idle))
+    dist.destroy_process_group()
+
+
+def idling(windows: list[list[list[int]]], name: str) -> float:
+    """The part of all ranks' passes in which a rank has fewer tokens to compute than the one with the most."""
+    from gradaccum.sizes import TokenBudget
+
+    worked = waited = 0
+    for lengths in windows:
+        ranks = dealt(lengths) if "exchanged" in name else lengths
+        plans = [Tokens(TokenBudget(MAX_TOKENS), [(0, length) for length in own]) for own in ranks]
+        most = max(len(list(plan)) for plan in plans)
+        pieces = [list(plan) if "whole" in name else plan.in_passes(most) for plan in plans]
+        for at in range(most):
+            costs = [own[at].tokens if at < len(own) else 0 for own in pieces]
+            worked += sum(costs)
+            waited += sum(max(costs) - cost for cost in costs)
+    return waited / (worked + waited)
+
+
+def measured(rounds: int, windows: int) -> Any:
+    """What the first of the ranks finds, each of them a process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [
+        context.Process(target=rank_main, args=(rank, port, rounds, windows, results), daemon=True)
+        for rank in range(RANKS)
+    ]
+    for process in processes:
+        process.start()
+    found = results.get(timeout=600)
+    for process in processes:
+        process.join()
+    return found
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    rounds, windows = (2, 2) if options.quick else (15, 4)
+    times, idle = measured(rounds, windows)
+    lines = []
+    for rival, names in (
+        ("without its messages", ["TrainStep", "without its messages"]),
+        ("rows exchanged beforehand", list(idle)),
+    ):
+        ratios: dict[str, Ratio] = {
+            name: ratio_of([mine / theirs for mine, theirs in zip(times[name], times[rival], strict=True)])
+            for name in names
+        }
+        recorded(ratios, rival, rounds, f"2 ranks, FSDP2, {ROWS} rows a window")
+        lines += [[name, ratios[name], f"{100 * idle[name]:.1f} %" if name in idle else ""] for name in names]
+    about = (
+        f"{RANKS} ranks over gloo, {ROWS} rows a window on each, of log-normal lengths; six blocks, an embedding and a "
+        "head, each sharded by itself. The first two: micro-batches of 16 padded rows, with and without the messages "
+        "by which the ranks ask each other before each collective. The others: `max_tokens` of "
+        f"{MAX_TOKENS}, beside windows whose rows were dealt out evenly beforehand, at no cost. Time: median over "
+        f"{rounds} rounds of the ratio in the same round. Idle: of the tokens that all ranks could compute in their "
+        "passes, those that a rank with fewer in a pass doesn't.\n\n"
+    )
+    body = about + table(["", "time", "idle"], lines)
+    publish("sharded", "Sharded models", body, ["torch"], options, ours=["TrainStep"])
+
+
+if __name__ == "__main__":
+    main()
