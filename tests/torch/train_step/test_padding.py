@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from gradaccum.torch import TrainStep
 from tests.reference import FLOAT32, relative_error, torch_updates
 from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates
 
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 COLUMNS = 12
 LENGTHS = [3, 12, 1, 7, 2, 2, 5, 9, 4, 1, 6]
 
@@ -58,7 +60,7 @@ def valid(batch: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["sgd", *(SLOW(name) for name in OPTIMIZERS if name != "sgd")])
 def test_packed_rows_make_the_padded_batchs_update(side: str, optimizer: str) -> None:
     model = Attention()
     assert_same_updates(
@@ -150,7 +152,7 @@ def test_models_of_transformers_take_packed_batches(kind: str, side: str, first:
         assert step.cutting.packing.left == ("keep" if first and kind == "gpt2" else "number")
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", SLOW("bert"), SLOW("llama")])
 def test_padding_on_the_left_is_judged_where_it_comes_first(kind: str) -> None:
     data = [(text(side, seed),) for seed, side in enumerate(["right", "right", "left", "left"])]
     for batch, *_ in data[:1]:  # full rows
@@ -161,7 +163,7 @@ def test_padding_on_the_left_is_judged_where_it_comes_first(kind: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [[3], [0, 7]], ids=["one row", "others"])
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", SLOW("llama")])
 def test_a_first_label_that_counts_in_a_later_batch_alone_is_noticed(kind: str, rows: list[int], caplog: Any) -> None:
     data = [(text("left", seed),) for seed in range(4)]
     for index, (batch,) in enumerate(data):
