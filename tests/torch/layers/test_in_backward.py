@@ -253,6 +253,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "reduction": {"compute_loss": lambda *batch: token_mean(*batch) * told(*batch[1:]), "reduction": "sum"},
     "batch_dims": {"compute_loss": lambda model, ids, y: loss_of(model, ids, y.T), "batch_dims": (0, 1)},
     "groups": {"groups": 2},
+    "head": {"head": "head"},
     "autocast": {"autocast": torch.bfloat16},
     "accumulate_dtype": {"accumulate_dtype": torch.float64},
     "batch_norm": {"batch_norm": "pooled"},
@@ -275,7 +276,7 @@ def test_in_backward_each_option_is_exact_or_refused_by_name_when_the_step_is_bu
         for update in ("after_backward", "in_backward"):
             model = network()
             given = {"compute_loss": None if name == "loss_fn" else loss_of, "micro_batch_size": 4, "verify": False}
-            step = build(model, update=update, **given | keywords)
+            step = build(model, OPTIMIZERS["sgd"](model.parameters()), update=update, **given | keywords)
             losses = [
                 step(ids, labels.T if name == "batch_dims" else labels) for ids, labels in batches(rows=8, count=2)
             ]
@@ -301,6 +302,7 @@ def test_in_backward_rows_by_tokens_and_packed_ones() -> None:
                 "micro_batch_size": "auto",
                 "blocks": "model.layers",
             }
-            step = build(model, compute_loss=next_token_mean, update=update, verify=False, **keywords)
+            sgd = OPTIMIZERS["sgd"](model.parameters())
+            step = build(model, sgd, compute_loss=next_token_mean, update=update, verify=False, **keywords)
             updated.append([step(*data("right", 1)[0]), *model.parameters()])
         assert relative_error(*updated) <= FLOAT64
