@@ -1,106 +1,180 @@
-"""Runs the tests of other people's trainers with the lowest versions of them that pyproject.toml asks for, all of them
-at once, and with the installed ones.
+"""Runs the suites of tests with other versions of what they test against, and writes the table of docs/versions.md.
 
-    python -m scripts.versions                # an environment in a temporary folder; torch is the installed one
-    python -m scripts.versions --write        # and write the table of docs/trainers.md
-    python -m scripts.versions --with transformers==5.5.0 --lowest-alone    # any other version
+    python -m scripts.versions                                  # all lowest versions of pyproject.toml, package by package
+    python -m scripts.versions torch==2.15.0                    # what goes with these packages, in an environment of them
+    python -m scripts.versions jax==0.8.0 optax==0.2.5 flax==0.12.0
+    python -m scripts.versions --python python3.13 [SUITE ...]  # all or these, in an environment with constraints.txt
+    python -m scripts.versions --installed [SUITE ...]          # all or these, in this environment
+
+With `--write` the run becomes a row of docs/versions.json, in the place of one of the same versions, and the table is
+made anew. An environment lies in a temporary folder (or in `--folder`, to be used again), sees the packages of this
+one, and has those that are named in front of them. torch from an index without builds for the CPU is several GB.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
+import os
 import re
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "trainers.md"
+RECORDS = ROOT / "docs" / "versions.json"
+PAGE = ROOT / "docs" / "versions.md"
 BEGIN, END = "<!-- versions -->\n", "<!-- /versions -->"
 
-_TRANSFORMERS = ["tests/integrations/transformers", "tests/integrations/fuzz"]
-TESTS = {
-    "transformers": _TRANSFORMERS,
-    "trl": _TRANSFORMERS,
-    "peft": _TRANSFORMERS,
-    "accelerate": ["tests/integrations/test_accelerate.py", "tests/torch/optimizer/test_accelerate.py"],
-    "lightning": ["tests/integrations/test_lightning.py"],
-    "sentence-transformers": ["tests/integrations/sentence_transformers"],
+SUITES = {
+    "test-torch": "PyTorch",
+    "test-ranks": "ranks",
+    "test-keras-torch": "Keras on PyTorch",
+    "test-keras-tensorflow": "on TensorFlow",
+    "test-keras-jax": "on JAX",
+    "test-jax": "JAX",
+    "test-integrations": "trainers",
+    "test-centre": "all else",
 }
+"""The Makefile's targets, and what the table calls them."""
+TRAINERS = ("transformers", "accelerate", "lightning", "sentence-transformers", "peft", "trl")
+OF = {
+    "torch": ["test-torch", "test-ranks", "test-keras-torch"],
+    "keras": ["test-keras-torch", "test-keras-tensorflow", "test-keras-jax"],
+    "tensorflow-cpu": ["test-keras-tensorflow"],
+    **dict.fromkeys(("jax", "optax"), ["test-jax"]),
+    **dict.fromkeys(TRAINERS, ["test-integrations"]),
+}
+"""The suites that go with a package."""
+LOWEST: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
+    (("torch",), {}),
+    (("keras",), {}),
+    (("jax", "optax"), {"flax": "0.12.0"}),  # a later Flax needs a later JAX
+    (TRAINERS, {}),
+)
+"""Packages whose lowest versions are installed together, and what goes with them."""
 
 
 def lowest(package: str) -> str:
     """What pyproject.toml asks for at least, of three numbers."""
-    found = re.search(rf'"{package}>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    found = re.search(rf'"{package}>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     if found is None:
         raise SystemExit(f"pyproject.toml has no lowest version of {package}.")
     return ".".join([*found[1].split("."), "0", "0"][:3])
 
 
-def environment(folder: Path, packages: dict[str, str]) -> Path:
-    """An environment with these versions; everything else, `torch` above all, is that of this interpreter."""
-    venv.EnvBuilder(with_pip=True).create(folder)
+def pip(python: Path, *arguments: str) -> None:
+    subprocess.check_call([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments])
+
+
+def overlay(folder: Path, packages: dict[str, str]) -> None:
+    """Make an environment with these versions before everything that this one has."""
     python = folder / "bin" / "python"
-    own = subprocess.check_output(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
-    ).strip()
+    if not python.exists():
+        subprocess.check_call([sys.executable, "-m", "venv", folder])
+    asks = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    own = Path(subprocess.check_output([python, "-c", asks], text=True).strip())
     others = [sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("site-packages"))]
-    Path(own, "others.pth").write_text("\n".join(dict.fromkeys(others)) + f"\n{ROOT / 'src'}\n")
-    pins = [f"{name}=={version}" for name, version in packages.items()]
-    held = [f"{name}=={importlib.metadata.version(name)}" for name in ("torch", "numpy")]
-    subprocess.check_call([python, "-m", "pip", "install", "--quiet", *pins, *held])
-    return python
+    lines = [str(ROOT / "src"), str(ROOT / "compat" / "runai" / "src"), *dict.fromkeys(others)]
+    (own / "others.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    held = [f"{name}=={importlib.metadata.version(name)}" for name in ("torch", "numpy") if name not in packages]
+    pip(python, *(f"{name}=={version}" for name, version in packages.items()), *held)
 
 
-def run(python: str | Path, paths: list[str]) -> str:
-    """How many passed, or the last line of what pytest says."""
-    select = ["-m", "not slow and not fuzz and not gpu"]
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *select, *paths]
+def fresh(folder: Path, interpreter: str) -> str:
+    """Make an environment of another Python, as `make install-dev` does. Returns the Python's version."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.check_call([interpreter, "-m", "venv", folder])
+    own = ["--editable", f"{ROOT}[dev]", "--editable", str(ROOT / "compat" / "runai")]
+    pip(python, "--constraint", str(ROOT / "constraints.txt"), *own)
+    return subprocess.check_output(
+        [python, "-c", "import platform; print(platform.python_version())"], text=True
+    ).strip()
+
+
+def run(folder: Path, suite: str) -> str:
+    """How many tests of a suite have passed, or the last line of what it prints."""
+    command = ["make", "--no-print-directory", "--silent", suite, f"VENV={folder}"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     print(result.stdout[-4000:], result.stderr[-2000:], flush=True)
-    last = result.stdout.strip().splitlines()[-1]
+    last = result.stdout.strip().splitlines()[-1] if result.stdout.strip() else "no tests"
     passed = re.match(r"\d+ passed", last)
-    return passed[0] if result.returncode == 0 and passed else last
+    return passed[0].split()[0] if result.returncode == 0 and passed else last.split(" in ")[0]
 
 
-def results(python: str | Path, packages: list[str]) -> dict[str, str]:
-    found: dict[tuple[str, ...], str] = {}
-    for paths in dict.fromkeys(tuple(TESTS[name]) for name in packages):
-        found[paths] = run(python, list(paths))
-    return {name: found[tuple(TESTS[name])] for name in packages}
+def record(packages: dict[str, str], suites: dict[str, str]) -> None:
+    """Put a run among the records: suites that were run now replace those of an earlier run of the same versions."""
+    records = json.loads(RECORDS.read_text(encoding="utf-8")) if RECORDS.exists() else []
+    same = next((row for row in records if row["packages"] == packages), None)
+    if same is None:
+        records.append(same := {"packages": packages, "suites": {}})
+    same["suites"] |= suites
+    RECORDS.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
 
 
-def table(packages: dict[str, str], low: dict[str, str], new: dict[str, str]) -> str:
-    lines = ["| package | lowest | its tests | newest | its tests |", "| --- | --- | --- | --- | --- |"]
-    for name, version in packages.items():
-        newest = importlib.metadata.version(name)
-        lines.append(f"| {name} | {version} | {low[name]} | {newest} | {new[name]} |")
-    made = f"torch {importlib.metadata.version('torch')}. Made by `python -m scripts.versions --write`."
-    return "\n".join([*lines, "", made])
+def table(records: list[dict[str, dict[str, str]]]) -> str:
+    """The records as Markdown: a row per environment, a column per suite."""
+    lines = [f"| versions | {' | '.join(SUITES.values())} |", f"| --- |{' ---: |' * len(SUITES)}"]
+    for row in records:
+        versions = ", ".join(f"{name} {version}" for name, version in row["packages"].items())
+        lines.append(f"| {versions} | {' | '.join(row['suites'].get(suite, '') for suite in SUITES)} |")
+    return "\n".join(lines)
+
+
+def write() -> None:
+    """Put the table of the records into the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    made = table(json.loads(RECORDS.read_text(encoding="utf-8")))
+    PAGE.write_text(f"{before}{BEGIN}{made}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+def installed() -> dict[str, str]:
+    names = ("torch", "keras", "tensorflow-cpu", "jax", "optax", *TRAINERS)
+    return {"Python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in names}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the table of docs/trainers.md")
-    parser.add_argument("--with", nargs="*", default=[], dest="others", metavar="NAME==VERSION", help="in its place")
-    parser.add_argument("--lowest-alone", action="store_true", help="leave out the installed ones")
+    parser.add_argument("what", nargs="*", metavar="NAME==VERSION | SUITE", help="packages, or targets of the Makefile")
+    parser.add_argument("--python", help="another interpreter")
+    parser.add_argument("--installed", action="store_true", help="this environment")
+    parser.add_argument("--folder", type=Path, help="keep the environment here")
+    parser.add_argument("--write", action="store_true", help="into docs/versions.json and docs/versions.md")
     options = parser.parse_args()
-    packages = {name: lowest(name) for name in TESTS} | dict(pin.split("==") for pin in options.others)
-    with tempfile.TemporaryDirectory() as folder:
-        low = results(environment(Path(folder), packages), list(packages))
-    new = dict.fromkeys(packages, "not run") if options.lowest_alone else results(sys.executable, list(packages))
-    print(made := table(packages, low, new))
-    if options.write:
-        text = PAGE.read_text()
-        before, _, rest = text.partition(BEGIN)
-        PAGE.write_text(before + BEGIN + made + "\n" + END + rest.partition(END)[2])
-    said = [*low.values(), *new.values()]
-    return int(not all(re.fullmatch(r"\d+ passed|not run", line) for line in said))
+    pins = dict(one.split("==") for one in options.what if "==" in one)
+    suites = [one for one in options.what if "==" not in one]
+    if unknown := set(suites) - set(SUITES):
+        parser.error(f"no suites: {', '.join(sorted(unknown))}. They are {', '.join(SUITES)}.")
+    if bool(pins) + bool(options.python) + options.installed > 1:
+        parser.error("give packages, --python or --installed")
+    trials = [pins]
+    if not (pins or options.python or options.installed):
+        trials = [{name: lowest(name) for name in names} | more for names, more in LOWEST]
+    failed = False
+    for packages in trials:
+        chosen = suites or [s for s in SUITES if not packages or any(s in OF.get(name, ()) for name in packages)]
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = options.folder or Path(temporary)
+            if options.installed:
+                folder, packages = Path(sys.prefix), installed()
+            elif options.python:
+                packages = {"Python": fresh(folder, options.python)}
+            else:
+                overlay(folder, packages)
+            results = {suite: run(folder.absolute(), suite) for suite in chosen}
+        print(table([{"packages": packages, "suites": results}]))
+        failed |= not all(said.isdigit() for said in results.values())
+        if options.write:
+            record(packages, results)
+            write()
+    return int(failed)
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     sys.exit(main())

@@ -44,7 +44,7 @@ def test_only_modules_can_be_chunked():
         chunked(torch.relu, 4)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:.*torch.jit.script:FutureWarning")
 def test_torch_script_is_refused_by_name():
     with pytest.raises(ValueError, match="'1' is a TorchScript module"):
         chunked(nn.Sequential(nn.Tanh(), torch.jit.script(nn.Linear(3, 2))), 4)

@@ -22,4 +22,7 @@ def test_a_signature_shows_the_inner_optimizers_arguments_then_the_wrappers(name
 def test_the_stubs_are_what_torchs_own_signatures_make():
     """Otherwise: `python -m scripts.stubs`."""
     face = "gradaccum.torch.optim"
-    assert path_of(face).read_text(encoding="utf-8") == stub(face)
+    written = path_of(face).read_text(encoding="utf-8")
+    if f"torch {torch.__version__.partition('+')[0]}:" not in written:
+        pytest.skip("made from another version")
+    assert written == stub(face)
