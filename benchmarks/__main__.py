@@ -29,6 +29,8 @@ NAMES = (
     "head", "sharded",
 )  # fmt: skip
 """In the order in which they are run: what the README shows first, what takes longest last."""
+QUICKLY = ("demo", "optimizer", "train_step", "chunked", "layers", "jax_value_and_grad", "keras_optimizers", "trainers")
+"""What `--quick` takes by itself: one of each way in, in two minutes."""
 ON_CUDA = (
     "chunked", "exact_batch_norm", "head", "info_nce", "layers", "max_tokens", "noise_scale", "optimizer", "train_step",
 )  # fmt: skip
@@ -40,8 +42,13 @@ IMAGE = PAGE.parent / "images" / "benchmarks.svg"
 def main() -> int:
     """Run them; 1 where one has failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all, in this order")
-    parser.add_argument("--quick", action="store_true", help="a few rounds, two scripts at a time: do they run?")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"of {', '.join(NAMES)}; default: all, in this order; with --quick {', '.join(QUICKLY)}",
+    )
+    parser.add_argument("--quick", action="store_true", help="a few rounds, two scripts at a time")
     parser.add_argument("--write", action="store_true", help="into docs/ and README.md as well")
     parser.add_argument("--minutes", type=float, default=math.inf, help="leave out what isn't done by then")
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for the results")
@@ -53,7 +60,7 @@ def main() -> int:
         parser.error("--quick shows that the scripts run; its numbers are not for the documentation.")
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
-    names = options.names or NAMES
+    names = options.names or (QUICKLY if options.quick else NAMES)
     runs = [(name, "cpu") for name in names]
     if cuda_is_found():
         runs += [(name, "cuda") for name in names if name in ON_CUDA]
