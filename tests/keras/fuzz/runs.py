@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -279,7 +280,16 @@ def _mixes_rows(scenario: Scenario) -> bool:
     across = {"dice", "variance", "masked mean", "over weights"} & set(scenario.losses)
     if scenario.tokens or scenario.weights not in ("", "ones"):
         across |= {"scalar"} & set(scenario.losses)  # a mean over rows, times weights or a mask
-    return bool(across) or bool({"softmax", "adds sum"} & set(scenario.layers))
+    mixing = {"softmax", "adds sum", *([] if _activity_is_a_mean() else ["active"])}
+    return bool(across) or bool(mixing & set(scenario.layers))
+
+
+@functools.cache
+def _activity_is_a_mean() -> bool:
+    """Whether what a layer adds for its outputs is a mean over rows; Keras 3.10 adds them up."""
+    layer = layers.Activation("linear", activity_regularizer=keras.regularizers.L2(1.0))
+    layer(np.ones((2, 1), "float32"))
+    return float(layer.losses[0]) == 1.0
 
 
 def _model(s: Scenario) -> keras.Model:
