@@ -37,16 +37,17 @@ class ShardedGroup:
         """What has been added up and is not reduced yet."""
         found: list[Tensor | None] = [self._group._partial_reduce_output]
         for parameter in self._group.fsdp_params:
-            found.append(parameter.unsharded_accumulated_grad)
+            if not _sums_in_the_gradient(parameter):
+                found.append(parameter.unsharded_accumulated_grad)
             if hasattr(parameter, "_unsharded_param"):
                 found.append(parameter._unsharded_param.grad)
         return [tensor for tensor in found if tensor is not None]
 
     def gathered_bytes(self) -> tuple[int, int]:
         """Of its whole parameters, as they are gathered, and of their gradients, as they are reduced."""
-        policy, sizes = self._group.mp_policy, [0, 0]
+        sizes = [0, 0]
         for parameter in self._group.fsdp_params:
-            own = parameter.sharded_param
+            own, policy = parameter.sharded_param, parameter.mp_policy
             sizes[0] += own.numel() * (policy.param_dtype or own.dtype).itemsize
             if own.requires_grad:
                 sizes[1] += own.numel() * (policy.reduce_dtype or policy.param_dtype or own.dtype).itemsize
@@ -54,8 +55,7 @@ class ShardedGroup:
 
     def gathered_dtypes(self) -> dict[Tensor, torch.dtype]:
         """In which dtype parameters are gathered."""
-        dtype = self._group.mp_policy.param_dtype
-        return {p.sharded_param: dtype or p.sharded_param.dtype for p in self._group.fsdp_params}
+        return {p.sharded_param: p.mp_policy.param_dtype or p.sharded_param.dtype for p in self._group.fsdp_params}
 
     def ask_before(self, ask: Callable[[str], None] | None, name: str) -> None:
         """Call this before each of its collectives, with what is to begin; None: no more."""
@@ -86,7 +86,7 @@ class ShardedGroup:
     def clear(self) -> None:
         """Drop what has been added up."""
         for parameter in self._group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            _put_sum(parameter, None)
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
         self._group._partial_reduce_output = None
@@ -99,7 +99,19 @@ class ShardedGroup:
             if hasattr(parameter, "_unsharded_param") and parameter.sharded_param.requires_grad:
                 whole = parameter._unsharded_param
                 dtype = parameter.reduce_dtype or whole.dtype
-                parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype, requires_grad=False)
+                _put_sum(parameter, torch.zeros_like(whole, dtype=dtype, requires_grad=False))
+
+
+def _sums_in_the_gradient(parameter: Any) -> bool:
+    """Whether what an open window has added up is the gathered parameter's gradient, as from torch 2.15 on."""
+    return isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
+
+
+def _put_sum(parameter: Any, value: Tensor | None) -> None:
+    if not _sums_in_the_gradient(parameter):
+        parameter.unsharded_accumulated_grad = value
+    elif hasattr(parameter, "_unsharded_param"):
+        parameter._unsharded_param.grad = value
 
 
 class _Asking:
@@ -133,6 +145,9 @@ def finish_sharded_backward(module: Any) -> None:
     """What FSDP2 does at a backward pass's end, of a sharded module that is nobody's part: reduce what is left."""
     state = module._get_fsdp_state()
     state._lazy_init()  # no forward pass has done it where the window came from a checkpoint
+    context = getattr(state, "_state_ctx", None)
+    if getattr(context, "manual_backward_finalization_active", False) is None:
+        context.manual_backward_finalization_active = False  # torch 2.15 sets it when a backward pass begins
     state._root_post_backward_final_callback()
 
 
