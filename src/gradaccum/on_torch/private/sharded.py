@@ -145,7 +145,7 @@ def finish_sharded_backward(module: Any) -> None:
     """What FSDP2 does at a backward pass's end, of a sharded module that is nobody's part: reduce what is left."""
     state = module._get_fsdp_state()
     state._lazy_init()  # no forward pass has done it where the window came from a checkpoint
-    context = getattr(state, "_state_ctx", None)
+    context: Any = getattr(state, "_state_ctx", None)
     if getattr(context, "manual_backward_finalization_active", False) is None:
         context.manual_backward_finalization_active = False  # torch 2.15 sets it when a backward pass begins
     state._root_post_backward_final_callback()
