@@ -1,7 +1,7 @@
 """Runs the suites of tests with other versions of what they test against, and writes the table of docs/versions.md.
 
-    python -m scripts.versions                                  # all lowest versions of pyproject.toml, package by package
-    python -m scripts.versions torch==2.15.0                    # what goes with these packages, in an environment of them
+    python -m scripts.versions                                  # all lowest versions of pyproject.toml
+    python -m scripts.versions torch==2.15.0                    # what goes with these packages, in an environment
     python -m scripts.versions jax==0.8.0 optax==0.2.5 flax==0.12.0
     python -m scripts.versions --python python3.13 [SUITE ...]  # all or these, in an environment with constraints.txt
     python -m scripts.versions --installed [SUITE ...]          # all or these, in this environment
@@ -45,8 +45,8 @@ OF = {
     "torch": ["test-torch", "test-ranks", "test-keras-torch"],
     "keras": ["test-keras-torch", "test-keras-tensorflow", "test-keras-jax"],
     "tensorflow-cpu": ["test-keras-tensorflow"],
-    **dict.fromkeys(("jax", "optax"), ["test-jax"]),
-    **dict.fromkeys(TRAINERS, ["test-integrations"]),
+    **{name: ["test-jax"] for name in ("jax", "optax")},
+    **{name: ["test-integrations"] for name in TRAINERS},
 }
 """The suites that go with a package."""
 LOWEST: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
