@@ -101,3 +101,9 @@ def test_ranks_of_a_replicated_model_search_pack_and_run_out_of_memory_each_for_
     ranks: Processes, kind: str
 ) -> None:
     assert max(ranks.run(cases.replicated, kind, limit=LIMIT)) <= FLOAT64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_memory_that_runs_out_anywhere_keeps_hybrid_sharding_exact(four_ranks: Processes, seed: int) -> None:
+    assert max(four_ranks.run(cases.at_random, seed, limit=LIMIT)) <= FLOAT64
