@@ -113,6 +113,26 @@ def test_batches_that_cannot_be_cut_are_refused_by_name(tmp_path):
         )
 
 
+def test_what_all_rows_share_is_refused_with_advice_that_can_be_followed(tmp_path):
+    def positions(rows, each):
+        return torch.arange(12)[None].expand(rows if each else 1, 12)
+
+    def trained(each):
+        def with_positions(examples):
+            batch = collate(examples)
+            return batch | {"position_ids": positions(len(examples), each)[:, : batch["input_ids"].shape[1]]}
+
+        micro = {"micro_batch_size": 4}
+        collator = {"data_collator": with_positions}
+        return train(MicroBatchTrainer, model(KIND), rows(KIND), tmp_path, micro=micro, trainer=collator, max_steps=1)
+
+    with pytest.raises(
+        ValueError, match=r"labels 10, position_ids 1\. .*in the data collator: tensor.expand\(10, \.\.\.\)"
+    ):
+        trained(each=False)
+    assert trained(each=True).state.global_step == 1
+
+
 def test_several_masks_are_refused_where_padding_is_cut(tmp_path):
     def two(examples):
         batch = collate(examples)

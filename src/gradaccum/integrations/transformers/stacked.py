@@ -81,14 +81,22 @@ def check_cuttable(inputs: Any, blocks: int, max_tokens: int | None) -> None:
 
     Raises:
         TypeError: Inputs that are no mapping.
-        ValueError: A list as long as the batch; several masks for columns that are to be cut off, or blocks.
+        ValueError: Tensors of other numbers of rows; a list as long as the batch; several masks for columns that are to
+            be cut off, or blocks.
     """
     if not isinstance(inputs, Mapping):
         raise TypeError(
             "MicroBatchTrainer takes batches that are mappings, as data collators make them. "
             f"Received: {type(inputs).__name__}."
         )
-    rows = {len(leaf) for leaf in inputs.values() if has_rows(leaf)}
+    lengths = {name: len(leaf) for name, leaf in inputs.items() if has_rows(leaf)}
+    rows = set(lengths.values())
+    if blocks == 1 and len(rows) > 1:
+        raise ValueError(
+            "A micro-batch takes rows of each tensor in the batch, and these have different numbers of rows: "
+            f"{', '.join(f'{name} {length}' for name, length in lengths.items())}. Give what all rows share to each of "
+            f"them in the data collator: tensor.expand({max(rows)}, ...)."
+        )
     for name, value in inputs.items():
         if isinstance(value, (list, tuple)) and len(value) in rows and not any(map(has_rows, value)):
             raise ValueError(
