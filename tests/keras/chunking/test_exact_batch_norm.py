@@ -124,6 +124,20 @@ def test_a_mask_that_is_an_argument_counts(exact):
 
 
 @slow_where_compiled
+@pytest.mark.filterwarnings("ignore:Layer 'sequential")  # Keras' own: it forgets that these layers take masks
+def test_a_model_inside_that_is_called_twice_gets_its_mask(exact):
+    def make():
+        inside = keras.Sequential([layers.Dense(3, activation="tanh"), layers.BatchNormalization()])
+        inputs = layers.Input((4, 2))
+        h = layers.Masking()(inputs)
+        return keras.Model(inputs, layers.GRU(3)(layers.Add()([inside(h), inside(layers.Dense(2)(h))])))
+
+    x = random.normal(size=(BATCH, 4, 2))
+    x[1::2, 2:] = 0
+    assert both(make, x, Y[:BATCH]) <= exact
+
+
+@slow_where_compiled
 def test_a_layer_that_is_called_twice_moves_twice(exact):
     def make():
         norm, inputs = layers.BatchNormalization(), layers.Input((4, 4, 2))

@@ -7,7 +7,11 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["Scenario", "random_scenario", "sensible", "shrunk"]
+__all__ = ["NORMS", "Scenario", "random_scenario", "sensible", "shrunk"]
+
+
+NORMS = ["norm", "norm of steps", "shared norm", "norm and branch", "nested", "twice"]
+"""Of graphs.py, those with BatchNormalization over the batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +20,7 @@ class Scenario:
 
     seed: int = 0
     kind: str = "wrapper"
-    """wrapper, or micro_batched."""
+    """wrapper, micro_batched, chunked, or exact (chunked with exact BatchNormalization)."""
     batches: tuple[int, ...] = (4, 4)
     """Rows of each: micro-batches of the wrapper, batches of micro_batched."""
     epochs: int = 1
@@ -54,6 +58,12 @@ class Scenario:
     norm: str = ""
     """A BatchNormalization: frozen, or micro."""
 
+    # chunked; `micro`, `tokens`, `layers` and `losses` as well, of these the words in graphs.py.
+    keep: int = 0
+    whole: bool = True
+    """Whether all of the model is chunked, or a tower inside of it."""
+    masked: bool = False
+
     def __str__(self) -> str:
         changed = {f.name: v for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default}
         return f"Scenario({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
@@ -66,7 +76,7 @@ def random_scenario(seed: int, kind: str | None = None) -> Scenario:
     def rarely(values: Any, usual: Any, probability: float = 0.25) -> Any:
         return chance.choice(values) if chance.random() < probability else usual
 
-    kind = kind or chance.choice(["wrapper", "micro_batched", "micro_batched"])
+    kind = kind or chance.choice(["wrapper", "micro_batched", "chunked", "exact"])
     sizes = [1, 2, 3, 4, 7] if kind == "wrapper" else [2, 3, 5, 8, 12, 20]
     even = chance.random() < 0.4
     count, size = chance.randint(2, 6), chance.choice(sizes)
@@ -89,6 +99,32 @@ def random_scenario(seed: int, kind: str | None = None) -> Scenario:
             callback=chance.random() < 0.7,
             scaled=rarely(["inside", "outside"], ""),
             sized=chance.random() < 0.2,
+        )
+    if kind in ("chunked", "exact"):
+        rows = [
+            "dense",
+            "layer norm",
+            "conv",
+            "gru",
+            "attention",
+            "group norm",
+            "residual",
+            "distributed",
+            "frozen norm",
+        ]
+        words = [*rows, "own", "nested"] if kind == "chunked" else [*rows, *NORMS * 2]
+        mixes = chance.choice(["softmax", "own mean", "own norm"]) if chance.random() < 0.12 else ""
+        names = [chance.choice(words) for _ in range(chance.randint(1, 5))] + [mixes] * bool(mixes)
+        return Scenario(
+            **common | {"optimizer": chance.choice(["sgd", "ema", "clipped"]), "epochs": 1},
+            micro=chance.choice([1, 2, 3, 4, 7]),
+            tokens=chance.random() < 0.3,
+            masked=chance.random() < 0.4,
+            layers=tuple(chance.sample(names, len(names))),
+            losses=(chance.choice(["across", "mse"]),),
+            weights=rarely(["random"], ""),
+            keep=0 if kind == "exact" else rarely([1, 2, 9], 0),
+            whole=chance.random() < 0.6,
         )
     tokens = chance.random() < 0.3
     rows = ["mse", "mae", "huber", "own", "scalar", "sparse", "binary"]
@@ -115,6 +151,8 @@ def sensible(scenario: Scenario) -> bool:
     s = scenario
     if not s.batches or not 1 <= s.at < max(2, len(s.batches)):
         return False
+    if s.kind in ("chunked", "exact"):
+        return not (s.weights and "across" in s.losses) and len(s.losses) == 1
     if s.kind == "micro_batched":
         return True
     even = len(set(s.batches)) == 1

@@ -38,7 +38,7 @@ def test_shrinking_ends() -> None:
 
 
 @slow_where_compiled
-@pytest.mark.parametrize("kind", ["wrapper", "micro_batched"])
+@pytest.mark.parametrize("kind", ["wrapper", "micro_batched", "chunked", "exact"])
 def test_some_random_runs_are_right_or_refused(kind: str, float64: float) -> None:
     for seed in range(SLICE):
         scenario = random_scenario(seed, kind)
@@ -48,13 +48,13 @@ def test_some_random_runs_are_right_or_refused(kind: str, float64: float) -> Non
 
 @pytest.mark.fuzz
 def test_random_runs_are_right_or_refused(float64: float) -> None:
-    """For FUZZ_SECONDS (600), from FUZZ_SEED (0) on."""
+    """For FUZZ_SECONDS (600), from FUZZ_SEED (0) on, of one FUZZ_KIND or all."""
     first, seconds = int(os.environ.get("FUZZ_SEED", "0")), float(os.environ.get("FUZZ_SECONDS", "600"))
     end, found, counts = time.monotonic() + seconds, [], Counter[str]()
     for seed in itertools.count(first):
         if time.monotonic() > end:
             break
-        scenario = random_scenario(seed)
+        scenario = random_scenario(seed, os.environ.get("FUZZ_KIND"))
         if not sensible(scenario):
             continue
         counts[scenario.kind] += 1

@@ -7,7 +7,7 @@ with the normalisation. So what stays in memory is what these layers are given, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -178,22 +178,42 @@ class Program:
             arguments = tree.map_structure(numbered, (args, kwargs))
             normalises = isinstance(operation, keras.layers.BatchNormalization) and operation.trainable
             inside = [] if normalises or not isinstance(operation, keras.layers.Layer) else batch_norms_of(operation)
-            reads = [leaf.number for leaf in tree.flatten(arguments) if isinstance(leaf, _Tensor)]
             if inside:
-                within = functional_of(operation)
-                if within is None or len(reads) != len(within.inputs):
-                    raise ValueError(
-                        f'batch_norm="exact" can\'t cut {type(operation).__name__} {operation.name!r} at '
-                        f"{inside[0].name!r} inside of it, as its `call` is its own. Use a functional or sequential "
-                        "model there, or GroupNormalization or LayerNormalization."
-                    )
-                results = self._inline(within, reads)
+                results = self._inline_call(operation, arguments, inside[0])
             else:
                 if normalises and getattr(operation, "renorm", False):
                     raise ValueError(f'batch_norm="exact" does not know renorm=True. Received: {operation.name!r}.')
-                segment = max((self._segment_of[number] for number in reads), default=0) + normalises
-                results = [len(self._segment_of) + place for place in range(len(outputs))]
-                self._segment_of += [segment] * len(outputs)
-                self.steps.append(_Step(operation, arguments, results, normalises, segment))
+                results = self._add(operation, arguments, len(outputs), normalises)
             numbers.update((id(tensor), number) for tensor, number in zip(outputs, results))
         return [numbers[id(tensor)] for tensor in functional.outputs]
+
+    def _inline_call(self, model: Any, arguments: Any, norm: Any) -> list[int]:
+        """The steps of a model inside, with this layer in it, in the place of its call."""
+        (args, kwargs), within = arguments, functional_of(model)
+        inputs = tree.flatten(args[0] if args else kwargs.get("inputs"))
+        if within is None or len(inputs) != len(within.inputs):
+            raise ValueError(
+                f'batch_norm="exact" can\'t cut {type(model).__name__} {model.name!r} at {norm.name!r} inside of it, '
+                "as its `call` is its own. Use a functional or sequential model there, or GroupNormalization or "
+                "LayerNormalization."
+            )
+        numbers = [leaf.number for leaf in inputs]
+        for place, mask in enumerate(tree.flatten(kwargs.get("mask"))):
+            if isinstance(mask, _Tensor):
+                numbers[place : place + 1] = self._add(_masked, ((_Tensor(numbers[place]), mask), {}), 1)
+        return self._inline(within, numbers)
+
+    def _add(self, operation: Any, arguments: Any, outputs: int, normalises: bool = False) -> list[int]:
+        """Another step; returns the numbers of its outputs."""
+        results = [len(self._segment_of) + place for place in range(outputs)]
+        step = _Step(operation, arguments, results, normalises, 0)
+        segment = max((self._segment_of[number] for number in step.reads), default=0) + normalises
+        self.steps.append(replace(step, segment=segment))
+        self._segment_of += [segment] * outputs
+        return results
+
+
+def _masked(tensor: Any, mask: Any) -> Any:
+    """The tensor, with the mask that a model is called with."""
+    set_keras_mask(tensor, mask)
+    return tensor
