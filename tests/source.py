@@ -18,6 +18,7 @@ FACES = [
     "gradaccum", "gradaccum.report", "gradaccum.torch", "gradaccum.torch.losses",
     "gradaccum.torch.packing", "gradaccum.torch.optim",
     "gradaccum.keras", "gradaccum.keras.callbacks", "gradaccum.keras.optimizers", "gradaccum.jax",
+    "gradaccum.jax.losses", "gradaccum.keras.losses",
     "runai.ga.torch.optim", "runai.ga.keras.optimizers",
 ]  # fmt: skip
 """Where users import from."""

@@ -142,7 +142,7 @@ class _Passes:
             ]
             return (self._after(carry, result, size), sums), some
 
-        zeros = [tf.zeros(weight.shape, _wide(weight.dtype)) for weight in weights]
+        zeros = [tf.zeros_like(weight, _wide(weight.dtype)) for weight in weights]
         specs = [Spec.of(rows[n]) for n in own]
         (_, sums), some = cut.loop(micro, (list(start), zeros), specs, self.keep)
         gradients: list[Any] = [tf.cast(total, weight.dtype) for total, weight in zip(sums, weights)]

@@ -1,0 +1,145 @@
+"""Contrastive cross entropy over all pairs of rows, a few rows at a time, in memory that is linear in the rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from gradaccum.keras.chunking import Body, two_passes
+from gradaccum.keras.private import is_symbolic
+from gradaccum.schedule import checked_count
+
+__all__ = ["info_nce"]
+
+
+def info_nce(
+    a: Any, b: Any, *, temperature: Any = 0.07, tile: int = 128, symmetric: bool = True, positives: Any = None
+) -> Any:
+    """Contrastive cross entropy of every row against all others, in tiles: the matrix of all pairs never exists.
+
+    With the scores `s_ij = <a_i, b_j> / temperature`, and the positives P(i) of row i:
+
+        L(a, b) = mean_i [ log sum_j exp(s_ij) - mean_{p in P(i)} s_ip ]          over rows i that have a positive
+        loss    = (L(a, b) + L(b, a)) / 2                                         or L(a, b), where not symmetric
+
+    On TensorFlow, JAX and PyTorch, in a loss that `compile` is given, or in a layer's `call`. Forward and backward keep
+    rows, numbers per row, and the scores of `tile` rows; backward computes the scores anew. Half-precision rows are
+    compared and summed in float32; the loss is float32 then.
+
+    Args:
+        a: Rows, (N, size). They are compared as they are: normalise them before, where that is meant.
+        b: Rows, (M, size). Without `positives`, the first N belong to those of `a`; the others are negatives of all.
+        temperature: What scores are divided by: a number, or a tensor or variable of one, which gets its gradient:
+            `ops.exp(-logit_scale)`.
+        tile: Rows whose scores, with all rows of the other side, are in memory at a time.
+        symmetric: Whether rows of `b` look for theirs among those of `a`, too.
+        positives: The pairs that belong together: ids of the pairs (N ints: rows with the same id belong together), or
+            a tuple of two such tensors, ids of `a`'s and of `b`'s rows (N and M ints). None: row i and row i.
+
+    Returns:
+        A scalar. 0 where no row has a positive.
+
+    Raises:
+        TypeError, ValueError: An argument is none of what it must be.
+
+    Example:
+        >>> import numpy as np
+        >>> a, b = (np.random.default_rng(seed).normal(size=(64, 8)).astype("float32") for seed in (0, 1))
+        >>> logits = ops.matmul(a, b.T) / 0.5
+        >>> rows, columns = (ops.diagonal(ops.log_softmax(logits, axis=axis)) for axis in (1, 0))
+        >>> bool(abs(info_nce(a, b, temperature=0.5, tile=16) + ops.mean(rows + columns) / 2) < 1e-5)
+        True
+    """
+    a, b, scale = _checked(a, b, temperature)
+    of_a, of_b = _ids(positives, a, b)
+    checked_count(tile, "tile")
+    loss = _mean(a, b, scale, of_a, of_b, tile)
+    return (loss + _mean(b, a, scale, of_b, of_a, tile)) / 2 if symmetric else loss
+
+
+def _mean(a: Any, b: Any, scale: Any, of_a: tuple[Any, Any], of_b: tuple[Any, Any], tile: int) -> Any:
+    """The mean loss of `a`'s rows among `b`'s."""
+
+    def losses(rows: list[Any], beside: list[Any]) -> list[Any]:
+        (some, ids, known), (others, scale) = rows, beside
+        scores = ops.matmul(some * scale, ops.transpose(others))
+        pairs = ops.equal(ids[:, None], of_b[0]) & known[:, None] & of_b[1]
+        number = ops.sum(ops.cast(pairs, scores.dtype), axis=1)
+        positive = ops.sum(ops.where(pairs, scores, ops.zeros_like(scores)), axis=1) / ops.maximum(number, 1.0)
+        has = ops.cast(number > 0, scores.dtype)
+        return [has * (ops.logsumexp(scores, axis=1) - positive), has]
+
+    rows = a.shape[0]
+    if is_symbolic() or (rows is not None and rows <= tile):
+        found, has = losses([a, *of_a], [b, scale])
+    else:
+        layer = keras.layers.Identity(name="info_nce")
+        body = Body(layer, losses, "micro", ([a, *of_a],), {}, [b, scale])
+        found, has = body.outputs(two_passes(body, tile, 0))
+    return ops.sum(found) / ops.maximum(ops.sum(ops.stop_gradient(has)), 1.0)
+
+
+def _checked(a: Any, b: Any, temperature: Any) -> tuple[Any, Any, Any]:
+    """`a`, `b`, and what scores are multiplied by."""
+    for name, rows in (("a", a), ("b", b)):
+        if not ops.is_tensor(rows) and not isinstance(rows, np.ndarray):
+            raise TypeError(
+                f"`{name}` must be a tensor of Keras' {keras.backend.backend()} backend, or a NumPy array. Received: "
+                f"{rows!r} of type {type(rows).__name__}."
+            )
+        dtype = keras.backend.standardize_dtype(rows.dtype)
+        if len(rows.shape) != 2 or not keras.backend.is_float_dtype(dtype):
+            raise ValueError(
+                f"`{name}` must be a floating-point tensor of shape (rows, size). Received: {dtype} of shape "
+                f"{tuple(rows.shape)}."
+            )
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"`a` and `b` must have rows of the same size. Received: {tuple(a.shape)} and {tuple(b.shape)}."
+        )
+    must = "`temperature` must be a positive number, or a tensor that holds one"
+    is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
+    if is_number and not temperature > 0:
+        raise ValueError(f"{must}. Received: temperature={temperature!r}.")
+    if not is_number and not hasattr(temperature, "dtype"):
+        raise TypeError(f"{must}. Received: temperature={temperature!r} of type {type(temperature).__name__}.")
+    if not is_number and int(np.prod(temperature.shape)) != 1:
+        raise ValueError(f"{must}. Received: shape {tuple(temperature.shape)}.")
+    dtype = keras.backend.result_type(a.dtype, b.dtype, "float32")
+    scale = 1.0 / ops.reshape(ops.cast(ops.convert_to_tensor(temperature, None if not is_number else dtype), dtype), ())
+    return ops.cast(ops.convert_to_tensor(a), dtype), ops.cast(ops.convert_to_tensor(b), dtype), scale
+
+
+def _ids(positives: Any, a: Any, b: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """The ids of `a`'s and of `b`'s rows, and of each whether it has one."""
+    rows, columns = ops.shape(a)[0], ops.shape(b)[0]
+    both = positives if isinstance(positives, tuple) and len(positives) == 2 else (positives, None)
+    if positives is None:
+        both = (ops.arange(rows, dtype="int32"), ops.arange(columns, dtype="int32"))
+    known = []
+    for ids, side in zip(both, (a, b)):
+        if ids is not None and (not hasattr(ids, "dtype") or "int" not in keras.backend.standardize_dtype(ids.dtype)):
+            raise TypeError(
+                "`positives` must be a tensor of ids, or a tuple of two (of a's rows, of b's). Received: "
+                f"{positives!r}."
+            )
+        if ids is not None and (len(ids.shape) != 1 or None is not ids.shape[0] != side.shape[0] is not None):
+            raise ValueError(
+                f"`positives` must have an id for each row, ({side.shape[0]},). Received: {tuple(ids.shape)}."
+            )
+        known.append(None if ids is None else ops.convert_to_tensor(ids))
+    of_a, of_b = known
+    has = ops.arange(columns) < columns
+    if positives is None or of_b is None:
+        if None not in (a.shape[0], b.shape[0]) and b.shape[0] < a.shape[0]:
+            raise ValueError(
+                "Row i of a and row i of b are a pair, so b has as many rows as a, or more: negatives. Received: "
+                f"{a.shape[0]} rows of a, {b.shape[0]} of b. Swap them, or pass a tuple of ids of a's and of b's rows."
+            )
+        has = ops.arange(columns) < rows
+    if of_b is None:
+        of_b = ops.take(of_a, ops.minimum(ops.arange(columns), rows - 1))
+    return (of_a, ops.arange(rows) < rows), (of_b, has)
