@@ -75,6 +75,14 @@ def test_neftune_and_max_tokens_do_not_go_together(tmp_path):
         made(tmp_path, {"max_tokens": 36}, neftune_noise_alpha=5.0)
 
 
+def test_under_neftune_micro_batches_of_so_many_rows_keep_their_padding(tmp_path):
+    micro = {"micro_batch_size": 4}
+    found = train(
+        MicroBatchTrainer, model(KIND), rows(KIND), tmp_path, micro=micro, max_steps=1, neftune_noise_alpha=5.0
+    )
+    assert found._step.cutting.packing is None
+
+
 def test_an_optimizer_that_accumulates_is_refused_by_name(tmp_path):
     trained = model(KIND)
     wrapped = gradaccum.torch.optim.Optimizer(sgd(trained.parameters()), steps=2)

@@ -118,7 +118,9 @@ class MicroBatchTrainer(transformers.Trainer):
                     "are never there at once. Leave out return_outputs=True in training."
                 )
             batch = self._as_batch(inputs)
-            self._trims = self._trims and self.args.world_size == 1 and can_be_trimmed(batch)
+            if self.args.world_size > 1 or self.args.neftune_noise_alpha is not None:  # its noise goes by the length
+                self._trims = False
+            self._trims = self._trims and can_be_trimmed(batch)
             step = self._step_on(model, own)
             assert self._denominator is not None
             with self._own_tokens_alone():
