@@ -110,8 +110,11 @@ def perform(setup: TextSetup, progress: Progress) -> TextOutcome:
 def python_text(length: int) -> list[str]:
     """Names and first paragraphs of docstrings in Python's standard library, no row twice, in a fixed random order."""
     found: dict[str, None] = {}
+    library = pathlib.Path(sysconfig.get_path("stdlib"))
     for module in _MODULES:
-        path = pathlib.Path(sysconfig.get_path("stdlib"), f"{module}.py")
+        path = library / f"{module}.py"
+        if not path.exists():  # later Pythons have made a package of it
+            path = library / module / "__init__.py"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 paragraph = (ast.get_docstring(node) or "").split("\n\n")[0]

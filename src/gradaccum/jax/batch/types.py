@@ -18,7 +18,8 @@ def varying_axes(tree: Any) -> frozenset[str]:
     """The axes of an enclosing `shard_map` that some leaf has other values along; none outside of one."""
     found: frozenset[str] = frozenset()
     for leaf in jax.tree.leaves(tree):
-        kind = leaf if hasattr(leaf, "manual_axis_type") else jax.typeof(leaf)
+        is_type = hasattr(leaf, "manual_axis_type") or hasattr(leaf, "vma")
+        kind = leaf if is_type else jax.typeof(leaf)
         manual = getattr(kind, "manual_axis_type", None)  # JAX before 0.10: `vma`
         found |= frozenset(getattr(kind, "vma", ()) or () if manual is None else manual.varying)
     return found
