@@ -17,6 +17,9 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parent.parent
 
+PYTORCH = "gradaccum.torch gradaccum.torch.check gradaccum.torch.losses gradaccum.torch.optim gradaccum.torch.packing"
+"""The whole PyTorch shell, which imports what is used when it is used."""
+
 # What Keras and NumPy have to say about each other, which no reader can mend.
 _FRAMEWORKS_OWN = ["-W", "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"]
 
@@ -102,7 +105,7 @@ def with_pytorch():
     """The one interpreter that has imported PyTorch, and nothing of Keras or JAX, for all tests of this process."""
     opened = contextlib.ExitStack()
     atexit.register(opened.close)
-    return opened.enter_context(interpreter("torch._dynamo gradaccum.torch matplotlib.figure", KERAS_BACKEND="torch"))
+    return opened.enter_context(interpreter(f"torch._dynamo {PYTORCH} matplotlib.figure", KERAS_BACKEND="torch"))
 
 
 def run(paths, folder, modules="", **environment):

@@ -5,8 +5,21 @@ The centre is plain Python and imports no framework. The ways in are `gradaccum.
 """
 
 from gradaccum.errors import NotEquivalentError, WindowError
-from gradaccum.noise import NoiseSchedule
-from gradaccum.schedule import Schedule, steps_for
+from gradaccum.lazy import when_used
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from gradaccum.noise import NoiseSchedule
+    from gradaccum.schedule import Schedule, steps_for
+else:
+    __getattr__, __dir__ = when_used(
+        __name__,
+        {
+            "NoiseSchedule": "gradaccum.noise",
+            "Schedule": "gradaccum.schedule",
+            "steps_for": "gradaccum.schedule",
+        },
+    )
 
 __all__ = ["NoiseSchedule", "NotEquivalentError", "Schedule", "WindowError", "__version__", "steps_for"]
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from tests.documents import PYTORCH
+
 LIMIT = 60.0
 """Seconds after which a case counts as hung."""
 
@@ -20,7 +22,7 @@ START = 300.0
 
 # Ranks are forks of one process that has imported what takes long to import, and has done nothing with it.
 _START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-_imported = ["torch._dynamo", "torch.distributed.fsdp", "gradaccum.torch"]
+_imported = ["torch._dynamo", "torch.distributed.fsdp", *PYTORCH.split()]
 
 
 def import_before(*modules: str) -> None:
