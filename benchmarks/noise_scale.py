@@ -93,6 +93,7 @@ def main() -> None:
     for _ in range(1000):
         reading.backward((torch.randn(4) * reading.param_groups[0]["params"][0]).sum(), weight=1)
         reading.step()
+        reading.zero_grad()
     milliseconds = statistics.median(seconds(lambda: reading.noise_scale) for _ in range(9)) * 1e3
     body = f"""Time with `noise_scale=True` over the time without it, windows of 4 micro-batches, Adam (one thread,
 median of {rounds} interleaved rounds).
