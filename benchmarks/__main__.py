@@ -24,9 +24,9 @@ from benchmarks.picture import drawn
 HERE = Path(__file__).parent
 NAMES = (
     "demo", "optimizer", "scaling", "peers", "chunked", "layers", "trainers", "transformers_trainer", "distributed",
-    "jax_value_and_grad", "jax_windowed", "jax_chunked", "keras_chunked", "exact_batch_norm", "sentence_transformers",
-    "noise_schedule", "train_step", "max_tokens", "noise_scale", "keras_micro_batched", "keras_optimizers", "info_nce",
-    "head", "sharded",
+    "jax_value_and_grad", "jax_windowed", "jax_chunked", "exact_batch_norm", "sentence_transformers", "noise_schedule",
+    "train_step", "max_tokens", "noise_scale", "keras_optimizers", "info_nce", "head", "keras_micro_batched",
+    "keras_chunked", "sharded",
 )  # fmt: skip
 """In the order in which they are run: what the README shows first, what takes longest last."""
 QUICKLY = ("demo", "optimizer", "train_step", "chunked", "layers", "jax_value_and_grad", "keras_optimizers", "trainers")
