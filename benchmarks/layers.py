@@ -47,6 +47,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "accumulation, each block checkpointed": {"checkpointed": True},
     "blocks=": {"blocks": "layers"},
     'blocks=, update="in_backward"': {"blocks": "layers", "update": "in_backward"},
+    "... with `clip_grad_norm`": {"blocks": "layers", "update": "in_backward", "clip_grad_norm": 1.0},
 }
 
 
@@ -123,7 +124,12 @@ def main() -> None:
     ]
     body += "\nParameters in bfloat16, gradients summed in float32 (`accumulate_dtype`):\n\n" + table(head[:4], rows)
     publish(
-        "layers", "PyTorch: layer by layer", body, ["torch"], options, ours=[name for name in WAYS if "blocks" in name]
+        "layers",
+        "PyTorch: layer by layer",
+        body,
+        ["torch"],
+        options,
+        ours=[name for name in WAYS if "blocks" in WAYS[name]],
     )
 
 

@@ -107,7 +107,7 @@ def _of_train_step(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
         found["loss"] = "rows" if found["loss"] == "penalty" else found["loss"]  # which finds no graph in blocks
         found |= {"blocks": blocks, "noise": False, "norm": "" if found["norm"] == "exact" else found["norm"]}
         if blocks == "in_backward":
-            found |= {"micro": found["micro"] or 3, "hook": "", "clip": None, "scaler": 0}
+            found |= {"micro": found["micro"] or 3, "hook": ""}
     if found.get("dropout", True):
         found |= {"memory": 0, "micro": found["micro"] or 2}
     return found

@@ -18,9 +18,10 @@ __all__ = [
     "GradientSum",
     "ScreenedGradientSum",
     "all_finite",
-    "all_require_grad",
     "clip_norm_",
+    "norms",
     "scale_",
+    "total_norm",
 ]
 
 
@@ -333,19 +334,6 @@ def _give(parameter: Tensor, dtype: torch.dtype) -> None:
         parameter.grad = gradient.to(dtype)
 
 
-@contextlib.contextmanager
-def all_require_grad(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Frozen leaves require gradients meanwhile: torch hooks no others, and they may be unfrozen later."""
-    frozen = [leaf for leaf in leaves if not leaf.requires_grad]
-    for leaf in frozen:
-        leaf.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for leaf in frozen:
-            leaf.requires_grad_(False)
-
-
 def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     """Lists of tensors of one device, dtype and layout, which `torch._foreach_*` handles in one kernel."""
     groups: dict[Any, list[Tensor]] = defaultdict(list)
@@ -381,15 +369,32 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
+def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Each tensor's 2-norm, in no order; of a sharded one, what its rank knows of it."""
+    alike: dict[Any, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        dense = tensor.coalesce().values() if tensor.is_sparse else tensor
+        alike[dense.device, dense.dtype, hasattr(dense, "to_local")].append(dense)
+    return [norm for group in alike.values() for norm in torch._foreach_norm(group, 2.0)]
+
+
+@torch.no_grad()
+def total_norm(each: Sequence[Tensor]) -> Tensor:
+    """The joint 2-norm of tensors that have these norms, as of `torch.nn.utils.get_total_norm`."""
+    if not each:
+        return torch.tensor(0.0)
+    norm: Any = torch.linalg.vector_norm(torch.stack([one.to(each[0].device) for one in each]), 2.0)
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # each rank has summed its shards
+    return whole
+
+
+@torch.no_grad()
 def clip_norm_(tensors: list[Tensor], max_norm: float | None) -> Tensor:
     """Scale tensors so that their joint 2-norm is at most `max_norm` (None: leave them). Returns the norm before.
 
     Source: `torch.nn.utils.clip_grad_norm_`, whose formula this is: factor min(1, max_norm / (norm + 1e-6)).
     """
-    dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
-    norm = torch.nn.utils.get_total_norm(dense) if dense else torch.tensor(0.0)
-    if hasattr(norm, "full_tensor"):  # of a sharded model: each rank has summed its shards
-        norm = norm.full_tensor()
+    norm = total_norm(norms(tensors))
     if max_norm is not None and tensors:
         scale_(tensors, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm

@@ -73,7 +73,7 @@ def assert_same_updates(
     """Train a copy by ordinary steps and the model layer by layer: the same parameters, the same losses."""
     reference = copy.deepcopy(model)
     trained = [p for p in reference.parameters() if p.requires_grad]
-    expected = torch_updates(reference, make(trained), data, loss)
+    expected = torch_updates(reference, make(trained), data, loss, clip_grad_norm=options.get("clip_grad_norm"))
     options = {"compute_loss": loss, "blocks": "auto", "micro_batch_size": size, **options}
     step = TrainStep(model, make([p for p in model.parameters() if p.requires_grad]), **options)
     losses = [step(*batch).item() for batch in data]

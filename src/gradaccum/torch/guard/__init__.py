@@ -2,5 +2,6 @@
 
 from gradaccum.torch.guard.guard import Guard
 from gradaccum.torch.guard.messages import failed_error, tampering_error, untouched_error
+from gradaccum.torch.guard.watched import all_require_grad
 
-__all__ = ["Guard", "failed_error", "tampering_error", "untouched_error"]
+__all__ = ["Guard", "all_require_grad", "failed_error", "tampering_error", "untouched_error"]

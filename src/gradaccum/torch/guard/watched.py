@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from gradaccum.on_torch.gradients import all_require_grad
 from gradaccum.on_torch.private import current_backward
 
-__all__ = ["UNKNOWN", "Tampering", "Watched", "differ"]
+__all__ = ["UNKNOWN", "Tampering", "Watched", "all_require_grad", "differ"]
 
 UNKNOWN = -2
 """No version, nor one that a version is raised to by one."""
@@ -161,3 +161,16 @@ def _counts_versions(gradient: Tensor) -> bool:
     if gradient._is_view() or hasattr(gradient, "to_local") or torch.compiler.is_compiling():
         return False
     return gradient.is_sparse or gradient.untyped_storage().nbytes() <= gradient.nbytes
+
+
+@contextlib.contextmanager
+def all_require_grad(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Frozen leaves require gradients meanwhile: torch hooks no others, and they may be unfrozen later."""
+    frozen = [leaf for leaf in leaves if not leaf.requires_grad]
+    for leaf in frozen:
+        leaf.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for leaf in frozen:
+            leaf.requires_grad_(False)

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradaccum.errors import NotEquivalentError
-from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.batch import Batch, leaves
 from gradaccum.on_torch.private import run_backward
 from gradaccum.torch.chunking.gradients import backward_roots
 from gradaccum.torch.chunking.recompute import Conditions
 from gradaccum.torch.chunking.trees import Inputs, is_floating, tensors_of, with_tensors, without_tensors
 from gradaccum.torch.layers.blocks import Block
 from gradaccum.torch.layers.interception import called
-from gradaccum.torch.layers.objects import Objects
+from gradaccum.torch.layers.objects import Objects, once_more
 from gradaccum.torch.layers.offload import Store, Waiting
 
 __all__ = ["BlockCall", "MicroBatch", "MovedBuffers", "lent"]
@@ -99,8 +99,10 @@ class BlockCall:
         self._conditions: Conditions | None = None
         self._buffers: list[tuple[_Place, Tensor]] = []
         self._skeleton_of_outputs: Any = None
+        self._written: set[int] = set()
         self.grads: list[Tensor | None] = []
         """Of the tensors in the outputs."""
+        self._first_grads: list[Tensor | None] = []
         self.passes: list[bool] = []
         """Whether each of them passes gradients on to the block."""
 
@@ -133,7 +135,8 @@ class BlockCall:
                 outputs = called(self.block.module, self._given.args, self._given.kwargs)
             conditions.advance()
             self._conditions, self._buffers = conditions, buffers.moved(copies)
-            self._skeleton = objects.as_found(self._skeleton, found)
+            given, self._skeleton = self._skeleton, objects.as_found(self._skeleton, found)
+            self._written = {id(leaf) for _, leaf in leaves(self._skeleton)} - {id(leaf) for _, leaf in leaves(given)}
             return outputs
 
         if not differentiated:
@@ -172,6 +175,10 @@ class BlockCall:
         for waiting in self._tensors:
             waiting.prefetch()
 
+    def remember(self) -> None:
+        """Backward will run twice: the second time it finds the gradients that are here now."""
+        self._first_grads = [*self.grads]
+
     def arrive(self, grads: Sequence[Tensor | None]) -> None:
         """Gradients of the outputs have come, in one backward pass of maybe several."""
         for place, grad in enumerate(grads):
@@ -179,8 +186,12 @@ class BlockCall:
                 known = self.grads[place]
                 self.grads[place] = grad if known is None else known + grad
 
-    def again(self) -> dict[int, Tensor]:
-        """Run the call again, with a graph, and backward. Returns the gradients of what was in `roots`, by place."""
+    def again(self, *, last: bool = True) -> dict[int, Tensor]:
+        """Run the call again, with a graph, and backward. Returns the gradients of what was in `roots`, by place.
+
+        Args:
+            last: Whether it won't run once more.
+        """
         if all(grad is None for grad in self.grads):
             return {}
         if any(waiting.edited for waiting in self._tensors):
@@ -192,11 +203,14 @@ class BlockCall:
         for place in self.keys:
             tensors[place] = tensors[place].detach().requires_grad_()
         tensors = [tensors[place] for place in self._same]
-        inputs = with_tensors(self._skeleton, tensors)
+        skeleton = self._skeleton if last else once_more(self._skeleton, self._written)
+        inputs = with_tensors(skeleton, tensors)
         with torch.enable_grad(), lent(self._buffers), self._conditions.restored():
             outputs = called(self.block.module, inputs.args, inputs.kwargs)
         self._check_count(outputs)
         roots, given = backward_roots(outputs, self.grads)
+        if not last:
+            self.grads = self._first_grads
         if roots:
             run_backward(roots, given)
         found = {place: tensors[place].grad for place in self.keys}
@@ -270,8 +284,15 @@ class MicroBatch:
         if call is not None:
             call.prefetch()
 
-    def arrive(self, place: int, call: BlockCall, found: dict[int, Tensor]) -> None:
-        """A block's inputs have gradients. Those that no other block waits for are passed on."""
+    def arrive(self, place: int, call: BlockCall, found: dict[int, Tensor], *, last: bool = True) -> None:
+        """A block's inputs have gradients. Those that no other block waits for are passed on.
+
+        Args:
+            place: The block's.
+            call: Its call.
+            found: The gradients, by place among its inputs.
+            last: Whether they won't come once more.
+        """
         for index, grad in found.items():
             key = call.keys[index]
             self._grads[key] = self._grads[key] + grad if key in self._grads else grad
@@ -279,6 +300,7 @@ class MicroBatch:
             grads = self._grads
             self.first_grads = {index: grads.pop(key) for key, index in self._first_places.items() if key in grads}
             return
-        roots = [(root, self._grads.pop(key)) for key, root in self._due.pop(place, {}).items() if key in self._grads]
+        due = self._due.pop(place, {}) if last else self._due.get(place, {})
+        roots = [(root, self._grads.pop(key)) for key, root in due.items() if key in self._grads]
         if roots:  # two of them may come from the same tensors, at different times
             torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots], retain_graph=True)

@@ -37,12 +37,10 @@ def check_options(blocks: Any, update: Any, *, batch_norm: str, noise_scale: boo
         )
 
 
-def check_in_backward(*, clip_grad_norm: Any, scaler: Any, closure: str | None, searched: bool, several: bool) -> None:
+def check_in_backward(*, closure: str | None, searched: bool, several: bool) -> None:
     """Whether a block can be updated before the gradients of the others are known.
 
     Args:
-        clip_grad_norm: Largest norm, or None.
-        scaler: A GradScaler, or None.
         closure: The name of an optimizer that evaluates a closure, if there is one.
         searched: Whether the size of micro-batches is searched for.
         several: Whether other ranks share the update.
@@ -51,8 +49,6 @@ def check_in_backward(*, clip_grad_norm: Any, scaler: Any, closure: str | None, 
         ValueError: It can't; the message says why.
     """
     for wrong, why in (
-        (clip_grad_norm is not None, "`clip_grad_norm` needs the norm of all gradients before the first is used"),
-        (scaler is not None, "a GradScaler looks at all gradients before the first is used"),
         (closure, f"{closure} evaluates a closure, which needs all gradients and all parameters as they were"),
         (searched, "a size of micro-batches is searched for by their whole passes: give a `micro_batch_size` in rows"),
         (several, "several ranks reduce their gradients when all are there"),

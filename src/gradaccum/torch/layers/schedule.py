@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch, leaves
 from gradaccum.on_torch.fitting import StartOver, nothing_fits
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
@@ -23,11 +22,11 @@ from gradaccum.torch.chunking.watch import attributes_of
 from gradaccum.torch.equivalence import Attributes
 from gradaccum.torch.layers.blocks import find_blocks
 from gradaccum.torch.layers.calls import BlockCall, MicroBatch, MovedBuffers, lent
-from gradaccum.torch.layers.in_turn import Turns, Window
 from gradaccum.torch.layers.interception import called, intercepted
 from gradaccum.torch.layers.offload import OffloadChoice, Store
+from gradaccum.torch.layers.updates import Turns, Window
 
-__all__ = ["Layers", "proof_of"]
+__all__ = ["Layers"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -102,13 +101,15 @@ class Layers:
                     forward_and_loss(piece)
                 if in_turn is not None:
                     in_turn.begin(window, self._reached, rehearsal=proving)
-                self._fitting(plan, gauge, None if in_turn is None else in_turn.finished)
+                self._fitting(plan, gauge)
             except BaseException as error:
                 if in_turn is None or (told := in_turn.explained(error)) is error:
                     raise
                 raise told from error
             finally:
                 self.clear()
+                if in_turn is not None:
+                    in_turn.close()
 
     def clear(self) -> None:
         """Forget what first passes have kept."""
@@ -226,14 +227,20 @@ class Layers:
 
     # Backward.
 
-    def backward(self, finished: Callable[[int], None] | None = None) -> None:
+    def backward(
+        self, finished: Callable[[int], None] | None = None, *, last: bool = True, beyond: bool = True
+    ) -> None:
         """Block by block, each over all micro-batches; then what stands before the blocks.
 
         Args:
             finished: Called with the place of each block whose gradients are complete, and with -1 at the end.
+            last: Whether it won't run once more.
+            beyond: Whether to run what stands before the blocks.
         """
         self._current = None
-        waiting, self._micro_batches = self._micro_batches, []
+        waiting, self._micro_batches = self._micro_batches, [] if last else self._micro_batches
+        for call in [call for micro_batch in waiting for call in micro_batch.calls if call is not None and not last]:
+            call.remember()
         generators = {g for state in self._states.values() for g in state.generators}
         devices = accelerators(p for state in self._states.values() for p in state.parameters)
         with kept([*all_generators(devices), *generators]):
@@ -244,21 +251,30 @@ class Layers:
                             following = waiting[index + 1 :][:1] or (waiting[:1] if place else [])
                             for other in following:
                                 other.prefetch(place if other is not waiting[0] else place - 1)
-                            self._again(place, micro_batch)
+                            self._again(place, micro_batch, last)
                 if finished is not None:
                     finished(place)
-            for micro_batch in waiting:
+            for micro_batch in waiting if beyond else ():
                 self._before_the_blocks(micro_batch)
         if finished is not None:
             finished(-1)
 
-    def _fitting(self, plan: Rows | Tokens, gauge: Gauge, finished: Callable[[int], None] | None) -> None:
+    def _backward_in_turn(self) -> None:
+        """The same with updates, once or twice."""
+        in_turn = self.in_turn
+        if in_turn is not None and in_turn.looks_ahead:
+            self.backward(in_turn.looked_at, last=False)
+            if in_turn.goes_on():
+                self.backward(in_turn.finished, beyond=False)
+        else:
+            self.backward(None if in_turn is None else in_turn.finished)
+
+    def _fitting(self, plan: Rows | Tokens, gauge: Gauge) -> None:
         """The same, where a micro-batch may not fit: blocks keep no activations before they run again.
 
         Args:
             plan: Where smaller micro-batches come from.
             gauge: What they cost.
-            finished: As for `backward`. Once it has been called, nothing starts over.
 
         Raises:
             StartOver: One did not fit; smaller ones may.
@@ -266,7 +282,7 @@ class Layers:
         """
         piece = self._largest
         try:
-            self.backward(finished)
+            self._backward_in_turn()
             return
         except Exception as error:
             begun = self.in_turn is not None and self.in_turn.made is not None
@@ -285,22 +301,23 @@ class Layers:
         )
         raise StartOver
 
-    def _again(self, place: int, micro_batch: MicroBatch) -> None:
-        call, micro_batch.calls[place] = micro_batch.calls[place], None
+    def _again(self, place: int, micro_batch: MicroBatch, last: bool) -> None:
+        call = micro_batch.calls[place]
         if call is None:
             return
+        micro_batch.calls[place] = None if last else call
         attributes = Attributes(call.block.module.modules())  # what a first pass has set counts
         try:
             if self._proving:
                 micro_batch.retake()
-            found = call.again()
+            found = call.again(last=last)
         except Exception as error:
             with contextlib.suppress(AttributeError):  # notes came with Python 3.11
                 error.add_note(f"Raised where backward runs the block {call.block.path!r} again.")
             raise
         finally:
             attributes.put_back()
-        micro_batch.arrive(place, call, found)
+        micro_batch.arrive(place, call, found, last=last)
 
     def _before_the_blocks(self, micro_batch: MicroBatch) -> None:
         """The gradients of what the first block is called with, passed on to what stands before it."""
@@ -334,38 +351,6 @@ class Layers:
         roots = [(tensors[index], grad) for index, grad in grads.items() if tensors[index].requires_grad]
         if roots:
             torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
-
-
-@contextlib.contextmanager
-def proof_of(layers: Layers | None) -> Iterator[None]:
-    """Around a proof: where it fails, say which blocks have left something that backward can't know of.
-
-    Raises:
-        NotEquivalentError: A gradient went on arriving when its parameter would have been updated.
-    """
-    in_turn = None if layers is None else layers.in_turn
-    if layers is not None:
-        layers.left = {}
-    if in_turn is not None:
-        in_turn.late = []
-    try:
-        yield
-        if in_turn is not None and in_turn.late:
-            raise NotEquivalentError(
-                f"With update='in_backward' these would be updated before their gradient is complete: "
-                f"{', '.join(map(repr, in_turn.late[:5]))}. A block reads them that comes before their own, and holds "
-                "them where they aren't found among its parameters. Register them there, leave the block out of "
-                "`blocks`, or use update='after_backward'."
-            )
-    except NotEquivalentError as error:
-        if layers is None or not layers.left:
-            raise
-        left = ", ".join(f"the block {path!r} ({', '.join(names)})" for path, names in layers.left.items())
-        raise NotEquivalentError(
-            f"{error}\nThese keep something from a call in attributes: {left}. With `blocks`, what a block gives "
-            "to the loss must be among its outputs, as its forward pass has no graph; and what it keeps from one "
-            "micro-batch to the next is other rows'."
-        ) from None
 
 
 class _Reached(BaseException):  # no error, and nothing that a loss would catch

@@ -164,8 +164,9 @@ class _Freeing:
 
     def __init__(self, live: LiveBytes, parameters: Sequence[Tensor], layers: Layers) -> None:
         self._live, self._parameters, self._layers = live, parameters, layers
-        self.late: list[str] = []
+        self.late, self.unlike = list[str](), list[str]()
         self.made: bool | None = None
+        self.looks_ahead = False
         self.phases: list[_Phase] = []
         self._freed = 0
         self._due: dict[int, list[Tensor]] = {}
@@ -177,6 +178,13 @@ class _Freeing:
         """All forward passes have run."""
         self._due = turns(self._parameters, self._layers.blocks, self._layers.model, reached)
         self._note()
+
+    def looked_at(self, place: int) -> None:
+        """Never called."""
+
+    def goes_on(self) -> bool:
+        """Never called."""
+        return True
 
     def finished(self, place: int) -> None:
         """So has a block, on all micro-batches."""
@@ -193,3 +201,6 @@ class _Freeing:
     def explained(self, error: BaseException) -> BaseException:
         """As it is."""
         return error
+
+    def close(self) -> None:
+        """Nothing."""

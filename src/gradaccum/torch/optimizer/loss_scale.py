@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
-from gradaccum.on_torch.gradients import GradientSum, all_require_grad
-from gradaccum.torch.guard import Guard
+from gradaccum.on_torch.gradients import GradientSum
+from gradaccum.torch.guard import Guard, all_require_grad
 
 __all__ = ["LossScale", "unscaled_error"]
 

@@ -76,7 +76,7 @@ class TrainStep:
             Of a micro-batch only what the blocks are called with is kept; backward runs the blocks again, one after
             the other, each on all micro-batches.
         update: `"after_backward"`, or, with `blocks`, `"in_backward"`: a block's parameters are updated, and their
-            gradient is freed, as soon as it is finished.
+            gradient is freed, as soon as it is finished; with clipping or a `scaler`, in a second run of backward.
         head: The linear layer whose outputs are logits over a huge vocabulary, its dotted path, or `"auto"` for models
             of transformers: it and the cross entropy run in tiles, so that the logits never exist.
 

@@ -15,7 +15,7 @@ from gradaccum.on_torch.gradients import GradientSum, clip_norm_, scale_
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.torch.distributed import check_flattened
-from gradaccum.torch.layers import InTurn, Layers, check_in_backward
+from gradaccum.torch.layers import Ahead, InTurn, Layers, check_in_backward
 from gradaccum.torch.optimizer import needs_closure
 from gradaccum.torch.train_step.closure import Closure, takes_closure
 from gradaccum.torch.train_step.rollback import Rollback
@@ -117,15 +117,17 @@ class Update:
             ValueError: The optimizers, or the options, need all gradients at once.
         """
         closure = next((type(o).__name__ for o in self.optimizers if needs_closure(o)), None)
-        check_in_backward(
-            clip_grad_norm=self.clip_grad_norm, scaler=self.scaler, closure=closure, searched=searched, several=several
-        )
-        self.in_turn = layers.in_turn = InTurn(self.optimizers, self.sums, layers.blocks, layers.model, self._gauge)
+        check_in_backward(closure=closure, searched=searched, several=several)
+        ahead = Ahead(self.clip_grad_norm, self.scaler)
+        self.in_turn = InTurn(self.optimizers, self.sums, layers.blocks, layers.model, self._gauge, ahead)
+        layers.in_turn = self.in_turn
         self.in_turn.open()
 
     def abandon(self) -> None:
         """After an error: no gradients, and a scaler that has not heard of them."""
         self.clear()
+        if self.in_turn is not None:
+            self.in_turn.ahead.abandon()
         if self.scaler is not None and self._scaler_involved:  # it keeps account of what it has unscaled and stepped
             self.scaler.update(self.scaler.get_scale())
             self._scaler_involved = False
@@ -159,7 +161,9 @@ class Update:
             scale_(outside, 1.0 / divisor)
         if self.noise is not None:
             self.noise.window(self.sums.gradients(), rows, self._scale() * (1.0 if mean else float(rows)))
-        if self.clip_grad_norm is not None:
+        if self.clip_grad_norm is not None and self.in_turn is not None:
+            self.grad_norm = self.in_turn.grad_norm
+        elif self.clip_grad_norm is not None:
             if self.scaler is not None:
                 self._scaler_involved = True
                 for optimizer in self.optimizers:
@@ -179,6 +183,7 @@ class Update:
                 state are as they were.
         """
         if self.in_turn is not None:  # it has been made, block by block
+            self.in_turn.ahead.tell()
             return bool(self.in_turn.made)
         stepped: list[Any] = []
         of_the_window: list[BaseException] = []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,8 @@ from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.private import without_global_step_hooks
 from gradaccum.sizes import readable_bytes
 from gradaccum.torch.layers.blocks import Block
-from gradaccum.torch.layers.one_by_one import check_one_by_one, limited_to
+from gradaccum.torch.layers.updates.ahead import Ahead
+from gradaccum.torch.layers.updates.one_by_one import check_one_by_one, limited_to
 
 __all__ = ["InTurn", "Turns", "Window", "turns"]
 
@@ -46,7 +48,12 @@ class Turns(Protocol):
     """What is told whose gradients are complete."""
 
     late: list[str]
+    unlike: list[str]
     made: bool | None
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether backward runs twice, to look at all gradients before the first is used."""
 
     def open(self) -> None:
         """A window begins."""
@@ -54,11 +61,20 @@ class Turns(Protocol):
     def begin(self, window: Window, reached: Mapping[int, int], *, rehearsal: bool = False) -> None:
         """All losses are in."""
 
+    def looked_at(self, place: int) -> None:
+        """So are the gradients that wait for this block, in the first of two runs."""
+
+    def goes_on(self) -> bool:
+        """The first run is over. Returns whether there is a second."""
+
     def finished(self, place: int) -> None:
         """So are the gradients that wait for this block."""
 
     def explained(self, error: BaseException) -> BaseException:
         """The error to raise in place of one that comes in the middle."""
+
+    def close(self) -> None:
+        """The window's passes are over."""
 
 
 def turns(
@@ -101,6 +117,7 @@ class InTurn:
         blocks: The model's blocks.
         model: The model.
         gauge: What memory there is.
+        ahead: What it must know of all gradients before it uses the first.
 
     Raises:
         ValueError: An optimizer doesn't treat parameters one by one, or has hooks that look at all gradients.
@@ -113,24 +130,32 @@ class InTurn:
         blocks: Sequence[Block],
         model: nn.Module,
         gauge: Gauge,
+        ahead: Ahead,
     ) -> None:
         self._optimizers, self._sums, self._blocks = optimizers, sums, blocks
-        self._model, self._gauge = model, gauge
+        self._model, self._gauge, self.ahead = model, gauge, ahead
         self._state_bytes: dict[int, list[float]] = {}
         self._due: dict[int, list[Tensor]] = {}
         self._updated: set[int] = set()
         self._divisor: Any = None
         self._empty = False
         self._rehearsal = False
+        self._left_out: set[int] = set()
         self._complete: list[tuple[Tensor, Tensor | None, int]] = []
+        self.grad_norm: Tensor | None = None
+        """Of all gradients of the window, where it is looked ahead."""
         self.late: list[str] = []
         """Parameters, by name, whose gradient went on arriving in a rehearsal when they would have been updated."""
+        self.unlike: list[str] = []
+        """Blocks, by path, to which the second of two runs gave another gradient in a rehearsal."""
         self.made: bool | None = None
         """Whether the window that has just run has made its update; None before its first part."""
 
     def open(self) -> None:
         """A window begins: nothing of it has been updated."""
         self.made, self._updated, self._due, self._complete = None, set(), {}, []
+        self._left_out = set()
+        self.ahead.open()
         for optimizer in self._optimizers:
             if optimizer._optimizer_step_pre_hooks:
                 raise ValueError(
@@ -153,15 +178,24 @@ class InTurn:
             ValueError: The loss is not finite. Nothing has been updated.
             torch.OutOfMemoryError: There is no room for the optimizers' state. Nothing has been updated.
         """
-        self._rehearsal = rehearsal
+        self._rehearsal, self._empty = rehearsal, False
         if not rehearsal:
             self._check(window)
         self._due = turns(self._sums.parameters(), self._blocks, self._model, reached)
+        if self.looks_ahead:
+            own = {id(p) for place in self._due if place >= 0 for p in self._due[place]}
+            leaves = {*self._sums.parameters(), *self._model.parameters()}
+            self.ahead.begin(leaves, {id(leaf) for leaf in leaves if id(leaf) not in own})
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether backward runs twice, to look at all gradients before the first is used."""
+        return self.ahead.wanted and not self._empty
 
     def _check(self, window: Window) -> None:
         window.check()
         self._empty, self._divisor = window.empty, window.divisor
-        if not self._empty and not math.isfinite(loss := float(window.loss)):
+        if not self._empty and not self.ahead.scaled and not math.isfinite(loss := float(window.loss)):
             raise ValueError(
                 f"The loss of this batch is {loss}. With update='in_backward' blocks would be updated before anybody "
                 "could see all gradients, so nothing has been. Leave the batch out, or use update='after_backward'."
@@ -183,14 +217,55 @@ class InTurn:
             )
 
     @torch.no_grad()
+    def looked_at(self, place: int) -> None:
+        """In the first of two runs: the gradients are complete that wait for this block, or for all (-1)."""
+        parameters = self._due.get(place, [])
+        if not self._rehearsal:
+            self._divide(parameters)
+        self.ahead.look(parameters, place)
+
+    def goes_on(self) -> bool:
+        """The first run is over. Returns whether there is a second; there is none where no optimizer is to step.
+
+        Raises:
+            WindowError: A gradient went on arriving when its block's turn was over.
+            ValueError: The gradients are not finite, and no GradScaler waits for that. Nothing has been updated.
+        """
+        late = self.ahead.late()
+        if late and not self._rehearsal:
+            raise WindowError(
+                f"{len(late)} parameters got a gradient after their block's turn, the first of shape "
+                f"{tuple(late[0].shape)}: something else than their own block uses them, and no graph has shown it. "
+                "Nothing has been updated."
+            )
+        self.late = self._names(set(map(id, late)))
+        norm = self.ahead.close_first()
+        if self._rehearsal:
+            return True
+        self.grad_norm, self._left_out = norm, self.ahead.overflown()
+        if not self.ahead.scaled and not math.isfinite(number := float(norm)):
+            raise ValueError(
+                f"The norm of this batch's gradient is {number}, and nothing has been updated. Leave the batch out, or "
+                "use update='after_backward'."
+            )
+        if all(id(optimizer) in self._left_out for optimizer in self._optimizers):
+            self.ahead.give_back()
+            self._free(self._sums.parameters())
+            self.made = False
+        return self.made is None
+
+    @torch.no_grad()
     def finished(self, place: int) -> None:
         """The gradients are complete that wait for this block, or for what stands before all blocks (-1)."""
         parameters = self._due.pop(place, [])
+        self.ahead.give_back(parameters if place >= 0 else None)
+        if self._rehearsal and self.looks_ahead and self.ahead.differs(parameters, place):
+            self.unlike.append("what stands before the blocks" if place < 0 else self._blocks[place].path)
         if self._rehearsal:
             self._complete += [(p, g := p.grad, -1 if g is None else g._version) for p in parameters]
             if place < 0:
                 moved = {id(p) for p, g, v in self._complete if p.grad is not g or (g is not None and g._version != v)}
-                self.late = self._names(moved)
+                self.late += [name for name in self._names(moved) if name not in self.late]
             return
         if self._empty:
             self._free(parameters)
@@ -207,7 +282,7 @@ class InTurn:
         self.made = not self._empty
         if self.made:
             with without_global_step_hooks() as (before, after):
-                for optimizer in self._optimizers:
+                for optimizer in [o for o in self._optimizers if id(o) not in self._left_out]:
                     own = list(optimizer._optimizer_step_post_hooks.values())
                     for hook in (*before, *own, *after):
                         hook(optimizer, (), {})
@@ -216,23 +291,38 @@ class InTurn:
         with_gradients = [p for p in parameters if p.grad is not None]
         if not with_gradients:
             return
-        sums, held = self._sums, self._sums.parameters
-        sums.parameters = lambda: with_gradients
-        try:
-            if isinstance(self._divisor, Tensor):
-                factor = torch.where(self._divisor > 0, 1.0 / self._divisor, 0.0)
-                scale_([p.grad for p in with_gradients if p.grad is not None], factor)
-            elif self._divisor is not None:
-                sums.finish(self._divisor)
+        self._divide([p for p in with_gradients if not self.ahead.complete(p)])
+        self.ahead.clip(with_gradients)
+        with self._sums_of(with_gradients) as sums:
             sums.cast()
-        finally:
-            sums.parameters = held
         wanted = {id(p) for p in with_gradients}
         self.made = False
         self._updated |= wanted
         for optimizer in self._optimizers:
-            self._step(optimizer, wanted)
+            if id(optimizer) not in self._left_out:
+                self._step(optimizer, wanted)
         self._free(with_gradients)
+
+    def _divide(self, parameters: Sequence[Tensor]) -> None:
+        """Make sums the finished gradients, but for clipping."""
+        with self._sums_of(parameters) as sums:
+            if isinstance(self._divisor, Tensor):
+                scale_(sums.gradients(), torch.where(self._divisor > 0, 1.0 / self._divisor, 0.0))
+            elif self._divisor is not None:
+                sums.finish(self._divisor)
+        for optimizer in self._optimizers if self.ahead.scaled else ():
+            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self.ahead.unscale([p for p in parameters if id(p) in own], optimizer)
+
+    @contextlib.contextmanager
+    def _sums_of(self, parameters: Sequence[Tensor]) -> Iterator[GradientSum]:
+        """The sums of these parameters alone."""
+        held = self._sums.parameters
+        self._sums.parameters = lambda: [*parameters]
+        try:
+            yield self._sums
+        finally:
+            self._sums.parameters = held
 
     def _step(self, optimizer: torch.optim.Optimizer, wanted: set[int]) -> None:
         hooks = optimizer._optimizer_step_post_hooks
@@ -274,3 +364,7 @@ class InTurn:
         if is_out_of_memory(error):
             return torch.OutOfMemoryError(f"{error}\n{state}")
         return WindowError(f"{type(error).__name__}: {error}\n{state}") if isinstance(error, Exception) else error
+
+    def close(self) -> None:
+        """The window's passes are over."""
+        self.ahead.close()

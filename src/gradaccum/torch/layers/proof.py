@@ -1,0 +1,49 @@
+"""What a proof that has failed can say of blocks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from gradaccum.errors import NotEquivalentError
+from gradaccum.torch.layers.schedule import Layers
+
+__all__ = ["proof_of"]
+
+
+@contextlib.contextmanager
+def proof_of(layers: Layers | None) -> Iterator[None]:
+    """Around a proof: where it fails, say which blocks have left something that backward can't know of.
+
+    Raises:
+        NotEquivalentError: A gradient went on arriving when its parameter would have been updated.
+    """
+    in_turn = None if layers is None else layers.in_turn
+    if layers is not None:
+        layers.left = {}
+    if in_turn is not None:
+        in_turn.late, in_turn.unlike = [], []
+    try:
+        yield
+        if in_turn is not None and in_turn.unlike:
+            raise NotEquivalentError(
+                "With update='in_backward' and `clip_grad_norm` or a GradScaler, backward runs the blocks twice, and "
+                f"the second time it gave other gradients to {', '.join(map(repr, in_turn.unlike[:5]))}. Does a block "
+                "count its calls, or draw random numbers of its own? Use update='after_backward'."
+            )
+        if in_turn is not None and in_turn.late:
+            raise NotEquivalentError(
+                f"With update='in_backward' these would be updated before their gradient is complete: "
+                f"{', '.join(map(repr, in_turn.late[:5]))}. A block reads them that comes before their own, and holds "
+                "them where they aren't found among its parameters. Register them there, leave the block out of "
+                "`blocks`, or use update='after_backward'."
+            )
+    except NotEquivalentError as error:
+        if layers is None or not layers.left:
+            raise
+        left = ", ".join(f"the block {path!r} ({', '.join(names)})" for path, names in layers.left.items())
+        raise NotEquivalentError(
+            f"{error}\nThese keep something from a call in attributes: {left}. With `blocks`, what a block gives "
+            "to the loss must be among its outputs, as its forward pass has no graph; and what it keeps from one "
+            "micro-batch to the next is other rows'."
+        ) from None
