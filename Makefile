@@ -19,6 +19,8 @@ CPU_TORCH = $(if $(CPU),$(PIP) --index-url $(CPU_INDEX) torch)
 export OMP_NUM_THREADS ?= 1
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 export FUZZ_SECONDS ?= 600
+# Eight suites and the processes they start read the same sources: compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 IN_PARALLEL := $(MAKE) --jobs=2 --keep-going --output-sync=target
 
 # A suite is a process of its own: one for each of Keras' backends, five for the rest. The longest come first.
@@ -27,6 +29,8 @@ SUITES := test-keras-jax test-keras-tensorflow test-torch test-keras-torch test-
 	test-integrations
 SELECT := not slow and not gpu and not fuzz
 PYTEST = $(BIN)/python -m pytest -q -m "$(SELECT)"
+# Have no examples to run, and would import what tests/keras and tests/jax are for.
+OTHERS_DEMOS := src/gradaccum/demo/keras_experiment.py src/gradaccum/demo/jax_experiment.py
 RANKS := tests/torch/distributed tests/integrations/distributed
 # The core of every area: equality with the large batch, on small problems.
 QUICK_TORCH := $(wildcard tests/test_[!d]*.py) tests/sizes tests/compat/test_runai_torch.py tests/cli/test_check_command.py \
@@ -88,7 +92,7 @@ test-centre:
 	$(PYTEST) tests src/gradaccum benchmarks/harness.py --ignore=tests/torch --ignore=src/gradaccum/torch \
 		--ignore=src/gradaccum/on_torch --ignore=tests/keras --ignore=src/gradaccum/keras \
 		--ignore=tests/integrations --ignore=src/gradaccum/integrations \
-		--ignore=tests/jax --ignore=src/gradaccum/jax || test $$? = 5
+		--ignore=tests/jax --ignore=src/gradaccum/jax $(OTHERS_DEMOS:%=--ignore=%) || test $$? = 5
 
 # Nothing is downloaded: models are built from their configs.
 test-integrations:

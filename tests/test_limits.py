@@ -1,6 +1,7 @@
 """docs/limits.md quotes the library: each quoted sentence is one that the code says today."""
 
 import ast
+import collections
 import functools
 import re
 
@@ -11,6 +12,8 @@ from tests.source import TREES
 
 PLACEHOLDER = None
 LONGEST_VALUE = 30
+GRAM = 9
+"""Characters that a sentence and the source have in common, for it to be looked at."""
 LEAST = 3
 """Characters that a sentence must share with the source for each such value."""
 """Characters that a placeholder may stand for; what is longer must be another of the library's sentences."""
@@ -55,6 +58,21 @@ def templates():
     return found
 
 
+@functools.cache
+def where():
+    """The templates that each few characters are in."""
+    found = collections.defaultdict(set)
+    for number, (_, text) in enumerate(templates()):
+        for start in range(len(text) - GRAM + 1):
+            found[text[start : start + GRAM]].add(number)
+    return found
+
+
+def shared(grams):
+    """The templates that have any of these characters."""
+    return [templates()[number] for number in sorted(set().union(*(where().get(gram, ()) for gram in grams)))]
+
+
 def aligned(part, made, at):
     """The values of placeholders with which `part` follows the template from `at` on; None if it doesn't."""
 
@@ -80,12 +98,11 @@ def aligned(part, made, at):
 @functools.cache
 def said(part):
     """Whether a sentence, or a part of one, is in the source, with values in the place of placeholders."""
-    grams = [part[i : i + 9] for i in range(max(1, len(part) - 8))]
-    for made, text in templates():
-        if not any(gram in text for gram in grams):
-            continue
+    grams = {part[i : i + GRAM] for i in range(max(1, len(part) - GRAM + 1))}
+    for made, text in shared(grams) if len(part) >= GRAM else [one for one in templates() if part in one[1]]:
         for at, character in enumerate(made):
-            if character is PLACEHOLDER or character == part[0]:
+            literal = text[at : at + len(part)].partition("\0")[0]
+            if character is PLACEHOLDER or part.startswith(literal):
                 values = aligned(part, made, at)
                 if values is None or values == (part,):
                     continue

@@ -5,9 +5,13 @@ import pytest
 from tests.integrations.distributed import accelerate_cases as cases
 from tests.reference import FLOAT64
 
+SLOW = pytest.mark.slow
 
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("steps", [1, 2, 3])
+
+@pytest.mark.parametrize(
+    ("steps", "clip"),
+    [(2, 0.05), (3, None), *(pytest.param(*one, marks=SLOW) for one in ((1, None), (1, 0.05), (2, None), (3, 0.05)))],
+)
 def test_ragged_and_short_windows_make_the_update_of_all_ranks_rows(ranks, steps, clip):
     for error, updates in ranks.run(cases.train, steps, clip):
         assert error <= FLOAT64
@@ -25,14 +29,14 @@ def test_saving_inside_a_window_of_several_ranks_is_refused(ranks, tmp_path):
         assert "inside a window, 1 of 2 micro-batches, and writes one rank's optimizer" in said
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("clip", [pytest.param(None, marks=SLOW), 0.05])
 def test_under_an_fsdp2_plugin_windows_make_the_update_of_all_ranks_rows(ranks, clip):
     for error, updates in ranks.run(cases.train_sharded, 2, clip):
         assert error <= FLOAT64
         assert updates == 6
 
 
-@pytest.mark.parametrize("after", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3)), 4])
+@pytest.mark.parametrize("after", [*(pytest.param(n, marks=SLOW) for n in (1, 2, 3)), 4])
 def test_under_an_fsdp2_plugin_files_hold_the_open_window_and_go_on_there(ranks, tmp_path, after):
     for error, opened in ranks.run(cases.save_sharded, str(tmp_path / "state"), after):
         assert error <= FLOAT64

@@ -6,7 +6,7 @@ from tests.integrations.distributed import lightning_cases as cases
 from tests.reference import FLOAT64
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+@pytest.mark.parametrize("steps", [2, 3, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (1, 5))])
 def test_ragged_and_short_windows_make_the_update_of_all_ranks_rows(ranks, steps):
     for error, updates in ranks.run(cases.train, steps):
         assert error <= FLOAT64
@@ -22,7 +22,14 @@ def test_ddps_own_options_change_nothing(ranks, ddp):
     assert all(error <= FLOAT64 for error, _ in ranks.run(cases.train, 2, ddp=ddp))
 
 
-@pytest.mark.parametrize("silent", [[(0, 0)], [(0, 1), (1, 2)], [(1, 4)], [(0, 4)], [(0, 0), (1, 0)]], ids=str)
+@pytest.mark.parametrize(
+    "silent",  # (rank, micro-batch)
+    [
+        *([(0, 1), (1, 2)], [(1, 4)], [(0, 0), (1, 0)]),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ([(0, 0)], [(0, 4)])),
+    ],
+    ids=str,
+)
 def test_a_batch_of_weight_zero_on_one_rank_is_left_out(ranks, silent):
     assert all(error <= FLOAT64 for error in ranks.run(cases.weigh_nothing, 2, silent))
 

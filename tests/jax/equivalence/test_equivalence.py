@@ -36,6 +36,11 @@ def table(params, batch):  # rows look numbers up in what is no row
     return (outputs(params, batch["x"]) @ batch["table"].sum(0)).mean()
 
 
+def one_of_each(cases, *others):
+    """Compiling takes longest here: the others are slow."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in others else name for name in cases]
+
+
 CULPRITS = {
     "a token mean": (token_mean, labelled(), {}, "weight", "loss", r"lambda batch: \(batch\['y'\] != -1\).sum\(\)"),
     "a sum": (
@@ -54,7 +59,7 @@ CULPRITS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CULPRITS)
+@pytest.mark.parametrize("name", one_of_each(CULPRITS, "a mean taken for a sum", "a wrong weight"))
 def test_the_culprit_is_named_for(name):
     loss, batch, options, kind, where, message = CULPRITS[name]
     result = check_equivalence(loss, network(), batch, **options)
@@ -149,7 +154,7 @@ RIGHT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", one_of_each(RIGHT, "rows", "tokens", "a mean and a penalty"))
 def test_nothing_is_wrong_with(name):
     loss, batch, options = RIGHT[name]
     result = check_equivalence(loss, network(), batch, *([jnp.asarray(2.0)] if "argnums" in options else []), **options)

@@ -58,9 +58,7 @@ def taken(batch, part):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("12 rows in micro-batches of 2, 4 steps", "momentum"),
         ("a window longer than the epoch", "momentum"),
-        ("the plain loop", "momentum"),
         ("ragged everywhere", "clipped AdamW with a schedule"),
         *(pytest.param(name, "momentum", marks=pytest.mark.slow) for name in WINDOWS),
         *(pytest.param(name, "clipped AdamW with a schedule", marks=pytest.mark.slow) for name in WINDOWS),

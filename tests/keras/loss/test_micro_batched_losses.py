@@ -9,7 +9,7 @@ from keras import layers, losses
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras.micro_batched import micro_batched
-from tests.keras.problems import BACKEND, compiled_on, slow
+from tests.keras.problems import BACKEND, compiled_on, slow, slow_where_compiled
 from tests.keras.train_step.test_micro_batched import CLASSES, ROWS, WEIGHTS, X, assert_same, classifier
 from tests.reference import relative_error
 
@@ -73,8 +73,8 @@ def test_every_built_in_loss_is_tested_here():
     assert built_in == {*ADDITIVE, *BY_AXIS, *ACROSS_ROWS, "CTC"}
 
 
-FEW = ["MeanSquaredError", "CosineSimilarity", "SparseCategoricalCrossentropy"][: 1 if BACKEND == "jax" else 3]
-"""One of each kind of arguments, the first alone where each takes longest to compile; the others are slow."""
+FEW = ["MeanSquaredError", "CosineSimilarity", "SparseCategoricalCrossentropy"][: 3 if BACKEND == "torch" else 1]
+"""One of each kind of arguments, the first alone where each is compiled; the others are slow."""
 
 
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in ADDITIVE])
@@ -118,6 +118,7 @@ WITHIN = [
 OVER = [(name, axis) for name in BY_AXIS for axis in [None, 0, -3, (0, 1), (0, 2), (0, 1, 2)]]
 
 
+@compiled_on("tensorflow")
 @pytest.mark.parametrize(
     ("name", "axis", "reduction"),
     slow_but(WITHIN, ("Dice", (1, 2), "mean_with_sample_weight")),
@@ -128,7 +129,7 @@ def test_sums_within_a_row_match_plain_fit(float64, name, axis, reduction):
     assert_same(segmenter, compiled, PICTURES, SEGMENTS, float64, sample_weight=weights, epochs=1)
 
 
-@compiled_on("tensorflow")
+@slow_where_compiled
 @pytest.mark.parametrize(("name", "axis"), slow_but(OVER, ("Tversky", (0, 2))))
 def test_sums_over_rows_are_refused(name, axis):
     refused(segmenter(), getattr(losses, name)(axis=axis), PICTURES, SEGMENTS, "with an `axis` that leaves out")

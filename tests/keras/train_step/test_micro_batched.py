@@ -8,7 +8,7 @@ import pytest
 from keras import layers, losses, ops
 
 from gradaccum.keras.micro_batched import micro_batched
-from tests.keras.problems import ACTIVITY, compiled_on, slow
+from tests.keras.problems import ACTIVITY, compiled_on, slow, slow_where_compiled
 from tests.reference import relative_error
 
 BACKEND = keras.backend.backend()
@@ -92,7 +92,7 @@ def test_ragged_batches_match_plain_fit(float64, optimizer):
     assert_same(classifier, compiled, X, CLASSES, float64, batch_size=9, eager=False)
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, slow(2), slow(8), 100])
+@pytest.mark.parametrize("micro_batch_size", [1, slow(2), slow(8), slow(100)])
 def test_any_micro_batch_size_matches_plain_fit(float64, micro_batch_size):
     assert_same(classifier, crossentropy, X, CLASSES, float64, micro_batch_size)
 
@@ -102,7 +102,7 @@ def test_any_micro_batch_size_matches_plain_fit(float64, micro_batch_size):
     ("weights", "reduction"),
     [
         slow("none", "sum_over_batch_size"),
-        ("none", "sum"),
+        slow("none", "sum"),
         slow("none", "mean_with_sample_weight"),
         ("sample_weight", "sum_over_batch_size"),
         slow("sample_weight", "sum"),
@@ -177,14 +177,14 @@ def test_masks_beside_other_terms_of_the_loss_match_plain_fit(float64):
     assert_same(make, crossentropy, TOKENS, TAGS, float64)
 
 
-@compiled_on("tensorflow")
+@slow_where_compiled
 def test_weights_beside_a_term_that_only_the_forward_pass_adds_match_plain_fit(float64):
     make = lambda: classifier(activity_regularizer=ACTIVITY)  # noqa: E731
     compiled = lambda: crossentropy(reduction="mean_with_sample_weight")  # noqa: E731
     assert_same(make, compiled, X, CLASSES, float64, in_logs=IN_FLOAT32, sample_weight=WEIGHTS)
 
 
-@compiled_on("tensorflow")
+@slow_where_compiled
 @pytest.mark.parametrize("last", [layers.GlobalAveragePooling1D, slow(lambda: layers.LSTM(4))])
 def test_masks_that_end_inside_the_model_match_plain_fit(float64, last):
     def make():
@@ -194,7 +194,7 @@ def test_masks_that_end_inside_the_model_match_plain_fit(float64, last):
     assert_same(make, adam, TOKENS, CLASSES, float64, epochs=1)
 
 
-@compiled_on("tensorflow")
+@slow_where_compiled
 def test_a_masking_layer_matches_plain_fit(float64):
     def make():
         return keras.Sequential(
@@ -236,6 +236,7 @@ def two_losses(first="mean_with_sample_weight", second="sum_over_batch_size"):
     }
 
 
+@compiled_on("tensorflow")
 @pytest.mark.parametrize(
     ("first", "second", "weighted"),
     [
@@ -256,6 +257,7 @@ def test_several_outputs_have_a_denominator_each(float64, first, second, weighte
     )
 
 
+@slow_where_compiled
 @pytest.mark.parametrize("batch_size", [slow(8), 9])
 def test_each_outputs_loss_in_the_logs_is_the_mean_over_all_rows(float64, batch_size):
     compiled = lambda: {**two_losses(), "optimizer": keras.optimizers.SGD(0.0)}  # noqa: E731

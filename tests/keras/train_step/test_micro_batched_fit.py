@@ -11,7 +11,7 @@ from keras import layers, losses, ops
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras.micro_batched import micro_batched
-from tests.keras.problems import compiled_on, slow
+from tests.keras.problems import compiled_on, slow, slow_where_compiled
 from tests.keras.train_step.test_micro_batched import (
     BACKEND,
     BATCH,
@@ -50,7 +50,12 @@ def tf_data():
     return tf.data.Dataset.from_tensor_slices((X, CLASSES, WEIGHTS)).batch(BATCH)
 
 
-@pytest.mark.parametrize("source", [Sequence, slow(generator), tf_data if BACKEND == "tensorflow" else slow(tf_data)])
+@pytest.mark.parametrize(
+    "source",
+    [slow(Sequence), slow(generator), tf_data]
+    if BACKEND == "tensorflow"
+    else [Sequence, slow(generator), slow(tf_data)],
+)
 def test_every_source_of_batches_matches_plain_fit(float64, source):
     fit = {"batch_size": None, "steps_per_epoch": 2 if source is generator else None, "eager": False}
     assert_same(classifier, lambda: crossentropy(reduction="mean_with_sample_weight"), source, tolerance=float64, **fit)
@@ -62,6 +67,7 @@ def test_validation_data_and_split_match_plain_fit(float64, validation):
     assert_same(classifier, crossentropy, X, CLASSES, float64, epochs=1, **validation)
 
 
+@compiled_on("tensorflow")
 def test_train_on_batch_matches_plain_keras(float64):
     models = []
     for size in (None, MICRO):
@@ -94,6 +100,7 @@ def test_xla_on_tensorflow_matches_plain_fit(micro_batch_size):
     assert_same(classifier, compiled, X[:20], CLASSES[:20], 1e-6, micro_batch_size, **fit)
 
 
+@compiled_on("jax")
 def test_schedules_ema_weight_decay_constraints_and_callbacks_are_per_update(float64):
     def optimizer():
         schedule = keras.optimizers.schedules.ExponentialDecay(0.1, decay_steps=2, decay_rate=0.5)
@@ -175,6 +182,7 @@ def test_metrics_of_outputs_larger_than_the_batch_are_streamed(float64):
     assert {plan.metrics for plan in ours.train_step.plans.values()} <= {"streamed"}
 
 
+@compiled_on("jax")
 def test_a_model_without_metrics_matches_plain_fit(float64):
     assert_same(classifier, lambda: {"loss": "sparse_categorical_crossentropy"}, X, CLASSES, float64)
 
@@ -229,6 +237,7 @@ def test_variables_without_a_gradient_stay_as_they_are():
             assert_same(Unused, compiled, X, X[:, :3])
 
 
+@compiled_on("jax")
 def test_the_model_saves_loads_and_clones_as_what_it_came_from(tmp_path):
     plain, ours = classifier(), micro_batched(classifier(), MICRO)
     ours.compile(optimizer=sgd(), **crossentropy())
@@ -289,7 +298,7 @@ def test_other_bad_arguments_are_refused():
         micro_batched(OwnStep(), 4)
 
 
-@compiled_on("tensorflow")
+@slow_where_compiled
 def test_after_a_refused_loss_the_model_trains_with_another():
     model = micro_batched(keras.Sequential([layers.Input((5,)), layers.Dense(3, activation="sigmoid")]), MICRO)
     model.compile(optimizer=keras.optimizers.SGD(0.1, use_ema=True), loss=losses.Dice())
@@ -301,6 +310,7 @@ def test_after_a_refused_loss_the_model_trains_with_another():
     model.fit(X, np.eye(3)[CLASSES], batch_size=BATCH, verbose=0)
 
 
+@compiled_on("jax")
 def test_a_batch_that_cannot_be_split_is_named_and_nothing_is_touched():
     model = micro_batched(classifier(), MICRO)
     model.compile(optimizer=sgd(), loss="mse")
@@ -321,6 +331,7 @@ def test_a_batch_that_cannot_be_split_is_named_and_nothing_is_touched():
         model.train_on_batch(*next(batches()))
 
 
+@compiled_on("jax")
 def test_scales_of_float8_are_the_largest_of_the_micro_batches():
     def make():
         model = keras.Sequential([layers.Input((16,)), layers.Dense(16, name="dense")])

@@ -246,6 +246,7 @@ def test_randomness_masks_and_regularisers_are_no_difference_and_nothing_is_touc
     assert all(np.array_equal(a, b) for a, b in zip(*weights))
 
 
+@compiled_on("jax")
 def test_batch_normalization_has_its_own_warning_and_is_not_refused():
     for choice in ("warn", "pooled"):
         with warnings.catch_warnings():
@@ -292,6 +293,7 @@ class Switched(keras.Model):
         return loss + self.strength * ops.sqrt(loss)
 
 
+@compiled_on("jax")
 def test_rows_are_mixed_in_the_next_epoch_once_a_variable_that_the_loss_reads_has_changed():
     class Switches(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -354,6 +356,7 @@ def test_rows_of_a_new_sort_are_proved_before_they_are_trained_on(name):
     model.train_on_batch(*first)
 
 
+@compiled_on("jax")
 def test_each_fit_is_proved_and_each_sort_of_rows_once(monkeypatch):
     judged = []
     own = Proof._judge
@@ -391,12 +394,14 @@ def test_a_model_that_has_converged_is_not_refused():
         model.fit(X, y, batch_size=ROWS, epochs=30, verbose=0)
 
 
+@compiled_on("jax")
 def test_a_loss_in_half_precision_is_not_refused():
     model = micro_batched(linear(), 8)
     model.compile(optimizer="sgd", loss=losses.MeanSquaredError(dtype="float16"))
     model.train_on_batch(X, Y)
 
 
+@compiled_on("jax")
 def test_what_cannot_be_compared_is_said_once():
     def of_all(t, p):
         if p.shape[0] is not None and p.shape[0] < 4:
@@ -416,6 +421,7 @@ def test_what_cannot_be_compared_is_said_once():
     model.fit(X, Y, batch_size=12, verbose=0)
 
 
+@compiled_on("jax")
 def test_verify_false_leaves_it_out():
     model = micro_batched(with_layer(layers.Softmax(axis=0)), 8, verify=False)
     model.compile(optimizer="sgd", loss="mse")

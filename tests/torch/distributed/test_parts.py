@@ -24,15 +24,24 @@ def test_unused_parameters_weight_0_and_alternating_heads_under_ddp(
 
 
 @pytest.mark.parametrize("optimizer", ["adam", pytest.param("sgd", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", ["batches", "batches micro_batch"])
 @pytest.mark.parametrize(
-    ("weights", "chosen"),
+    ("weights", "chosen", "way"),
     [
-        (ONES, DIFFERENT),
-        (SOME, DIFFERENT),
-        (SHORT, SAME),
-        (SHORT, DIFFERENT),
-        (CLOSED_BY_NOTHING, SAME),
+        (ONES, DIFFERENT, "batches"),
+        (SHORT, DIFFERENT, "batches micro_batch"),
+        (SHORT, SAME, "batches"),
+        (CLOSED_BY_NOTHING, SAME, "batches micro_batch"),
+        (SOME, DIFFERENT, "batches"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                (ONES, DIFFERENT, "batches micro_batch"),
+                (SHORT, DIFFERENT, "batches"),
+                (SHORT, SAME, "batches micro_batch"),
+                (CLOSED_BY_NOTHING, SAME, "batches"),
+                (SOME, DIFFERENT, "batches micro_batch"),
+            )
+        ),
     ],
 )
 def test_a_head_that_the_batch_chooses_under_fsdp2(

@@ -13,12 +13,19 @@ from tests.reference import FLOAT64
 from tests.torch.distributed import sharded_cases as cases
 from tests.torch.distributed.processes import Processes, Raised
 
+SLOW = pytest.mark.slow
 RAGGED = [[4, 2, 5, 1, 3, 7], [3, 3, 1, 6, 2, 4]]
 GROUPS = 2  # of parameters that are reduced together: the two layers
 
 
-@pytest.mark.parametrize("way", ["batches", "batches, backward", "plain"])
-@pytest.mark.parametrize(("sync", "reductions"), [("window", 2), ("micro_batch", 6)])
+@pytest.mark.parametrize(
+    ("sync", "reductions", "way"),
+    [
+        *(("window", 2, way) for way in ("batches", "batches, backward", "plain")),
+        ("micro_batch", 6, "plain"),
+        *(pytest.param("micro_batch", 6, way, marks=SLOW) for way in ("batches", "batches, backward")),
+    ],
+)
 def test_sharded_models_make_the_update_of_all_rows(ranks: Processes, sync: str, reductions: int, way: str) -> None:
     for error, counts, updates in ranks.run(cases.train, RAGGED, 4, sync, way):
         assert error <= FLOAT64
@@ -26,8 +33,14 @@ def test_sharded_models_make_the_update_of_all_rows(ranks: Processes, sync: str,
         assert counts["reduce_scatter"] == reductions * GROUPS
 
 
-@pytest.mark.parametrize("sync", ["window", "micro_batch"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize(
+    ("optimizer", "sync"),
+    [
+        ("sgd", "window"),
+        ("adam", "micro_batch"),
+        *(pytest.param(*one, marks=SLOW) for one in (("sgd", "micro_batch"), ("adam", "window"))),
+    ],
+)
 def test_clipping_sees_the_norm_over_all_shards(ranks: Processes, sync: str, optimizer: str) -> None:
     for error, _, _ in ranks.run(cases.train, RAGGED, 4, sync, optimizer=optimizer, clip=0.05):
         assert error <= FLOAT64
@@ -55,8 +68,14 @@ def test_parameters_stay_gathered_in_a_window_that_reduces_once(ranks: Processes
         assert counts["all_gather"] >= 4 * GROUPS
 
 
-@pytest.mark.parametrize("sync", ["window", "micro_batch"])
-@pytest.mark.parametrize("parts", [True, False])
+@pytest.mark.parametrize(
+    ("parts", "sync"),
+    [
+        (True, "micro_batch"),
+        (False, "window"),
+        *(pytest.param(*one, marks=SLOW) for one in ((True, "window"), (False, "micro_batch"))),
+    ],
+)
 def test_compiled_models(ranks: Processes, parts: bool, sync: str) -> None:
     assert max(ranks.run(cases.compiled, parts, sync)) <= FLOAT64
 
@@ -70,9 +89,11 @@ def test_a_gradient_that_is_not_finite_in_one_shard_skips_the_window_on_all(rank
 @pytest.mark.parametrize(
     ("overflow_at", "sync"),
     [
-        *((at, "window") for at in (None, (1, 4), (0, 5), (1, 3))),
+        (None, "window"),
+        ((0, 5), "window"),
         ((1, 4), "micro_batch"),
-        *(pytest.param(at, "micro_batch", marks=pytest.mark.slow) for at in (None, (0, 5), (1, 3))),
+        *(pytest.param(at, "window", marks=SLOW) for at in ((1, 4), (1, 3))),
+        *(pytest.param(at, "micro_batch", marks=SLOW) for at in (None, (0, 5), (1, 3))),
     ],
 )
 def test_an_overflow_in_one_shard_costs_all_ranks_one_window_and_one_halving(
@@ -107,8 +128,15 @@ def test_a_discarded_window_leaves_nothing_behind(ranks: Processes) -> None:
     assert max(ranks.run(cases.discarded)) <= FLOAT64
 
 
-@pytest.mark.parametrize("sync", ["window", "micro_batch"])
-@pytest.mark.parametrize("odd", [False, True], ids=["plain", "odd"])
+@pytest.mark.parametrize(
+    ("odd", "sync"),
+    [
+        pytest.param(False, "micro_batch", id="plain-micro_batch"),
+        pytest.param(True, "window", id="odd-window"),
+        pytest.param(False, "window", id="plain-window", marks=SLOW),
+        pytest.param(True, "micro_batch", id="odd-micro_batch", marks=SLOW),
+    ],
+)
 def test_a_rank_whose_batches_are_used_up_takes_part_in_the_others_passes_with_nothing(
     ranks: Processes, odd: bool, sync: str
 ) -> None:
@@ -230,8 +258,9 @@ def test_asking_for_a_state_dict_before_the_first_update_changes_nothing(ranks: 
 @pytest.mark.parametrize(
     ("kind", "sync"),
     [
-        *((kind, "window") for kind in cases.TRAIN_STEPS),
+        *((kind, "window") for kind in cases.TRAIN_STEPS if kind != "told"),
         ("told", "micro_batch"),
+        pytest.param("told", "window", marks=SLOW),
         *(pytest.param(kind, "micro_batch", marks=pytest.mark.slow) for kind in cases.TRAIN_STEPS if kind != "told"),
     ],
 )

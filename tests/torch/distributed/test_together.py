@@ -12,8 +12,10 @@ from tests.torch.distributed.processes import Processes, Raised
 LIMIT = 40.0
 
 
-@pytest.mark.parametrize("on", [0, 1])
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    ("on", "backward"),
+    [(0, False), (1, True), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, False), (0, True)))],
+)
 def test_a_rank_that_runs_out_of_memory_has_all_begin_again_exactly(ranks: Processes, on: int, backward: bool) -> None:
     places = [1, 3] if backward else [0, 1, 3]
     for rank, found in enumerate(ranks.run(cases.out_of_memory, on, backward, places, limit=LIMIT)):
@@ -66,7 +68,7 @@ def test_memory_that_runs_out_anywhere_keeps_the_update_exact(ranks: Processes, 
     assert max(ranks.run(cases.at_random, seed, limit=LIMIT)) <= FLOAT64
 
 
-@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+@pytest.mark.parametrize("sync", [pytest.param("window", marks=pytest.mark.slow), "micro_batch"])
 def test_auto_is_predicted_by_each_rank_and_all_run_as_many_passes(ranks: Processes, sync: str) -> None:
     limits = (2**30, 3 * 2**20)
     (error, rows, size, _), (other, fewer, small, peak) = ranks.run(cases.predicted, sync, limits, limit=LIMIT)

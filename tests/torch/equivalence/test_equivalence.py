@@ -456,7 +456,22 @@ class Centred(nn.Module):
         return self.second(h - h.detach().mean(0))
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
+REPEAT = {  # what another of its kind is here for
+    *("BatchNorm", "routing by rank", "mixing in a row permutation", "attention over the batch", "a root of a mean"),
+    *(
+        "Dice",
+        "sample weights",
+        "tokens where rows are right",
+        "a mean taken for a sum",
+        "rows in the second dimension",
+    ),
+    *("an input with another number of rows", "running statistics of InstanceNorm"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in REPEAT else name for name in DIFFERENT]
+)
 def test_the_culprit_is_named_for(name):
     *setup, kind, where, parts = DIFFERENT[name]
     result = run(*setup)
