@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import time
@@ -20,6 +21,8 @@ UPDATES, ROUNDS = 3, 9
 """Of a call that is timed, and how often it is."""
 PROVEN = 33
 """Updates before that: 1, 2, 4, ..., 32 are proven, and the next one is 64."""
+FIRST, RUNS = 100, 3
+"""Updates of a run from the start, and how often it is timed."""
 
 
 def model() -> Any:
@@ -41,9 +44,11 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def trainer(kind: type, ragged: bool, rows: int, steps: int = 1, **micro: Any) -> Callable[[], object]:
+def trainer(
+    kind: type, ragged: bool, rows: int, steps: int = 1, updates: int = UPDATES, **micro: Any
+) -> Callable[[], object]:
     options = transformers.TrainingArguments(
-        tempfile.mkdtemp(), per_device_train_batch_size=rows, gradient_accumulation_steps=steps, max_steps=UPDATES,
+        tempfile.mkdtemp(), per_device_train_batch_size=rows, gradient_accumulation_steps=steps, max_steps=updates,
         save_strategy="no", logging_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, optim="sgd",
         dataloader_pin_memory=False,
     )  # fmt: skip
@@ -52,31 +57,40 @@ def trainer(kind: type, ragged: bool, rows: int, steps: int = 1, **micro: Any) -
     return made.train
 
 
+def _run(make: Callable[..., Callable[[], object]], updates: int) -> None:
+    """So many updates of a new trainer."""
+    make(updates=updates)()
+
+
 def main() -> None:
     options = arguments(__doc__)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
     rows = []
     for ragged in (False, True):
-        contenders = {
-            "stock Trainer, gradient_accumulation_steps": trainer(transformers.Trainer, ragged, MICRO, ROWS // MICRO),
-            "micro_batch_size": trainer(MicroBatchTrainer, ragged, ROWS, micro_batch_size=MICRO),
-            "max_tokens": trainer(MicroBatchTrainer, ragged, ROWS, max_tokens=MICRO * LONGEST),
+        made: dict[str, Callable[..., Callable[[], object]]] = {
+            "stock Trainer, gradient_accumulation_steps": functools.partial(
+                trainer, transformers.Trainer, ragged, MICRO, ROWS // MICRO
+            ),
+            "micro_batch_size": functools.partial(trainer, MicroBatchTrainer, ragged, ROWS, micro_batch_size=MICRO),
+            "max_tokens": functools.partial(trainer, MicroBatchTrainer, ragged, ROWS, max_tokens=MICRO * LONGEST),
         }
-        kind, rival = f"8 to {LONGEST} tokens" if ragged else f"{LONGEST // 2} tokens each", next(iter(contenders))
-        first = ratios(
-            contenders, rival, 1, time.process_time, f"texts of {kind}: updates {UPDATES + 1} to {2 * UPDATES}"
-        )
-        for _ in range(0 if options.quick else PROVEN // UPDATES - 3):  # `ratios` calls each once more
+        kind, rival = f"8 to {LONGEST} tokens" if ragged else f"{LONGEST // 2} tokens each", next(iter(made))
+        updates = 2 * UPDATES if options.quick else FIRST
+        runs = {name: functools.partial(_run, make, updates) for name, make in made.items()}
+        about = f"texts of {kind}: updates 1 to {updates}"
+        first = ratios(runs, rival, 1 if options.quick else RUNS, time.process_time, about)
+        contenders = {name: make() for name, make in made.items()}
+        for _ in range(0 if options.quick else PROVEN // UPDATES - 1):  # `ratios` calls each once more
             for name in list(contenders)[1:]:
                 contenders[name]()
         found = ratios(contenders, rival, 1 if options.quick else ROUNDS, time.process_time, f"texts of {kind}")
         rows += [[kind, name, found[name], first[name]] for name in contenders]
-    head = ["texts", "micro-batches", "time per update", f"updates {UPDATES + 1} to {2 * UPDATES}"]
+    head = ["texts", "micro-batches", "time per update", f"updates 1 to {updates}"]
     body = f"""A Llama of two layers on texts of log-normal lengths, {ROWS} of them for an update,
 {torch.get_num_threads()} threads, processor time. The stock Trainer pads {MICRO} texts at a time to the longest of
 them; `micro_batch_size={MICRO}` takes as many from a batch that is padded at once and, in a single process, sorts and
-trims them; `max_tokens={MICRO * LONGEST}` packs them as well. Updates 1, 2, 4, 8, ... are proven, ten of the first
-thousand: the last column has one of these, the one before it none.
+trims them; `max_tokens={MICRO * LONGEST}` packs them as well. Updates 1, 2, 4, 8, ... are proven, seven of the first
+hundred: the last column has these, the one before it none.
 
 {table(head, rows)}"""
     publish(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import zlib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from gradaccum.extras import PrivateName, require
@@ -21,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum.errors import WindowError
 from gradaccum.schedule import Steps
 from gradaccum.torch.optim import Optimizer
+from gradaccum.torch.optimizer import KEY
 
 __all__ = ["PreparedOptimizer", "prepare_optimizer"]
 
@@ -30,6 +33,8 @@ _NAMES = (
     PrivateName("accelerator", "clip_grad_norm_", "is led to the finished gradient"),
     PrivateName("accelerator", "clip_grad_value_", "the same"),
     PrivateName("accelerator", "gradient_state.num_steps", "tells whether Accelerate accumulates as well"),
+    PrivateName("accelerator", "register_save_state_pre_hook", "saves the other ranks' part of an open window"),
+    PrivateName("accelerator", "register_load_state_pre_hook", "loads it"),
 )
 _KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _CLIPPING: dict[str, Callable[..., Any]] = {
@@ -138,7 +143,12 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def __init__(self, optimizer: Optimizer, accelerator: Accelerator, *, model: nn.Module | None = None) -> None:
         super().__init__(optimizer, device_placement=False, scaler=accelerator.scaler)
         self._is_accelerate_prepared = True
-        self._several = accelerator.num_processes > 1
+        self._accelerator = accelerator
+        self._folder: Path | None = None
+        """What `load_state` reads, on several processes."""
+        if accelerator.num_processes > 1 and model is None:
+            accelerator.register_save_state_pre_hook(self._save_own_part)
+            accelerator.register_load_state_pre_hook(self._remember)
         self._clips: dict[tuple[Any, ...], Callable[[], Any]] = {}
         self._norm: Tensor | None = None
         self._model = model
@@ -190,19 +200,57 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def register_step_post_hook(self, hook: Any) -> Any:
         return self.optimizer.register_step_post_hook(hook)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict, and the open window beside it.
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint, open window included.
 
         Raises:
-            WindowError: A window is open on several ranks: Accelerate writes the state of one of them, if not sharded.
+            WindowError: From `load_state`: this process's part of an open window is not there.
         """
-        if self._several and self._model is None and self.optimizer.micro_batches:
+        super().load_state_dict(self._with_own_part(state_dict))
+
+    # Accelerate writes the optimizer of one process. The others have another part of an open window.
+
+    def _save_own_part(self, models: Any, weights: Any, folder: str) -> None:
+        file = self._own_file(folder)
+        if self._accelerator.is_main_process or not self.optimizer.micro_batches:
+            file.unlink(missing_ok=True)
+        else:
+            torch.save({"part": self.optimizer.state_dict()[KEY], "parameters": self._fingerprint()}, file)
+
+    def _remember(self, models: Any, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def _with_own_part(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state dict that Accelerate has read, with this process's part of an open window."""
+        folder, self._folder = self._folder, None
+        window = state_dict.get(KEY)
+        if folder is None or window is None or not window["window"]["micro_batches"]:
+            return state_dict
+        (rank, size), accelerator = window.get("rank", (0, 1)), self._accelerator
+        if size != accelerator.num_processes or rank == accelerator.process_index:  # the former is refused later
+            return state_dict
+        file = self._own_file(folder)
+        saved = torch.load(file, map_location="cpu", weights_only=True) if file.exists() else {}
+        if saved.get("parameters") != self._fingerprint():
             raise WindowError(
-                f"save_state() was called inside a window, {self.optimizer.micro_batches} of "
-                f"{self.optimizer.steps} micro-batches, and writes one rank's optimizer, so that the other ranks' part "
-                "of the window would be lost. Call it when `optimizer.updated` is True."
+                f"The checkpoint was taken inside a window, and this process's part of it is not there: {file} is "
+                f"{'of another checkpoint' if saved else 'missing'}. Call accelerator.save_state() on all processes, "
+                "not on the main one alone, and keep the folder where all of them can read it; or save when "
+                "`optimizer.updated` is True."
             )
-        return self.optimizer.state_dict()
+        return {**state_dict, KEY: saved["part"]}
+
+    def _own_file(self, folder: str | Path) -> Path:
+        accelerator = self._accelerator
+        number = next(i for i, optimizer in enumerate(accelerator._optimizers) if optimizer is self)
+        return Path(folder) / f"optimizer_{number}_window_{accelerator.process_index}.bin"
+
+    def _fingerprint(self) -> int:
+        """A number that tells the models' parameters from those after any other update."""
+        parameters = (
+            p.detach().flatten()[:64].cpu() for model in self._accelerator._models for p in model.parameters()
+        )
+        return functools.reduce(lambda sum_, p: zlib.crc32(p.view(torch.uint8).numpy().tobytes(), sum_), parameters, 0)
 
     def owned(self, parameters: list[Tensor]) -> list[Tensor]:
         """Those of the parameters that it updates: the sharded ones, where a forward pass has put whole ones there."""

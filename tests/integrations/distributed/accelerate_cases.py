@@ -58,19 +58,40 @@ def prepare_too_early(rank):
         return str(error)
 
 
-def save(rank, folder):
-    """Inside a window and after it. Returns what is said."""
-    one, model, optimizer = prepared(rank, 2)
-    said = None
-    for index, batch in enumerate(batches(rank)[:2]):
-        one.backward(mse(model, *batch))
-        optimizer.step()
-        try:
-            one.save_state(folder)
-        except WindowError as error:
-            said = (index, str(error))
-        optimizer.zero_grad()
-    return said
+def save_replicated(rank, folder, after, on=(0, 1), again=None):
+    """Save after so many micro-batches, and go on in new objects. Returns (difference, how many are open there).
+
+    Args:
+        rank: This one.
+        folder: For the checkpoint.
+        after: Micro-batches before it.
+        on: The ranks that save.
+        again: Micro-batches before the first rank saves once more, alone.
+    """
+    opened, ends = [], []
+    for resumed in (False, True):
+        one, model, optimizer = prepared(rank, 3)
+        if resumed:
+            for parameter in model.parameters():
+                torch.nn.init.zeros_(parameter)
+            try:
+                one.load_state(folder)
+            except WindowError as error:
+                return str(error)
+            if len(on) == 1 or again is not None:
+                return ""
+            opened.append(optimizer.micro_batches)
+        for index, batch in enumerate([*batches(rank), *batches(rank)][after if resumed else 0 :]):
+            one.backward(mse(model, *batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            if not resumed and ((index == after - 1 and rank in on) or (index + 1 == again and rank == 0)):
+                one.save_state(folder)
+                opened.append(optimizer.micro_batches)
+        optimizer.flush()
+        ends.append([parameter.detach().clone() for parameter in model.parameters()])
+        torch.distributed.barrier()
+    return relative_error(ends[1], ends[0]), opened
 
 
 def sharding(rank, version=2):

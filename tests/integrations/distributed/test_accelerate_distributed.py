@@ -23,10 +23,19 @@ def test_a_model_that_is_prepared_after_the_optimizer_is_refused(ranks):
         assert "in no model that this Accelerator has prepared. Prepare the model first" in said
 
 
-def test_saving_inside_a_window_of_several_ranks_is_refused(ranks, tmp_path):
-    for index, said in ranks.run(cases.save, str(tmp_path)):
-        assert index == 0
-        assert "inside a window, 1 of 2 micro-batches, and writes one rank's optimizer" in said
+@pytest.mark.parametrize("after", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3, 8))])
+def test_files_hold_each_ranks_part_of_the_open_window_and_go_on_there_bit_for_bit(ranks, tmp_path, after):
+    for difference, opened in ranks.run(cases.save_replicated, str(tmp_path / "state"), after):
+        assert difference == 0
+        assert opened == [after % 3, after % 3]
+
+
+def test_a_window_that_the_main_process_alone_has_saved_is_refused_on_the_others(ranks, tmp_path):
+    for folder, again, why in (("one", None, "missing"), ("two", 5, "of another checkpoint")):
+        on = (0,) if again is None else (0, 1)
+        found = ranks.run(cases.save_replicated, str(tmp_path / folder), 2, on, again)
+        assert f"this process's part of it is not there: {tmp_path}" in found[1]
+        assert f"optimizer_0_window_1.bin is {why}. Call accelerator.save_state() on all processes" in found[1]
 
 
 @pytest.mark.parametrize("clip", [pytest.param(None, marks=SLOW), 0.05])

@@ -12,6 +12,7 @@ from tests.reference import FLOAT64, relative_error
 
 KIND, TOKENS = "BERT, a label for each text", "BERT, a label for each token"
 MICRO = {"micro_batch_size": 4}
+ON_CUDA = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def both(kind, folder, micro=MICRO, trainer=None, double=True, **more):
@@ -131,8 +132,8 @@ def test_the_sizes_that_auto_has_found_are_saved_and_loaded(tmp_path):
     "half",
     [
         {"bf16": True},
-        pytest.param({"fp16": True, "use_cpu": False}, marks=pytest.mark.gpu),
-        pytest.param({"bf16": True, "use_cpu": False}, marks=pytest.mark.gpu),
+        pytest.param({"fp16": True, "use_cpu": False}, marks=ON_CUDA),
+        pytest.param({"bf16": True, "use_cpu": False}, marks=ON_CUDA),
     ],
     ids=str,
 )

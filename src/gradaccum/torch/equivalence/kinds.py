@@ -13,13 +13,17 @@ from torch import Tensor
 
 from gradaccum.on_torch.batch import Batch
 
-__all__ = ["ENOUGH", "GROUPS", "Kinds", "splits", "telling_rows"]
+__all__ = ["ENOUGH", "GROUPS", "Kinds", "Occasions", "splits", "telling_rows"]
 
 
+ROWS = 16
+"""Rows that are looked at, at most."""
 ENOUGH = 8
 """Rows from which on more of them say nothing new."""
 GROUPS = 3
 """Groups of rows that are looked at, at least."""
+OFTEN = 1024
+"""Batches after which a proof is repeated at the latest."""
 SMALL = 1 << 16
 """Numbers in a tensor up to which a look at each of them takes no time beside an update."""
 
@@ -108,6 +112,51 @@ class Kinds:
         self._known_modes.update(_in_the_models(self._modes))
         self._ranges.update(ranges)
         self._uneven |= uneven
+
+
+class Occasions:
+    """When a batch is to be proven, and how much of it: the first of each kind, and the 2nd, 4th, 8th, ... of all.
+
+    A repetition is to see what time has changed. It looks at fewer rows, split in one way, at a third of the price.
+
+    Example:
+        >>> occasions, batch = Occasions(), Batch((torch.randn(64, 3),))
+        >>> occasions.due(batch, [True]), occasions.scope(None), occasions.kinds.add()
+        (True, (16, None), None)
+        >>> occasions.due(batch, [True]), occasions.scope(None), occasions.due(batch, [True])
+        (True, (8, 0), False)
+    """
+
+    def __init__(self) -> None:
+        self.kinds = Kinds()
+        self.batches = 0
+        self.repeated = False
+        """Whether the latest batch is of a kind that has been proven."""
+        self._looked_at = self._repetitions = 0
+
+    def due(self, batch: Batch, modes: list[bool], text: frozenset[str] = frozenset()) -> bool:
+        """Whether this batch, the next one, is to be proven. The arguments are those of `Kinds.new`."""
+        self.batches += 1
+        self.repeated = not self.kinds.new(batch, modes, text)
+        return not self.repeated or self.batches & (self.batches - 1) == 0 or self.batches % OFTEN == 0
+
+    def scope(self, size: int | None) -> tuple[int, int | None]:
+        """How much of this batch to look at.
+
+        Args:
+            size: Rows of its micro-batches, where that is known: not many more are looked at.
+
+        Returns:
+            Rows, and which of the ways to split them; None: all ways.
+        """
+        rows = ROWS if size is None else min(ROWS, max(ENOUGH, 2 * size))
+        if size is not None and self.batches == 2:
+            rows = max(rows, size)  # of what a micro-batch holds, some may begin above so many rows
+        if not self.repeated or rows > self._looked_at:
+            self._looked_at = rows
+            return rows, None
+        self._repetitions += 1
+        return min(rows, ENOUGH), (self._repetitions - 1) % 2
 
 
 def _in_the_models(modes: list[bool]) -> Iterator[tuple[bool, int, bool]]:

@@ -22,7 +22,7 @@ from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms, in_eval_mod
 from gradaccum.torch.buffers import choose_rules, tell_of_buffers
 from gradaccum.torch.equivalence.causes import counting_layers, suspicion, unusual_batch_norms
 from gradaccum.torch.equivalence.certificate import certify
-from gradaccum.torch.equivalence.kinds import ENOUGH, GROUPS, Kinds, splits, telling_rows
+from gradaccum.torch.equivalence.kinds import GROUPS, Occasions, splits, telling_rows
 from gradaccum.torch.equivalence.outcome import ModuleState, Outcome, left_as_found, owners_of_buffers
 from gradaccum.torch.equivalence.row_randomness import Replay
 from gradaccum.torch.loss import Objective
@@ -32,16 +32,12 @@ __all__ = ["Gradients", "Proof"]
 
 logger = logging.getLogger("gradaccum")
 
-ROWS = 16
-"""Rows that are looked at, at most."""
 ENTRIES = 1 << 18
 """Entries of a gradient that are compared, at most."""
 NEARLY = 20
 """Times the tolerance: up to there a difference that isn't there in float64 is one of rounding."""
 TIMES, TIMES_IN_HALF = 32, 2
 """Times what the last bits of the parameters make of the result: up to there a difference is one of rounding."""
-OFTEN = 1024
-"""Batches after which a proof is repeated at the latest."""
 ATTEMPTS = 8
 """Batches in a row on which there is nothing to compare, before no more is tried."""
 
@@ -83,9 +79,7 @@ class Proof:
         synced = any(isinstance(module, nn.SyncBatchNorm) for module in objective.model.modules())
         self._exact = batch_norm == "exact" and not synced
         self._scale = scale or (lambda loss: loss)
-        self._kinds = Kinds()
-        self._batches = self._attempts = 0
-        self._repeated = False
+        self.occasions, self._attempts = Occasions(), 0
         self._text = frozenset[str]()
         self._untold = ""
         self._told: set[str] = set()
@@ -98,12 +92,11 @@ class Proof:
             modes: Of each module, the model first: whether it is in training mode.
             text: The paths of what `max_tokens` cuts.
         """
-        self._batches += 1
         self._untold, self._text = "", text
         if batch.rows < 2 or self._attempts >= ATTEMPTS or (batch.groups is not None and len(batch.units()) < 2):
+            self.occasions.batches += 1
             return False
-        self._repeated = not self._kinds.new(batch, modes, text)
-        return not self._repeated or self._batches & (self._batches - 1) == 0 or self._batches % OFTEN == 0
+        return self.occasions.due(batch, modes, text)
 
     def run(self, batch: Batch, size: int | None = None) -> None:
         """Prove that micro-batches of the batch that was `due` make its update. Moves nothing.
@@ -127,18 +120,18 @@ class Proof:
         }
         known = {id(parameter) for parameter in named.values()}
         named.update({f"parameter {i}": p for i, p in enumerate(self._parameters()) if id(p) not in known})
-        most = ROWS if size is None else min(ROWS, max(ENOUGH, 2 * size))
-        if size is not None and self._batches == 2:
-            most = max(most, size)  # of what a micro-batch holds, some may begin above so many rows
-        if self._prove(batch, most, roots, named) and self.objective.autocast is not None:
+        most, split = self.occasions.scope(size)
+        if self._prove(batch, most, split, roots, named) and self.objective.autocast is not None:
             # Rounding hides less without it.
             autocast, self.objective.autocast = self.objective.autocast, None
             try:
-                self._prove(batch, most, roots, named)
+                self._prove(batch, most, split, roots, named)
             finally:
                 self.objective.autocast = autocast
 
-    def _prove(self, batch: Batch, most: int, roots: dict[str, nn.Module], parameters: dict[str, Tensor]) -> bool:
+    def _prove(
+        self, batch: Batch, most: int, split: int | None, roots: dict[str, nn.Module], parameters: dict[str, Tensor]
+    ) -> bool:
         """Compare so many rows, or half as many wherever memory runs out. Returns whether they could be compared."""
         while True:
             few = batch.take(telling_rows(batch, most))
@@ -149,9 +142,12 @@ class Proof:
                     _eager(),
                     torch.enable_grad(),
                 ):
-                    comparison = _Comparison(self, few, parameters, state)
+                    comparison = _Comparison(self, few, parameters, state, split)
                     differences = comparison.differences()
                     wrong = comparison.beyond_rounding(differences or [])
+                    if wrong and split is not None:
+                        differences = comparison.in_all_ways()
+                        wrong = comparison.beyond_rounding(differences or [])
                     chosen = self._choose_rules(comparison, wrong)
                 break
             except Exception as error:
@@ -179,11 +175,11 @@ class Proof:
         return choose_rules([difference.name for difference in wrong], self.objective.modules, owners, still_wrong)
 
     def _known(self) -> None:
-        self._kinds.add()
+        self.occasions.kinds.add()
         self._attempts = 0
 
     def _could_not(self, rows: int, error: Exception) -> None:
-        if self._repeated:
+        if self.occasions.repeated:
             logger.debug("The proof could not be repeated on %d rows: %s", rows, error)
             return
         self._untold = (
@@ -253,7 +249,7 @@ class Proof:
         if layers:
             return layers
         errors = [difference.error for difference in wrong if difference.part == "gradient"]
-        nearly = NEARLY**2 if self._repeated else NEARLY
+        nearly = NEARLY**2 if self.occasions.repeated else NEARLY
         if found is not None and found.ok and max(errors, default=0.0) <= nearly * tolerance:
             return None  # it isn't there in float64
         if (found is None or found.ok) and (cause := self._explain(few, found is not None)):
@@ -262,19 +258,16 @@ class Proof:
 
 
 class _Comparison:
-    """Runs the same rows whole and in parts, each from the same state.
+    """Runs the same rows whole and in parts, each from the same state: in one of the ways to split them, or in all."""
 
-    Args:
-        proof: What runs them.
-        few: The rows.
-        parameters: Whose gradients to compare, by name.
-        state: What to start from.
-    """
-
-    def __init__(self, proof: Proof, few: Batch, parameters: dict[str, Tensor], state: ModuleState) -> None:
+    def __init__(
+        self, proof: Proof, few: Batch, parameters: dict[str, Tensor], state: ModuleState, split: int | None
+    ) -> None:
         self._proof, self._few, self._parameters, self._state = proof, few, parameters, state
         self.made = state.made
-        self.splits = splits(few)
+        self._ways = self.splits = splits(few)
+        if split is not None:
+            self.splits = [self._ways[split % len(self._ways)]]
         self._replay = Replay(few.rows, neutral=proof._exact)
         self._error: Exception | None = None
 
@@ -302,6 +295,11 @@ class _Comparison:
             if key not in worst or not difference.error <= worst[key].error:
                 worst[key] = difference
         return list(worst.values())
+
+    def in_all_ways(self) -> list[Difference] | None:
+        """The differences over all ways to split the rows."""
+        self.splits = self._ways
+        return self.differences()
 
     def beyond_rounding(self, differences: list[Difference]) -> list[Difference]:
         """Those that rounding doesn't make: where large terms cancel each other, it makes much of the difference."""

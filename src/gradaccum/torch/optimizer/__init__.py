@@ -1,7 +1,8 @@
 """Wrap the optimizer: a loop that runs small batches makes the large batch's updates."""
 
+from gradaccum.torch.optimizer.checkpoint import KEY
 from gradaccum.torch.optimizer.optimizer import Optimizer
 from gradaccum.torch.optimizer.proxy import needs_closure
 from gradaccum.torch.optimizer.rows import BatchWeight
 
-__all__ = ["BatchWeight", "Optimizer", "needs_closure"]
+__all__ = ["KEY", "BatchWeight", "Optimizer", "needs_closure"]
