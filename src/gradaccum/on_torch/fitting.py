@@ -65,7 +65,8 @@ class Fitting:
     ) -> None:
         self.transaction = transaction
         """What a micro-batch changes."""
-        self._around = around
+        self.around = around
+        """A context for forward passes."""
         self._gauge = gauge
 
     def run(
@@ -166,7 +167,7 @@ class Fitting:
         self.transaction.commit()
 
     def _forward(self, piece: Piece, passes: Passes) -> Any:
-        with self._around():
+        with self.around():
             return passes.forward(piece)
 
     def _measured(self, piece: Piece, plan: Rows | Tokens, passes: Passes) -> None:

@@ -39,11 +39,25 @@ def test_means_of_ranks_means_are_refused_by_name(ranks):
         assert "average_tokens_across_devices=False asks for the mean of the ranks' means" in result.message
 
 
-@pytest.mark.parametrize("kind", ["BERT, a label for each text", pytest.param("Llama", marks=pytest.mark.slow)])
-def test_under_fsdp2_two_ranks_make_the_clipped_update_of_all_their_rows(ranks, kind):
+PREDICTED = {"micro_batch_size": "auto", "memory_limit": "1MiB"}  # of which the process has in use more already
+
+
+@pytest.mark.parametrize(
+    ("kind", "micro"),
+    [
+        ("BERT, a label for each text", {"micro_batch_size": 4}),
+        pytest.param("BERT, a label for each text", PREDICTED, marks=pytest.mark.slow),
+        ("Llama", PREDICTED),
+        ("Llama", {"max_tokens": 36}),
+        pytest.param("Llama", {"micro_batch_size": 4}, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.items())),
+)
+def test_under_fsdp2_two_ranks_make_the_clipped_update_of_all_their_rows(ranks, kind, micro):
     more = {"max_grad_norm": 0.05, "optim": "sgd", "learning_rate": 0.1}
     expected, expected_logs = cases.at_once(kind, 40, **more)
-    for found, found_logs in ranks.run(cases.trained_sharded, kind, 40, {"micro_batch_size": 4}, **more):
+    for found, found_logs, size in ranks.run(cases.trained_sharded, kind, 40, micro, **more):
+        assert size == (1 if micro is PREDICTED else micro.get("micro_batch_size"))
         assert relative_error(found, expected) <= TOLERANCE[kind]
         if found_logs:
             assert relative_error([torch.tensor(found_logs)], [torch.tensor(expected_logs)]) <= 1e-6

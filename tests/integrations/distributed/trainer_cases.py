@@ -75,7 +75,7 @@ def _trained_sharded(rank, kind, number, micro, version, **more):
         whole = {name: parameter.detach().full_tensor() for name, parameter in found.model.named_parameters()}
         assert all(isinstance(parameter, DTensor) for parameter in found.model.parameters())
         moved = [whole[name] - p.detach() for name, p in start.named_parameters() if not name.endswith("key.bias")]
-        return moved, logs(found, "loss", "grad_norm")
+        return moved, logs(found, "loss", "grad_norm"), found._step.micro_batch_size
 
 
 def fine_tuned(rank, kind, micro):

@@ -145,11 +145,6 @@ def _strange_ranks(trainer: Any, micro_batches: MicroBatches) -> Iterator[str]:
             "batch. Remove it."
         )
     found = micro_batches.micro_batch_size, micro_batches.max_tokens
-    if trainer.is_fsdp_enabled and (found[0] == "auto" or found[1] is not None):
-        yield (
-            "With FSDP2 sizes are predicted on fake tensors, which a Trainer's own loss, logs and counts may not take. "
-            f"Received: micro_batch_size={found[0]!r}, max_tokens={found[1]!r}. Give a number of rows."
-        )
     if several and gathers(trainer) and (found[0] == "auto" or found[1] is not None):
         yield (
             f"{type(trainer).__name__}.compute_loss gathers metrics over the ranks, so all of them need as many "

@@ -152,7 +152,7 @@ class MicroBatchTrainer(transformers.Trainer):
         state = self._step_state if step is None else step.state_dict()
 
         def loss(model: nn.Module, batch: Any) -> Tensor:
-            return self._loss(own, model, batch, rehearsed=new.proving)
+            return self._loss(own, model, batch, rehearsed=new.proving or new.cutting.predicting)
 
         def rehearsed_loss(batch: Any) -> Tensor:
             return self._loss(own, self.accelerator.unwrap_model(model), batch, rehearsed=True)

@@ -30,6 +30,7 @@ from gradaccum.on_torch.private.ranks import (
 from gradaccum.on_torch.private.sharded import (
     ShardedGroup,
     can_start_over,
+    casts_outputs,
     finish_sharded_backward,
     gathering_nothing,
     own_sharded_groups,
@@ -44,6 +45,7 @@ __all__ = [
     "after_backward",
     "backward_engine",
     "can_start_over",
+    "casts_outputs",
     "communication_hooks",
     "current_backward",
     "default_store",

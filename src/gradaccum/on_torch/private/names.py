@@ -85,6 +85,8 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName("fsdp parameter", "reduce_dtype", "the same"),
     PrivateName("fsdp group", "_all_gather_comm", "every rank is asked before parameters are gathered"),
     PrivateName("fsdp group", "_reduce_scatter_comm", "the same before gradients are reduced"),
+    PrivateName("fsdp group", "reshard", "a head whose logits come in tiles stays gathered until its backward pass"),
+    PrivateName("fsdp state", "_mp_policy", "logits in tiles are not cast as outputs are"),
     PrivateName("fsdp parameter", "mp_policy", "in which dtype parameters are gathered"),
     PrivateName("fsdp state", "_training_state", "a forward pass on fake tensors gathers nothing"),
     PrivateName("fsdp state", "_modules_to_run_forward", "the same, where modules are sharded together"),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 __all__ = [
     "ShardedGroup",
     "can_start_over",
+    "casts_outputs",
     "finish_sharded_backward",
     "gathering_nothing",
     "own_sharded_groups",
@@ -57,6 +58,25 @@ class ShardedGroup:
         """In which dtype parameters are gathered."""
         return {p.sharded_param: p.mp_policy.param_dtype or p.sharded_param.dtype for p in self._group.fsdp_params}
 
+    def holds(self, tensor: Any) -> bool:
+        """Whether this is one of its parameters, gathered or not."""
+        return any(
+            tensor is own
+            for parameter in self._group.fsdp_params
+            for own in (parameter.sharded_param, getattr(parameter, "_unsharded_param", None))
+        )
+
+    @contextlib.contextmanager
+    def staying_gathered(self) -> Iterator[None]:
+        """After forward passes inside, its parameters stay gathered until the backward pass."""
+        inside = "reshard" in vars(self._group)
+        self._group.reshard = _nothing
+        try:
+            yield
+        finally:
+            if not inside:
+                del self._group.reshard
+
     def ask_before(self, ask: Callable[[str], None] | None, name: str) -> None:
         """Call this before each of its collectives, with what is to begin; None: no more."""
         for way in ("_all_gather_comm", "_reduce_scatter_comm"):
@@ -100,6 +120,16 @@ class ShardedGroup:
                 whole = parameter._unsharded_param
                 dtype = parameter.reduce_dtype or whole.dtype
                 _put_sum(parameter, torch.zeros_like(whole, dtype=dtype, requires_grad=False))
+
+
+def _nothing() -> None:
+    """In place of what frees gathered parameters."""
+
+
+def casts_outputs(model: nn.Module) -> bool:
+    """Whether a sharded part of the model casts what it returns."""
+    states = (part._get_fsdp_state() for part in model.modules() if hasattr(part, "_get_fsdp_state"))
+    return any(state._mp_policy.output_dtype is not None for state in states)
 
 
 def _sums_in_the_gradient(parameter: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradaccum.on_torch.private import casts_outputs, sharded_groups
 from gradaccum.torch.head.logits import Logits
 
 __all__ = ["Head", "tiling"]
@@ -48,6 +49,9 @@ class Head:
             )
         if all(module is not self.module for module in model.modules()):
             raise ValueError("`head` must be a module of the model. Received: a layer that isn't.")
+        self._casts = casts_outputs(model)
+        own = [parameter for parameter in self.module.parameters() if not self._casts]
+        self._groups = [group for group in sharded_groups(model) if any(map(group.holds, own))]
 
     @contextlib.contextmanager
     def tiled(self) -> Iterator[None]:
@@ -57,8 +61,8 @@ class Head:
 
         def forward(layer: Any, x: Tensor) -> Any:
             plain = type(layer.weight) in (Tensor, nn.Parameter) and type(x) is Tensor
-            if not plain or torch.compiler.is_compiling():  # sharded, or parametrized
-                self._tell("another type of tensors")
+            if self._casts or not plain or torch.compiler.is_compiling():  # sharded otherwise, or parametrized
+                self._tell("output_dtype" if self._casts else "another type of tensors")
                 return F.linear(x, layer.weight, layer.bias)
             weight, bias = layer.weight, layer.bias
             kind = x.device.type
@@ -70,7 +74,10 @@ class Head:
         # A class of its own rather than an attribute, since copies of the model are to compute with their weights.
         layer.__class__ = own if own.__name__ == _TILED else type(_TILED, (own,), {"forward": forward})
         try:
-            yield
+            with contextlib.ExitStack() as stack:
+                for group in self._groups:  # the loss takes their weights later
+                    stack.enter_context(group.staying_gathered())
+                yield
         finally:
             layer.__class__ = own
 

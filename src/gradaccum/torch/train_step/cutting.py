@@ -62,6 +62,8 @@ class Cutting:
         """The fewest rows of a micro-batch."""
         self.sizers = Sizers(micro_batch_size, gauge.limit, minimum=self.least)
         self._predict: Callable[[Batch], int] | None = None
+        self.predicting = False
+        """Whether a pass on fake tensors runs just now, to predict a size."""
         self._groups, self._objective, self._gauge = checked_groups(groups), objective, gauge
         self.searches = micro_batch_size == "auto" and max_tokens is None
         """Whether sizes are searched for."""
@@ -85,10 +87,18 @@ class Cutting:
             proves: Whether padding on the left would be tried out; it is left as it is then.
         """
         if self.searches:
-            self._predict = functools.partial(largest_fitting, self._objective, self._gauge, optimizers, ranks)
+            largest = functools.partial(largest_fitting, self._objective, self._gauge, optimizers, ranks)
+            self._predict = functools.partial(self._predicted, largest)
             self.searches = False
         if isinstance(self.packing, Packing) and proves:
             self.packing.keep_left()
+
+    def _predicted(self, largest: Callable[[Batch], int], batch: Batch) -> int:
+        self.predicting = True
+        try:
+            return largest(batch)
+        finally:
+            self.predicting = False
 
     def grouped(self, batch: Batch) -> Batch:
         """The batch with its groups, the rows of each brought together.

@@ -65,7 +65,7 @@ class Passes:
         self.window, self.take, self._layers = window, take, layers
         window.retain_graph = layers is not None
         self._update, self._batch_norm = update, batch_norm
-        self._ranks, self._transaction = ranks, fitting.transaction
+        self._ranks, self._transaction, self._around = ranks, fitting.transaction, fitting.around
         self._buffers, self._rows = buffers, rows
         buffers.open()
 
@@ -106,7 +106,9 @@ class Passes:
     def idle(self, micro_batch: Batch) -> None:
         """A forward and a backward pass that count nothing: the other ranks of a sharded model wait for them."""
         self._transaction.begin()
-        self._backward_of_nothing(self.window.objective.forward(micro_batch)[0])
+        with self._around():
+            loss = self.window.objective.forward(micro_batch)[0]
+        self._backward_of_nothing(loss)
         self._transaction.restore()
 
     def _backward_of_nothing(self, loss: Tensor) -> None:
