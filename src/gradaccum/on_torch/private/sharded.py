@@ -128,7 +128,8 @@ def _nothing() -> None:
 
 def casts_outputs(model: nn.Module) -> bool:
     """Whether a sharded part of the model casts what it returns."""
-    states = (part._get_fsdp_state() for part in model.modules() if hasattr(part, "_get_fsdp_state"))
+    parts: list[Any] = [part for part in model.modules() if hasattr(part, "_get_fsdp_state")]
+    states = [part._get_fsdp_state() for part in parts]
     return any(state._mp_policy.output_dtype is not None for state in states)
 
 
