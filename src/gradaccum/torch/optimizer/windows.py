@@ -138,27 +138,30 @@ class Windows:
         Raises:
             WindowError: The batch of `batches()` in use is counted already; or the sum was edited from outside.
         """
-        accumulation = self.accumulation
-        one = accumulation.window.micro_batch
-        if one.in_batches and not one.announced:
-            raise _counted_twice_error()
-        if self.fetched_ahead and not one.in_batches:
+        accumulation, ranks = self.accumulation, self.ranks
+        window, guard = accumulation.window, accumulation.guard
+        in_batches = window.micro_batch.in_batches
+        if in_batches:
+            if not window.micro_batch.announced:
+                raise _counted_twice_error()
+        elif self.fetched_ahead:
             raise _fetched_ahead_error()
-        if not accumulation.window.is_open:
+        if not window.weights:
             self._settle_steps()
             self._note_settings()
-            accumulation.guard.window_begins()
-        if self.schedule.constant != 1 and not self.ranks.in_step:
+            guard.window_begins()
+        clean = guard.clean
+        if not (clean and guard.tally.arrivals) and self.schedule.constant != 1 and not ranks.in_step:
             self._check_micro_batch(accumulation)
-        closes = accumulation.add(scaled)
-        if not one.in_batches and self._rows_beside.any:
+        closes = accumulation.add(scaled, clean)
+        if not in_batches and self._rows_beside.any:
             self._rows_beside.look()
         self.in_epoch, self.updated = True, False
         if closes:
             self.updated = self._update()
-        if self.ranks.several:
+        if ranks.several:
             if not closes:
-                self.ranks.continue_window()
+                ranks.continue_window()
             self.expect_next()
 
     def _check_micro_batch(self, accumulation: Accumulation) -> None:
@@ -193,12 +196,13 @@ class Windows:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Empty the gradients between windows; inside an open window, do nothing."""
-        if self.accumulation.window.is_open:
-            self.accumulation.check_untouched()
-            if self.accumulation.guard.compares:
-                self.accumulation.guard.tampering()
+        accumulation = self.accumulation
+        if accumulation.window.weights:
+            accumulation.check_untouched()
+            if accumulation.guard.tally.compares:
+                accumulation.guard.tampering()
         else:
-            self.accumulation.empty(set_to_none)
+            accumulation.empty(set_to_none)
 
     def flush(self) -> bool:
         """Close the open window now; outside of `batches()` this ends the epoch. Returns whether it made an update."""
@@ -285,11 +289,11 @@ class Windows:
             self.noise_schedule.move(scale, int(2 * votes / self.ranks.size))
         return True
 
-    def rates(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which the inner optimizer has the hyperparameters of a window of this length."""
+    def rates(self) -> contextlib.AbstractContextManager[None] | None:
+        """A context in which the inner optimizer has the hyperparameters of a window of this length; None: it has."""
         followed = self.noise_schedule
         if followed is None or followed.learning_rate_factor == 1.0:
-            return contextlib.nullcontext()
+            return None
         return inside_step(self.inner, followed.scaled(self.inner.param_groups))
 
     def _note_settings(self) -> None:
