@@ -75,6 +75,7 @@ CASES = [
 ]
 
 
+@compiled_on("tensorflow")
 @pytest.mark.parametrize(("said", "tile", "symmetric"), CASES)
 def test_all_gradients_are_those_of_the_whole_matrix(exact, said, tile, symmetric):
     positives, pairs = PAIRS[said]

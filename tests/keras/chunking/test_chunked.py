@@ -140,6 +140,7 @@ class Pieces(layers.Layer):
         return {"h": (h, ops.argmax(h, axis=1)), "none": None, "twice": 2 * x["y"]}
 
 
+@compiled_on("tensorflow")
 @pytest.mark.parametrize("keep", [slow(0), 2, slow(9)])
 def test_inputs_and_outputs_of_any_structure_have_the_large_batchs_gradient(float64, keep):
     x = tensors(x=X[:BATCH], y=X[:BATCH, :2], scale=np.float64(1.5))
@@ -157,6 +158,7 @@ def test_inputs_and_outputs_of_any_structure_have_the_large_batchs_gradient(floa
     assert relative_error(small, plain) <= float64
 
 
+@compiled_on("tensorflow")
 def test_masks_go_in_and_come_out(float64):
     def make():
         keras.utils.set_random_seed(0)

@@ -10,7 +10,7 @@ from keras import layers, ops
 from gradaccum import NotEquivalentError
 from gradaccum.keras import chunked
 from tests.keras.chunking.test_chunked import BACKEND, MICRO, Dropping, X
-from tests.keras.problems import slow, slow_where_compiled
+from tests.keras.problems import compiled_on, slow, slow_where_compiled
 
 x = X.astype("float32")
 
@@ -147,6 +147,7 @@ def test_the_first_call_proves_itself_in_fit(kind):
         in_fit(Shared(kind))
 
 
+@compiled_on("tensorflow")
 def test_the_first_call_proves_itself_on_its_own_rows():
     with pytest.raises(NotEquivalentError, match="(?s)6 rows other.*'attend' is a Softmax in which"):
         chunked(keras.Sequential([layers.Softmax(axis=0, name="attend")]), MICRO)(x)
@@ -244,6 +245,7 @@ def test_verify_takes_layers_that_are_no_models():
     chunked(layers.Dense(3), MICRO).verify(x)
 
 
+@compiled_on("tensorflow")
 def test_verify_names_the_layer_in_which_rows_depend_on_each_other():
     model = keras.Sequential(
         [layers.Input((5,)), layers.Dense(4), layers.Softmax(axis=0, name="attend"), layers.Dense(3)]

@@ -96,6 +96,7 @@ class Centred(layers.Layer):
         return inputs - ops.mean(inputs, axis=0, keepdims=True)
 
 
+@compiled_on("tensorflow")
 def test_a_layer_that_mixes_rows_is_named():
     model = compiled(keras.Sequential([layers.Dense(8), Centred(name="centred"), layers.Dense(3, "softmax")]))
     result = check_equivalence(model, X, CLASSES)
@@ -117,6 +118,7 @@ class Summed(layers.Layer):
         return inputs
 
 
+@compiled_on("tensorflow")
 def test_an_added_loss_that_is_no_mean_is_named():
     model = compiled(keras.Sequential([layers.Dense(8), Summed(), layers.Dense(3, "softmax")]))
     result = check_equivalence(model, X, CLASSES)

@@ -167,6 +167,7 @@ def test_a_window_that_a_backup_restores_is_discarded_where_its_epoch_begins_ane
     assert not any("Go on with" in message for message in messages(caplog))
 
 
+@compiled_on("jax")
 def test_a_window_that_was_loaded_before_fit_goes_on_in_it(tmp_path, fit_bound):
     batches = split(regression(24), [4] * 6)
     model = wrapped(sgd(), 3)
@@ -201,6 +202,7 @@ class Nested(keras.callbacks.Callback):
             self.run()
 
 
+@compiled_on("jax")
 def test_a_fit_inside_of_on_epoch_end_leaves_the_outer_one_exact(fit_bound):
     batches = split(regression(22), [4, 4, 4, 4, 4, 2])
     model = wrapped(sgd(), 4)

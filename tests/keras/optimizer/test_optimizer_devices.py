@@ -11,6 +11,7 @@ from tests.keras.problems import (
     SHAPES,
     Batches,
     adam,
+    compiled_on,
     error,
     join,
     means,
@@ -78,7 +79,7 @@ def test_a_loss_scale_outside_drops_the_micro_batch_and_keeps_the_others(make):
     assert relative_error(variables, expected) <= 1e-6
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", [True, slow(False)])
 def test_mixed_float16_matches_the_large_batch(inside):
     keras.config.set_dtype_policy("mixed_float16")
     x, y = regression(32)
@@ -106,6 +107,7 @@ def test_a_loss_scale_inside_makes_updates_outside_of_compiled_functions(eager, 
     assert error(model, plain(network(), sgd(), batches, 2, 1)) <= fit_bound
 
 
+@compiled_on("jax")
 def test_an_overflow_leaves_the_next_windows_aligned():
     keras.config.set_dtype_policy("mixed_float16")
     x, y = regression(18)

@@ -35,6 +35,7 @@ def trained(optimizer, batches):
     return model
 
 
+@compiled_on("jax")
 def test_saved_in_the_middle_of_a_window_a_model_continues_exactly(tmp_path):
     batches = split(regression(24), [4] * 6)
     whole = trained(Optimizer(adam(), 3), batches)
