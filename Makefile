@@ -25,7 +25,7 @@ IN_PARALLEL := $(MAKE) --jobs=2 --keep-going --output-sync=target
 
 # A suite is a process of its own: one for each of Keras' backends, five for the rest. The longest come first.
 KERAS_SUITES := test-keras-jax test-keras-tensorflow test-keras-torch
-SUITES := test-keras-jax test-keras-tensorflow test-torch test-keras-torch test-jax test-centre test-ranks \
+SUITES := test-torch test-centre test-keras-tensorflow test-keras-jax test-jax test-ranks test-keras-torch \
 	test-integrations
 SELECT := not slow and not gpu and not fuzz
 PYTEST = $(BIN)/python -m pytest -q -m "$(SELECT)"
