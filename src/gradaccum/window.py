@@ -54,11 +54,6 @@ class MicroBatch:
         """Forget what losses said."""
         self.weight, self.given, self.factor, self.weighed = None, False, 1.0, 0
 
-    def follow(self, default: float, given: bool, *, announced: bool = False, last: bool = False) -> None:
-        """Another micro-batch begins, which weighs `default` where no loss says so."""
-        self.default, self.default_given, self.announced, self.last = default, given, announced, last
-        self.weight, self.given, self.factor, self.weighed = None, False, 1.0, 0
-
 
 class Window:
     """What has been seen since the last update.
@@ -146,8 +141,7 @@ class Window:
             given: Whether the user gave that, or it is its number of rows.
             last: Whether it is the epoch's last.
         """
-        self.micro_batch.in_batches = True
-        self.micro_batch.follow(default, given, announced=True, last=last)
+        self.micro_batch = MicroBatch(default, given, in_batches=True, announced=True, last=last)
 
     def expect_nothing(self) -> None:
         """The micro-batches that come weigh the same, unless their losses say otherwise."""
@@ -192,29 +186,20 @@ class Window:
         """The micro-batch in progress has no loss: it weighs nothing."""
         self.micro_batch.weight = 0.0
 
-    def mixes(self, arrivals: int) -> bool:
-        """Whether some of the gradients that arrived were weighed and others not; or those of other micro-batches."""
-        one = self.micro_batch
-        if one.weight is not None:
-            return one.factor != 1.0 and arrivals != one.weighed
-        return self.weights_given and not one.in_batches and arrivals > 0 and self.reduction == "mean"
-
     def add(self) -> bool:
         """The micro-batch in progress is in. Returns whether the window closes with it."""
-        one, weights = self.micro_batch, self.weights
+        one = self.micro_batch
         weight = one.weight
         if weight is None:
             self.weigh()
             weight = one.default
-        weights.append(weight)
+        self.weights.append(weight)
         self.weight += weight
         if weight > self.largest:
             self.largest = weight
-        if one.given:
-            self.weights_given = True
-        closes = one.last or len(weights) >= self.steps
-        one.follow(one.default, one.default_given)
-        return closes
+        self.weights_given = self.weights_given or one.given
+        self.micro_batch = MicroBatch(one.default, one.default_given, one.in_batches)
+        return one.last or len(self.weights) >= self.steps
 
     def rescale(self, unit: float) -> float:
         """Keep the sum in multiples of another unit from now on. Returns the factor to multiply the sum with."""

@@ -105,7 +105,8 @@ def _of_train_step(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
     if alone and chance.rarely([True], False):
         blocks = chance.choice(["after_backward", "in_backward"])
         found["loss"] = "rows" if found["loss"] == "penalty" else found["loss"]  # which finds no graph in blocks
-        found |= {"blocks": blocks, "noise": False, "norm": "" if found["norm"] == "exact" else found["norm"]}
+        found |= {"blocks": blocks, "blocks_on": chance.rarely(["cpu"], "", 0.3)}
+        found |= {"noise": False, "norm": "" if found["norm"] == "exact" else found["norm"]}
         if blocks == "in_backward":
             found |= {"micro": found["micro"] or 3, "hook": ""}
     if found.get("dropout", True):

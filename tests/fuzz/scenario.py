@@ -59,6 +59,8 @@ class Scenario:
     """rows, ignored, classes, told, sum, terms, penalty, across (its rows, which no micro-batches can), tokens."""
     blocks: str = ""
     """Of TrainStep: layer by layer, with these updates: after_backward, or in_backward."""
+    blocks_on: str = ""
+    """Where the blocks live: where they compute, or on another device: cpu."""
     batch: str = "tuple"
     """Of TrainStep: tuple, dict, columns (rows in the last dimension), or shared (a tensor without rows in it)."""
     clip: float | None = None

@@ -68,6 +68,7 @@ class _Split:
             batch_dims=_dims(scenario),
             blocks="layers" if scenario.blocks else None,
             update=scenario.blocks or "after_backward",  # type: ignore[arg-type]  # one of the two
+            blocks_on=scenario.blocks_on or None,  # type: ignore[arg-type]  # or "cpu"
             **self._loss(),
         )
 

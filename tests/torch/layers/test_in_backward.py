@@ -260,7 +260,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "verify": {"verify": True},
     "sync": {"sync": "micro_batch"},
 }
-TESTED_ELSEWHERE = {"micro_batch_size", "blocks", "update", "max_tokens", "pack"}  # the last two below
+TESTED_ELSEWHERE = {"micro_batch_size", "blocks", "blocks_on", "update", "max_tokens", "pack"}  # the last two below
 
 
 def test_in_backward_each_option_is_exact_or_refused_by_name_when_the_step_is_built() -> None:

@@ -76,6 +76,8 @@ def test_the_predicted_peaks_are_those_of_the_updates(device: str, monkeypatch: 
     for name, options in WAYS.items():
         assert peaks[name] == pytest.approx(measured(**options), rel=0.02), name
     assert peaks["in backward, offloaded"] < peaks["in backward"]
+    block = bytes_of(model.layers[0].parameters())
+    assert peaks["in backward, offloaded"] - peaks["parameters in turn"] == 4 * block - 2 * block  # two are there
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -87,7 +89,9 @@ def test_the_example_s_large_models_are_shapes_alone() -> None:
     )
     assert {p.device.type for p in model.parameters()} == {ids.device.type} == {"meta"}
     ways = {way.name: way for way in estimate_ways(model, ids[:8, :8], **keywords, memory_limit="1GiB").ways}
-    assert list(ways) == ["plain", "accumulated", "layer by layer", "in backward", "in backward, offloaded"]
+    assert list(ways) == [
+        "plain", "accumulated", "layer by layer", "in backward", "in backward, offloaded", "parameters in turn"
+    ]  # fmt: skip
     assert all(way.fits and way.micro_batch_size == 8 for way in ways.values())
     parameters = sum(p.numel() for p in example["seven_billion"]()[0].parameters())
     assert parameters == pytest.approx(6.7e9, rel=0.01)

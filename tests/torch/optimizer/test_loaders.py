@@ -69,21 +69,6 @@ def test_a_loader_that_refills_what_is_in_use_is_named_before_anything_is_traine
     assert all(map(torch.equal, model.parameters(), before))
 
 
-def test_one_tensor_that_comes_to_be_given_other_memory_is_named():
-    _, optimizer = start()
-
-    def replaced():
-        yield from PARTS[:2]
-        x, y = (t.clone() for t in PARTS[2])
-        for new_x, new_y in PARTS[2:]:
-            x.data, y.data = new_x.clone(), new_y.clone()
-            yield x, y
-
-    with pytest.raises(ValueError, match="Fetching the next batch changed the one in use"):
-        for _ in optimizer.batches(replaced()):
-            optimizer.step()
-
-
 def test_a_dict_that_is_refilled_is_named():
     _, optimizer = start()
 

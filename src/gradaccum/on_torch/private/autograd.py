@@ -110,5 +110,7 @@ def _graph_of(output: Tensor) -> Iterator[Any]:
             yield node
 
 
-current_backward: Callable[[], int | None] = getattr(torch._C, "_current_graph_task_id", lambda: None)
-"""A number for the backward pass that is running, -1 for none; None if it cannot be told."""
+def current_backward() -> int | None:
+    """A number for the backward pass that is running; None if it cannot be told."""
+    number = getattr(torch._C, "_current_graph_task_id", None)
+    return None if number is None else number()

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from gradaccum.on_torch.private import current_backward, queue_callback
 from gradaccum.torch.guard.messages import NOTHING_CHANGED
-from gradaccum.torch.guard.watched import UNKNOWN, Tally, Tampering, Watched, differ
+from gradaccum.torch.guard.watched import UNKNOWN, Tampering, Watched, differ
 
 __all__ = ["Guard"]
 
@@ -57,7 +57,8 @@ class Guard:
         self._watches_all = False
         self._reads_norms = False
         """Whether an edit was seen that changed nothing."""
-        self.tally = Tally()
+        self._unfinished: set[int] = set()
+        """Backward passes that have brought a gradient, and are not over."""
         self.restart()
         if whole:
             self.watch_all()
@@ -66,7 +67,7 @@ class Guard:
 
     def _watch(self, parameters: Iterable[Tensor]) -> None:
         before = {id(watched.parameter): watched for watched in self._watched}
-        self._watched = [before.pop(id(p)) if id(p) in before else Watched(p, self.tally) for p in parameters]
+        self._watched = [before.pop(id(p)) if id(p) in before else Watched(p, self) for p in parameters]
         for watched in before.values():
             watched.remove()
 
@@ -83,9 +84,14 @@ class Guard:
 
     def restart(self) -> None:
         """The sum is empty: whatever comes next begins a new one."""
-        self.tally.restart()
+        self.arrivals = 0
+        """Gradients that have arrived at watched parameters since the last micro-batch was counted."""
         self._counted, self._last_next = 0, False
         self._settle()
+        self._tampering: Tampering | None = None
+        self.current_pass: int | None = None
+        """The backward pass that brought the last gradient."""
+        self._unfinished.clear()
         self._kept: list[tuple[Tensor, int]] = []
         for watched in self._watched:
             watched.gradient = watched.finished = watched.digest = None
@@ -111,10 +117,10 @@ class Guard:
 
     def counted(self, last_next: bool) -> None:
         """A micro-batch is in, which weighs something; `last_next` if the next one closes the window."""
-        if not self.tally.arrivals and not self._watches_all and all(w.parameter.grad is None for w in self._watched):
+        if not self.arrivals and not self._watches_all and all(w.parameter.grad is None for w in self._watched):
             self.watch_all()
             self.accept()
-        self.tally.arrivals = 0
+        self.arrivals = 0
         if self._watches_all:
             self._counted += 1
             self._last_next = last_next
@@ -126,29 +132,6 @@ class Guard:
         """The parameters are as all micro-batches of the window are to see them."""
         for watched in self._watched:
             watched.parameter_version = watched.parameter._version
-
-    @property
-    def clean(self) -> bool:
-        """Whether there is nothing to look at closer: all versions are those that backward passes have left."""
-        tally = self.tally
-        if tally.unfinished or tally.noticed is not None or self._kept:
-            return False
-        for watched in self._watched:
-            parameter, gradient = watched.parameter, watched.gradient
-            if gradient is not parameter.grad or parameter._version != watched.parameter_version:
-                return False
-            if gradient is not None and (gradient._version != watched.version or watched.digest is not None):
-                return False
-        return True
-
-    @property
-    def arrivals(self) -> int:
-        """Gradients that have arrived at watched parameters since the last micro-batch was counted."""
-        return self.tally.arrivals
-
-    @arrivals.setter
-    def arrivals(self, arrivals: int) -> None:
-        self.tally.arrivals = arrivals
 
     @property
     def parameters_changed(self) -> bool:
@@ -168,17 +151,13 @@ class Guard:
 
     def _settle(self) -> None:
         telling = self._counted < _COMPARED or self._last_next
-        self.tally.compares = self._watches_all and (self._reads_norms or telling)
-
-    @property
-    def compares(self) -> bool:
+        self.compares = self._watches_all and (self._reads_norms or telling)
         """Whether gradients are compared by value."""
-        return self.tally.compares
 
     @property
     def failed(self) -> bool:
         """Whether a backward pass has brought a gradient, and never came to its end."""
-        return bool(self.tally.unfinished) and current_backward() in (None, -1)
+        return bool(self._unfinished) and current_backward() in (None, -1)
 
     def accept(self) -> None:
         """The sum was changed on purpose, by the wrapper itself."""
@@ -203,8 +182,7 @@ class Guard:
         """What was done to the sum; None if autograd alone touched it."""
         if self._kept:
             self._look_at_kept()
-        tally = self.tally
-        if tally.noticed is None:
+        if self._tampering is None:
             compared = []
             for watched in self._watched:
                 gradient = watched.gradient
@@ -217,11 +195,11 @@ class Guard:
                 if watched.digest is not None and found != "cleared":
                     compared.append(watched)
                 elif found is not None:
-                    tally.noticed = found
+                    self._tampering = found
                     return found
             if compared:
-                tally.noticed = self._compare(compared)
-        return tally.noticed
+                self._tampering = self._compare(compared)
+        return self._tampering
 
     def _compare(self, watched: list[Watched]) -> Tampering | None:
         """Whether these gradients have other values than when they were last looked at."""
@@ -234,6 +212,15 @@ class Guard:
                 logger.warning(NOTHING_CHANGED)
             self.accept()
         return None
+
+    def pass_begins(self, number: int) -> None:
+        """The first gradient of a backward pass has arrived."""
+        # FSDP2 calls hooks outside of backward passes, too.
+        if number == -1 or torch.compiler.is_compiling():
+            return
+        self.current_pass = number
+        self._unfinished.add(number)
+        queue_callback(functools.partial(self._unfinished.discard, number))
 
     def keep(self) -> None:
         """Where all ranks run the same passes, remember the sum as it is: it changes in backward passes alone."""
@@ -250,7 +237,11 @@ class Guard:
 
     def _look_at_kept(self) -> None:
         if any(tensor._version != version for tensor, version in self._kept):
-            self.tally.noticed = self.tally.noticed or "edited"
+            self.noticed("edited")
+
+    def noticed(self, tampering: Tampering | None) -> None:
+        """What was done to a gradient before the next one arrived."""
+        self._tampering = self._tampering or tampering
 
 
 def _leaves(parameters: Callable[[], list[Tensor]]) -> list[Tensor]:

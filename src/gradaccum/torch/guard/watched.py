@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from gradaccum.on_torch.private import current_backward, queue_callback
+from gradaccum.on_torch.private import current_backward
 
-__all__ = ["UNKNOWN", "Tally", "Tampering", "Watched", "all_require_grad", "differ"]
+__all__ = ["UNKNOWN", "Tampering", "Watched", "all_require_grad", "differ"]
 
 UNKNOWN = -2
 """No version, nor one that a version is raised to by one."""
@@ -21,35 +20,20 @@ UNKNOWN = -2
 Tampering = Literal["cleared", "edited", "left"]
 
 
-class Tally:
-    """What the hooks on watched parameters have seen. It is all that they hold: parameters keep no optimizer alive."""
+class Listener(Protocol):
+    """What hears of the gradients that arrive."""
 
-    __slots__ = ("arrivals", "compares", "current_pass", "noticed", "unfinished")
-
-    def __init__(self) -> None:
-        self.compares = False
-        """Whether gradients are compared by value."""
-        self.unfinished: set[int] = set()
-        """Backward passes that have brought a gradient, and are not over."""
-        self.restart()
-
-    def restart(self) -> None:
-        """Nothing has arrived."""
-        self.arrivals = 0
-        """Gradients that have arrived since the last micro-batch was counted."""
-        self.current_pass: int | None = None
-        """The backward pass that brought the last gradient."""
-        self.noticed: Tampering | None = None
-        """The first thing that was done to a gradient before the next one arrived."""
-        self.unfinished.clear()
+    arrivals: int
+    compares: bool
+    """Whether gradients are compared by value."""
+    current_pass: int | None
+    """The backward pass that brought the last gradient."""
 
     def pass_begins(self, number: int) -> None:
-        """The first gradient of a backward pass has arrived."""
-        # FSDP2 calls hooks outside of backward passes, too.
-        if number != -1 and not torch.compiler.is_compiling():
-            self.current_pass = number
-            self.unfinished.add(number)
-            queue_callback(functools.partial(self.unfinished.discard, number))
+        """The first gradient of this backward pass has arrived."""
+
+    def noticed(self, tampering: Tampering | None) -> None:
+        """What was done to a gradient before the next one arrived."""
 
 
 class Watched:
@@ -64,55 +48,47 @@ class Watched:
         "gradient",
         "parameter",
         "parameter_version",
-        "tally",
         "version",
     )
 
-    def __init__(self, parameter: Tensor, tally: Tally) -> None:
-        self.parameter, self.tally = parameter, tally
+    def __init__(self, parameter: Tensor, listener: Listener) -> None:
+        self.parameter = parameter
         self.arrivals = 0
         self.gradient: Tensor | None = None  # kept, so that no other tensor can have its id
         self.finished: tuple[Tensor, int] | None = None
         self.version, self.parameter_version = 0, UNKNOWN
         self.digest: Tensor | None = None  # of its values, where they are compared
-        this = weakref.ref(self)
+        this, listener_of = weakref.ref(self), weakref.ref(listener)  # the parameter shall not keep the optimizer alive
 
         def arrived(parameter: Tensor) -> None:
-            watched = this()
-            if watched is None:
+            watched, listener = this(), listener_of()
+            if watched is None or listener is None:
                 return
-            gradient, tally = parameter.grad, watched.tally
             watched.arrivals += 1
-            tally.arrivals += 1
+            listener.arrivals += 1
             number = current_backward()
-            if number != tally.current_pass and number is not None:
-                tally.pass_begins(number)
-            if gradient is watched.gradient and gradient is not None and not tally.compares:
-                version = watched.version + 1
-                if gradient._version == version:
-                    watched.version, watched.digest = version, None  # next to always
-                    return
-            watched.look_closer(gradient)
+            if number != listener.current_pass and number is not None:
+                listener.pass_begins(number)
+            gradient, before = parameter.grad, watched.gradient
+            same = gradient is not None and gradient is before and gradient._version == watched.version + 1
+            if same and not listener.compares:
+                watched.version, watched.digest = watched.version + 1, None  # next to always
+                return
+            if before is not None and gradient is not None:
+                listener.noticed(watched.tampering_before(gradient))
+            elif watched.finished is not None and gradient is not None:
+                listener.noticed(watched.left_before(gradient))
+            watched.gradient = gradient
+            if gradient is not None:  # else another hook has taken it
+                # Compiled autograd adds later, in its own way.
+                watched.version = UNKNOWN if torch.compiler.is_compiling() else gradient._version
+                watched.digest = _digest(gradient) if listener.compares else None
 
         with all_require_grad([parameter]):
             self._handle = parameter.register_post_accumulate_grad_hook(arrived)
 
     def remove(self) -> None:
         self._handle.remove()
-
-    def look_closer(self, gradient: Tensor | None) -> None:
-        """A gradient has arrived where there was none, or not in the way autograd adds one."""
-        tally, before = self.tally, self.gradient
-        if gradient is not None:
-            if before is not None:
-                tally.noticed = tally.noticed or self.tampering_before(gradient)
-            elif self.finished is not None:
-                tally.noticed = tally.noticed or self.left_before(gradient)
-        self.gradient = gradient
-        if gradient is not None:  # else another hook has taken it
-            # Compiled autograd adds later, in its own way.
-            self.version = UNKNOWN if torch.compiler.is_compiling() else gradient._version
-            self.digest = _digest(gradient) if tally.compares else None
 
     def look(self, compares: bool) -> None:
         self.gradient = gradient = self.parameter.grad

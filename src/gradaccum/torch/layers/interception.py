@@ -23,6 +23,8 @@ _handlers: dict[int, Callable[..., Any]] = {}
 def intercepted(modules: Sequence[nn.Module], handle: Call) -> Iterator[None]:
     """Calls of these modules go to `handle` meanwhile, those by hooks and wrappers of their class among them.
 
+    Inside of another one, calls go to the inner one alone.
+
     A module's class is another one meanwhile, of the same name: it is the class that Python looks at for `__call__`,
     and classes such as transformers' checkpointed layers have one of their own, which a call from inside of `handle`
     must run.
@@ -33,17 +35,21 @@ def intercepted(modules: Sequence[nn.Module], handle: Call) -> Iterator[None]:
         ...     layers[1](7)
         '1: (7,)'
     """
-    held = [(module, type(module)) for module in modules]
+    held = [(module, type(module), _handlers.get(id(module))) for module in modules]
     try:
         for place, module in enumerate(modules):
             _handlers[id(module)] = functools.partial(_handled, handle, place)
-            module.__class__ = _intercepting(type(module))  # type: ignore[arg-type]  # a class is hashable
+            if not hasattr(type(module), "_gradaccum_own"):
+                module.__class__ = _intercepting(type(module))  # type: ignore[arg-type]  # a class is hashable
         yield
     finally:
-        for module, own in held:
+        for module, own, before in held:
             if module.__class__ is not own:
                 module.__class__ = own
-            _handlers.pop(id(module), None)
+            if before is None:
+                _handlers.pop(id(module), None)
+            else:
+                _handlers[id(module)] = before
 
 
 def _handled(handle: Call, place: int, *args: Any, **kwargs: Any) -> Any:

@@ -13,14 +13,18 @@ UpdateChoice = Literal["after_backward", "in_backward"]
 """When parameters are updated: all of them after the backward pass, or each block's as soon as its gradient is in."""
 
 
-def check_options(blocks: Any, update: Any, *, batch_norm: str, noise_scale: bool) -> None:
+def check_options(blocks: Any, update: Any, blocks_on: Any, *, batch_norm: str, noise_scale: bool) -> None:
     """Whether these options of a `TrainStep` go together.
 
     Raises:
         ValueError: They don't.
     """
     checked_choice("update", update, get_args(UpdateChoice))
+    if blocks_on is not None:
+        checked_choice("blocks_on", blocks_on, ("cpu",))
     if blocks is None:
+        if blocks_on is not None:
+            raise ValueError("blocks_on='cpu' says where blocks live. Pass `blocks` as well, such as model.layers.")
         if update == "in_backward":
             raise ValueError(
                 "update='in_backward' updates block by block. Pass `blocks` as well, such as blocks=model.layers."

@@ -25,6 +25,7 @@ from gradaccum.torch.layers.calls import BlockCall, MicroBatch, MovedBuffers, le
 from gradaccum.torch.layers.interception import called, intercepted
 from gradaccum.torch.layers.offload import OffloadChoice, Store
 from gradaccum.torch.layers.updates import Turns, Window
+from gradaccum.torch.layers.visits import Visits
 
 __all__ = ["Layers"]
 
@@ -48,11 +49,15 @@ class Layers:
         model: The model.
         blocks: As for `find_blocks`.
         offload: Where activations between blocks wait.
+        blocks_on: Where the blocks live, if that isn't where they compute.
     """
 
-    def __init__(self, model: nn.Module, blocks: Any, offload: OffloadChoice = False) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: Any, offload: OffloadChoice = False, blocks_on: str | None = None
+    ) -> None:
         self.model, self._store = model, Store(offload)
         self.blocks = find_blocks(model, blocks)
+        self.visits = None if blocks_on is None else Visits(model, self.blocks)
         self.in_turn: Turns | None = None
         """Updates parameters while backward goes on."""
         self._reached: dict[int, int] = {}
@@ -115,6 +120,33 @@ class Layers:
         """Forget what first passes have kept."""
         self._micro_batches, self._current, self._largest = [], None, None
         self._states, self._buffers, self._reaching, self._reached = {}, {}, False, {}
+        if self.visits is not None:
+            self.visits.forget()
+
+    # The blocks' parameters.
+
+    @property
+    def proves(self) -> bool:
+        """Whether some rows can go through the whole model at once, as a proof needs."""
+        return self.visits is None or self.visits.proves
+
+    @contextlib.contextmanager
+    def reachable(self) -> Iterator[None]:
+        """Blocks that live elsewhere can be called meanwhile, in passes of any kind."""
+        if self.visits is None:
+            yield
+            return
+        self.visits.check()
+        with intercepted([block.module for block in self.blocks], self._visiting):
+            yield
+
+    def _visiting(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self.visits is not None
+        with self.visits.lent(place, joined=True):
+            return called(self.blocks[place].module, args, kwargs)
+
+    def _here(self, place: int, following: int = -1) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.visits is None else self.visits.lent(place, following=following)
 
     # Forward.
 
@@ -170,7 +202,8 @@ class Layers:
             raise ValueError(_ORDER.format(what=what))
         if not torch.is_grad_enabled():
             current.calls.append(None)
-            return called(block.module, args, kwargs)
+            with self._here(place, place + 1):
+                return called(block.module, args, kwargs)
         state = self._state(place)
         call = BlockCall(block, args, kwargs)
         trained = any(parameter.requires_grad for parameter in state.parameters)
@@ -182,14 +215,15 @@ class Layers:
         given = [leaf for _, leaf in leaves(Inputs(args, kwargs)) if is_generator(leaf)]
         devices = accelerators([*tensors_of(Inputs(args, kwargs)), *state.parameters])
         before = attributes_of(block.module) if self._proving else {}
-        outputs = call.run(
-            current.objects,
-            [*all_generators(devices), *state.generators, *given],
-            devices,
-            self._buffers[place],
-            self._store,
-            differentiated=current.calls[-1] is not None,
-        )
+        with self._here(place, place + 1):
+            outputs = call.run(
+                current.objects,
+                [*all_generators(devices), *state.generators, *given],
+                devices,
+                self._buffers[place],
+                self._store,
+                differentiated=current.calls[-1] is not None,
+            )
         if self._proving:
             now = attributes_of(block.module)
             left = [name for name, value in now.items() if value is not before.get(name)]
@@ -246,7 +280,8 @@ class Layers:
         with kept([*all_generators(devices), *generators]):
             for place in reversed(range(len(self.blocks))):
                 if place in self._states:
-                    with self._states[place].restored(), parametrizations_computed():
+                    restored = self._states[place].restored()
+                    with restored, parametrizations_computed(), self._here(place, place - 1):
                         for index, micro_batch in enumerate(waiting):
                             following = waiting[index + 1 :][:1] or (waiting[:1] if place else [])
                             for other in following:

@@ -148,7 +148,8 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer | None, parameters: Sequenc
     adam = 2 * bytes_of(parameters)
     if optimizer is None:
         return adam
-    held = bytes_of(state for states in optimizer.state.values() for state in states.values())
+    wanted = set(map(id, parameters))
+    held = bytes_of(state for p, states in optimizer.state.items() if id(p) in wanted for state in states.values())
     if held:
         return held
     try:

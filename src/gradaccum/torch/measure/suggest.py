@@ -105,7 +105,7 @@ def estimate_ways(
         >>> batch = torch.zeros(64, 256), torch.zeros(64, 256)
         >>> ways = estimate_ways(model, batch, loss_fn=nn.MSELoss(), memory_limit="8MiB")
         >>> [way.name for way in ways.ways if way.fits]
-        ['in backward', 'in backward, offloaded']
+        ['in backward', 'in backward, offloaded', 'parameters in turn']
     """
     subject = _Subject.of(model, batch, margin, **keywords)
     found = functools.partial(
@@ -115,6 +115,7 @@ def estimate_ways(
         constant=subject.constant,
         allowed=(1 - margin) * subject.limit,
         trained=subject.trained,
+        state_bytes=subject.state_bytes,
     )
     if blocks != "auto":
         return found(blocks)
@@ -134,6 +135,8 @@ class _Subject(NamedTuple):
     limit: float
     constant: int
     trained: list[Tensor]
+    state_bytes: Callable[[list[Tensor]], int]
+    """Of the optimizer's state for some parameters."""
 
     @classmethod
     def of(
@@ -178,4 +181,4 @@ class _Subject(NamedTuple):
             + optimizer_bytes(optimizer, trained)
             + batch_bytes(batch)
         )
-        return cls(objective, batch, limit, constant, trained)
+        return cls(objective, batch, limit, constant, trained, functools.partial(optimizer_bytes, optimizer))

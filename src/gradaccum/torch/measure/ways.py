@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import Gauge
 from gradaccum.sizes import Piece, largest_size, readable_bytes
 from gradaccum.torch.layers import Layers, turns
 from gradaccum.torch.loss import Objective
-from gradaccum.torch.measure.fake_memory import LiveBytes, micro_batch_peak, on_fakes
+from gradaccum.torch.measure.fake_memory import LiveBytes, bytes_of, micro_batch_peak, on_fakes
 
 __all__ = ["Way", "Ways", "find_ways"]
 
@@ -67,7 +67,13 @@ class Ways:
 
 
 def find_ways(
-    objective: Objective, batch: Batch, blocks: Any, constant: int, allowed: float, trained: list[Tensor]
+    objective: Objective,
+    batch: Batch,
+    blocks: Any,
+    constant: int,
+    allowed: float,
+    trained: list[Tensor],
+    state_bytes: Callable[[list[Tensor]], int],
 ) -> Ways:
     """What each way takes, and the largest micro-batch that it fits with.
 
@@ -78,13 +84,14 @@ def find_ways(
         constant: Bytes of parameters, buffers, optimizer state and the batch.
         allowed: Bytes there are.
         trained: The parameters that are updated.
+        state_bytes: What the optimizer's state takes for some of them.
 
     Raises:
         ValueError: Blocks that are none, or are not called once each in order.
     """
     rows = batch.rows
-    found: dict[str, tuple[str, Callable[[int], int]]] = {
-        "accumulated": ("", lambda size: micro_batch_peak(objective, batch, size, 1 if size == rows else 2))
+    found: dict[str, tuple[str, Callable[[int], int], int]] = {
+        "accumulated": ("", lambda size: micro_batch_peak(objective, batch, size, 1 if size == rows else 2), 0)
     }
     whole = constant + micro_batch_peak(objective, batch, rows, 1)
     ways = [Way("plain", "", rows, whole, whole <= allowed)]
@@ -95,11 +102,31 @@ def find_ways(
             ("in backward", 'blocks=, update="in_backward"', True, False),
             ("in backward, offloaded", 'blocks=, update="in_backward", offload=', True, True),
         ):
-            found[name] = options, functools.partial(_peak, phases, rows, freed=freed, offloaded=offloaded)
-    for name, (options, peak) in found.items():
-        size, needed = largest_size(peak, rows, allowed - constant)
-        ways.append(Way(name, options, size, constant + needed, constant + needed <= allowed))
+            found[name] = options, functools.partial(_peak, phases, rows, freed=freed, offloaded=offloaded), 0
+        spared = _bytes_on_host(objective.model, blocks, trained, state_bytes)
+        if spared is not None:
+            options, peak, _ = found["in backward, offloaded"]
+            found["parameters in turn"] = f'{options}, blocks_on="cpu"', peak, spared
+    for name, (options, peak, away) in found.items():
+        here = constant - away
+        size, needed = largest_size(peak, rows, allowed - here)
+        ways.append(Way(name, options, size, here + needed, here + needed <= allowed))
     return Ways(tuple(ways), rows)
+
+
+def _bytes_on_host(
+    model: nn.Module, blocks: Any, trained: list[Tensor], state_bytes: Callable[[list[Tensor]], int]
+) -> int | None:
+    """What the device is spared where blocks live on the host, but two that visit it; None where they can't."""
+    found = [list(block.module.parameters()) for block in Layers(model, blocks).blocks]
+    inside = {id(p) for parameters in found for p in parameters}
+    modules = {id(module) for block in Layers(model, blocks).blocks for module in block.module.modules()}
+    outside = [p for module in model.modules() if id(module) not in modules for p in module.parameters(recurse=False)]
+    if any(id(p) in inside for p in outside):  # tied weights would have to be in two places
+        return None
+    guests = sorted(bytes_of(parameters) for parameters in found)[-2:]  # one computes, one is on its way
+    every = list({id(p): p for parameters in found for p in parameters}.values())
+    return bytes_of(every) + state_bytes([p for p in trained if id(p) in inside]) - sum(guests)
 
 
 class _Phase(NamedTuple):

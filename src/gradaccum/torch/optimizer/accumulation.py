@@ -192,52 +192,52 @@ class Accumulation:
         """What comes through `loss.backward()` cannot be multiplied there, so it is on its way to the sum."""
         (self.ranks if self.ranks.in_step else self.arrivals).scale(factor)
 
-    def add(self, scaled: Sequence[Any] = (), clean: bool = False) -> bool:
+    def add(self, scaled: Sequence[Any] = ()) -> bool:
         """Count the micro-batch. Returns whether the window closes with it.
 
         Args:
             scaled: Under a GradScaler, its live scale (None after `unscale_`) and whether it found an overflow.
-            clean: Whether the guard has found nothing to look at closer.
 
         Raises:
             WindowError: The sum was edited or cleared from outside, or a backward pass failed.
         """
-        window, guard, sums, in_step = self.window, self.guard, self.sums, self.ranks.in_step
-        one, arrivals = window.micro_batch, guard.tally.arrivals
+        window, guard, one = self.window, self.guard, self.window.micro_batch
         if scaled and scaled[0] is None:
             guard.forget_values()  # `unscale_` has changed them, and raises no version
-        if self._failure is not None or (not clean and (guard.failed or guard.tampering() is not None)):
+        if self._failure is not None or guard.failed or guard.tampering() is not None:
             self.check_failed()
             self.check_sum()
-        in_reach = sums.detached is None
+        in_reach = self.sums.detached is None
         if not in_reach:
-            sums.reattach()
+            self.sums.reattach()
             guard.accept()
         if self.by_name is not None and self.by_name.terms:
-            if arrivals != one.weighed:
+            if guard.arrivals != one.weighed:
                 raise mixed_terms_error()
             self.by_name.micro_batch_over()
-        elif window.mixes(arrivals):
+        elif one.weight is None and not one.in_batches and window.weights_given and guard.arrivals:
+            if window.reduction == "mean":
+                raise mixed_error()
+        elif one.weight is not None and one.factor != 1.0 and guard.arrivals != one.weighed:
             raise mixed_error()
         if one.weight is None:  # it came through loss.backward(), or had no backward pass
-            one.given = one.default_given
-            window.weigh()
+            window.weigh(one.default if one.default_given else None)
         # One that weighs nothing has no say, unless `unscale_` has divided the others' sum in it.
         has_say = one.weight or (scaled and scaled[0] is None and in_reach)
-        if has_say and self.screened is None and (arrivals or scaled or not guard.idle):
+        if has_say and self.screened is None and (scaled or not guard.idle):
             self.loss_scale.check(bool(scaled))
         if scaled:
             self._unscale(*scaled, in_reach=in_reach)
-        elif sums.restored is not None:
-            sums.join_restored()
+        elif self.sums.restored is not None:
+            self.sums.join_restored()
             guard.accept()
         closes = window.add()
-        if in_step or self.arrivals.factor != 1.0:
+        if self.ranks.in_step or self.arrivals.factor != 1.0:
             self._scale_arrivals(1.0)
         if self.screened is not None:
             self.screened.add()
             guard.accept()  # its gradient has moved into the sum
-        if window.weights[-1] and not in_step:
+        if one.weight and not self.ranks.in_step:
             guard.counted(window.closes_next)
         else:
             guard.arrivals = 0  # what arrives from now on belongs to the next micro-batch
@@ -257,7 +257,7 @@ class Accumulation:
 
     def skip(self) -> None:
         """The micro-batch that was expected is over, counted or not: if not, it must not have left a gradient."""
-        if self.window.weights or self.window.micro_batch.announced:
+        if self.window.is_open or self.window.micro_batch.announced:
             self.check_untouched()
         if self.sums.detached is not None:
             self.sums.reattach()
@@ -396,5 +396,5 @@ class Accumulation:
     def check_untouched(self) -> None:
         """Raise if a gradient has arrived since the last micro-batch was counted."""
         self.check_failed()
-        if self.guard.tally.arrivals or self.window.micro_batch.weight is not None:
+        if self.guard.arrivals or self.window.micro_batch.weight is not None:
             raise untouched_error()

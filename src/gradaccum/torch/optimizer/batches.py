@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Iterable, Iterator
-from operator import is_
 from typing import Any
 
 import torch
@@ -15,9 +14,6 @@ from gradaccum.torch.optimizer.rows import BatchWeight
 from gradaccum.torch.optimizer.windows import Windows
 
 __all__ = ["Batches"]
-
-_Span = tuple[int, int]
-"""From where to where in memory."""
 
 
 class Batches:
@@ -133,10 +129,7 @@ class _Ahead:
         """Raised when the batch in hand has been trained on: it is a good one."""
         self.is_over = False
         self._iterator = iter(loader)
-        self._has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._compares = True
-        self._known: tuple[list[Tensor], list[_Span]] = [], []
-        """The tensors of the batch that is ahead, and where they lay when it came."""
         try:
             for _ in range(to_skip):
                 next(self._iterator)
@@ -158,20 +151,17 @@ class _Ahead:
         Raises:
             ValueError: That changed the batch before.
         """
-        state = _state_of(self.loader) if self._has_state else None
-        batch = self.batch
-        tensors = _tensors(batch, self._known[0])
-        versions = [tensor._version for tensor in tensors]
-        copies = [tensor.clone() for tensor in tensors] if self._compares else None
+        state = _state_of(self.loader)
+        batch, before = self.batch, _Contents(self.batch, copied=self._compares)
         try:
-            self.batch = ahead = next(self._iterator)
+            self.batch = next(self._iterator)
         except StopIteration:
             self.is_over = True
         except Exception as error:
             self.failure = error
         else:
-            self._note_memory(tensors, _tensors(ahead))
-            if _changed(_tensors(batch, tensors), tensors, versions, copies):
+            self._compares = before.shares_memory(self.batch)
+            if before.changed(batch):
                 raise ValueError(
                     "Fetching the next batch changed the one in use: the loader refills a buffer, or the container "
                     "that it yields, and batches() fetches one batch ahead. Yield new ones: buffer.clone(), or "
@@ -179,53 +169,52 @@ class _Ahead:
                 )
         return state
 
-    def _note_memory(self, here: list[Tensor], there: list[Tensor]) -> None:
-        """Compare values from now on if the next batch's tensors lie, in part perhaps, where this one's do."""
-        known, spans_here = self._known
-        if here is not known:
-            spans_here = [_span(tensor) for tensor in here]
-        spans = [_span(tensor) for tensor in there]
-        self._known, self._compares = (there, spans), False
-        for one, (a, b) in zip(here, spans_here):
-            for other, (c, d) in zip(there, spans):
-                if (a < d and c < b) or one is other:
-                    self._compares = True
-
 
 def _state_of(loader: Any) -> Any:
     """What the loader can go on from; None where it has no state, and its first batches are to be skipped."""
+    if not hasattr(loader, "state_dict") or not hasattr(loader, "load_state_dict"):
+        return None
     try:
         return copy.deepcopy(loader.state_dict())
     except (AttributeError, NotImplementedError):  # Accelerate's has the method whether its inner loader has or not
         return None
 
 
-def _changed(now: list[Tensor], tensors: list[Tensor], versions: list[int], copies: list[Tensor] | None) -> bool:
-    """Whether a batch holds other tensors than it did, or other numbers in them."""
-    if now is tensors and copies is None:
-        return [tensor._version for tensor in tensors] != versions
-    if len(now) != len(tensors):
-        return True
-    for index, (one, before) in enumerate(zip(now, tensors)):
-        if one is not before and (one.shape != before.shape or _span(one) != _span(before)):
+class _Contents:
+    """The tensors of a batch as they were."""
+
+    def __init__(self, batch: Any, copied: bool) -> None:
+        self._tensors = _tensors(batch)
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._copies = [tensor.clone() for tensor in self._tensors] if copied else None
+
+    def shares_memory(self, batch: Any) -> bool:
+        """Whether another batch's tensors lie, in part perhaps, where these do."""
+        here = [span for tensor in self._tensors if (span := _span(tensor))]
+        there = [span for tensor in _tensors(batch) if (span := _span(tensor))]
+        return any(a < d and c < b for a, b in here for c, d in there)
+
+    def changed(self, batch: Any) -> bool:
+        """Whether the batch holds other tensors by now, or other numbers in them."""
+        now = _tensors(batch)
+        if len(now) != len(self._tensors):
             return True
-        if before._version != versions[index]:
-            return True
-        # NumPy does not count versions.
-        if copies is not None and not _equal(before, copies[index]):
-            return True
-    return False
+        for index, (one, before) in enumerate(zip(now, self._tensors, strict=True)):
+            if one is not before and (one.shape != before.shape or _span(one) != _span(before)):
+                return True
+            if before._version != self._versions[index]:
+                return True
+            # NumPy does not count versions.
+            if self._copies is not None and not torch.equal(before, self._copies[index]):
+                kept = self._copies[index]
+                if not (before.is_floating_point() and torch.allclose(before, kept, 0, 0, equal_nan=True)):
+                    return True
+        return False
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other) or (one.is_floating_point() and torch.allclose(one, other, 0, 0, equal_nan=True))
-
-
-def _tensors(batch: Any, known: list[Tensor] | None = None) -> list[Tensor]:
-    """The plain tensors of a batch, arrays among them; those that are `known`, if it still has the very same."""
+def _tensors(batch: Any) -> list[Tensor]:
+    """The plain tensors of a batch, arrays among them."""
     flat = batch.values() if type(batch) is dict else batch if type(batch) in (tuple, list) else ()
-    if known and len(known) == len(flat) and all(map(is_, flat, known)):
-        return known
     found = [leaf for leaf in flat if type(leaf) is Tensor and leaf.layout is torch.strided]
     if found and len(found) == len(flat):
         return found
@@ -238,13 +227,13 @@ def _tensors(batch: Any, known: list[Tensor] | None = None) -> list[Tensor]:
     return found
 
 
-def _span(tensor: Tensor) -> _Span:
-    """From where to where in memory it lies; nowhere if it is empty."""
+def _span(tensor: Tensor) -> tuple[int, int] | None:
+    """From where to where in memory it lies; None if it is empty."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():
-        return start, start + tensor.nbytes if start else 0
+        return (start, start + tensor.nbytes) if start else None
     if not tensor.numel():
-        return 0, 0
+        return None
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return start, start + (last + 1) * tensor.element_size()
 
@@ -285,8 +274,7 @@ class _Member:
             alone = not isinstance(windows.source, Batches) or len(windows.source.members) == 1
             self._over = ranks.agree_on_last(last, alone and not windows.accumulation.loss_scale.known)
         windows.accumulation.expect(weight, given, self._over)
-        if ranks.several:
-            windows.expect_next(counts=weight > 0)
+        windows.expect_next(counts=weight > 0)
 
     def pass_on(self) -> None:
         """The next batch is asked for."""

@@ -275,7 +275,7 @@ class Optimizer(OptimizerProxy):
             if left_out(closure, result):
                 windows.accumulation.window.leave_out()
             self._answer = (evaluated(self.inner, result),) if again else ()
-        if not windows.accumulation.guard.tally.arrivals and checkpoint.is_initialisation(windows):
+        if not windows.accumulation.guard.arrivals and checkpoint.is_initialisation(windows):
             return checkpoint.initialise(windows)
         if not self._checked:
             check_detected(self._model, windows.parameters(), windows.ranks, windows.schedule.constant)

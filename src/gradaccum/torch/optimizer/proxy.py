@@ -59,8 +59,8 @@ class OptimizerProxy(torch.optim.Optimizer):
         self._scaled: list[Any] = []
         self._answer: tuple[Callable[[], Any], ...] = ()
         """What the inner optimizer gets for a closure that has been evaluated."""
-        self._rates: Callable[[], contextlib.AbstractContextManager[None] | None] = lambda: None
-        """Has the hyperparameters of the update in place, where those are others than the groups say."""
+        self._rates: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """Has the hyperparameters of the update in place."""
 
     # The inner optimizer's own tables, so that schedulers, scalers and checkpoints find them where they look.
 
@@ -109,17 +109,14 @@ class OptimizerProxy(torch.optim.Optimizer):
         """The inner optimizer's step, between the hooks of all optimizers and those that were registered here."""
         own = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
         if not any(own) and not any(global_step_hooks()):
-            rates = self._rates()
-            if rates is None:
-                return self.inner.step(*(closure or self._answer))
-            with rates:
+            with self._rates():
                 return self.inner.step(*(closure or self._answer))
         args: Any = (self, *(closure or self._answer))
         kwargs = dict[str, Any]()
         with without_global_step_hooks() as (before, after):
             for pre_hook in (*before, *self._optimizer_step_pre_hooks.values()):
                 args, kwargs = pre_hook(self, args, kwargs) or (args, kwargs)
-            with self._rates() or contextlib.nullcontext():
+            with self._rates():
                 result = self.inner.step(*args[1:], **kwargs)
             for post_hook in (*self._optimizer_step_post_hooks.values(), *after):
                 post_hook(self, args, kwargs)

@@ -105,13 +105,12 @@ def _rows_of_tensors(batch: Iterable[Any]) -> int | None:
     """The rows of a flat sequence of tensors, as most loaders yield; None if this is none, or they disagree."""
     rows = None
     for leaf in batch:
-        if type(leaf) is not Tensor and not isinstance(leaf, Tensor):
+        if not isinstance(leaf, Tensor):
             return None
         if leaf.dim():
-            count = leaf.size(0)
             if rows is None:
-                rows = count
-            elif rows != count:
+                rows = len(leaf)
+            elif rows != len(leaf):
                 return None
     return rows
 
@@ -123,8 +122,8 @@ class RowsBeside:
         window: This optimizer's.
     """
 
-    _filled: ClassVar[dict[int, weakref.ref[Window]]] = {}
-    """Windows that a loop of `batches()` fills, of all optimizers, by their ids."""
+    _filled: ClassVar[weakref.WeakSet[Window]] = weakref.WeakSet()
+    """Windows that a loop of `batches()` fills, of all optimizers."""
 
     def __init__(self, window: Window) -> None:
         self._window = window
@@ -133,11 +132,7 @@ class RowsBeside:
 
     def tell(self, filled: bool) -> None:
         """Whether a loop of `batches()` fills this optimizer's window from now on."""
-        number, all_filled = id(self._window), self._filled
-        if filled:
-            all_filled[number] = weakref.ref(self._window, lambda _: all_filled.pop(number, None))
-        else:
-            all_filled.pop(number, None)
+        (self._filled.add if filled else self._filled.discard)(self._window)
 
     @property
     def any(self) -> bool:
@@ -149,8 +144,7 @@ class RowsBeside:
         window, before = self._window, self._before
         if window.weights_given or window.reduction == "sum":
             return
-        filled = [window_of() for window_of in list(self._filled.values())]
-        others = [other for other in filled if other is not None and other is not window]
+        others = [other for other in self._filled if other is not window]
         self._before = weakref.WeakKeyDictionary((other, other.micro_batch.default) for other in others)
         for other, rows in self._before.items():
             if window.micro_batches > 1 and rows != before.get(other, rows):

@@ -138,30 +138,27 @@ class Windows:
         Raises:
             WindowError: The batch of `batches()` in use is counted already; or the sum was edited from outside.
         """
-        accumulation, ranks = self.accumulation, self.ranks
-        window, guard = accumulation.window, accumulation.guard
-        in_batches = window.micro_batch.in_batches
-        if in_batches:
-            if not window.micro_batch.announced:
-                raise _counted_twice_error()
-        elif self.fetched_ahead:
+        accumulation = self.accumulation
+        one = accumulation.window.micro_batch
+        if one.in_batches and not one.announced:
+            raise _counted_twice_error()
+        if self.fetched_ahead and not one.in_batches:
             raise _fetched_ahead_error()
-        if not window.weights:
+        if not accumulation.window.is_open:
             self._settle_steps()
             self._note_settings()
-            guard.window_begins()
-        clean = guard.clean
-        if not (clean and guard.tally.arrivals) and self.schedule.constant != 1 and not ranks.in_step:
+            accumulation.guard.window_begins()
+        if self.schedule.constant != 1 and not self.ranks.in_step:
             self._check_micro_batch(accumulation)
-        closes = accumulation.add(scaled, clean)
-        if not in_batches and self._rows_beside.any:
+        closes = accumulation.add(scaled)
+        if not one.in_batches and self._rows_beside.any:
             self._rows_beside.look()
         self.in_epoch, self.updated = True, False
         if closes:
             self.updated = self._update()
-        if ranks.several:
+        if self.ranks.several:
             if not closes:
-                ranks.continue_window()
+                self.ranks.continue_window()
             self.expect_next()
 
     def _check_micro_batch(self, accumulation: Accumulation) -> None:
@@ -196,13 +193,12 @@ class Windows:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Empty the gradients between windows; inside an open window, do nothing."""
-        accumulation = self.accumulation
-        if accumulation.window.weights:
-            accumulation.check_untouched()
-            if accumulation.guard.tally.compares:
-                accumulation.guard.tampering()
+        if self.accumulation.window.is_open:
+            self.accumulation.check_untouched()
+            if self.accumulation.guard.compares:
+                self.accumulation.guard.tampering()
         else:
-            accumulation.empty(set_to_none)
+            self.accumulation.empty(set_to_none)
 
     def flush(self) -> bool:
         """Close the open window now; outside of `batches()` this ends the epoch. Returns whether it made an update."""
@@ -289,11 +285,11 @@ class Windows:
             self.noise_schedule.move(scale, int(2 * votes / self.ranks.size))
         return True
 
-    def rates(self) -> contextlib.AbstractContextManager[None] | None:
-        """A context in which the inner optimizer has the hyperparameters of a window of this length; None: it has."""
+    def rates(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which the inner optimizer has the hyperparameters of a window of this length."""
         followed = self.noise_schedule
         if followed is None or followed.learning_rate_factor == 1.0:
-            return None
+            return contextlib.nullcontext()
         return inside_step(self.inner, followed.scaled(self.inner.param_groups))
 
     def _note_settings(self) -> None:

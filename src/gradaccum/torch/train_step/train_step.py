@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -77,6 +78,7 @@ class TrainStep:
             the other, each on all micro-batches.
         update: `"after_backward"`, or, with `blocks`, `"in_backward"`: a block's parameters are updated, and their
             gradient is freed, as soon as it is finished; with clipping or a `scaler`, in a second run of backward.
+        blocks_on: `"cpu"`: parameters and optimizer state of the blocks live there, and visit the device in turn.
         head: The linear layer whose outputs are logits over a huge vocabulary, its dotted path, or `"auto"` for models
             of transformers: it and the cross entropy run in tiles, so that the logits never exist.
 
@@ -121,25 +123,23 @@ class TrainStep:
         sync: Sync = "window",
         blocks: BlocksChoice = None,
         update: UpdateChoice = "after_backward",
+        blocks_on: Literal["cpu"] | None = None,
         head: nn.Module | str | None = None,
     ) -> None:
         self.model = checked_model(model)
-        self.batch_norm = BatchNormPolicy(
-            batch_norm,
-            model,
-            remedy='Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.',
-        )
+        remedy = 'Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.'
+        self.batch_norm = BatchNormPolicy(batch_norm, model, remedy=remedy)
         self.sync = checked_choice("sync", sync, get_args(Sync))
         self._whole: WholeBatch | None = None
         check_exact(self.batch_norm.choice, offload, max_tokens, groups, blocks)
-        check_options(blocks, update, batch_norm=batch_norm, noise_scale=noise_scale)
+        check_options(blocks, update, blocks_on, batch_norm=batch_norm, noise_scale=noise_scale)
         if self.batch_norm.choice == "exact":
             self._whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=bool(offload))
             micro_batch_size = EXACT_MICRO_BATCH_SIZE if micro_batch_size == "auto" else micro_batch_size
         loss: dict[str, Any] = {"loss_fn": loss_fn, "compute_loss": compute_loss, "weight": weight}
         loss |= {"reduction": reduction, "batch_dims": batch_dims, "autocast": autocast}
         self.objective = Objective(model if self._whole is None else self._whole.model, **loss)
-        self._layers = None if blocks is None else Layers(model, blocks, offload)
+        self._layers = None if blocks is None else Layers(model, blocks, offload, blocks_on)
         self.gauge = Gauge(self.objective.device, parse_bytes(memory_limit))
         self.update = Update(
             optimizer,
@@ -161,7 +161,7 @@ class TrainStep:
         options = {"sync": self.sync, "batch_norm": self.batch_norm.choice.replace("warn", "micro")}
         self.ranks = find_ranks(model, self.objective, self.update, options)
         self._spans = spans_ranks(self.model, self.ranks, exact=self._whole is not None, verify=verify)
-        self._verify = verify and not self._spans
+        self._verify = verify and not self._spans and (self._layers is None or self._layers.proves)
         self.global_batch = GlobalBatch(self.ranks, self.update.sums)
         self.update.sums.attach(self.ranks.pending)
         if self.ranks.in_step:
@@ -234,7 +234,8 @@ class TrainStep:
 
     def _call(self, arguments: tuple[Any, ...], run: Callable[[Batch], Tensor]) -> Tensor:
         try:
-            return self._guarded(self.objective.batch(arguments), run)
+            with contextlib.nullcontext() if self._layers is None else self._layers.reachable():
+                return self._guarded(self.objective.batch(arguments), run)
         except BaseException:
             self.ranks.leave(told=True)
             raise

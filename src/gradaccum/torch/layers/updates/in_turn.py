@@ -206,7 +206,8 @@ class InTurn:
         missing = 0.0
         for optimizer in self._optimizers:
             for group, bytes_ in zip(optimizer.param_groups, self._state_bytes[id(optimizer)], strict=True):
-                new = [p for p in group["params"] if p.requires_grad and p not in optimizer.state]
+                here = [p for p in group["params"] if p.requires_grad and p.device == self._gauge.device]
+                new = [p for p in here if p not in optimizer.state]
                 missing += sum(p.numel() * min(bytes_, 4.0 * p.element_size()) for p in new)
         limit = self._gauge.limit() if missing else None
         if limit is not None and self._gauge.live() + missing > limit:

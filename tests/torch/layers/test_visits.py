@@ -1,0 +1,134 @@
+"""Blocks that live in host memory and visit the device in turn; here both are the CPU, and each visit is a copy."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradaccum.torch import TrainStep
+from tests.reference import FLOAT64, relative_error
+from tests.torch.layers.test_blocks import OPTIMIZERS, Layer, assert_same_updates, batches, loss_of, network
+
+VISITING: dict[str, Any] = {"blocks": "layers", "blocks_on": "cpu", "size": 3}
+
+
+def build(model: Any, **options: Any) -> TrainStep:
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    options = {"compute_loss": loss_of, "micro_batch_size": 3, "blocks": "layers", "blocks_on": "cpu", **options}
+    return TrainStep(model, optimizer, **options)
+
+
+def test_with_blocks_on_the_cpu_the_update_is_the_large_batchs(tmp_path: Path) -> None:
+    tied = network()
+    tied.layers[2].inner.weight = tied.layers[0].inner.weight
+    frozen = network()
+    frozen.layers[1].requires_grad_(False)
+    for model, options in (
+        (network(), {}),
+        (tied, {"update": "in_backward", "offload": tmp_path}),
+        (frozen, {"update": "in_backward", "clip_grad_norm": 0.05}),
+    ):
+        assert_same_updates(model, batches(count=2), loss_of, **VISITING, **options)
+        assert_same_updates(model, batches(count=1), loss_of, OPTIMIZERS["adam"], **VISITING, **options, verify=False)
+
+
+def penalised(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    return loss_of(model, ids, labels) + model.layers[2].inner.weight.square().sum()
+
+
+def test_what_the_loss_makes_of_a_blocks_weights_adds_up_with_what_comes_back() -> None:
+    for options in ({}, {"update": "in_backward", "clip_grad_norm": 0.05}):
+        assert_same_updates(network(), batches(count=1), penalised, **VISITING, **options)
+
+
+def test_dropout_wide_sums_and_moving_buffers_are_those_of_accumulation() -> None:
+    class Normed(Layer):
+        def __init__(self, size: int) -> None:
+            super().__init__(size, 0.3)
+            self.batch_norm = nn.BatchNorm1d(size)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor, shared: Tensor, *, scale: float = 1.0) -> Any:
+            self.calls = self.calls + 1
+            return super().forward(self.batch_norm(x.transpose(1, 2)).transpose(1, 2), shared, scale=scale)
+
+    left = []
+    for options in (
+        {"blocks": None, "blocks_on": None},
+        {},
+        {"update": "in_backward", "accumulate_dtype": torch.float64},
+    ):
+        model = network()
+        model.layers = nn.ModuleList([Normed(6) for _ in range(3)]).double()
+        step = build(model, batch_norm="micro", verify=False, **options)
+        torch.manual_seed(5)
+        losses = [step(*batch) for batch in batches(rows=6, count=2)]
+        left.append([*model.parameters(), *(b.double() for b in model.buffers()), *losses, torch.get_rng_state()])
+    for found in left[1:]:
+        assert relative_error(found, left[0]) <= FLOAT64
+    half = []
+    for options in ({"blocks_on": None}, {}):
+        model = network().bfloat16()
+        build(model, accumulate_dtype=torch.float32, verify=False, **options)(*batches()[0])
+        half.append([p.float() for p in model.parameters()])
+    assert relative_error(*half) == 0.0
+
+
+def test_a_block_comes_once_in_the_backward_pass_and_its_own_parameters_stay_where_they_are() -> None:
+    model = network()
+    step, places = build(model, verify=False, update="in_backward"), [id(p) for p in model.parameters()]
+    seen: list[bool] = []
+    model.layers[1].register_forward_pre_hook(
+        lambda layer, args: seen.append(any(id(p) in places for p in layer.parameters()))
+    )
+    step(*batches(rows=9)[0])
+    assert seen == [False] * 6
+    visits: Any = step._layers and step._layers.visits
+    assert dict(visits.count) == {f"layers.{i}": 3 + 1 for i in range(3)}  # in each forward pass, and once in backward
+    assert [id(p) for p in model.parameters()] == places
+    assert all(type(layer) is Layer for layer in model.layers)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_error_in_a_block_leaves_it_at_home(grad: bool) -> None:
+    model = network()
+    step, before = build(model, verify=False), copy.deepcopy(model.state_dict())
+    own = [id(p) for p in model.parameters()]
+
+    def fail(layer: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() == grad:
+            raise RuntimeError("on purpose")
+
+    hook = model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        step(*batches()[0])
+    hook.remove()
+    assert [id(p) for p in model.parameters()] == own
+    assert relative_error(model.state_dict().values(), before.values()) == 0.0
+    assert step(*batches()[0]).isfinite()
+
+
+def test_what_cannot_visit_is_refused_by_name() -> None:
+    tied = network()
+    tied.layers[0].norm.weight = tied.norm.weight
+    recurrent = network()
+    recurrent.layers[1].add_module("rnn", nn.LSTM(2, 2))
+    for model, options, words in (
+        (network(), {"blocks": None}, "Pass `blocks` as well"),
+        (network(), {"blocks_on": "disk"}, "`blocks_on` must be one of 'cpu'"),
+        (tied, {}, "layers.0.norm.weight is a weight of what stands outside"),
+        (recurrent, {}, "'layers.1' has a LSTM, which keeps references"),
+        (network().to("meta"), {}, r"expects the blocks on the CPU. Received: layers.0.norm.weight on meta"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            build(model, **options)
+    model = network()
+    step = build(model)
+    model.layers[1].inner.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(ValueError, match=r"layers.1.inner.weight has a hook on its gradient"):
+        step(*batches()[0])
