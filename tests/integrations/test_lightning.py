@@ -27,6 +27,7 @@ with warnings.catch_warnings():
         GradientAccumulationScheduler,
         ModelCheckpoint,
         StochasticWeightAveraging,
+        TQDMProgressBar,
         WeightAveraging,
     )
     from lightning.pytorch.plugins import MixedPrecision
@@ -100,6 +101,24 @@ def error(module, large, make=sgd, loss=mse, rows=None, **keywords):
 # Windows.
 
 
+class Slower(lightning.Callback):
+    """A lower learning rate, after each batch or before each update."""
+
+    def __init__(self, hook):
+        setattr(self, hook, self.lower)
+
+    def lower(self, trainer, *rest):
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] *= 0.5
+
+
+@pytest.mark.parametrize(("hook", "said"), [("on_train_batch_end", 3), ("on_before_optimizer_step", 0)])
+def test_a_learning_rate_that_changes_inside_a_window_is_named(hook, said, caplog):
+    fit(Module(), 4, callbacks=[Slower(hook)])
+    assert caplog.text.count("Hyperparameters changed, lr from ") == said
+    assert said == 0 or "lr from 0.1 to 0.05 inside an open window" in caplog.text
+
+
 @pytest.mark.parametrize("make", [sgd, adam])
 @pytest.mark.parametrize("steps", [1, 3, 4, 5, 100])
 def test_short_and_ragged_windows_make_the_large_batches_updates(steps, make):
@@ -123,6 +142,27 @@ def test_in_float32_as_well():
     module = Module()
     fit(module, 5, max_epochs=2)
     assert error(module, windows(5) * 2) <= FLOAT32
+
+
+class Bar(TQDMProgressBar):
+    """Notes where its bar has come to after each batch, and how far training has come by then."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, *rest):
+        super().on_train_batch_end(trainer, *rest)
+        bar = self.train_progress_bar
+        self.seen.append((bar.n, bar.total, trainer.global_step))
+
+
+def test_the_progress_bar_counts_batches_and_global_step_updates():
+    bar = Bar()
+    fit(Module(), 4, callbacks=[bar], enable_progress_bar=True)
+    count = len(BATCHES)
+    assert [entry[:2] for entry in bar.seen] == [(n, count) for n in range(1, count + 1)]
+    assert [updates for _, _, updates in bar.seen] == [(n + 3 * (n == count)) // 4 for n in range(1, count + 1)]
 
 
 def test_a_schedule_changes_the_windows_with_the_epochs():

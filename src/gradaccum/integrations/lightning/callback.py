@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from gradaccum.errors import WindowError
-from gradaccum.integrations.lightning.checks import Varying, check, check_optimizer
+from gradaccum.integrations.lightning.checks import Varying, check, check_optimizer, hyperparameters
 from gradaccum.integrations.lightning.frequencies import count_batches, count_updates
 from gradaccum.integrations.lightning.ranks import mean, over_ranks, reduce_
 from gradaccum.on_torch.gradients import scale_
@@ -87,6 +87,8 @@ class GradientAccumulation(Callback):
         """Hooks that keep a batch which weighs nothing out of the sum."""
         self._without: list[Tensor] = []
         """Parameters that had no gradient before it."""
+        self._settings: list[dict[str, Any]] | None = None
+        """Hyperparameters, as they were when the window opened."""
 
     @property
     def micro_batches(self) -> int:
@@ -148,6 +150,7 @@ class GradientAccumulation(Callback):
             return
         if batch_idx % trainer.accumulate_grad_batches == 0 and self._window.is_open:
             self._discard("its last batch was None, or training_step returned None for it under a GradScaler")
+        self._check_settings(trainer)
         weight = self._weigh(batch)
         if self._unit is None:
             largest = over_ranks(trainer, torch.tensor(weight), "max").item()
@@ -173,6 +176,8 @@ class GradientAccumulation(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._guard is not None
+        if not self._window.is_open:
+            self._settings = hyperparameters(trainer)
         self._window.add()
         self._expected = False
         closes = not trainer.fit_loop._should_accumulate()
@@ -215,6 +220,20 @@ class GradientAccumulation(Callback):
                 "the finished gradient in on_before_optimizer_step."
             )
 
+    def _check_settings(self, trainer: Trainer) -> None:
+        """Hyperparameters belong to an update: say so where one has changed between the batches of a window."""
+        if not self._window.is_open or self._settings is None:
+            return
+        pairs = zip(self._settings, hyperparameters(trainer), strict=False)
+        changed = {n: f"{n} from {old[n]} to {new.get(n)}" for old, new in pairs for n in old if old[n] != new.get(n)}
+        if changed:
+            self._settings = None  # once in this window
+            logger.warning(
+                "Hyperparameters changed, %s inside an open window: the update uses the last ones. A scheduler with "
+                "interval='step' steps once per update; what else changes them belongs into on_before_optimizer_step.",
+                ", ".join(changed.values()),
+            )
+
     def _finish(self, trainer: Trainer) -> None:
         """Turn what Lightning and the ranks' reduction have left into the mean over all rows of the window."""
         assert self._guard is not None
@@ -234,7 +253,7 @@ class GradientAccumulation(Callback):
     def _begin(self) -> None:
         """An empty window."""
         self._window.close()
-        self._window.unit = self._unit
+        self._window.unit, self._settings = self._unit, None
         if self._guard is not None:
             self._guard.close()
 

@@ -14,7 +14,7 @@ from gradaccum.extras import PrivateName
 from gradaccum.torch.optim import Optimizer
 from gradaccum.torch.optimizer import needs_closure
 
-__all__ = ["Varying", "check", "check_optimizer"]
+__all__ = ["Varying", "check", "check_optimizer", "hyperparameters"]
 
 _NAMES = (
     PrivateName("trainer", "fit_loop._should_accumulate", "says whether a batch closes its window"),
@@ -95,6 +95,14 @@ def check_optimizer(trainer: Trainer) -> None:
                 f"{type(optimizer).__name__} re-evaluates its closure, which would have to run the whole window again. "
                 "Remove GradientAccumulation, and use gradaccum.torch.TrainStep under manual optimization."
             )
+
+
+def hyperparameters(trainer: Trainer) -> list[dict[str, Any]]:
+    """The plain numbers of each group of each optimizer, by name. Tensors are not looked at: reading them waits."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return [
+        {name: value for name, value in group.items() if isinstance(value, (int, float, tuple))} for group in groups
+    ]
 
 
 class Varying:
