@@ -2,7 +2,7 @@
 
     python -m scripts.versions                                  # all lowest versions of pyproject.toml
     python -m scripts.versions torch==2.15.0                    # what goes with these packages, in an environment
-    python -m scripts.versions jax==0.8.2 optax==0.2.5 flax==0.12.2
+    python -m scripts.versions jax==0.8.2 optax==0.2.5 flax==0.12.2 equinox==0.13.2
     python -m scripts.versions --python python3.13 [SUITE ...]  # all or these, in an environment with constraints.txt
     python -m scripts.versions --installed [SUITE ...]          # all or these, in this environment
 
@@ -52,7 +52,7 @@ OF = {
 LOWEST: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
     (("torch",), {}),
     (("keras",), {}),
-    (("jax", "optax"), {"flax": "0.12.2"}),  # a later Flax needs a later JAX
+    (("jax", "optax"), {"flax": "0.12.2", "equinox": "0.13.2"}),  # later ones need a later JAX
     (TRAINERS, {}),
 )
 """Packages whose lowest versions are installed together, and what goes with them."""

@@ -230,6 +230,7 @@ def test_half_precision_gradients_may_be_summed_in_float32() -> None:
     assert errors[1] < 0.5 * errors[0]
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")  # torch, of that Python alone
 def test_a_compiled_model_is_compiled_at_most_twice() -> None:
     compiled = 0
 
