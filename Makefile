@@ -92,7 +92,8 @@ test-centre:
 	$(PYTEST) tests src/gradaccum benchmarks/harness.py --ignore=tests/torch --ignore=src/gradaccum/torch \
 		--ignore=src/gradaccum/on_torch --ignore=tests/keras --ignore=src/gradaccum/keras \
 		--ignore=tests/integrations --ignore=src/gradaccum/integrations \
-		--ignore=tests/jax --ignore=src/gradaccum/jax $(OTHERS_DEMOS:%=--ignore=%) || test $$? = 5
+		--ignore=tests/jax --ignore=src/gradaccum/jax --ignore=src/gradaccum/on_jax \
+		$(OTHERS_DEMOS:%=--ignore=%) || test $$? = 5
 
 # Nothing is downloaded: models are built from their configs.
 test-integrations:
@@ -100,7 +101,7 @@ test-integrations:
 		|| test $$? = 5
 
 test-jax:
-	$(PYTEST) tests/jax src/gradaccum/jax || test $$? = 5
+	$(PYTEST) tests/jax src/gradaccum/jax src/gradaccum/on_jax || test $$? = 5
 
 $(KERAS_SUITES): test-keras-%:
 	KERAS_BACKEND=$* $(PYTEST) tests/keras src/gradaccum/keras || test $$? = 5

@@ -3,7 +3,7 @@
 Against (a) plain `fit(batch_size=256)`, (b) Keras' own `gradient_accumulation_steps=16` at 16 rows, and (c) a loop that
 is written by hand for the backend: fused on the device where it compiles, without Keras' losses, metrics or callbacks.
 An epoch is 64 batches, 16 of the CNN: what `fit` takes to start is in it. On a CPU, JAX's compiler makes slow code of
-convolutions inside a loop, whoever writes it; so there is a network without any, too.
+convolutions' gradients inside a loop, such as the one by hand; gradaccum writes them so that it doesn't.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from gradaccum.jax.batch import Batch, Group, like, zeros
 from gradaccum.jax.chunking.body import Body, Traced
+from gradaccum.on_jax import scan
 
 __all__ = ["TwoPasses"]
 
@@ -212,7 +213,7 @@ class TwoPasses:
         if count == 1:
             carry, found = step(carry, (0, *jax.tree.map(lambda each: each[0], (keys, *more))))
             return carry, jax.tree.map(lambda each: each[None], found)
-        return jax.lax.scan(step, carry, (jnp.arange(count), keys, *more))
+        return scan(step, carry, (jnp.arange(count), keys, *more))
 
     def _joined(self, parts: list[list[Any]]) -> list[Any]:
         return [self.batch.joined(list(pieces)) for pieces in zip(*parts, strict=True)]

@@ -12,6 +12,7 @@ from gradaccum.jax.batch import Group, as_varying, like, varying_axes, zeros
 from gradaccum.jax.train_step.beside import Beside
 from gradaccum.jax.train_step.call import Call, Outcome
 from gradaccum.jax.train_step.noise import NoiseMeter, norms_of_one
+from gradaccum.on_jax import scan
 
 __all__ = ["accumulated"]
 
@@ -87,7 +88,7 @@ class _Accumulation:
 
         # Counted in the carry: as `xs`, the numbers would be an array that grows with the micro-batches.
         start = jnp.zeros((), jnp.int32)
-        (_, *sums_and_more), parts = jax.lax.scan(body, (start, sums, state, first), xs, length=group.count)
+        (_, *sums_and_more), parts = scan(body, (start, sums, state, first), xs, length=group.count)
         return sums_and_more, parts
 
     def _visit(
@@ -273,7 +274,7 @@ def _factors_of(call: Call, groups: list[Group], kinds: Outcome, state: Any, key
             outcome = call.outcome(values)
             return call.state_like(outcome.state, kinds.state), outcome.weights
 
-        state, found = jax.lax.scan(weigh, state, (jnp.arange(group.count), some))
+        state, found = scan(weigh, state, (jnp.arange(group.count), some))
         for name, weight in found.items():
             dtype = jnp.promote_types(kinds.losses[name].dtype, jnp.float32)
             weights.setdefault(name, []).append(weight.astype(dtype))

@@ -11,6 +11,7 @@ import keras
 from keras import tree
 
 from gradaccum.keras.loops.rows import has_rows
+from gradaccum.on_jax import scan
 
 __all__ = ["by_device", "devices_of", "first", "joined", "like", "loop", "stacks"]
 
@@ -60,7 +61,7 @@ def by_device(stacked: Any, devices: int) -> Any:
 def loop(body: Callable[[Any, Any], Any], carry: Any, micro_batches: Any) -> tuple[Any, Any]:
     """`lax.scan`, without a loop where there is but one micro-batch."""
     if jax.tree.leaves(micro_batches)[0].shape[0] > 1:
-        return jax.lax.scan(body, carry, micro_batches)
+        return scan(body, carry, micro_batches)
     carry, output = body(carry, tree.map_structure(first, micro_batches))
     return carry, jax.tree.map(lambda a: a[None], output)
 
