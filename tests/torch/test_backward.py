@@ -45,5 +45,7 @@ def test_subclasses_have_their_own_way(start):
             return super().__torch_function__(function, types, args, kwargs or {})
 
     loss = (torch.ones((), requires_grad=True) * 2).as_subclass(Watching)
+    torch.autograd.backward([loss], [torch.ones(())], retain_graph=True)
+    expected, seen[:] = seen[:], []
     start([loss], [torch.ones(())])
-    assert torch.autograd.backward in seen
+    assert [each for each in seen if each in expected] == expected

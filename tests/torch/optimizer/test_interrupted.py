@@ -189,6 +189,7 @@ def test_halves_that_are_trained_in_turn_are_rescaled_with_the_loss():
         pytest.param(True, True, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="its compiler fails on attributes that are set twice")
 def test_a_compiled_loop_is_exact(whole_loop, compiled_autograd):
     torch._dynamo.reset()
     model, optimizer = start(steps=2)

@@ -169,7 +169,21 @@ def sharded_groups(module: nn.Module) -> Iterator[ShardedGroup]:
 def own_sharded_groups(module: Any) -> Iterator[ShardedGroup]:
     """The groups of a sharded module itself."""
     if hasattr(module, "_get_fsdp_state"):
-        yield from map(ShardedGroup, module._get_fsdp_state()._fsdp_param_groups)
+        yield from map(ShardedGroup, _held_groups(module._get_fsdp_state()))
+
+
+def _held_groups(state: Any) -> list[Any]:
+    """The groups of a sharded module's state, which is one or none in torch 2.10."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _hold_groups(state: Any, groups: list[Any]) -> None:
+    if hasattr(state, "_fsdp_param_groups"):
+        state._fsdp_param_groups = groups
+    else:
+        state._fsdp_param_group = groups[0] if groups else None
 
 
 def finish_sharded_backward(module: Any) -> None:
@@ -199,13 +213,15 @@ def start_over(modules: Iterable[Any]) -> None:
 def gathering_nothing(module: Any) -> Iterator[None]:
     """Forward passes inside gather no parameters and leave no hooks for the backward pass; dtypes are cast as ever."""
     states = {s for part in module.modules() if hasattr(part, "_get_fsdp_state") for s in [part._get_fsdp_state()]}
-    kept = [(state, state._fsdp_param_groups, state._training_state) for state in states]
+    kept = [(state, _held_groups(state), state._training_state) for state in states]
     try:
         for state, _, phase in kept:
             # As in the forward passes of activation checkpointing, inside of a backward pass.
-            state._fsdp_param_groups, state._training_state = [], type(phase).PRE_BACKWARD
+            _hold_groups(state, [])
+            state._training_state = type(phase).PRE_BACKWARD
         yield
     finally:
         for state, groups, phase in kept:
-            state._fsdp_param_groups, state._training_state = groups, phase
+            _hold_groups(state, groups)
+            state._training_state = phase
             state._modules_to_run_forward.clear()
