@@ -86,7 +86,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     for name, (width, make) in NETWORKS.items():
-        batches = [(torch.randn(ROWS, width), torch.randint(10, (ROWS,))) for _ in range(40 if options.quick else 100)]
+        batches = [(torch.randn(ROWS, width), torch.randint(10, (ROWS,))) for _ in range(40 if options.quick else 400)]
         found = {}
         for rival, contenders in (
             (
@@ -112,8 +112,8 @@ def main() -> None:
             )
         rows.append([name, found["prepare_optimizer"], found["GradientAccumulation"]])
     body = (
-        f"Time of an epoch in micro-batches of {ROWS} rows, {STEPS} to an update, over that of the trainer's own "
-        "accumulation, which is exact only where the batches are equal and the windows full. One thread.\n\n"
+        f"Time of an epoch of {len(batches)} micro-batches of {ROWS} rows, {STEPS} to an update, over that of the "
+        "trainer's own accumulation, which is exact only where the batches are equal and the windows full. One thread.\n\n"
         + table(["network", "`prepare_optimizer` / Accelerate", "`GradientAccumulation` / Lightning"], rows)
     )
     versions = ["torch", "accelerate", "lightning"]
