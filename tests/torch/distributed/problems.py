@@ -188,9 +188,9 @@ class Collectives:
         self.counts = {"reduce_scatter": 0, "all_reduce": 0, "all_gather": 0}
 
     def __enter__(self) -> "Collectives":
-        of_2_10 = {"reduce_scatter_tensor": "reduce_scatter", "all_gather_into_tensor": "all_gather"}
-        names = {"reduce_scatter_single": "reduce_scatter", "all_gather_single": "all_gather"}
-        names = {"all_reduce": "all_reduce"} | (names if hasattr(dist, "reduce_scatter_single") else of_2_10)
+        names = ("reduce_scatter_single", "all_reduce", "all_gather_single")
+        if torch.__version__ < "2.13":
+            names = ("all_reduce",)
         self._kept = {name: getattr(dist, name) for name in names}
 
         def counting(name: str, function: Any) -> Any:
@@ -201,7 +201,7 @@ class Collectives:
             return call
 
         for name in names:
-            setattr(dist, name, counting(names[name], self._kept[name]))
+            setattr(dist, name, counting(name.removesuffix("_single"), self._kept[name]))
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
+
 from tests.documents import PYTORCH
 
 LIMIT = 60.0
@@ -106,6 +108,8 @@ class Processes:
                 results.append(pipe.recv())
             except (EOFError, ConnectionResetError):
                 results.append(Raised("the process is gone", "", ""))
+        if any(isinstance(result, Raised) and "fully_shard needs torch" in result.trace for result in results):
+            pytest.skip("FSDP2 is refused with this torch")
         return results
 
     @property

@@ -592,3 +592,17 @@ def flushed_at_once(rank: int, sync: str) -> float:
     oracle.see(batches, 2)
     oracle.see(batches, 2)
     return oracle.error(sharded)
+
+
+def with_an_older_torch(rank: int) -> str:
+    """What a wrapper of a sharded model says with a torch that can't do what it needs."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = shard(network(), mesh)
+    kept, torch.__version__ = torch.__version__, type(torch.__version__)("2.12.1")
+    try:
+        Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=2, model=sharded)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        torch.__version__ = kept
+    return ""

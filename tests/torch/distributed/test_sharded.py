@@ -296,3 +296,8 @@ def test_hybrid_sharding_with_a_grad_scaler_used_up_batches_and_checkpoints(
         assert scales[-1] == 512.0
     saved = four_ranks.run(cases.saved_inside, str(tmp_path), 2, sync, "adam")
     assert four_ranks.run(cases.loaded_inside, str(tmp_path), 2, sync, "adam") == saved
+
+
+def test_an_older_torch_is_named(ranks: Processes) -> None:
+    for said in ranks.run(cases.with_an_older_torch):
+        assert said.startswith("A model under fully_shard needs torch 2.13 or later, and this is 2.12.1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.reference import FLOAT64
 from tests.torch.distributed import failure_cases as failures
@@ -11,10 +10,8 @@ from tests.torch.distributed import together_cases as cases
 from tests.torch.distributed.processes import Processes, Raised
 
 LIMIT = 40.0
-begins_again = pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP2 can't be had to forget a pass that failed")
 
 
-@begins_again
 @pytest.mark.parametrize(
     ("on", "backward"),
     [(0, False), (1, True), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, False), (0, True)))],
@@ -29,7 +26,6 @@ def test_a_rank_that_runs_out_of_memory_has_all_begin_again_exactly(ranks: Proce
             assert size == 2
 
 
-@begins_again
 def test_after_a_restart_random_numbers_and_buffers_are_as_if_the_larger_size_had_never_been_tried(
     ranks: Processes,
 ) -> None:
@@ -38,7 +34,6 @@ def test_after_a_restart_random_numbers_and_buffers_are_as_if_the_larger_size_ha
         assert calls == 2
 
 
-@begins_again
 @pytest.mark.parametrize("kind", ["forward", "backward", "nothing fits", "reduction"])
 def test_an_error_that_smaller_micro_batches_do_not_help_is_one_on_every_rank_that_names_the_rank(
     ranks: Processes, kind: str
@@ -64,12 +59,10 @@ def test_memory_that_runs_out_before_the_first_pass_is_an_error_on_every_rank_at
     assert "on rank 1" in first.message
 
 
-@begins_again
 def test_code_that_goes_on_after_any_error_keeps_no_rank_waiting(ranks: Processes) -> None:
     assert max(ranks.run(cases.swallowed, limit=LIMIT)) <= FLOAT64
 
 
-@begins_again
 @pytest.mark.parametrize("seed", [39, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(39))])
 def test_memory_that_runs_out_anywhere_keeps_the_update_exact(ranks: Processes, seed: int) -> None:
     assert max(ranks.run(cases.at_random, seed, limit=LIMIT)) <= FLOAT64
@@ -93,7 +86,6 @@ def test_auto_on_a_loss_that_fake_tensors_cannot_run_is_an_error_on_every_rank(r
     assert first.startswith("WindowError: Rank 1 left")
 
 
-@begins_again
 @pytest.mark.parametrize(("fits", "groups"), [(999, None), (20, None), (999, 2)])
 def test_max_tokens_has_as_many_passes_of_about_the_same_cost_on_each_rank(
     ranks: Processes, fits: int, groups: int | None
@@ -113,7 +105,6 @@ def test_ranks_of_a_replicated_model_search_pack_and_run_out_of_memory_each_for_
     assert max(ranks.run(cases.replicated, kind, limit=LIMIT)) <= FLOAT64
 
 
-@begins_again
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_memory_that_runs_out_anywhere_keeps_hybrid_sharding_exact(four_ranks: Processes, seed: int) -> None:

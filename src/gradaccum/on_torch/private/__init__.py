@@ -29,7 +29,6 @@ from gradaccum.on_torch.private.ranks import (
 )
 from gradaccum.on_torch.private.sharded import (
     ShardedGroup,
-    can_start_over,
     casts_outputs,
     finish_sharded_backward,
     gathering_nothing,
@@ -44,7 +43,6 @@ __all__ = [
     "accumulates",
     "after_backward",
     "backward_engine",
-    "can_start_over",
     "casts_outputs",
     "communication_hooks",
     "current_backward",

@@ -72,7 +72,7 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName("ddp", "_build_debug_param_to_name_mapping", "the same"),
     PrivateName("torch", "distributed._register_comm_hook", "the same"),
     PrivateName("fsdp", "_get_fsdp_state", "the groups of parameters that FSDP2 gathers together"),
-    PrivateName("fsdp state", "_fsdp_param_groups", "the same", "_fsdp_param_group, of torch 2.10"),
+    PrivateName("fsdp state", "_fsdp_param_groups", "the same", "fully_shard is refused"),
     PrivateName("fsdp state", "_root_post_backward_final_callback", "FSDP2 reduces outside of a backward pass"),
     PrivateName("fsdp state", "_state_ctx", "from torch 2.15 on, who ends a backward pass", "nobody else does"),
     PrivateName("fsdp group", "_partial_reduce_output", "what HSDP has not reduced across replicas yet"),
@@ -90,7 +90,7 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName("fsdp parameter", "mp_policy", "in which dtype parameters are gathered"),
     PrivateName("fsdp state", "_training_state", "a forward pass on fake tensors gathers nothing"),
     PrivateName("fsdp state", "_modules_to_run_forward", "the same, where modules are sharded together"),
-    PrivateName("fsdp", "reset_iter_state", "passes run again after memory ran out", "an error on every rank"),
+    PrivateName("fsdp", "reset_iter_state", "passes run again after memory ran out", "fully_shard is refused"),
 )
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 __all__ = [
     "ShardedGroup",
-    "can_start_over",
     "casts_outputs",
     "finish_sharded_backward",
     "gathering_nothing",
@@ -169,21 +168,7 @@ def sharded_groups(module: nn.Module) -> Iterator[ShardedGroup]:
 def own_sharded_groups(module: Any) -> Iterator[ShardedGroup]:
     """The groups of a sharded module itself."""
     if hasattr(module, "_get_fsdp_state"):
-        yield from map(ShardedGroup, _held_groups(module._get_fsdp_state()))
-
-
-def _held_groups(state: Any) -> list[Any]:
-    """The groups of a sharded module's state, which is one or none in torch 2.10."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
-def _hold_groups(state: Any, groups: list[Any]) -> None:
-    if hasattr(state, "_fsdp_param_groups"):
-        state._fsdp_param_groups = groups
-    else:
-        state._fsdp_param_group = groups[0] if groups else None
+        yield from map(ShardedGroup, module._get_fsdp_state()._fsdp_param_groups)
 
 
 def finish_sharded_backward(module: Any) -> None:
@@ -196,32 +181,24 @@ def finish_sharded_backward(module: Any) -> None:
     state._root_post_backward_final_callback()
 
 
-def can_start_over(modules: Iterable[Any]) -> bool:
-    """Whether FSDP2 can be had to forget a pass that failed; since torch 2.13."""
-    return all(hasattr(module, "reset_iter_state") for module in modules)
-
-
 def start_over(modules: Iterable[Any]) -> None:
     """Forget a pass that failed: no parameter is gathered, and nothing is under way."""
     for module in modules:
-        if can_start_over([module]):
-            module._get_fsdp_state()._lazy_init()  # which no pass may have come to
-            module.reset_iter_state()
+        module._get_fsdp_state()._lazy_init()  # which no pass may have come to
+        module.reset_iter_state()
 
 
 @contextlib.contextmanager
 def gathering_nothing(module: Any) -> Iterator[None]:
     """Forward passes inside gather no parameters and leave no hooks for the backward pass; dtypes are cast as ever."""
     states = {s for part in module.modules() if hasattr(part, "_get_fsdp_state") for s in [part._get_fsdp_state()]}
-    kept = [(state, _held_groups(state), state._training_state) for state in states]
+    kept = [(state, state._fsdp_param_groups, state._training_state) for state in states]
     try:
         for state, _, phase in kept:
             # As in the forward passes of activation checkpointing, inside of a backward pass.
-            _hold_groups(state, [])
-            state._training_state = type(phase).PRE_BACKWARD
+            state._fsdp_param_groups, state._training_state = [], type(phase).PRE_BACKWARD
         yield
     finally:
         for state, groups, phase in kept:
-            _hold_groups(state, groups)
-            state._training_state = phase
+            state._fsdp_param_groups, state._training_state = groups, phase
             state._modules_to_run_forward.clear()

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from gradaccum.on_torch.batch import leaves, map_leaves
 from gradaccum.on_torch.buffers import as_found
 from gradaccum.on_torch.private import (
-    can_start_over,
     current_backward,
     finish_sharded_backward,
     gathering_nothing,
@@ -234,11 +233,6 @@ class Shards:
             self.asks = Shards.asking_now = ask is not None
             for number, group in enumerate(self._groups):
                 group.ask_before(ask, str(number))
-
-    @property
-    def can_start_over(self) -> bool:
-        """Whether passes that failed can be forgotten."""
-        return can_start_over(self.modules)
 
     def start_over(self) -> None:
         """Forget the passes of this window: one of them failed, and no collective is under way."""

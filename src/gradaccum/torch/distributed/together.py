@@ -93,7 +93,7 @@ class Together:
     def _hear(self, messages: list[list[float]]) -> None:
         costs = {rank: int(numbers[3]) for rank, numbers in enumerate(messages) if numbers[2]}
         if costs:
-            final = any(numbers[2] == _FINAL for numbers in messages) or not self.shards.can_start_over
+            final = any(numbers[2] == _FINAL for numbers in messages)
             self.failure = RanOut(costs, final)
 
     def reduce(self) -> None:
@@ -198,10 +198,9 @@ def _final(error: Exception, found: RanOut, alone: str | None) -> torch.OutOfMem
         if alone is not None:
             return nothing_fits(error, alone)
         return torch.OutOfMemoryError(
-            f"{error}\nNo update was made on any rank. Give a smaller `micro_batch_size` or `max_tokens`; torch 2.13 "
-            "and later can begin a sharded model's passes again in smaller ones."
+            f"{error}\nNo update was made on any rank. Give a smaller `micro_batch_size` or `max_tokens`."
         )
     return torch.OutOfMemoryError(
-        f"Out of memory on {found.ranks}, with the smallest micro-batch there is or with a torch before 2.13, which "
-        "cannot begin a sharded model's passes again. No update was made on any rank. Look at the message there."
+        f"Out of memory on {found.ranks}, with the smallest micro-batch there is. No update was made on any rank. Look "
+        "at the message there."
     )
