@@ -97,12 +97,6 @@ def leaving_on_error(construct: Callable[Concatenate[Self, P], None]) -> Callabl
 
 
 def _check_shards(parameters: Sequence[Tensor], nonfinite: str | None, wide: bool) -> None:
-    if torch.__version__ < "2.13":
-        raise RuntimeError(
-            f"A model under fully_shard needs torch 2.13 or later, and this is {torch.__version__}, whose FSDP2 leaves "
-            "out parameters that a pass doesn't use, and can't begin a pass again. Update torch, or use "
-            "DistributedDataParallel."
-        )
     if not any(is_sharded(parameter) for parameter in parameters):
         raise ValueError(
             "None of the optimizer's parameters is sharded, and `model` is: fully_shard has replaced them. Shard the "

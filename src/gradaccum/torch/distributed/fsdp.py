@@ -28,7 +28,11 @@ __all__ = ["Shards", "check_flattened", "is_sharded", "members_of", "sharded_mod
 
 
 def sharded_modules(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules that `fully_shard` was applied to: the model itself, or each of its parts."""
+    """The outermost modules that `fully_shard` was applied to: the model itself, or each of its parts.
+
+    Raises:
+        RuntimeError: torch is too old for them.
+    """
     if not dist.is_available():
         return []
     from torch.distributed.fsdp import FSDPModule  # takes a second to import, and few need it
@@ -43,6 +47,12 @@ def sharded_modules(model: nn.Module) -> list[nn.Module]:
             look(child)
 
     look(model)
+    if found and torch.__version__ < "2.13":
+        raise RuntimeError(
+            f"A model under fully_shard needs torch 2.13 or later, and this is {torch.__version__}, whose FSDP2 leaves "
+            "out parameters that a pass doesn't use, and can't begin a pass again. Update torch, or use "
+            "DistributedDataParallel."
+        )
     return found
 
 
