@@ -31,12 +31,17 @@ def token_mean(p, b):
 SHIFTED = lambda p, b: tokens(p, (b[0], b[1][:, 1:])) / b[1][:, 1:].sum()  # noqa: E731
 
 
+OLDER = pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="a gather, which is not followed: it says it can't tell"
+)
+
+
 @pytest.mark.parametrize(
     ("weight", "is_it"),
     [
         (lambda b: b[1][:, 1:].sum(), True),
         (lambda b: b[1][:, 1:].T.astype(float).sum(), True),
-        (lambda b: b[1][:, :0:-1].sum(), True),
+        pytest.param(lambda b: b[1][:, :0:-1].sum(), True, marks=OLDER),
         (lambda b: b[1].sum(), False),
         (lambda b: b[1][:, :-1].sum(), False),
     ],
