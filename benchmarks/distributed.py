@@ -1,10 +1,7 @@
 """Two ranks (gloo, on this machine): our windows against the hand-written no_sync loop, and against plain DDP."""
 
 import contextlib
-import multiprocessing
-import os
 import random
-import socket
 import time
 from typing import Any
 
@@ -13,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness import Ratio, arguments, keep_freed_memory, publish, ratio_of, recorded, table
+from benchmarks.harness import Ratio, arguments, on_ranks, publish, ratio_of, recorded, table
 from gradaccum.torch.optim import Optimizer
 
 RANKS, STEPS, ROWS = 2, 4, (64, 512)
@@ -65,11 +62,8 @@ def _counted(state, bucket):  # type: ignore[no-untyped-def]
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def rank_main(rank: int, port: int, rounds: int, windows: int, rows: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+def measured(rank: int, rounds: int, windows: int, rows: int) -> list[tuple[str, Ratio, str]]:
+    """Each contender's name, time and bytes sent."""
     ours, hand, every = Contender(wrapped=True), Contender(), Contender()
     contenders = {
         "gradaccum": (ours, ours.ours),
@@ -93,49 +87,26 @@ def rank_main(rank: int, port: int, rounds: int, windows: int, rows: int, result
             dist.barrier()
             if round_:
                 times[name].append(time.perf_counter() - start)
-    if rank == 0:
-        rival = times["hand-written no_sync"]
-        results.put(
-            [
-                (
-                    name,
-                    ratio_of([mine / theirs for mine, theirs in zip(times[name], rival, strict=True)]).triple(),
-                    f"{contender.bytes / windows / 2**20:.2f} MiB",
-                )
-                for name, (contender, _) in contenders.items()
-            ]
+    rival = times["hand-written no_sync"]
+    return [
+        (
+            name,
+            ratio_of([mine / theirs for mine, theirs in zip(times[name], rival, strict=True)]),
+            f"{contender.bytes / windows / 2**20:.2f} MiB",
         )
-    dist.destroy_process_group()
-
-
-def measured(rounds: int, windows: int, rows: int) -> list[Any]:
-    """What the first of the ranks finds, each of them a process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [
-        context.Process(target=rank_main, args=(rank, port, rounds, windows, rows, results), daemon=True)
-        for rank in range(RANKS)
+        for name, (contender, _) in contenders.items()
     ]
-    for process in processes:
-        process.start()
-    found = results.get(timeout=600)
-    for process in processes:
-        process.join()
-    return found
 
 
 def main() -> None:
     options = arguments(__doc__)
     rounds, windows = (3, 5) if options.quick else (15, 10)
     sizes = ROWS[:1] if options.quick else ROWS
-    found = [measured(rounds, windows, rows) for rows in sizes]
+    found = [on_ranks(measured, RANKS, rounds, windows, rows) for rows in sizes]
     for rows, run in zip(sizes, found, strict=True):
-        ratios = {name: Ratio(*ratio) for name, ratio, _ in run}
+        ratios = {name: ratio for name, ratio, _ in run}
         recorded(ratios, "hand-written no_sync", rounds, f"2 ranks, {rows} rows a micro-batch")
-    lines = [[name, *(Ratio(*run[i][1]) for run in found), sent] for i, (name, _, sent) in enumerate(found[0])]
+    lines = [[name, *(run[i][1] for run in found), sent] for i, (name, _, sent) in enumerate(found[0])]
     text = (
         f"{RANKS} ranks over gloo, windows of {STEPS} micro-batches, the guide's network "
         f"(784-512-512-10). Time: median over {rounds} rounds, each of {windows} windows, of the ratio to the "

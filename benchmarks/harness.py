@@ -11,11 +11,13 @@ import argparse
 import ctypes
 import json
 import os
+import pickle
 import platform
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -193,6 +195,33 @@ def in_fresh_process(code: str, *args: str) -> str:
     """What this Python code prints, run by itself: for peak memory and import times."""
     run = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True)
     return run.stdout.strip()
+
+
+def on_ranks(measure: Callable[..., Any], ranks: int, *args: Any) -> Any:
+    """What `measure(rank, *args)` returns on the first of these ranks: processes of one thread in one gloo group.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: With what a rank raised; the others are stopped.
+    """
+    from torch import multiprocessing
+
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_as_rank, (measure, ranks, Path(folder), args), nprocs=ranks)
+        return pickle.loads(Path(folder, "found").read_bytes())
+
+
+def _as_rank(rank: int, measure: Callable[..., Any], ranks: int, folder: Path, args: Sequence[Any]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=ranks)
+    found = measure(rank, *args)
+    if rank == 0:
+        (folder / "found").write_bytes(pickle.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def device_name(device: str) -> str:

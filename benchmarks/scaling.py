@@ -1,8 +1,5 @@
 """The model of docs/scaling.md against two ranks (gloo, on this machine): updates of DDP with windows of any length."""
 
-import multiprocessing
-import os
-import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -13,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.distributed import RANKS, Contender, network
-from benchmarks.harness import arguments, keep_freed_memory, publish, table
+from benchmarks.harness import arguments, on_ranks, publish, table
 from gradaccum.sizes import Link, Scaling
 
 STEPS, ROWS = (1, 2, 4, 8, 16), 64
@@ -30,11 +27,8 @@ def timed(function: Callable[[], object], rounds: int) -> list[float]:
     return found[1:]
 
 
-def rank_main(rank: int, port: int, rounds: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+def measured(rank: int, rounds: int) -> tuple[dict[str, list[float]], int, dict[int, list[float]]]:
+    """Seconds of the parts, the gradients' bytes, and seconds of updates of each length in both ways."""
     generator = torch.Generator().manual_seed(rank)
     x, y = torch.randn(ROWS, 784, generator=generator), torch.randint(10, (ROWS,), generator=generator)
     model = network()
@@ -64,27 +58,7 @@ def rank_main(rank: int, port: int, rounds: int, results: Any) -> None:
             one.every_micro_batch(batches, steps)
 
         windows[steps] = [statistics.median(timed(way, rounds)) for way in (window, every)]
-    if rank == 0:
-        results.put((parts, gradients.nbytes, windows))
-    dist.destroy_process_group()
-
-
-def measured(rounds: int) -> Any:
-    """What the first of the ranks finds."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [
-        context.Process(target=rank_main, args=(rank, port, rounds, results), daemon=True) for rank in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
-    found = results.get(timeout=600)
-    for process in processes:
-        process.join()
-    return found
+    return parts, gradients.nbytes, windows
 
 
 def model_of(parts: dict[str, list[float]], gradient_bytes: int) -> Scaling:
@@ -99,7 +73,7 @@ def model_of(parts: dict[str, list[float]], gradient_bytes: int) -> Scaling:
 
 def main() -> None:
     options = arguments(__doc__)
-    parts, gradient_bytes, windows = measured(3 if options.quick else 40)
+    parts, gradient_bytes, windows = on_ranks(measured, RANKS, 3 if options.quick else 40)
     job = model_of(parts, gradient_bytes)
     unit = windows[1][0]
     rows = []

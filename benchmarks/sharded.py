@@ -2,10 +2,7 @@
 
 import contextlib
 import functools
-import multiprocessing
-import os
 import random
-import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.harness import Ratio, arguments, keep_freed_memory, publish, ratio_of, recorded, table
+from benchmarks.harness import Ratio, arguments, on_ranks, publish, ratio_of, recorded, table
 from gradaccum.sizes import Tokens
 from gradaccum.torch import TrainStep
 from gradaccum.torch.distributed.fsdp import Shards
@@ -91,11 +88,8 @@ def as_packed(plan: Tokens, count: int, least: int = 1) -> list[Any]:
     return list(plan)
 
 
-def rank_main(rank: int, port: int, rounds: int, windows: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+def measured(rank: int, rounds: int, windows: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of each contender's rounds, and the part of the passes that ranks idle."""
     lengths = [drawn(window) for window in range(windows)]
     own = [text(window[rank]) for window in lengths]
     even = [text(dealt(window)[rank]) for window in lengths]
@@ -121,9 +115,7 @@ def rank_main(rank: int, port: int, rounds: int, windows: int, results: Any) -> 
             if round_:
                 times[name].append(time.perf_counter() - start)
     idle = {name: idling(lengths, name) for name in list(contenders)[2:]}
-    if rank == 0:
-        results.put((times, idle))
-    dist.destroy_process_group()
+    return times, idle
 
 
 def idling(windows: list[list[list[int]]], name: str) -> float:
@@ -143,29 +135,10 @@ def idling(windows: list[list[list[int]]], name: str) -> float:
     return waited / (worked + waited)
 
 
-def measured(rounds: int, windows: int) -> Any:
-    """What the first of the ranks finds, each of them a process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [
-        context.Process(target=rank_main, args=(rank, port, rounds, windows, results), daemon=True)
-        for rank in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
-    found = results.get(timeout=600)
-    for process in processes:
-        process.join()
-    return found
-
-
 def main() -> None:
     options = arguments(__doc__)
     rounds, windows = (2, 2) if options.quick else (15, 4)
-    times, idle = measured(rounds, windows)
+    times, idle = on_ranks(measured, RANKS, rounds, windows)
     lines = []
     for rival, names in (
         ("without its messages", ["TrainStep", "without its messages"]),
