@@ -319,7 +319,7 @@ def test_an_error_of_its_own_is_exit_code_3_and_never_the_one_for_different(tmp_
     def broken(file):
         raise AssertionError("a bug")
 
-    monkeypatch.setattr("gradaccum.run.read", broken)
+    monkeypatch.setattr("gradaccum.report.run.read", broken)
     result = CliRunner().invoke(commands, ["report", str(tmp_path / "run.jsonl")])
     assert result.exit_code == 3
     assert "AssertionError: a bug" in result.stderr

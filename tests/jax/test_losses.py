@@ -113,7 +113,11 @@ def test_memory_is_linear_in_the_rows():
     ("arguments", "kind", "message"),
     [
         ({"a": [[1.0]]}, TypeError, "`a` must be an array. Received: [[1.0]]"),
-        ({"a": jnp.zeros((3, 2, 1))}, ValueError, "(rows, size). Received: float64 of shape (3, 2, 1)"),
+        (
+            {"a": jnp.zeros((3, 2, 1))},
+            ValueError,
+            "floats, of shape (rows, size). Received: float64 of shape (3, 2, 1)",
+        ),
         ({"b": jnp.zeros((3, 2), int)}, ValueError, "Received: int64 of shape (3, 2)"),
         ({"a": jnp.zeros((0, 2))}, ValueError, "(0, 2)"),
         ({"b": jnp.zeros((3, 4))}, ValueError, "rows of the same size. Received: (3, 2) and (3, 4)"),
@@ -125,6 +129,7 @@ def test_memory_is_linear_in_the_rows():
         ({"positives": lambda i, j: i == j}, TypeError, "a tuple of two"),
         ({"positives": jnp.zeros(3)}, TypeError, "array of ids"),
         ({"positives": jnp.zeros(4, int)}, ValueError, "(3,). Received: (4,)"),
+        ({"positives": (None, jnp.zeros(3, int))}, TypeError, "a tuple of two"),
     ],
 )
 def test_what_is_wrong_is_named(arguments, kind, message):

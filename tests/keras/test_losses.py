@@ -119,7 +119,7 @@ def test_rows_without_a_positive_have_loss_zero():
 
 
 @slow_where_compiled
-def test_half_precision_is_summed_in_single():
+def test_half_precision_is_summed_in_single(exact):
     half = [ops.cast(x, "bfloat16") for x in (A, B)]
     value = info_nce(*half, temperature=0.5, tile=5)
     assert keras.backend.standardize_dtype(value.dtype) == "float32"
@@ -132,7 +132,7 @@ def test_half_precision_is_summed_in_single():
     ("arguments", "kind", "message"),
     [
         ({"a": [[1.0]]}, TypeError, "`a` must be a tensor of Keras'"),
-        ({"a": np.zeros((3, 2, 1))}, ValueError, "(rows, size). Received: float64 of shape (3, 2, 1)"),
+        ({"a": np.zeros((3, 2, 1))}, ValueError, "floats, of shape (rows, size). Received: float64 of shape (3, 2, 1)"),
         ({"b": np.zeros((3, 2), "int64")}, ValueError, "Received: int64 of shape (3, 2)"),
         ({"b": np.zeros((3, 4))}, ValueError, "rows of the same size. Received: (3, 2) and (3, 4)"),
         ({"b": np.zeros((2, 2))}, ValueError, "3 rows of a, 2 of b"),
@@ -143,6 +143,7 @@ def test_half_precision_is_summed_in_single():
         ({"positives": lambda i, j: i == j}, TypeError, "a tuple of two"),
         ({"positives": np.zeros(3)}, TypeError, "tensor of ids"),
         ({"positives": np.zeros(4, "int32")}, ValueError, "(3,). Received: (4,)"),
+        ({"positives": (None, np.zeros(3, "int32"))}, TypeError, "a tuple of two"),
     ],
 )
 def test_what_is_wrong_is_named(arguments, kind, message):

@@ -13,7 +13,7 @@ import pytest
 
 from gradaccum.equivalence import Cause, Difference, Equivalence
 from gradaccum.report import Bars, Code, Curve, Curves, Report, Table, Text
-from gradaccum.run import parse
+from gradaccum.report.run import parse
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium binary")

@@ -16,7 +16,7 @@ __all__ = ["report"]
 @click.option("--html", help="Write the report to this file, too.")
 def report(file: pathlib.Path, html: str | None) -> None:
     """Show what a Recorder has written, as far as FILE can be read."""
-    from gradaccum.run import read
+    from gradaccum.report.run import read
 
     if html is not None:
         checked_output("--html", html, ".html")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from gradaccum.contrastive import Described, check_pairs
 from gradaccum.schedule import checked_count
 
 __all__ = ["info_nce"]
@@ -54,58 +54,27 @@ def info_nce(
         >>> bool(jnp.allclose(tiles, jax.grad(plain)(a, b), atol=1e-6))
         True
     """
-    a, b, temperature = _checked(a, b, temperature)
-    ids = _ids(positives, len(a), len(b))
+    check_pairs(a, b, temperature, positives, _described)
     checked_count(tile, "tile")
     dtype = jnp.promote_types(jnp.promote_types(a.dtype, b.dtype), jnp.float32)
-    a, b = a.astype(dtype), b.astype(dtype)
-    return _loss((tile, bool(symmetric)), a, b, 1 / temperature.astype(dtype), *ids)
+    a, b = jnp.asarray(a, dtype), jnp.asarray(b, dtype)
+    scale = 1 / jnp.asarray(temperature).astype(dtype).reshape(())
+    return _loss((tile, bool(symmetric)), a, b, scale, *_ids(positives, len(a), len(b)))
 
 
-def _checked(a: Any, b: Any, temperature: Any) -> tuple[Any, Any, Any]:
-    for name, rows in (("a", a), ("b", b)):
-        if not hasattr(rows, "shape") or not hasattr(rows, "dtype"):
-            raise TypeError(f"`{name}` must be an array. Received: {rows!r} of type {type(rows).__name__}.")
-        if len(rows.shape) != 2 or 0 in rows.shape or not jnp.issubdtype(rows.dtype, jnp.floating):
-            raise ValueError(
-                f"`{name}` must be a floating-point array of shape (rows, size). Received: {rows.dtype} of shape "
-                f"{tuple(rows.shape)}."
-            )
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(
-            f"`a` and `b` must have rows of the same size. Received: {tuple(a.shape)} and {tuple(b.shape)}."
-        )
-    must = "`temperature` must be a positive number, or an array that holds one"
-    if isinstance(temperature, (int, float)) and not isinstance(temperature, bool):
-        if not temperature > 0:
-            raise ValueError(f"{must}. Received: temperature={temperature!r}.")
-    elif not hasattr(temperature, "dtype"):
-        raise TypeError(f"{must}. Received: temperature={temperature!r} of type {type(temperature).__name__}.")
-    elif math.prod(temperature.shape) != 1 or not jnp.issubdtype(temperature.dtype, jnp.floating):
-        raise ValueError(f"{must}. Received: {temperature.dtype} of shape {tuple(temperature.shape)}.")
-    return jnp.asarray(a), jnp.asarray(b), jnp.asarray(temperature).reshape(())
+def _described(value: Any) -> Described | None:
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return None
+    return Described(str(value.dtype), tuple(value.shape))
 
 
 def _ids(positives: Any, rows: int, columns: int) -> tuple[Any, Any, Any]:
     """The ids of `a`'s and of `b`'s rows, and which of `b`'s have one."""
-    both = positives if isinstance(positives, tuple) and len(positives) == 2 else (positives, None)
-    if positives is None:
-        both = (jnp.arange(rows), None)
-    for ids, expected in zip(both, (rows, columns)):
-        if ids is not None and (not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer)):
-            raise TypeError(
-                "`positives` must be an array of ids, or a tuple of two (of a's rows, of b's). Received: "
-                f"{positives!r}."
-            )
-        if ids is not None and tuple(ids.shape) != (expected,):
-            raise ValueError(f"`positives` must have an id for each row, ({expected},). Received: {tuple(ids.shape)}.")
-    if both[1] is None and columns < rows:
-        raise ValueError(
-            "Row i of a and row i of b are a pair, so b has as many rows as a, or more: negatives. Received: "
-            f"{rows} rows of a, {columns} of b. Swap them, or pass a tuple of ids of a's and of b's rows."
-        )
-    of_b = jnp.pad(both[0], (0, columns - rows)) if both[1] is None else both[1]
-    return jnp.asarray(both[0]), of_b, jnp.arange(columns) < (rows if both[1] is None else columns)
+    of_a, of_b = positives if isinstance(positives, tuple) else (positives, None)
+    of_a = jnp.arange(rows) if positives is None else jnp.asarray(of_a)
+    if of_b is None:
+        return of_a, jnp.pad(of_a, (0, columns - rows)), jnp.arange(columns) < rows
+    return of_a, jnp.asarray(of_b), jnp.arange(columns) < columns
 
 
 class _Side(NamedTuple):

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from gradaccum.contrastive import Described, check_pairs
 from gradaccum.keras.chunking import Body, two_passes
 from gradaccum.keras.private import is_symbolic
 from gradaccum.schedule import checked_count
@@ -53,9 +54,10 @@ def info_nce(
         >>> bool(abs(info_nce(a, b, temperature=0.5, tile=16) + ops.mean(rows + columns) / 2) < 1e-5)
         True
     """
-    a, b, scale = _checked(a, b, temperature)
-    of_a, of_b = _ids(positives, a, b)
+    check_pairs(a, b, temperature, positives, _described, "a tensor", f"Keras' {keras.backend.backend()} backend")
     checked_count(tile, "tile")
+    scale, (of_a, of_b) = _scale(a, b, temperature), _ids(positives, a, b)
+    a, b = (ops.cast(ops.convert_to_tensor(rows), scale.dtype) for rows in (a, b))
     loss = _mean(a, b, scale, of_a, of_b, tile)
     return (loss + _mean(b, a, scale, of_b, of_a, tile)) / 2 if symmetric else loss
 
@@ -82,64 +84,28 @@ def _mean(a: Any, b: Any, scale: Any, of_a: tuple[Any, Any], of_b: tuple[Any, An
     return ops.sum(found) / ops.maximum(ops.sum(ops.stop_gradient(has)), 1.0)
 
 
-def _checked(a: Any, b: Any, temperature: Any) -> tuple[Any, Any, Any]:
-    """`a`, `b`, and what scores are multiplied by."""
-    for name, rows in (("a", a), ("b", b)):
-        if not ops.is_tensor(rows) and not isinstance(rows, np.ndarray):
-            raise TypeError(
-                f"`{name}` must be a tensor of Keras' {keras.backend.backend()} backend, or a NumPy array. Received: "
-                f"{rows!r} of type {type(rows).__name__}."
-            )
-        dtype = keras.backend.standardize_dtype(rows.dtype)
-        if len(rows.shape) != 2 or not keras.backend.is_float_dtype(dtype):
-            raise ValueError(
-                f"`{name}` must be a floating-point tensor of shape (rows, size). Received: {dtype} of shape "
-                f"{tuple(rows.shape)}."
-            )
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(
-            f"`a` and `b` must have rows of the same size. Received: {tuple(a.shape)} and {tuple(b.shape)}."
-        )
-    must = "`temperature` must be a positive number, or a tensor that holds one"
-    is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-    if is_number and not temperature > 0:
-        raise ValueError(f"{must}. Received: temperature={temperature!r}.")
-    if not is_number and not hasattr(temperature, "dtype"):
-        raise TypeError(f"{must}. Received: temperature={temperature!r} of type {type(temperature).__name__}.")
-    if not is_number and int(np.prod(temperature.shape)) != 1:
-        raise ValueError(f"{must}. Received: shape {tuple(temperature.shape)}.")
+def _described(value: Any) -> Described | None:
+    kinds = (np.ndarray, np.generic, keras.Variable, keras.KerasTensor)
+    if not ops.is_tensor(value) and not isinstance(value, kinds):
+        return None
+    return Described(keras.backend.standardize_dtype(value.dtype), tuple(value.shape))
+
+
+def _scale(a: Any, b: Any, temperature: Any) -> Any:
+    """What scores are multiplied by, in the dtype that they are computed in."""
     dtype = keras.backend.result_type(a.dtype, b.dtype, "float32")
-    scale = 1.0 / ops.reshape(ops.cast(ops.convert_to_tensor(temperature, None if not is_number else dtype), dtype), ())
-    return ops.cast(ops.convert_to_tensor(a), dtype), ops.cast(ops.convert_to_tensor(b), dtype), scale
+    is_number = isinstance(temperature, (int, float))
+    return 1.0 / ops.reshape(ops.cast(ops.convert_to_tensor(temperature, dtype if is_number else None), dtype), ())
 
 
 def _ids(positives: Any, a: Any, b: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """The ids of `a`'s and of `b`'s rows, and of each whether it has one."""
     rows, columns = ops.shape(a)[0], ops.shape(b)[0]
-    both = positives if isinstance(positives, tuple) and len(positives) == 2 else (positives, None)
-    if positives is None:
-        both = (ops.arange(rows, dtype="int32"), ops.arange(columns, dtype="int32"))
-    known = []
-    for ids, side in zip(both, (a, b)):
-        if ids is not None and (not hasattr(ids, "dtype") or "int" not in keras.backend.standardize_dtype(ids.dtype)):
-            raise TypeError(
-                "`positives` must be a tensor of ids, or a tuple of two (of a's rows, of b's). Received: "
-                f"{positives!r}."
-            )
-        if ids is not None and (len(ids.shape) != 1 or None is not ids.shape[0] != side.shape[0] is not None):
-            raise ValueError(
-                f"`positives` must have an id for each row, ({side.shape[0]},). Received: {tuple(ids.shape)}."
-            )
-        known.append(None if ids is None else ops.convert_to_tensor(ids))
-    of_a, of_b = known
-    has = ops.arange(columns) < columns
-    if positives is None or of_b is None:
-        if None not in (a.shape[0], b.shape[0]) and b.shape[0] < a.shape[0]:
-            raise ValueError(
-                "Row i of a and row i of b are a pair, so b has as many rows as a, or more: negatives. Received: "
-                f"{a.shape[0]} rows of a, {b.shape[0]} of b. Swap them, or pass a tuple of ids of a's and of b's rows."
-            )
-        has = ops.arange(columns) < rows
+    given = positives if isinstance(positives, tuple) else (positives, None)
+    of_a, of_b = (None if ids is None else ops.convert_to_tensor(ids) for ids in given)
+    if of_a is None:
+        of_a = ops.arange(rows, dtype="int32")
+    known = ops.arange(columns) < (rows if of_b is None else columns)
     if of_b is None:
         of_b = ops.take(of_a, ops.minimum(ops.arange(columns), rows - 1))
-    return (of_a, ops.arange(rows) < rows), (of_b, has)
+    return (of_a, ops.arange(rows) < rows), (of_b, known)

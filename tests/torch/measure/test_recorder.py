@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradaccum.run import read
+from gradaccum.report.run import read
 from gradaccum.torch import Recorder, TrainStep
 from gradaccum.torch.optim import SGD
 from tests.torch.distributed.processes import fresh_process

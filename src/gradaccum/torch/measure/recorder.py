@@ -17,7 +17,7 @@ from torch import Tensor
 import gradaccum
 from gradaccum.on_torch.memory import Gauge
 from gradaccum.report import Report
-from gradaccum.run import Run, encode, read
+from gradaccum.report.run import Run, encode, read
 
 __all__ = ["Recorder"]
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradaccum.noise import NoiseScale
-from gradaccum.report import Block, Curve, Curves, Report, Table, Text, format_bytes, format_value
+from gradaccum.report.blocks import Block, Curve, Curves, Table, Text, format_bytes, format_value
+from gradaccum.report.report import Report
 
 __all__ = ["Run", "encode", "read"]
 

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from gradaccum.cli import commands
 from gradaccum.report import Table
-from gradaccum.run import encode, parse, read
+from gradaccum.report.run import encode, parse, read
 from tests.report.disks import full_disk
 
 START = '{"start": {"gradaccum": "0.1.0", "torch": "2.13.0"}}'
