@@ -3,7 +3,8 @@
     python -m scripts.versions                                  # all lowest versions of pyproject.toml
     python -m scripts.versions torch==2.15.0                    # what goes with these packages, in an environment
     python -m scripts.versions jax==0.8.2 optax==0.2.5 flax==0.12.2 equinox==0.13.2
-    python -m scripts.versions --python python3.13 [SUITE ...]  # all or these, in an environment with constraints.txt
+    python -m scripts.versions --python python3.13 [SUITE ...]  # all or these, in an environment with constraints.txt;
+                                                                # without PyTorch, if none of these needs it
     python -m scripts.versions --installed [SUITE ...]          # all or these, in this environment
 
 With `--write` the run becomes a row of docs/versions.json, in the place of one of the same versions, and the table is
@@ -17,6 +18,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -49,6 +51,8 @@ OF = {
     **{name: ["test-integrations"] for name in TRAINERS},
 }
 """The suites that go with a package."""
+WITHOUT_TORCH = {"test-keras-tensorflow": ["keras"], "test-keras-jax": ["keras", "jax"], "test-jax": ["jax"]}
+"""Suites that need no PyTorch, and the extras of pyproject.toml that they do need."""
 LOWEST: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
     (("torch",), {}),
     (("keras",), {}),
@@ -84,22 +88,28 @@ def overlay(folder: Path, packages: dict[str, str]) -> None:
     pip(python, *(f"{name}=={version}" for name, version in packages.items()), *held)
 
 
-def fresh(folder: Path, interpreter: str) -> str:
-    """Make an environment of another Python, as `make install-dev` does. Returns the Python's version."""
+def fresh(folder: Path, interpreter: str, suites: list[str]) -> dict[str, str]:
+    """Make an environment of another Python, with what these suites need. Returns what is not as in this one."""
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.check_call([interpreter, "-m", "venv", folder])
-    own = ["--editable", f"{ROOT}[dev]", "--editable", str(ROOT / "compat" / "runai")]
+    if WITHOUT_TORCH.keys() >= set(suites):
+        extras = ["test", *sorted({extra for suite in suites for extra in WITHOUT_TORCH[suite]})]
+    else:
+        extras = ["dev"]
+    own = ["--editable", f"{ROOT}[{','.join(extras)}]", "--editable", str(ROOT / "compat" / "runai")]
     pip(python, "--constraint", str(ROOT / "constraints.txt"), *own)
-    return subprocess.check_output(
-        [python, "-c", "import platform; print(platform.python_version())"], text=True
-    ).strip()
+    asks = "import json; from scripts.versions import installed; print(json.dumps(installed()))"
+    there = json.loads(subprocess.check_output([python, "-c", asks], cwd=ROOT, text=True))
+    here = installed()
+    return {name: version for name, version in there.items() if version != here.get(name)}
 
 
-def run(folder: Path, suite: str) -> str:
-    """How many tests of a suite have passed, or the last line of what it prints."""
+def run(folder: Path, suite: str, options: str = "") -> str:
+    """How many tests of a suite have passed, or the last line of what it prints; `options` are for pytest."""
     command = ["make", "--no-print-directory", "--silent", suite, f"VENV={folder}"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    settings = os.environ | {"PYTEST_ADDOPTS": f"{os.environ.get('PYTEST_ADDOPTS', '')} {options}"}
+    result = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, check=False)
     print(result.stdout[-4000:], result.stderr[-2000:], flush=True)
     last = result.stdout.strip().splitlines()[-1] if result.stdout.strip() else "no tests"
     passed = re.match(r"\d+ passed", last)
@@ -134,8 +144,10 @@ def write() -> None:
 
 
 def installed() -> dict[str, str]:
-    names = ("torch", "keras", "tensorflow-cpu", "jax", "optax", *TRAINERS)
-    return {"Python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in names}
+    """This Python and what is tested against, as far as it is there."""
+    found = {d.name.replace("_", "-"): d.version for d in importlib.metadata.distributions()}
+    ordered = ("torch", "keras", "tensorflow-cpu", "jax", "optax", *TRAINERS)
+    return {"Python": platform.python_version()} | {name: found[name] for name in ordered if name in found}
 
 
 def main() -> int:
@@ -159,14 +171,16 @@ def main() -> int:
     for packages in trials:
         chosen = suites or [s for s in SUITES if not packages or any(s in OF.get(name, ()) for name in packages)]
         with tempfile.TemporaryDirectory() as temporary:
-            folder = options.folder or Path(temporary)
+            folder, for_pytest = options.folder or Path(temporary), ""
             if options.installed:
                 folder, packages = Path(sys.prefix), installed()
             elif options.python:
-                packages = {"Python": fresh(folder, options.python)}
+                packages = fresh(folder, options.python, chosen)
+                if WITHOUT_TORCH.keys() >= set(chosen):  # the shells have modules for frameworks that are not there
+                    for_pytest = "--doctest-ignore-import-errors"
             else:
                 overlay(folder, packages)
-            results = {suite: run(folder.absolute(), suite) for suite in chosen}
+            results = {suite: run(folder.absolute(), suite, for_pytest) for suite in chosen}
         print(table([{"packages": packages, "suites": results}]))
         failed |= not all(said.isdigit() for said in results.values())
         if options.write:

@@ -29,7 +29,35 @@ def test_each_python_among_the_classifiers_has_passed(project):
     text = Path(versions.ROOT, project, "pyproject.toml").read_text(encoding="utf-8")
     claimed = set(re.findall(r"Python :: (3\.\d+)", text))
     rows = [row for row in RECORDS if "Python" in row["packages"]]
-    passed = {
-        row["packages"]["Python"].rpartition(".")[0] for row in rows if all(n.isdigit() for n in row["suites"].values())
-    }
-    assert claimed <= passed
+    all_suites = [row for row in rows if row["suites"].keys() == versions.SUITES.keys()]
+    passed = [row["packages"]["Python"] for row in all_suites if all(n.isdigit() for n in row["suites"].values())]
+    assert claimed <= {version.rpartition(".")[0] for version in passed}
+
+
+def test_an_environment_for_suites_without_pytorch_asks_for_nothing_that_brings_it(monkeypatch, tmp_path):
+    tomllib = pytest.importorskip("tomllib")
+    extras = tomllib.loads((versions.ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+
+    def names(extra):
+        """What it asks for, that of the extras it names included."""
+        for requirement in extras[extra]:
+            name, inner = re.match(r"([\w-]+)(?:\[([\w,-]+)\])?", requirement).groups()
+            yield from (one for part in inner.split(",") for one in names(part)) if name == "gradaccum" else [name]
+
+    asked = []
+    monkeypatch.setattr(versions, "pip", lambda python, *arguments: asked.extend(arguments))
+    monkeypatch.setattr(versions.subprocess, "check_call", lambda command: None)
+    monkeypatch.setattr(versions.subprocess, "check_output", lambda *args, **kwargs: '{"Python": "3.12.1"}')
+    found = {}
+    for suites in (["test-jax"], ["test-keras-tensorflow"], [*versions.WITHOUT_TORCH], ["test-jax", "test-centre"]):
+        asked.clear()
+        assert versions.fresh(tmp_path, "python3.12", suites) == {"Python": "3.12.1"}
+        (chosen,) = re.findall(r"\[(.*)\]$", asked[3])
+        found[tuple(suites)] = {name for extra in chosen.split(",") for name in names(extra)}
+    *without, whole = found.values()
+    brings_it = {"torch", "accelerate", "transformers", "lightning", "sentence-transformers", "peft", "trl"}
+    assert all(not names & brings_it and {"pytest", "hypothesis", "tensorflow-cpu"} <= names for names in without)
+    assert "keras" not in without[0]
+    assert "jax" not in without[1]
+    assert {"keras", "jax", "optax"} <= without[2] <= whole
+    assert brings_it <= whole

@@ -1,6 +1,8 @@
 """TRL's trainers become exact by one base class: tiny models from configs, nothing is downloaded."""
 
 import copy
+import functools
+import re
 import runpy
 
 import datasets
@@ -184,3 +186,17 @@ def test_a_batch_that_is_one_row_is_refused_by_name(tmp_path):
 def test_the_recipes_of_the_example_are_the_large_batchs(capsys):
     runpy.run_path(str(ROOT / "examples" / "torch" / "fine_tuning.py"), run_name="__main__")
     assert capsys.readouterr().out.count("relative error of the updates against the large batch") == 3
+
+
+def test_the_pages_examples_run(tmp_path, monkeypatch):
+    plain = trl.DPOTrainer.__init__
+    more = {"processing_class": tokenizer(), "ref_model": llama()}  # whose names a model from a hub has
+    monkeypatch.setattr(trl.DPOTrainer, "__init__", functools.partialmethod(plain, **more))
+    arguments = trl.DPOConfig(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, bf16=False)
+    pairs = texts("prompt", "chosen", "rejected")
+    names = {"__name__": "page", "model": llama(), "arguments": arguments, "pairs": pairs}
+    for page in ("howto/dpo.md", "transformers.md"):
+        for code in re.findall(r"^```py\n(.*?)^```$", (ROOT / "docs" / page).read_text("utf-8"), re.M | re.S):
+            exec(code, names)
+    assert isinstance(names["trainer"], trl.DPOTrainer)
+    assert issubclass(names["MicroBatchSFTTrainer"], MicroBatchTrainer)
