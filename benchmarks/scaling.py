@@ -1,9 +1,10 @@
 """The model of docs/scaling.md against two ranks (gloo, on this machine): updates of DDP with windows of any length."""
 
+import functools
+import random
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,19 +17,11 @@ from gradaccum.sizes import Link, Scaling
 STEPS, ROWS = (1, 2, 4, 8, 16), 64
 
 
-def timed(function: Callable[[], object], rounds: int) -> list[float]:
-    """Seconds of each call, which all ranks begin together."""
-    found = []
-    for _ in range(rounds + 1):
-        dist.barrier()
-        start = time.perf_counter()
-        function()
-        found.append(time.perf_counter() - start)
-    return found[1:]
+def measured(rank: int, rounds: int) -> tuple[dict[str, list[float]], int]:
+    """Seconds of each part, and of each window in both ways, one after the other in each round; the gradients' bytes.
 
-
-def measured(rank: int, rounds: int) -> tuple[dict[str, list[float]], int, dict[int, list[float]]]:
-    """Seconds of the parts, the gradients' bytes, and seconds of updates of each length in both ways."""
+    A round's order changes: what a process has just done shows in what it does next.
+    """
     generator = torch.Generator().manual_seed(rank)
     x, y = torch.randn(ROWS, 784, generator=generator), torch.randint(10, (ROWS,), generator=generator)
     model = network()
@@ -39,26 +32,26 @@ def measured(rank: int, rounds: int) -> tuple[dict[str, list[float]], int, dict[
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
-    passes = timed(lambda: nn.functional.cross_entropy(model(x), y).backward(), 4 * rounds)
-    parts = {
-        "passes": passes,
-        "message": timed(lambda: dist.all_reduce(torch.zeros(2)), 4 * rounds),
-        "reduction": timed(lambda: dist.all_reduce(gradients), 4 * rounds),
-        "update": timed(update, rounds),
+    parts: dict[str, Callable[[], object]] = {
+        "passes": lambda: nn.functional.cross_entropy(model(x), y).backward(),
+        "message": lambda: dist.all_reduce(torch.zeros(2)),
+        "reduction": lambda: dist.all_reduce(gradients),
+        "update": update,
     }
-    windows = {}
     for steps in STEPS:
-        ways = Contender(), Contender()
         batches = [(x, y)] * steps
-
-        def window(one: Contender = ways[0], steps: int = steps, batches: list[Any] = batches) -> None:
-            one.no_sync(batches, steps)
-
-        def every(one: Contender = ways[1], steps: int = steps, batches: list[Any] = batches) -> None:
-            one.every_micro_batch(batches, steps)
-
-        windows[steps] = [statistics.median(timed(way, rounds)) for way in (window, every)]
-    return parts, gradients.nbytes, windows
+        parts[f"window of {steps}"] = functools.partial(Contender().no_sync, batches, steps)
+        parts[f"each of {steps}"] = functools.partial(Contender().every_micro_batch, batches, steps)
+    found: dict[str, list[float]] = {name: [] for name in parts}
+    shuffle = random.Random(0)  # the same on all ranks
+    for round_ in range(rounds + 2):
+        for name in shuffle.sample(list(parts), len(parts)):
+            dist.barrier()
+            start = time.perf_counter()
+            parts[name]()
+            if round_ >= 2:  # DDP makes its buckets anew after the first
+                found[name].append(time.perf_counter() - start)
+    return found, gradients.nbytes
 
 
 def model_of(parts: dict[str, list[float]], gradient_bytes: int) -> Scaling:
@@ -73,11 +66,13 @@ def model_of(parts: dict[str, list[float]], gradient_bytes: int) -> Scaling:
 
 def main() -> None:
     options = arguments(__doc__)
-    parts, gradient_bytes, windows = on_ranks(measured, RANKS, 3 if options.quick else 40)
+    parts, gradient_bytes = on_ranks(measured, RANKS, 3 if options.quick else 100)
     job = model_of(parts, gradient_bytes)
-    unit = windows[1][0]
+    middle = {name: statistics.median(each) for name, each in parts.items()}
+    unit = middle["window of 1"]
     rows = []
-    for steps, (window, every) in windows.items():
+    for steps in STEPS:
+        window, every = middle[f"window of {steps}"], middle[f"each of {steps}"]
         told = [job.update_time(RANKS, steps, every_micro_batch=each) for each in (False, True)]
         rows.append(
             [steps, window / unit, told[0] / unit, told[0] / window, every / unit, told[1] / unit, told[1] / every]
@@ -93,8 +88,8 @@ def main() -> None:
     ]
     block = (
         f"{RANKS} ranks over gloo, one core each, {ROWS} rows in a micro-batch, the guide's network. The model's "
-        "numbers are measured in the same run, by themselves: passes, a reduction of the gradients and of two numbers, "
-        "an optimizer's step. Times of an update, as ratios to that of one step:\n\n"
+        "numbers are measured in the same rounds, by themselves: passes, a reduction of the gradients and of two "
+        "numbers, an optimizer's step. Times of an update, as ratios to that of one step:\n\n"
         f"{table(head, rows)}\n\n"
         f"A reduction takes {statistics.median(parts['reduction']) / job.seconds:.2f} of a micro-batch's passes, whose "
         f"spread is {job.spread:.2f}."
