@@ -85,10 +85,24 @@ def wrong(order: Sequence[int], around: Callable[..., Any] | None = None) -> Wro
     return model
 
 
-def test_blocks_that_are_not_called_once_each_in_order() -> None:
-    assert "The block 'layers.2' was not called." in refused(wrong([0, 1]), ValueError)
-    assert "The block 'layers.1' was called twice." in refused(wrong([0, 1, 1, 2]), ValueError)
-    assert "The block 'layers.1' was not called before 'layers.2'." in refused(wrong([0, 2, 1]), ValueError)
+@pytest.mark.parametrize("options", [{}, {"update": "in_backward"}, {"update": "in_backward", "blocks_on": "cpu"}])
+def test_blocks_that_are_not_called_once_each_in_order(options: dict[str, Any]) -> None:
+    for order, words in (
+        ([0, 1], "The block 'layers.2' was not called."),
+        ([0, 1, 1, 2], "The block 'layers.1' was called twice."),
+        ([0, 2, 1], "The block 'layers.1' was not called before 'layers.2'."),
+    ):
+        assert words in refused(wrong(order), ValueError, **options)
+
+
+@pytest.mark.parametrize("blocks_on", [None, "cpu"])
+def test_a_later_micro_batch_that_leaves_a_block_out_is_refused_before_anything_is_updated(blocks_on: Any) -> None:
+    def short(layer: nn.Module, x: Tensor, shared: Tensor) -> Any:
+        return (x, shared) if layer is model.layers[1] and len(x) == 1 else layer(x, shared)
+
+    model = wrong([0, 1, 2], short)
+    options = {"update": "in_backward", "blocks_on": blocks_on}
+    assert "The block 'layers.1' was not called before 'layers.2'." in refused(model, ValueError, **options)
 
 
 def test_a_checkpoint_around_the_blocks_is_told_to_leave() -> None:
@@ -124,9 +138,12 @@ class Remembering(Layer):
 
 def test_a_block_that_keeps_state_across_rows_is_named_by_the_proof() -> None:
     model = network()
-    model.layers[1] = Remembering(6).double()
-    with pytest.raises(NotEquivalentError, match=r"the block 'layers\.1' \(mean\)"):
-        build(model, model.layers)(*batches()[0])
+    for options in ({}, {"update": "in_backward", "blocks_on": "cpu"}):
+        model.layers[1] = Remembering(6).double()
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(NotEquivalentError, match=r"the block 'layers\.1' \(mean\)"):
+            build(model, model.layers, **options)(*batches()[0])
+        assert relative_error(model.state_dict().values(), before.values()) == 0.0
 
 
 class Aside(Layer):

@@ -290,3 +290,63 @@ def test_the_proof_names_a_block_to_which_the_two_runs_give_different_gradients(
     with pytest.raises(NotEquivalentError, match=r"runs the blocks twice, and .* other gradients to 'layers.1'\."):
         step(*batches()[0])
     assert relative_error(model.state_dict().values(), before.values()) == 0.0
+
+
+class Adapted(Layer):
+    """A frozen block with an adapter of low rank."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.requires_grad_(False)
+        self.down, self.up = nn.Linear(size, 2, bias=False), nn.Linear(2, size, bias=False)
+
+    def forward(self, x: Tensor, shared: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        y, shared = super().forward(x, shared, scale=scale)
+        return y + self.up(self.down(x)), shared
+
+
+def adapted() -> Network:
+    model = network()
+    torch.manual_seed(3)
+    model.layers = nn.ModuleList([Adapted(6) for _ in range(3)]).double()
+    model.embedding.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("schedule", ["StepLR", "OneCycleLR"])
+def test_adapters_of_frozen_blocks_and_schedules_make_the_clipped_updates_of_a_plain_loop(schedule: str) -> None:
+    def train(model: Network, update: Any) -> list[Tensor]:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        scheduler: Any = (
+            torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            if schedule == "StepLR"
+            else torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, 4)
+        )
+        one = update(model, optimizer, trained)
+        for batch in batches():
+            one(*batch)
+            scheduler.step()
+        settings = [optimizer.param_groups[0][key] for key in ("lr", "momentum")]
+        return [*trained, torch.tensor(settings), torch.tensor(float(scheduler.last_epoch))]
+
+    def plain(model: Any, optimizer: Any, trained: Any) -> Any:
+        def update(*batch: Tensor) -> None:
+            loss_of(model, *batch).backward()
+            torch.nn.utils.clip_grad_norm_(trained, 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return update
+
+    expected = train(adapted(), plain)
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0**8)):
+
+        def twice(model: Any, optimizer: Any, _: Any, scaler: Any = scaler) -> TrainStep:
+            return TrainStep(
+                model, optimizer, compute_loss=loss_of, micro_batch_size=3, blocks="layers", update="in_backward",
+                clip_grad_norm=0.05, scaler=scaler,
+            )  # fmt: skip
+
+        found = train(adapted(), twice)
+        assert relative_error(found, expected) <= FLOAT64

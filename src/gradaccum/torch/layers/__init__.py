@@ -6,10 +6,12 @@ from gradaccum.torch.layers.options import UpdateChoice, check_in_backward, chec
 from gradaccum.torch.layers.proof import proof_of
 from gradaccum.torch.layers.schedule import Layers
 from gradaccum.torch.layers.updates import Ahead, InTurn, turns
+from gradaccum.torch.layers.visits import BlocksOn
 
 __all__ = [
     "Ahead",
     "BlocksChoice",
+    "BlocksOn",
     "InTurn",
     "Layers",
     "OffloadChoice",

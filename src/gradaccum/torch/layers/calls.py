@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,13 @@ from gradaccum.torch.layers.interception import called
 from gradaccum.torch.layers.objects import Objects, once_more
 from gradaccum.torch.layers.offload import Store, Waiting
 
-__all__ = ["BlockCall", "MicroBatch", "MovedBuffers", "lent"]
+__all__ = ["BlockCall", "MicroBatch", "MovedBuffers", "Reached", "Ready", "lent"]
 
 _Place = tuple[dict[str, Any], str, Tensor]
+_ORDER = (
+    "`blocks` must be called once each, in their order, in the forward pass of every micro-batch. {what} Leave out of "
+    "`blocks` what is called otherwise, or list the modules in the order in which they are called."
+)
 
 
 class MovedBuffers:
@@ -73,6 +77,14 @@ def lent(copies: list[tuple[_Place, Tensor]]) -> Iterator[None]:
             holder[name] = buffer
 
 
+class Ready(NamedTuple):
+    """What a block's first pass has made before the block is called."""
+
+    outputs: Any
+    """Tensors in it want a gradient if those of a graph would."""
+    conditions: Conditions
+
+
 class BlockCall:
     """What it takes to run a block's call again, and the gradients of its outputs as they arrive.
 
@@ -115,6 +127,7 @@ class BlockCall:
         store: Store,
         *,
         differentiated: bool,
+        ready: Ready | None = None,
     ) -> Any:
         """The outputs, without a graph of the block's inside.
 
@@ -125,9 +138,13 @@ class BlockCall:
             buffers: The block's.
             store: Where the inputs wait.
             differentiated: Whether the outputs pass gradients on to the block.
+            ready: What the block has made of these inputs before.
         """
 
         def first_pass() -> Any:
+            if ready is not None:
+                self._conditions = ready.conditions
+                return ready.outputs
             found, copies = objects.found(self._given), buffers.copies()
             conditions = Conditions([*generators], devices)
             # Where no input wants a gradient, the outputs may not either, as those of a reentrant checkpoint.
@@ -154,6 +171,11 @@ class BlockCall:
         self._tensors = [store.keep(tensor) for tensor in given]
         self._given = Inputs((), {})
         return with_tensors(self._skeleton_of_outputs, flat)
+
+    @property
+    def begins(self) -> bool:
+        """Whether no gradient reaches beyond it, while somebody has not numbered what does."""
+        return self._begins
 
     @property
     def _name(self) -> str:
@@ -242,6 +264,14 @@ class _Boundary(torch.autograd.Function):
         return None, None, None
 
 
+class Reached(BaseException):  # no error, and nothing that a loss would catch
+    """The model has come to a block, which is far enough."""
+
+    def __init__(self, place: int, inputs: Inputs) -> None:
+        super().__init__()
+        self.place, self.inputs = place, inputs
+
+
 class MicroBatch:
     """What a micro-batch's forward pass leaves for backward."""
 
@@ -259,6 +289,19 @@ class MicroBatch:
         self._first_places: dict[int, int] = {}
         self._due: dict[int, dict[int, Any]] = {}
         self._grads: dict[int, Tensor] = {}
+
+    def check_turn(self, place: int, blocks: Sequence[Block]) -> None:
+        """Raise a ValueError, which names a block, if this place isn't the next; that after the last is the end."""
+        count = len(self.calls)
+        if place == count:
+            return
+        if place == len(blocks):
+            what = f"The block {blocks[count].path!r} was not called."
+        elif place < count:
+            what = f"The block {blocks[place].path!r} was called twice."
+        else:
+            what = f"The block {blocks[count].path!r} was not called before {blocks[place].path!r}."
+        raise ValueError(_ORDER.format(what=what))
 
     def note_roots(self, place: int, call: BlockCall) -> None:
         """A block has been called: note what passes gradients on, and what no block before it was called with.
@@ -304,3 +347,32 @@ class MicroBatch:
         roots = [(root, self._grads.pop(key)) for key, root in due.items() if key in self._grads]
         if roots:  # two of them may come from the same tensors, at different times
             torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots], retain_graph=True)
+
+    def reach(self, batch: Batch, first: str) -> tuple[list[Tensor], list[Tensor]]:
+        """What stands before the blocks runs again. Returns what the first block is called with, and its gradients.
+
+        Args:
+            batch: The micro-batch, taken once more.
+            first: The first block's path.
+
+        Raises:
+            ValueError: That block is called with something else than before.
+        """
+        assert self.conditions is not None
+        grads = self.first_grads
+        with torch.enable_grad(), lent(self.buffers), self.conditions.restored():
+            try:
+                self.forward(batch)
+            except Reached as reached:
+                reached.__traceback__ = None
+                place, inputs = reached.place, reached.inputs
+            else:
+                raise AssertionError("the first pass came to a block")
+        tensors = tensors_of(inputs)
+        if place != 0 or len(tensors) <= max(grads) or any(tensors[i].shape != g.shape for i, g in grads.items()):
+            raise ValueError(
+                f"What the block {first!r} is called with was something else when backward ran the model "
+                "up to there again. Does the loss take something from an iterator, or count its calls?"
+            )
+        found = [(tensors[index], grad) for index, grad in grads.items() if tensors[index].requires_grad]
+        return [root for root, _ in found], [grad for _, grad in found]

@@ -147,6 +147,10 @@ class Store:
             self._kept[tensor] = weakref.ref(waiting)
         return waiting
 
+    def share(self, tensor: Tensor, waiting: Waiting) -> None:
+        """A tensor whose numbers wait already."""
+        self._kept[tensor] = weakref.ref(waiting)
+
     def _waiting(self, tensor: Tensor) -> Waiting:
         plain = tensor.layout is torch.strided and not hasattr(tensor, "to_local") and tensor.dim() > 0
         if plain and self._folder is not None:

@@ -20,11 +20,9 @@ def check_options(blocks: Any, update: Any, blocks_on: Any, *, batch_norm: str, 
         ValueError: They don't.
     """
     checked_choice("update", update, get_args(UpdateChoice))
-    if blocks_on is not None:
-        checked_choice("blocks_on", blocks_on, ("cpu",))
     if blocks is None:
         if blocks_on is not None:
-            raise ValueError("blocks_on='cpu' says where blocks live. Pass `blocks` as well, such as model.layers.")
+            raise ValueError("`blocks_on` says where blocks live. Pass `blocks` as well, such as model.layers.")
         if update == "in_backward":
             raise ValueError(
                 "update='in_backward' updates block by block. Pass `blocks` as well, such as blocks=model.layers."

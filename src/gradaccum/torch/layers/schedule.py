@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,20 +22,15 @@ from gradaccum.torch.chunking.trees import Inputs, tensors_of
 from gradaccum.torch.chunking.watch import attributes_of
 from gradaccum.torch.equivalence import Attributes
 from gradaccum.torch.layers.blocks import find_blocks
-from gradaccum.torch.layers.calls import BlockCall, MicroBatch, MovedBuffers, lent
+from gradaccum.torch.layers.calls import BlockCall, MicroBatch, MovedBuffers, Reached, Ready
 from gradaccum.torch.layers.interception import called, intercepted
 from gradaccum.torch.layers.offload import OffloadChoice, Store
 from gradaccum.torch.layers.updates import Turns, Window
-from gradaccum.torch.layers.visits import Visits
+from gradaccum.torch.layers.visits import BlocksOn, Companions, Visits
 
 __all__ = ["Layers"]
 
 logger = logging.getLogger("gradaccum")
-
-_ORDER = (
-    "`blocks` must be called once each, in their order, in the forward pass of every micro-batch. {what} Leave out of "
-    "`blocks` what is called otherwise, or list the modules in the order in which they are called."
-)
 
 
 class Layers:
@@ -53,11 +49,14 @@ class Layers:
     """
 
     def __init__(
-        self, model: nn.Module, blocks: Any, offload: OffloadChoice = False, blocks_on: str | None = None
+        self, model: nn.Module, blocks: Any, offload: OffloadChoice = False, blocks_on: BlocksOn = None
     ) -> None:
         self.model, self._store = model, Store(offload)
         self.blocks = find_blocks(model, blocks)
-        self.visits = None if blocks_on is None else Visits(model, self.blocks)
+        self.visits = None if blocks_on is None else Visits(model, self.blocks, blocks_on)
+        self._together: Companions | None = None
+        if self.visits is not None:
+            self._together = Companions(model, self.blocks, self._store, self.visits.device)
         self.in_turn: Turns | None = None
         """Updates parameters while backward goes on."""
         self._reached: dict[int, int] = {}
@@ -70,6 +69,7 @@ class Layers:
         self._micro_batches: list[MicroBatch] = []
         self._current: MicroBatch | None = None
         self._reaching = False
+        self._number = 0
 
     def run(
         self,
@@ -79,6 +79,7 @@ class Layers:
         window: Window,
         *,
         proving: bool,
+        take: Callable[[Piece], Batch] | None = None,
     ) -> None:
         """All passes of a window.
 
@@ -88,6 +89,7 @@ class Layers:
             gauge: What memory there is.
             window: What adds up the losses.
             proving: Whether rows are taken again before second passes, and what blocks keep is noted.
+            take: Returns the micro-batch of a piece.
 
         Raises:
             StartOver: Smaller micro-batches may fit.
@@ -101,7 +103,9 @@ class Layers:
             in_turn.open()
         with intercepted([block.module for block in self.blocks], self._call):
             try:
-                for piece in plan:
+                if self._together is not None and take is not None and not plan.measuring:
+                    self._together.gather([functools.partial(take, piece) for piece in plan])
+                for self._number, piece in enumerate(plan):
                     self._at_once = plan.measuring  # so that what it costs is all of it
                     forward_and_loss(piece)
                 if in_turn is not None:
@@ -120,8 +124,9 @@ class Layers:
         """Forget what first passes have kept."""
         self._micro_batches, self._current, self._largest = [], None, None
         self._states, self._buffers, self._reaching, self._reached = {}, {}, False, {}
-        if self.visits is not None:
+        if self.visits is not None and self._together is not None:
             self.visits.forget()
+            self._together.clear()
 
     # The blocks' parameters.
 
@@ -130,20 +135,9 @@ class Layers:
         """Whether some rows can go through the whole model at once, as a proof needs."""
         return self.visits is None or self.visits.proves
 
-    @contextlib.contextmanager
-    def reachable(self) -> Iterator[None]:
-        """Blocks that live elsewhere can be called meanwhile, in passes of any kind."""
-        if self.visits is None:
-            yield
-            return
-        self.visits.check()
-        with intercepted([block.module for block in self.blocks], self._visiting):
-            yield
-
-    def _visiting(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self.visits is not None
-        with self.visits.lent(place, joined=True):
-            return called(self.blocks[place].module, args, kwargs)
+    def reachable(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> contextlib.AbstractContextManager[None]:
+        """Around an update: blocks that live elsewhere can be called meanwhile, in passes of any kind."""
+        return contextlib.nullcontext() if self.visits is None else self.visits.reachable(optimizers)
 
     def _here(self, place: int, following: int = -1) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.visits is None else self.visits.lent(place, following=following)
@@ -161,7 +155,13 @@ class Layers:
         Raises:
             ValueError: The blocks are not called once each in order; the message names the first that isn't.
         """
+        own = contextlib.nullcontext() if self._together is None else self._together.micro_batch(self._number, forward)
+        with own:
+            yield from self._forward(retake, forward)
+
+    def _forward(self, retake: Callable[[], Batch], forward: Callable[[Batch], Any]) -> Iterator[None]:
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        device = device if self.visits is None else self.visits.device
         if -1 not in self._buffers:
             outside = [
                 (module._buffers, name, buffer)
@@ -178,58 +178,70 @@ class Layers:
         except BaseException:
             self._current = None
             raise
-        if current.calls and len(current.calls) < len(self.blocks):
-            missing = self.blocks[len(current.calls)]
-            raise ValueError(_ORDER.format(what=f"The block {missing.path!r} was not called."))
+        if current.calls:
+            current.check_turn(len(self.blocks), self.blocks)
         conditions.advance()
         current.conditions, current.buffers = conditions, self._buffers[-1].moved(copies)
         current.done = True
 
     def _call(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs, together = Inputs(args, kwargs), self._together
         if self._reaching:
-            raise _Reached(place, Inputs(args, kwargs))
+            raise Reached(place, inputs)
+        if together is not None and together.reaching:
+            return together.reached(place, inputs)
         block, current = self.blocks[place], self._current
         if current is None or current.done:
             raise ValueError(
                 f"The block {block.path!r} was called in a backward pass. Is it called inside of "
                 "torch.utils.checkpoint? Leave that out: with `blocks`, each block is recomputed in any case."
             )
-        if place != len(current.calls):
-            if place < len(current.calls):
-                what = f"The block {block.path!r} was called twice."
-            else:
-                what = f"The block {self.blocks[len(current.calls)].path!r} was not called before {block.path!r}."
-            raise ValueError(_ORDER.format(what=what))
+        current.check_turn(place, self.blocks)
+        if together is None and not torch.is_grad_enabled():
+            current.calls.append(None)
+            return called(block.module, args, kwargs)
+        state = self._state(place)
+        devices = accelerators([*tensors_of(inputs), *state.parameters])
+        given = [leaf for _, leaf in leaves(inputs) if is_generator(leaf)]
+        generators = [*all_generators(devices), *state.generators, *given]
         if not torch.is_grad_enabled():
             current.calls.append(None)
-            with self._here(place, place + 1):
-                return called(block.module, args, kwargs)
-        state = self._state(place)
+
+            def run(ready: Ready | None) -> Any:
+                return called(block.module, args, kwargs) if ready is None else ready.outputs
+
+            return self._first_pass(place, inputs, run, generators, begins=False)
         call = BlockCall(block, args, kwargs)
-        trained = any(parameter.requires_grad for parameter in state.parameters)
-        current.calls.append(call if trained or call.roots else None)
+        differentiated = bool(call.roots) or any(parameter.requires_grad for parameter in state.parameters)
+        current.calls.append(call if differentiated else None)
         if self.in_turn is not None:
             for leaf in {leaf for root in call.roots.values() for leaf in leaves_of(root)}:
                 self._reached[leaf] = min(place or -1, self._reached.get(leaf, place))
         current.note_roots(place, call)
-        given = [leaf for _, leaf in leaves(Inputs(args, kwargs)) if is_generator(leaf)]
-        devices = accelerators([*tensors_of(Inputs(args, kwargs)), *state.parameters])
         before = attributes_of(block.module) if self._proving else {}
-        with self._here(place, place + 1):
-            outputs = call.run(
-                current.objects,
-                [*all_generators(devices), *state.generators, *given],
-                devices,
-                self._buffers[place],
-                self._store,
-                differentiated=current.calls[-1] is not None,
-            )
+        moving, store = self._buffers[place], self._store
+        again = functools.partial(call.run, current.objects, generators, devices, moving, store)
+        outputs = self._first_pass(
+            place,
+            inputs,
+            lambda ready: again(differentiated=differentiated, ready=ready),
+            generators,
+            begins=differentiated and call.begins,
+        )
         if self._proving:
             now = attributes_of(block.module)
             left = [name for name, value in now.items() if value is not before.get(name)]
             if left:
                 self.left[block.path] = left
         return outputs
+
+    def _first_pass(
+        self, place: int, inputs: Inputs, run: Callable[[Ready | None], Any], generators: Sequence[Any], begins: bool
+    ) -> Any:
+        if self._together is None:
+            return run(None)
+        visit = self._here(place, place + 1)
+        return self._together.run(place, inputs, run, visit, self._buffers[place], generators, begins)
 
     def _around(self) -> list[nn.Module]:
         """The modules around the blocks."""
@@ -279,7 +291,7 @@ class Layers:
         devices = accelerators(p for state in self._states.values() for p in state.parameters)
         with kept([*all_generators(devices), *generators]):
             for place in reversed(range(len(self.blocks))):
-                if place in self._states:
+                if any(micro_batch.calls[place] is not None for micro_batch in waiting):
                     restored = self._states[place].restored()
                     with restored, parametrizations_computed(), self._here(place, place - 1):
                         for index, micro_batch in enumerate(waiting):
@@ -356,41 +368,17 @@ class Layers:
 
     def _before_the_blocks(self, micro_batch: MicroBatch) -> None:
         """The gradients of what the first block is called with, passed on to what stands before it."""
-        grads = micro_batch.first_grads
-        if not grads:
+        if not micro_batch.first_grads:
             return
-        assert micro_batch.conditions is not None
         batch = micro_batch.retake()
         inside = [module for block in self.blocks for module in block.module.modules()]
         attributes = Attributes(self._around(), hooked=inside)
         self._reaching = True
         try:
-            with torch.enable_grad(), lent(micro_batch.buffers), micro_batch.conditions.restored():
-                try:
-                    micro_batch.forward(batch)
-                except _Reached as reached:
-                    reached.__traceback__ = None
-                    place, inputs = reached.place, reached.inputs
-                else:
-                    raise AssertionError("the first pass came to a block")
+            roots, grads = micro_batch.reach(batch, self.blocks[0].path)
         finally:
             self._reaching = False
             # The exception has left out what the user's code does after its forward pass, such as removing hooks.
             attributes.put_back()
-        tensors = tensors_of(inputs)
-        if place != 0 or len(tensors) <= max(grads) or any(tensors[i].shape != g.shape for i, g in grads.items()):
-            raise ValueError(
-                f"What the block {self.blocks[0].path!r} is called with was something else when backward ran the model "
-                "up to there again. Does the loss take something from an iterator, or count its calls?"
-            )
-        roots = [(tensors[index], grad) for index, grad in grads.items() if tensors[index].requires_grad]
         if roots:
-            torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
-
-
-class _Reached(BaseException):  # no error, and nothing that a loss would catch
-    """The model has come to a block, which is far enough."""
-
-    def __init__(self, place: int, inputs: Inputs) -> None:
-        super().__init__()
-        self.place, self.inputs = place, inputs
+            torch.autograd.backward(roots, grads)

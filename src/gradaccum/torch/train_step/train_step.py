@@ -24,7 +24,7 @@ from gradaccum.torch.buffers import WindowBuffers
 from gradaccum.torch.distributed import SingleRank, leaving_on_error, run_together
 from gradaccum.torch.equivalence import Proof
 from gradaccum.torch.head import tiling
-from gradaccum.torch.layers import BlocksChoice, Layers, OffloadChoice, UpdateChoice, check_options, proof_of
+from gradaccum.torch.layers import BlocksChoice, BlocksOn, Layers, OffloadChoice, UpdateChoice, check_options, proof_of
 from gradaccum.torch.loss import Objective, Terms
 from gradaccum.torch.train_step.cutting import Cutting, GroupsChoice
 from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch, check_exact, run_at_once
@@ -78,7 +78,7 @@ class TrainStep:
             the other, each on all micro-batches.
         update: `"after_backward"`, or, with `blocks`, `"in_backward"`: a block's parameters are updated, and their
             gradient is freed, as soon as it is finished; with clipping or a `scaler`, in a second run of backward.
-        blocks_on: `"cpu"`: parameters and optimizer state of the blocks live there, and visit the device in turn.
+        blocks_on: Blocks and their optimizer state live on the `"cpu"`, or in files in a folder, and visit the device.
         head: The linear layer whose outputs are logits over a huge vocabulary, its dotted path, or `"auto"` for models
             of transformers: it and the cross entropy run in tiles, so that the logits never exist.
 
@@ -123,7 +123,7 @@ class TrainStep:
         sync: Sync = "window",
         blocks: BlocksChoice = None,
         update: UpdateChoice = "after_backward",
-        blocks_on: Literal["cpu"] | None = None,
+        blocks_on: BlocksOn = None,
         head: nn.Module | str | None = None,
     ) -> None:
         self.model = checked_model(model)
@@ -234,7 +234,7 @@ class TrainStep:
 
     def _call(self, arguments: tuple[Any, ...], run: Callable[[Batch], Tensor]) -> Tensor:
         try:
-            with contextlib.nullcontext() if self._layers is None else self._layers.reachable():
+            with contextlib.nullcontext() if self._layers is None else self._layers.reachable(self.update.optimizers):
                 return self._guarded(self.objective.batch(arguments), run)
         except BaseException:
             self.ranks.leave(told=True)
@@ -337,7 +337,7 @@ class TrainStep:
                 at_once()
             elif self._layers is not None and rows:
                 once = functools.partial(run, plan=plan, passes=passes)
-                self._layers.run(plan, once, self.gauge, window, proving=self.proving)
+                self._layers.run(plan, once, self.gauge, window, proving=self.proving, take=take)
             else:
                 for piece in plan:  # without rows, other ranks have some
                     run(piece, plan, passes)

@@ -119,7 +119,9 @@ class Update:
         closure = next((type(o).__name__ for o in self.optimizers if needs_closure(o)), None)
         check_in_backward(closure=closure, searched=searched, several=several)
         ahead = Ahead(self.clip_grad_norm, self.scaler)
-        self.in_turn = InTurn(self.optimizers, self.sums, layers.blocks, layers.model, self._gauge, ahead)
+        visits = layers.visits
+        settle = len if visits is None else functools.partial(visits.updated, optimizers=self.optimizers)
+        self.in_turn = InTurn(self.optimizers, self.sums, layers.blocks, layers.model, self._gauge, ahead, settle)
         layers.in_turn = self.in_turn
         self.in_turn.open()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from gradaccum.sizes import readable_bytes
 from gradaccum.torch.layers.blocks import Block
 from gradaccum.torch.layers.updates.ahead import Ahead
 from gradaccum.torch.layers.updates.one_by_one import check_one_by_one, limited_to
+from gradaccum.torch.layers.visits.files import in_file
 
 __all__ = ["InTurn", "Turns", "Window", "turns"]
 
@@ -118,6 +119,7 @@ class InTurn:
         model: The model.
         gauge: What memory there is.
         ahead: What it must know of all gradients before it uses the first.
+        settle: Called with parameters that have just been updated; what it returns is dropped.
 
     Raises:
         ValueError: An optimizer doesn't treat parameters one by one, or has hooks that look at all gradients.
@@ -131,7 +133,9 @@ class InTurn:
         model: nn.Module,
         gauge: Gauge,
         ahead: Ahead,
+        settle: Callable[[list[Tensor]], object] = len,
     ) -> None:
+        self._settle = settle
         self._optimizers, self._sums, self._blocks = optimizers, sums, blocks
         self._model, self._gauge, self.ahead = model, gauge, ahead
         self._state_bytes: dict[int, list[float]] = {}
@@ -207,7 +211,7 @@ class InTurn:
         for optimizer in self._optimizers:
             for group, bytes_ in zip(optimizer.param_groups, self._state_bytes[id(optimizer)], strict=True):
                 here = [p for p in group["params"] if p.requires_grad and p.device == self._gauge.device]
-                new = [p for p in here if p not in optimizer.state]
+                new = [p for p in here if p not in optimizer.state and not in_file(p)]
                 missing += sum(p.numel() * min(bytes_, 4.0 * p.element_size()) for p in new)
         limit = self._gauge.limit() if missing else None
         if limit is not None and self._gauge.live() + missing > limit:
@@ -302,6 +306,7 @@ class InTurn:
         for optimizer in self._optimizers:
             if id(optimizer) not in self._left_out:
                 self._step(optimizer, wanted)
+        self._settle(with_gradients)
         self._free(with_gradients)
 
     def _divide(self, parameters: Sequence[Tensor]) -> None:

@@ -16,7 +16,7 @@ from gradaccum.on_torch.private import without_global_step_hooks
 from gradaccum.rounding import rounding
 from gradaccum.torch.equivalence import relative_error
 
-__all__ = ["bytes_of_state", "check_one_by_one", "limited_to"]
+__all__ = ["bytes_of_state", "check_one_by_one", "limited_to", "state_bytes_of"]
 
 SIZE, MOST, UPDATES = 3, 3, 3
 """Of a made-up parameter's dimensions; of those in a group; how often they are updated."""
@@ -85,6 +85,21 @@ def check_one_by_one(optimizer: torch.optim.Optimizer) -> dict[int, float]:
             "update='after_backward', or an optimizer that treats each parameter by itself."
         )
     return bytes_of_state(at_once)
+
+
+def state_bytes_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Of each group, how many bytes of state there are for one of a parameter's numbers, in float64.
+
+    0 where a copy of the optimizer can't be stepped, as of those that evaluate a closure.
+
+    Example:
+        >>> state_bytes_of(torch.optim.SGD([nn.Parameter(torch.ones(3))], momentum=0.9))
+        [8.0]
+    """
+    try:
+        return [*bytes_of_state(_trained(optimizer, sparse=False, one_by_one=False)).values()]
+    except Exception:
+        return [0.0] * len(optimizer.param_groups)
 
 
 def bytes_of_state(optimizer: torch.optim.Optimizer) -> dict[int, float]:
