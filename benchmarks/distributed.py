@@ -111,7 +111,7 @@ def main() -> None:
         f"{RANKS} ranks over gloo, windows of {STEPS} micro-batches, the guide's network "
         f"(784-512-512-10). Time: median over {rounds} rounds, each of {windows} windows, of the ratio to the "
         "hand-written loop in the same round. Sent: gradient bytes that each rank hands to its reductions, per window. "
-        "Our windows exchange a message of 88 bytes besides, which takes as long for a short window as for a long "
+        "Our windows exchange two messages of 104 bytes besides, which take as long for a short window as for a long "
         "one.\n\n"
     )
     publish(

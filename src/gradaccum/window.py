@@ -141,7 +141,10 @@ class Window:
             given: Whether the user gave that, or it is its number of rows.
             last: Whether it is the epoch's last.
         """
-        self.micro_batch = MicroBatch(default, given, in_batches=True, announced=True, last=last)
+        one = self.micro_batch
+        one.restart()
+        one.default, one.default_given, one.last = default, given, last
+        one.in_batches = one.announced = True
 
     def expect_nothing(self) -> None:
         """The micro-batches that come weigh the same, unless their losses say otherwise."""
@@ -160,22 +163,20 @@ class Window:
             TypeError, ValueError: `weight` is no such number, or another than was said for this micro-batch.
         """
         one = self.micro_batch
-        given = weight is not None
-        if given:
-            weight = checked_weight(weight)
-        elif one.weight is not None:
-            weight = one.weight
+        if weight is None:
+            weight = one.default if one.weight is None else one.weight
         else:
-            weight = one.default
-        # For sums, a loss without a weight adds to the sum only; the loss that has one says the weight.
-        comparable = one.weight is not None and (self.reduction == "mean" or one.given)
-        if comparable and given and weight != one.weight:
-            raise ValueError(
-                f"The losses of one micro-batch must have one weight. Received: weight={weight:g} after "
-                f"{one.weight:g}. A window divides by one total; losses that divide by different counts come by name: "
-                "backward({'a': (a, count_of_a), 'b': (b, count_of_b)})."
-            )
-        one.weight, one.given = weight, one.given or given
+            weight = checked_weight(weight)
+            # For sums, a loss without a weight adds to the sum only; the loss that has one says the weight.
+            comparable = one.weight is not None and (self.reduction == "mean" or one.given)
+            if comparable and weight != one.weight:
+                raise ValueError(
+                    f"The losses of one micro-batch must have one weight. Received: weight={weight:g} after "
+                    f"{one.weight:g}. A window divides by one total; losses that divide by different counts come by "
+                    "name: backward({'a': (a, count_of_a), 'b': (b, count_of_b)})."
+                )
+            one.given = True
+        one.weight = weight
         if self.reduction == "mean":
             if not self.unit and weight > 0:
                 self.unit = weight

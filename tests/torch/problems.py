@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.reference import ragged
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operators that run inside, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
 
 
 def network(seed: int = 0, dtype: torch.dtype | None = None) -> nn.Sequential:

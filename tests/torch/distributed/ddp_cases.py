@@ -18,6 +18,7 @@ from gradaccum.torch.optim import Optimizer
 from tests.reference import relative_error
 from tests.torch.distributed.problems import (
     OPTIMIZERS,
+    Collectives,
     Count,
     Oracle,
     Rows,
@@ -269,6 +270,19 @@ def unreached_penalty(rank: int) -> float:
     return oracle.error(model)
 
 
+def counted(ranks: Any) -> list[int]:
+    """How many messages this rank has sent, as the last number of a list that counts on."""
+    channel, messages = ranks._channel, [0]
+    exchange = channel.exchange
+
+    def counting(*numbers: float) -> Any:
+        messages[-1] += 1
+        return exchange(*numbers)
+
+    channel.exchange = counting
+    return messages
+
+
 def penalty_later(rank: int, of: Sequence[int]) -> tuple[float, list[int]]:
     """The backward pass of a penalty, for the first time when the third window closes, on some ranks.
 
@@ -279,14 +293,7 @@ def penalty_later(rank: int, of: Sequence[int]) -> tuple[float, list[int]]:
     oracle = Oracle(model)
     replica, optimizer = wrap(model, 2)
     ranks = data([[4, 3] * 5, [2, 5] * 5])
-    channel, messages = optimizer._windows.ranks._channel, [0]  # type: ignore[attr-defined]
-    exchange = channel.exchange
-
-    def counted(*numbers: float) -> Any:
-        messages[-1] += 1
-        return exchange(*numbers)
-
-    channel.exchange = counted
+    messages = counted(optimizer._windows.ranks)
     for i, rows in enumerate(optimizer.batches(ranks[rank])):
         optimizer.zero_grad()
         loss_of(replica, rows).backward()
@@ -442,8 +449,12 @@ def broken_off(rank: int) -> tuple[float, int]:
 
 def train_step(
     rank: int, sizes: Any, micro: Any, kind: str = "rows", optimizer: str = "sgd"
-) -> tuple[float, float, int]:
-    """TrainStep on batches of different rows. Returns (error, largest error of the losses, reductions)."""
+) -> tuple[float, float, int, int]:
+    """TrainStep on batches of different rows.
+
+    Returns:
+        The error, the largest error of the losses, all reductions, and the last update's other collectives.
+    """
     model = network()
     oracle = Oracle(model, optimizer)
     replica = DistributedDataParallel(model)
@@ -465,14 +476,18 @@ def train_step(
             return nn.functional.cross_entropy(m(rows[0]), rows[1], reduction="sum") / 10
         return losses["classes" if kind == "classes" else "rows"]["loss_fn"](m(rows[0]), rows[1])
 
-    ranks, worst = data(sizes), 0.0
+    ranks, worst, messages, reductions = data(sizes), 0.0, counted(step.ranks), [0]
     for i in range(len(sizes[0])):
         window = concatenated([own[i] for own in ranks])
         expected = plain(oracle.model, window).item()
         oracle.update(window, plain)
-        loss = step(*ranks[rank][i])
+        messages.append(0)
+        with Collectives() as others:
+            loss = step(*ranks[rank][i])
         worst = max(worst, abs(loss.item() - expected) / abs(expected))
-    return oracle.error(model), worst, count.take()
+        reductions.append(count.take())
+    collectives = messages[-1] + others.counts["all_reduce"] - reductions[-1]
+    return oracle.error(model), worst, sum(reductions), collectives
 
 
 def several_losses(rank: int, sizes: Any, micro: Any, told: bool) -> tuple[float, float]:

@@ -21,14 +21,15 @@ SIZES = [[9, 4, 8, 5], [3, 12, 7, 5]]
     ],
 )
 def test_the_update_and_the_loss_are_those_of_all_ranks_rows(ranks: Processes, kind: str, optimizer: str) -> None:
-    for error, loss_error, reductions in ranks.run(cases.train_step, SIZES, [4, 3], kind, optimizer):
+    for error, loss_error, reductions, others in ranks.run(cases.train_step, SIZES, [4, 3], kind, optimizer):
         assert error <= FLOAT64
         assert loss_error <= FLOAT64
         assert reductions == 4
+        assert others == (2 if kind == "sum" else 3)  # rows, where they count; who takes part; the loss
 
 
 def test_a_batch_without_rows_on_one_rank_counts_nothing(ranks: Processes) -> None:
-    for error, loss_error, _ in ranks.run(cases.train_step, [[4, 0, 3], [5, 6, 0]], [2, 2]):
+    for error, loss_error, *_ in ranks.run(cases.train_step, [[4, 0, 3], [5, 6, 0]], [2, 2]):
         assert error <= FLOAT64
         assert loss_error <= FLOAT64
 

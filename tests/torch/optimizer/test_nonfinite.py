@@ -11,7 +11,7 @@ from torch import nn
 import gradaccum.torch
 from gradaccum import WindowError
 from tests.reference import FLOAT64, relative_error, torch_updates
-from tests.torch.problems import adam, join, mse, network, regression, sgd, split
+from tests.torch.problems import Operations, adam, join, mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -54,6 +54,39 @@ def test_skip_window_makes_no_update_and_forgets_the_poison(bad, value, caplog):
     assert optimizer.updates == 1
     assert "not finite" in caplog.text
     assert relative_error(model.parameters(), expected_after([micro_batches[4:]], adam).parameters()) <= FLOAT64
+
+
+def test_skip_window_keeps_a_gradient_that_is_finite_where_its_norm_overflows():
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.float32))
+    inner = torch.optim.SGD([parameter], lr=1e-25)
+    optimizer = gradaccum.torch.optim.Optimizer(inner, steps=2, nonfinite="skip_window")
+    for scale in (1e25, 3e25):
+        (parameter * scale).sum().backward()
+        optimizer.step()
+    assert optimizer.updated
+    torch.testing.assert_close(parameter.detach(), torch.full((3,), -2.0, dtype=torch.float32))
+
+
+def operators_of_an_update(layers, nonfinite, dtype):
+    """The last micro-batch's, in a window that is not compared by value."""
+    model = nn.Sequential(*(nn.Linear(3, 3, dtype=dtype) for _ in range(layers)))
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=1, nonfinite=nonfinite)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3, dtype=dtype)).sum().backward()
+        with Operations() as operators:
+            optimizer.step()
+    assert optimizer.updates == 3
+    return len(operators.seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_skip_window_looks_at_many_gradients_with_as_many_operators_as_at_a_few(dtype):
+    few, many = (
+        operators_of_an_update(layers, "skip_window", dtype) - operators_of_an_update(layers, "propagate", dtype)
+        for layers in (1, 12)
+    )
+    assert few == many <= 6
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

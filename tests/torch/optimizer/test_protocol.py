@@ -9,11 +9,10 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradaccum.torch
 from tests.reference import FLOAT64, relative_error, torch_updates, windows_of
-from tests.torch.problems import adam, classes, join, mse, network, regression, sgd, split
+from tests.torch.problems import Operations, adam, classes, join, mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -546,16 +545,6 @@ def test_the_wrapper_does_not_outlive_its_last_reference():
     gc.collect()
     assert gone() is None
     mse(model, *regression(2)).backward()  # the hook that is left does no harm
-
-
-class Operations(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen.append(str(function))
-        return function(*args, **(kwargs or {}))
 
 
 def test_an_open_window_runs_no_tensor_operation_and_copies_no_gradient():

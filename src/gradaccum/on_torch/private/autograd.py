@@ -65,9 +65,8 @@ def after_backward(callback: Callable[[], None]) -> None:
     queue_callback(lambda: queue_callback(callback))  # DDP queues its own when its last bucket is full
 
 
-def queue_callback(callback: Callable[[], None]) -> None:
-    """In a backward pass: call this at its end, if it comes to one."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+"""In a backward pass: call this at its end, if it comes to one."""
 
 
 def pass_for_parameter(tensor: Tensor) -> None:
@@ -110,7 +109,5 @@ def _graph_of(output: Tensor) -> Iterator[Any]:
             yield node
 
 
-def current_backward() -> int | None:
-    """A number for the backward pass that is running; None if it cannot be told."""
-    number = getattr(torch._C, "_current_graph_task_id", None)
-    return None if number is None else number()
+current_backward: Callable[[], int | None] = getattr(torch._C, "_current_graph_task_id", lambda: None)
+"""A number for the backward pass that is running, -1 where none is; None if it cannot be told."""

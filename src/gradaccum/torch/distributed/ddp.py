@@ -159,7 +159,7 @@ class Replicas:
         """Bring the sums in `p.grad` to their mean over the ranks, outside of a backward pass. All ranks take part."""
         self._look_for_own()
         # DDP cannot reduce a gradient that is missing and was there before a micro-batch was taken out of the sum.
-        missing = [p for p in self._parameters() if p.grad is None and p.requires_grad]
+        missing = self._missing()
         for parameter in missing:
             parameter.grad = self._zeros(parameter)
         self._filled = (self._filled or set()) | set(missing)
@@ -209,6 +209,14 @@ class Replicas:
     def filled(self) -> bool:
         """Whether zeros were reduced for a parameter that had no gradient on this rank in this window."""
         return bool(self._filled)
+
+    @property
+    def will_fill(self) -> bool:
+        """The same, after a `reduce` that is to come."""
+        return self.filled or bool(self._missing())
+
+    def _missing(self) -> list[nn.Parameter]:
+        return [p for p in self._parameters() if p.grad is None and p.requires_grad]
 
     def unused(self) -> list[int]:
         """The parameters that had no gradient on this rank in this window, by number."""

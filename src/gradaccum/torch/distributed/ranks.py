@@ -41,7 +41,7 @@ class _Kind(enum.IntEnum):
     LEFT = 3
     """This rank has dropped out."""
     TOTAL = 4
-    """The reduction is done; what the window weighs."""
+    """What the window weighs, where that was not known on every rank before the reduction."""
     START = 5
     """At the start: how long the windows are, and what else must be the same."""
     MICRO_BATCH = 6
@@ -50,14 +50,16 @@ class _Kind(enum.IntEnum):
     """Something to add up over the ranks."""
     PASS = 8
     """The forward pass of a sharded part begins, or all of them are done."""
+    FINISHED = 9
+    """A window's sum is finished and about to be reduced; what it weighs."""
 
 
 class Ranks(SingleRank):
     """The windows of all ranks, closed together.
 
-    At a window's end every rank sends two messages: before the reduction, that it is about to take part, so a rank
-    without micro-batches learns that the others go on, and one that is gone is missed before anybody waits in a
-    reduction; and after it, what its part weighs.
+    At a window's end every rank sends a message before the reduction, that it is about to take part: so a rank without
+    micro-batches learns that the others go on, and one that is gone is missed before anybody waits in a reduction. What
+    its part weighs is in it where the sum is finished by then; where a backward pass reduces, a second one says it.
 
     Args:
         engine: Makes what reduces the gradients. It takes three functions: to call when the forward pass of a closing
@@ -233,17 +235,21 @@ class Ranks(SingleRank):
         return self._versions is not None
 
     def total(self, mine: Total) -> Total:
-        if not self._announced:
-            self._announce(_Kind.WINDOW)
         # Sharded models reduce in every backward pass of this micro-batch.
         late = self._versions is not None and not self.in_step and self._versions != self._current_versions()
+        messages = list[list[float]]()
+        if not self._announced and isinstance(self._engine, Shards):
+            self._announce(_Kind.WINDOW)
+        elif not self._announced:
+            messages = self._announce(_Kind.FINISHED, *mine, late, self._engine.will_fill, self._engine.passes)
         if self._versions is None:
             self._together.reduce() if self.in_step else self._engine.reduce()
         self._engine.prepare()
         self._restart()
-        seen = late, self._engine.filled, self._engine.passes
-        messages = self._channel.exchange(_Kind.TOTAL, 0, self._last or self._all_last, *mine, *seen)
-        self._check_kinds(messages, _Kind.TOTAL)
+        if not messages or any(numbers[0] != _Kind.FINISHED for numbers in messages):
+            seen = late, self._engine.filled, self._engine.passes
+            messages = self._channel.exchange(_Kind.TOTAL, 0, self._last or self._all_last, *mine, *seen)
+            self._check_kinds(messages, _Kind.TOTAL)
         _, _, lasts, *totals, lates, filled, passes = zip(*messages)
         weights, given, largest, scales, next_scales, overflows, equal = totals
         if len({*passes}) > 1:
@@ -353,22 +359,21 @@ class Ranks(SingleRank):
             if not self._told:
                 self._check_kinds(earlier, _Kind.LEFT, _Kind.NOTHING)
 
-    def _announce(self, kind: _Kind) -> list[list[float]]:
+    def _announce(self, kind: _Kind, *total: float) -> list[list[float]]:
         """Say that a reduction is about to begin, and on which terms."""
+        closing = {_Kind.WINDOW, _Kind.FINISHED}
         steps = self._steps if kind is not _Kind.NOTHING else 0
-        last = self._last or (self._all_last and kind is _Kind.WINDOW)
         self._check_posted()
-        self._announced = kind is _Kind.WINDOW
-        messages = self._channel.exchange(kind, steps, last)
+        self._announced = kind in closing
+        messages = self._channel.exchange(kind, steps, self._last or (self._all_last and self._announced), *total)
         kinds = {numbers[0] for numbers in messages}
         if _Kind.LEFT in kinds and kinds <= {_Kind.LEFT, _Kind.NOTHING} and self._last:
             return messages
-        together = (_Kind.MICRO_BATCH,) if kind is _Kind.MICRO_BATCH else (_Kind.WINDOW, _Kind.NOTHING)
-        self._check_kinds(messages, *together)
+        self._check_kinds(messages, *((kind,) if kind is _Kind.MICRO_BATCH else (*closing, _Kind.NOTHING)))
         lengths = [int(numbers[1]) for numbers in messages]
         if len({*lengths} - {0}) > 1:
             raise WindowError(f"`steps` must be the same on every rank. Received: {_by_rank(lengths)}.")
-        self._announced = _Kind.WINDOW in kinds
+        self._announced = bool(closing & kinds)
         return messages
 
     def _check_kinds(self, messages: list[list[float]], *expected: _Kind) -> None:

@@ -110,10 +110,11 @@ class Guard:
             if likely:
                 self._watch(likely[i] for i in sorted({0, len(likely) // 2, len(likely) - 1}))
                 self._watches_all = False
-        self._settle()
+                self._settle()
         for watched in self._watched:
-            watched.arrivals = 0
-            watched.finish()
+            # The update is made with this gradient, which is not to join the next sum.
+            gradient, watched.arrivals = watched.parameter.grad, 0
+            watched.finished = None if gradient is None else (gradient, gradient._version)
 
     def counted(self, last_next: bool) -> None:
         """A micro-batch is in, which weighs something; `last_next` if the next one closes the window."""
@@ -141,6 +142,21 @@ class Guard:
             if version != watched.parameter._version and version != UNKNOWN:
                 return True
         return False
+
+    @property
+    def untouched(self) -> bool:
+        """Whether one look shows that autograd alone has written the sum, and nobody the parameters: next to always."""
+        if self._unfinished or self._kept or self._tampering is not None:
+            return False
+        for watched in self._watched:
+            parameter, gradient = watched.parameter, watched.gradient
+            if parameter._version != watched.parameter_version:
+                return False
+            if gradient is not None and (
+                gradient is not parameter.grad or gradient._version != watched.version or watched.digest is not None
+            ):
+                return False
+        return True
 
     @property
     def idle(self) -> bool:

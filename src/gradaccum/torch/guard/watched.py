@@ -55,7 +55,7 @@ class Watched:
         self.parameter = parameter
         self.arrivals = 0
         self.gradient: Tensor | None = None  # kept, so that no other tensor can have its id
-        self.finished: tuple[Tensor, int] | None = None
+        self.finished: tuple[Tensor, int] | None = None  # what an update was made with
         self.version, self.parameter_version = 0, UNKNOWN
         self.digest: Tensor | None = None  # of its values, where they are compared
         this, listener_of = weakref.ref(self), weakref.ref(listener)  # the parameter shall not keep the optimizer alive
@@ -69,10 +69,9 @@ class Watched:
             number = current_backward()
             if number != listener.current_pass and number is not None:
                 listener.pass_begins(number)
-            gradient, before = parameter.grad, watched.gradient
-            same = gradient is not None and gradient is before and gradient._version == watched.version + 1
-            if same and not listener.compares:
-                watched.version, watched.digest = watched.version + 1, None  # next to always
+            gradient, before, version = parameter.grad, watched.gradient, watched.version + 1
+            if gradient is before and gradient is not None and gradient._version == version and not listener.compares:
+                watched.version, watched.digest = version, None  # next to always
                 return
             if before is not None and gradient is not None:
                 listener.noticed(watched.tampering_before(gradient))
@@ -95,11 +94,6 @@ class Watched:
         if gradient is not None:
             self.version = gradient._version
             self.digest = _digest(gradient) if compares else None
-
-    def finish(self) -> None:
-        """The update of a window is made with this gradient, which is not to join the next sum."""
-        gradient = self.parameter.grad
-        self.finished = None if gradient is None else (gradient, gradient._version)
 
     def left_before(self, gradient: Tensor) -> Tampering | None:
         """Whether the last window's gradient was still there when this one arrived."""

@@ -192,11 +192,12 @@ class Accumulation:
         """What comes through `loss.backward()` cannot be multiplied there, so it is on its way to the sum."""
         (self.ranks if self.ranks.in_step else self.arrivals).scale(factor)
 
-    def add(self, scaled: Sequence[Any] = ()) -> bool:
+    def add(self, scaled: Sequence[Any] = (), untouched: bool = False) -> bool:
         """Count the micro-batch. Returns whether the window closes with it.
 
         Args:
             scaled: Under a GradScaler, its live scale (None after `unscale_`) and whether it found an overflow.
+            untouched: Whether the guard has seen just now that autograd alone has written the sum.
 
         Raises:
             WindowError: The sum was edited or cleared from outside, or a backward pass failed.
@@ -204,7 +205,7 @@ class Accumulation:
         window, guard, one = self.window, self.guard, self.window.micro_batch
         if scaled and scaled[0] is None:
             guard.forget_values()  # `unscale_` has changed them, and raises no version
-        if self._failure is not None or guard.failed or guard.tampering() is not None:
+        if self._failure is not None or (not untouched and (guard.failed or guard.tampering() is not None)):
             self.check_failed()
             self.check_sum()
         in_reach = self.sums.detached is None
@@ -215,8 +216,8 @@ class Accumulation:
             if guard.arrivals != one.weighed:
                 raise mixed_terms_error()
             self.by_name.micro_batch_over()
-        elif one.weight is None and not one.in_batches and window.weights_given and guard.arrivals:
-            if window.reduction == "mean":
+        elif one.weight is None and not one.in_batches and window.weights_given and window.reduction == "mean":
+            if guard.arrivals:
                 raise mixed_error()
         elif one.weight is not None and one.factor != 1.0 and guard.arrivals != one.weighed:
             raise mixed_error()
@@ -224,7 +225,7 @@ class Accumulation:
             window.weigh(one.default if one.default_given else None)
         # One that weighs nothing has no say, unless `unscale_` has divided the others' sum in it.
         has_say = one.weight or (scaled and scaled[0] is None and in_reach)
-        if has_say and self.screened is None and (scaled or not guard.idle):
+        if has_say and self.screened is None and (scaled or guard.arrivals or not guard.idle):
             self.loss_scale.check(bool(scaled))
         if scaled:
             self._unscale(*scaled, in_reach=in_reach)
@@ -285,11 +286,11 @@ class Accumulation:
         return finished
 
     def _finish(self) -> bool:
-        self.sums.join_restored(self.loss_scale.scale)
+        if self.sums.restored is not None or (self.by_name is not None and self.by_name.terms):
+            self.sums.join_restored(self.loss_scale.scale)
         if self.screened is not None:
             self._screen(self.screened)
-        overflow = self._reduce() if self.ranks.several else self.loss_scale.overflowed()
-        if overflow:
+        if self._reduce() if self.ranks.several else self.loss_scale.overflowed():
             logger.info("No update: a gradient of this window overflowed the loss scale")
             return False
         if not self.ranks.several:
@@ -298,7 +299,7 @@ class Accumulation:
             logger.warning("No update: this window of %d micro-batches weighs nothing", self.window.micro_batches)
             return False
         # The ranks' reduction leaves a mean over them.
-        by_name = self.by_name is not None and self.by_name.fold()
+        by_name = self.by_name is not None and self.by_name.terms and self.by_name.fold()
         divisor = 1.0 if by_name else self.window.divisor / self.ranks.size
         self.sums.finish(divisor)
         if self.nonfinite == "skip_window" and not self._finite():
@@ -329,16 +330,15 @@ class Accumulation:
             if window.reduction == "mean":
                 self.sums.scale_(window.rescale(self.unit))
             scale.bring_to(ranks.loss_scale)
-        weights = window.weight, window.weights_given, window.largest
-        total = ranks.total(Total(*weights, *scale.agreement(), window.equal))
+        mine = Total(window.weight, window.weights_given, window.largest, *scale.agreement(), window.equal)
+        total = ranks.total(mine)
         scale.agree(ranks.loss_scale)
         window.weight, window.weights_given = total.weight, total.given
         self.unit = total.largest or self.unit
-        overflow = total.overflow
-        if total.scale and not overflow:
+        if total.scale and not total.overflow:
             self.sums.scale_(1 / total.scale)
-            overflow = by_hand and ranks.in_step and not self._finite()  # the scaler has not seen what FSDP kept
-        return overflow
+            return by_hand and ranks.in_step and not self._finite()  # the scaler has not seen what FSDP kept
+        return total.overflow
 
     # What `ranks` calls: a `gradaccum.torch.distributed.Listener`.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Iterator
+import operator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -129,6 +130,7 @@ class _Ahead:
         """Raised when the batch in hand has been trained on: it is a good one."""
         self.is_over = False
         self._iterator = iter(loader)
+        self._has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._compares = True
         try:
             for _ in range(to_skip):
@@ -144,6 +146,7 @@ class _Ahead:
                 f"loader of type {type(loader).__name__}. An iterator can be used only once; pass what makes a new "
                 "one for each epoch."
             ) from None
+        self._contents = _Contents(self.batch)
 
     def fetch(self) -> Any:
         """Fetch the next batch. Returns the loader's own state before that, if it has one.
@@ -151,8 +154,9 @@ class _Ahead:
         Raises:
             ValueError: That changed the batch before.
         """
-        state = _state_of(self.loader)
-        batch, before = self.batch, _Contents(self.batch, copied=self._compares)
+        state = _state_of(self.loader) if self._has_state else None
+        before = self._contents
+        before.remember(copied=self._compares)
         try:
             self.batch = next(self._iterator)
         except StopIteration:
@@ -160,8 +164,9 @@ class _Ahead:
         except Exception as error:
             self.failure = error
         else:
-            self._compares = before.shares_memory(self.batch)
-            if before.changed(batch):
+            self._contents = _Contents(self.batch)
+            self._compares = before.shares_memory(self._contents)
+            if before.changed():
                 raise ValueError(
                     "Fetching the next batch changed the one in use: the loader refills a buffer, or the container "
                     "that it yields, and batches() fetches one batch ahead. Yield new ones: buffer.clone(), or "
@@ -172,8 +177,6 @@ class _Ahead:
 
 def _state_of(loader: Any) -> Any:
     """What the loader can go on from; None where it has no state, and its first batches are to be skipped."""
-    if not hasattr(loader, "state_dict") or not hasattr(loader, "load_state_dict"):
-        return None
     try:
         return copy.deepcopy(loader.state_dict())
     except (AttributeError, NotImplementedError):  # Accelerate's has the method whether its inner loader has or not
@@ -181,22 +184,36 @@ def _state_of(loader: Any) -> Any:
 
 
 class _Contents:
-    """The tensors of a batch as they were."""
+    """The tensors of a batch, and where in memory they lie."""
 
-    def __init__(self, batch: Any, copied: bool) -> None:
-        self._tensors = _tensors(batch)
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+        self._hold(_tensors(batch))
+        self._fixed = type(batch) is tuple and _are(batch, self._tensors)
+        """Whether it cannot come to hold other tensors."""
+
+    def _hold(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self._spans = [span for tensor in tensors if (span := _span(tensor))]
+
+    def remember(self, copied: bool) -> None:
+        """As they are now they are to be found again."""
+        if not self._fixed and not _are(now := _tensors(self._batch), self._tensors):
+            self._hold(now)
         self._versions = [tensor._version for tensor in self._tensors]
         self._copies = [tensor.clone() for tensor in self._tensors] if copied else None
 
-    def shares_memory(self, batch: Any) -> bool:
+    def shares_memory(self, other: _Contents) -> bool:
         """Whether another batch's tensors lie, in part perhaps, where these do."""
-        here = [span for tensor in self._tensors if (span := _span(tensor))]
-        there = [span for tensor in _tensors(batch) if (span := _span(tensor))]
-        return any(a < d and c < b for a, b in here for c, d in there)
+        for a, b in self._spans:
+            for c, d in other._spans:
+                if a < d and c < b:
+                    return True
+        return False
 
-    def changed(self, batch: Any) -> bool:
+    def changed(self) -> bool:
         """Whether the batch holds other tensors by now, or other numbers in them."""
-        now = _tensors(batch)
+        now = self._tensors if self._fixed else _tensors(self._batch)
         if len(now) != len(self._tensors):
             return True
         for index, (one, before) in enumerate(zip(now, self._tensors, strict=True)):
@@ -225,6 +242,11 @@ def _tensors(batch: Any) -> list[Tensor]:
         elif hasattr(leaf, "__array_interface__") and has_rows(leaf) and leaf.dtype.kind in "biuf":
             found.append(torch.as_tensor(leaf))
     return found
+
+
+def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether both hold the same objects."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _span(tensor: Tensor) -> tuple[int, int] | None:

@@ -108,9 +108,10 @@ def _rows_of_tensors(batch: Iterable[Any]) -> int | None:
         if not isinstance(leaf, Tensor):
             return None
         if leaf.dim():
+            length = leaf.size(0)  # len() is written in Python
             if rows is None:
-                rows = len(leaf)
-            elif rows != len(leaf):
+                rows = length
+            elif rows != length:
                 return None
     return rows
 

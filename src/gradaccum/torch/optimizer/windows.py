@@ -99,8 +99,10 @@ class Windows:
 
     def _settle_steps(self) -> None:
         """Have the empty window as long as the schedule says."""
-        at = self.epoch, self.updates
-        if self._scheduled_for != at:
+        at, constant = (self.epoch, self.updates), self.schedule.constant
+        if constant is not None and constant == self.accumulation.window.steps:
+            self._scheduled_for = at  # next to always
+        elif self._scheduled_for != at:
             steps = self.schedule(*at)
             if self.schedule.largest is None:
                 self._check_steps(Schedule(steps))
@@ -139,18 +141,20 @@ class Windows:
             WindowError: The batch of `batches()` in use is counted already; or the sum was edited from outside.
         """
         accumulation = self.accumulation
-        one = accumulation.window.micro_batch
+        window, guard = accumulation.window, accumulation.guard
+        one = window.micro_batch
         if one.in_batches and not one.announced:
             raise _counted_twice_error()
         if self.fetched_ahead and not one.in_batches:
             raise _fetched_ahead_error()
-        if not accumulation.window.is_open:
+        if not window.weights:
             self._settle_steps()
             self._note_settings()
-            accumulation.guard.window_begins()
-        if self.schedule.constant != 1 and not self.ranks.in_step:
+            guard.window_begins()
+        untouched = guard.untouched
+        if not (untouched and guard.arrivals) and self.schedule.constant != 1 and not self.ranks.in_step:
             self._check_micro_batch(accumulation)
-        closes = accumulation.add(scaled)
+        closes = accumulation.add(scaled, untouched)
         if not one.in_batches and self._rows_beside.any:
             self._rows_beside.look()
         self.in_epoch, self.updated = True, False
@@ -193,12 +197,13 @@ class Windows:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Empty the gradients between windows; inside an open window, do nothing."""
-        if self.accumulation.window.is_open:
-            self.accumulation.check_untouched()
-            if self.accumulation.guard.compares:
-                self.accumulation.guard.tampering()
-        else:
-            self.accumulation.empty(set_to_none)
+        accumulation = self.accumulation
+        if not accumulation.window.weights:
+            accumulation.empty(set_to_none)
+            return
+        accumulation.check_untouched()
+        if accumulation.guard.compares:
+            accumulation.guard.tampering()
 
     def flush(self) -> bool:
         """Close the open window now; outside of `batches()` this ends the epoch. Returns whether it made an update."""
