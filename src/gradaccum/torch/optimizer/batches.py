@@ -296,7 +296,8 @@ class _Member:
             alone = not isinstance(windows.source, Batches) or len(windows.source.members) == 1
             self._over = ranks.agree_on_last(last, alone and not windows.accumulation.loss_scale.known)
         windows.accumulation.expect(weight, given, self._over)
-        windows.expect_next(counts=weight > 0)
+        if ranks.several:
+            windows.expect_next(counts=weight > 0)
 
     def pass_on(self) -> None:
         """The next batch is asked for."""
