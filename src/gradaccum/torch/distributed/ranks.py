@@ -238,9 +238,9 @@ class Ranks(SingleRank):
         # Sharded models reduce in every backward pass of this micro-batch.
         late = self._versions is not None and not self.in_step and self._versions != self._current_versions()
         messages = list[list[float]]()
-        if not self._announced and isinstance(self._engine, Shards):
+        if not self._announced and self.in_step:
             self._announce(_Kind.WINDOW)
-        elif not self._announced:
+        elif not self._announced and isinstance(self._engine, Replicas):
             messages = self._announce(_Kind.FINISHED, *mine, late, self._engine.will_fill, self._engine.passes)
         if self._versions is None:
             self._together.reduce() if self.in_step else self._engine.reduce()
