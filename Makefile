@@ -25,7 +25,7 @@ IN_PARALLEL := $(MAKE) --jobs=2 --keep-going --output-sync=target
 
 # A suite is a process of its own: one for each of Keras' backends, five for the rest. The longest come first.
 KERAS_SUITES := test-keras-jax test-keras-tensorflow test-keras-torch
-SUITES := test-torch test-centre test-keras-tensorflow test-keras-jax test-jax test-ranks test-keras-torch \
+SUITES := test-jax test-torch test-keras-tensorflow test-centre test-ranks test-keras-jax test-keras-torch \
 	test-integrations
 SELECT := not slow and not gpu and not fuzz
 PYTEST = $(BIN)/python -m pytest -q -m "$(SELECT)"

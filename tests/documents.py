@@ -26,7 +26,7 @@ _FRAMEWORKS_OWN = ["-W", "ignore:__array__ implementation doesn't accept a copy 
 # Run with a framework's modules. Each line that it reads is a program, a folder and arguments; it answers with a line.
 # Every block of a page is compiled with its own line numbers, so that a traceback points into the page.
 _RUNNER = """
-import importlib, json, os, pathlib, re, signal, sys, traceback, warnings
+import gc, importlib, json, os, pathlib, re, signal, sys, traceback, warnings
 
 def run(program, arguments):
     path = pathlib.Path(program)
@@ -43,6 +43,8 @@ def run(program, arguments):
 
 for module in sys.argv[1:]:
     importlib.import_module(module)
+gc.collect()
+gc.freeze()  # or each program's own collections would look at what the imports have left, and copy its memory
 warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork", DeprecationWarning)
 for line in sys.stdin:
     program, folder, *arguments = json.loads(line)

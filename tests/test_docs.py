@@ -25,7 +25,8 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (folder / "first.md").write_text(re.findall(r"^```python\n.*?^```$", text, re.MULTILINE | re.DOTALL)[0] + "\n")
-    trainers = [p for p in PAGES if re.search(r"^(from|import) (transformers|accelerate)", p.read_text("utf-8"), re.M)]
+    of_trainers = re.compile(r"^(from|import) (\w*transformers|accelerate)", re.MULTILINE)
+    trainers = [p for p in PAGES if of_trainers.search(p.read_text(encoding="utf-8"))]
     others = [p for p in PAGES if p not in trainers]
     done = run_in(with_pytorch(), [*others, folder / "first.md"], folder)
     (folder / "trainers").mkdir()

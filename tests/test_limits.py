@@ -101,8 +101,9 @@ def said(part):
     grams = {part[i : i + GRAM] for i in range(max(1, len(part) - GRAM + 1))}
     for made, text in shared(grams) if len(part) >= GRAM else [one for one in templates() if part in one[1]]:
         for at, character in enumerate(made):
-            literal = text[at : at + len(part)].partition("\0")[0]
-            if character is PLACEHOLDER or part.startswith(literal):
+            if character not in (PLACEHOLDER, part[0]):
+                continue
+            if character is PLACEHOLDER or part.startswith(text[at : at + len(part)].partition("\0")[0]):
                 values = aligned(part, made, at)
                 if values is None or values == (part,):
                     continue

@@ -272,13 +272,17 @@ def test_a_disk_that_fills_while_it_trains_costs_the_report_alone(folder, tmp_pa
     assert list((tmp_path / "out").iterdir()) == []
 
 
+LATER = "rich", "numpy", "sklearn", "jinja2"
+"""Libraries that are missed where matplotlib is: when the command runs."""
+
+
 def test_a_framework_that_is_missing_is_told_with_its_extra(monkeypatch):
     monkeypatch.setattr("gradaccum.cli.group.importlib.util.find_spec", lambda name: None)
     result = CliRunner().invoke(commands, ["demo", "--framework", "keras"])
     assert_one_clear_line(result, "keras is not installed", 'pip install "gradaccum[keras]"')
 
 
-@pytest.mark.parametrize("library", ["click", "rich", "numpy", "sklearn", "jinja2", "matplotlib"])
+@pytest.mark.parametrize("library", ["click", "matplotlib", *(pytest.param(n, marks=pytest.mark.slow) for n in LATER)])
 def test_a_library_that_is_missing_is_told_with_the_extra_before_training(library, tmp_path):
     (tmp_path / f"{library}.py").write_text(f"raise ModuleNotFoundError('No module', name='{library}')")
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from gradaccum.__main__ import main; main()"

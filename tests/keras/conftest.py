@@ -7,9 +7,13 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 BACKEND = os.environ["KERAS_BACKEND"]
 if BACKEND == "jax":  # before JAX starts: two devices to train on at once
-    # And without fusion emitters: they take most of the time it takes to compile a program, which here runs once.
+    # And without fusion emitters, and with a program in one piece for LLVM, not 32: they take most of the time it takes
+    # to compile a program, which here runs once.
     # The numbers are the same; without LLVM's optimizations, which saves as much, sums round otherwise.
-    flags = "--xla_force_host_platform_device_count=2 --xla_cpu_use_fusion_emitters=false"
+    flags = (
+        "--xla_force_host_platform_device_count=2 --xla_cpu_use_fusion_emitters=false"
+        " --xla_cpu_parallel_codegen_split_count=1"
+    )
     os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 import keras  # noqa: E402  # Keras reads the environment when it is imported

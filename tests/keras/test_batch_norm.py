@@ -81,6 +81,7 @@ def test_pooled_statistics_heed_masks(bound):
     assert relative_error(moving(ours), moving(plain)) <= max(bound, 1e-8)
 
 
+@compiled_on("jax")
 def test_frozen_normalises_by_the_moving_statistics_and_leaves_them(bound):
     ours, _ = run(normalised, mse, X, X[:, :3], 4, batch_norm="frozen", epochs=1)
     assert relative_error(moving(ours), [np.zeros(5), np.ones(5)]) == 0
@@ -96,6 +97,7 @@ def test_frozen_normalises_by_the_moving_statistics_and_leaves_them(bound):
     assert relative_error(ours.get_weights(), plain.get_weights()) <= bound
 
 
+@compiled_on("jax")
 def test_the_layers_are_left_as_they_were():
     model, _ = run(normalised, mse, X, X[:, :3], 4, batch_norm="pooled", epochs=1)
     bn = model.get_layer("bn")
@@ -103,6 +105,7 @@ def test_the_layers_are_left_as_they_were():
     assert "call" not in vars(bn)
 
 
+@compiled_on("jax")
 def test_pooling_what_cannot_be_pooled_is_refused():
     def twice():
         inputs = layers.Input((5,))

@@ -131,7 +131,7 @@ def dropout(params, batch, key):
     return squared_error(params, (x * jax.random.bernoulli(key, 0.5, x.shape), y))
 
 
-@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize("make", [jax.random.key, pytest.param(jax.random.PRNGKey, marks=pytest.mark.slow)])
 def test_dropout_is_no_difference_where_its_key_is_named(make):
     result = check_equivalence(dropout, network(), BATCH, make(0), rng_argnum=2)
     assert result.ok, result

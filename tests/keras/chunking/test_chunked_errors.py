@@ -140,6 +140,7 @@ def in_fit(layer, **options):
     return model
 
 
+@compiled_on("tensorflow")
 @pytest.mark.parametrize("kind", [slow("count"), "mean"])
 def test_the_first_call_proves_itself_in_fit(kind):
     message = "(?s)The chunked Shared .* other outputs or gradients .*`call` of Shared itself mixes rows"
@@ -266,6 +267,7 @@ def test_verify_names_batch_normalization_unless_it_is_frozen():
     chunked(make(), MICRO, batch_norm="frozen").verify(x)
 
 
+@compiled_on("tensorflow")
 def test_verify_passes_what_works_row_by_row_and_moves_nothing():
     layer = chunked(keras.Sequential([layers.Input((5,)), Dropping(), layers.Dense(3)]), MICRO)
     before = [ops.convert_to_numpy(variable) for variable in layer.variables]

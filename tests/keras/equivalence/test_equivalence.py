@@ -47,6 +47,7 @@ def test_masks_and_several_outputs_pass():
     assert check_equivalence(compiled(two_outputs(), **two_losses()), TWO_INPUTS, TWO_TARGETS, micro_batch_size=3).ok
 
 
+@compiled_on("tensorflow")
 def test_dropout_is_no_difference():
     model = keras.Sequential([layers.Dense(8), layers.Dropout(0.5), layers.Dense(3, activation="softmax")])
     result = check_equivalence(compiled(model), X, CLASSES)
@@ -105,6 +106,7 @@ def test_a_layer_that_mixes_rows_is_named():
         result.raise_if_different()
 
 
+@compiled_on("tensorflow")
 def test_a_loss_that_looks_across_rows_is_named():
     model = keras.Sequential([layers.Dense(3, "sigmoid")])
     result = check_equivalence(compiled(model, loss=losses.Dice()), X, np.eye(3)[CLASSES])
@@ -125,6 +127,7 @@ def test_an_added_loss_that_is_no_mean_is_named():
     assert [(cause.kind, cause.where) for cause in result.causes] == [("regulariser", "losses[0]")]
 
 
+@slow_where_compiled
 def test_it_saves(tmp_path):
     result = check_equivalence(compiled(classifier()), X, CLASSES)
     assert result.save(tmp_path / "result.json").exists()

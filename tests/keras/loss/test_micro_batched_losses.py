@@ -77,6 +77,7 @@ FEW = ["MeanSquaredError", "CosineSimilarity", "SparseCategoricalCrossentropy"][
 """One of each kind of arguments, the first alone where each is compiled; the others are slow."""
 
 
+@compiled_on("tensorflow")
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in ADDITIVE])
 def test_losses_of_single_rows_match_plain_fit(float64, name):
     of_rows(name, "sum_over_batch_size", float64)

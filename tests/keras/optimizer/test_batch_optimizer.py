@@ -120,6 +120,7 @@ def test_a_model_with_batch_normalization_trains_and_is_named():
     assert np.isfinite(model.evaluate(x, y, verbose=0))
 
 
+@compiled_on("tensorflow")
 def test_float64_weights(float64):
     batches = micro_batches(4, 18)
     model = network()

@@ -84,6 +84,7 @@ def test_a_batch_optimizers_rows_are_those_of_the_targets_too(fit_bound):
     assert error(model, expected) <= fit_bound
 
 
+@compiled_on("jax")
 @pytest.mark.parametrize("jit", [False, slow(True)])
 def test_inputs_without_targets_must_have_the_same_number_of_rows(jit):
     model = graph(WithoutTargets, Optimizer(sgd(), 4))

@@ -54,7 +54,9 @@ def both(make, steps=4, windows=3, by=""):
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in ("SGD", "Adam", "a custom one") else pytest.param(n, marks=pytest.mark.slow) for n in INNER]
+    "name",
+    ["Adam", slow("SGD"), slow("a custom one")]
+    + [pytest.param(n, marks=pytest.mark.slow) for n in INNER if n not in ("Adam", "SGD", "a custom one")],
 )
 def test_every_optimizer_matches_the_large_batch_with_ema_schedule_and_clipping(name, bound):
     if name == "Muon":
@@ -78,18 +80,20 @@ SETTINGS = {
 }
 
 
+@compiled_on("jax")
 @pytest.mark.parametrize("inner", [keras.optimizers.SGD, pytest.param(keras.optimizers.Adam, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_act_once_per_update(setting, inner, bound):
     assert both(lambda: inner(**{"learning_rate": 0.1} | SETTINGS[setting])) <= bound
 
 
+@compiled_on("tensorflow")
 @pytest.mark.parametrize("make", [slow(sgd), adam])
 def test_an_eager_loop_matches_the_large_batch(make, bound):
     assert both(make, by="eager") <= bound
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("make", [slow(sgd), adam])
 def test_fit_matches_the_large_batch(make, fit_bound):
     x, y = regression(64)
     model = wrapped(make(), 4)
@@ -148,7 +152,7 @@ def test_swap_ema_weights_finds_the_average(fit_bound):
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # a plain optimizer says so too
-@pytest.mark.parametrize(("absent_last", "make"), [(True, sgd), slow(True, adam), slow(False, sgd), (False, adam)])
+@pytest.mark.parametrize(("absent_last", "make"), [(True, sgd), *map(slow, (True, False, False), (adam, sgd, adam))])
 def test_a_gradient_that_is_none_in_some_micro_batches_keeps_the_sum(absent_last, make, bound):
     first, second = micro_gradients(2)
     hollow = [second[0], None, None]
@@ -299,6 +303,7 @@ def test_steps_updated_and_flush_between_calls(bound):
     assert relative_error(accumulated, expected) <= bound
 
 
+@compiled_on("tensorflow")
 def test_sparse_gradients_of_an_embedding_match_the_dense_gradient(fit_bound):
     ids, y = np.random.default_rng(0).integers(0, 6, (24, 4)), np.random.default_rng(1).normal(size=(24, 2))
 

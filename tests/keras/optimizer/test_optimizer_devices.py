@@ -121,6 +121,7 @@ def test_an_overflow_leaves_the_next_windows_aligned():
     assert int(model.optimizer.iterations) == 6
 
 
+@compiled_on("jax")
 def test_mixed_bfloat16_matches_the_large_batch():
     keras.config.set_dtype_policy("mixed_bfloat16")
     x, y = regression(32)

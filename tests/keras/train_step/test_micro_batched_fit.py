@@ -80,6 +80,7 @@ def test_train_on_batch_matches_plain_keras(float64):
     assert relative_error(models[1][1:], models[0][1:]) <= 10 * float64
 
 
+@compiled_on("tensorflow")
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras has no steps_per_execution on PyTorch.")
 def test_steps_per_execution_matches_plain_fit(float64):
     assert_same(classifier, lambda: {**crossentropy(), "steps_per_execution": 2}, X, CLASSES, float64, eager=False)
@@ -187,6 +188,7 @@ def test_a_model_without_metrics_matches_plain_fit(float64):
     assert_same(classifier, lambda: {"loss": "sparse_categorical_crossentropy"}, X, CLASSES, float64)
 
 
+@compiled_on("tensorflow")
 def test_mixed_float16_with_loss_scaling_matches_plain_fit():
     def make():
         keras.config.set_dtype_policy("mixed_float16")
@@ -216,6 +218,7 @@ def test_half_precision_gradients_are_summed_in_float32():
     assert float(ops.convert_to_numpy(ops.cast(model.weights[0], "float32")).item()) == 1.0
 
 
+@compiled_on("tensorflow")
 def test_variables_without_a_gradient_stay_as_they_are():
     class Unused(keras.Model):
         def __init__(self):

@@ -116,6 +116,7 @@ def refused(model, x, y, match, **compiled):
     assert int(model.optimizer.iterations) == 0
 
 
+@compiled_on("tensorflow")
 @pytest.mark.parametrize("name", some_slow(ACROSS_ROWS, REPRESENTATIVES))
 def test_a_loss_that_looks_across_rows_is_refused_by_name(name):
     loss, y = ACROSS_ROWS[name]

@@ -1,6 +1,7 @@
 """What goes wrong on one rank, or on all of them, in the tests of windows over several ranks."""
 
 import os
+import pathlib
 import time
 from typing import Any
 
@@ -98,15 +99,19 @@ def dies(rank: int) -> None:
         optimizer.step()
 
 
-def sleeps(rank: int, seconds: float) -> None:
-    """One rank is late for longer than the process group waits."""
+def is_late(rank: int, given_up: pathlib.Path) -> None:
+    """One rank comes when the other no longer waits, and has said so in a file."""
     replica, optimizer = wrap(network(), 2)
-    for i, rows in enumerate(data([[4] * 2] * 2)[rank]):
-        if rank == 1 and i == 1:
-            time.sleep(seconds)
-        optimizer.zero_grad()
-        loss_of(replica, rows).backward()
-        optimizer.step()
+    try:
+        for i, rows in enumerate(data([[4] * 2] * 2)[rank]):
+            while rank == 1 and i == 1 and not given_up.exists():
+                time.sleep(0.01)
+            optimizer.zero_grad()
+            loss_of(replica, rows).backward()
+            optimizer.step()
+    finally:
+        if rank == 0:
+            given_up.touch()
 
 
 def another_rank(rank: int) -> None:
@@ -215,20 +220,17 @@ def weighed_on_one_rank(rank: int) -> None:
         optimizer.step()
 
 
-def cannot_be_built(rank: int, which: str) -> float:
-    """Rank 1's Optimizer or TrainStep is refused, and then built again on both ranks. Returns when that was known."""
+def cannot_be_built(rank: int, which: str) -> None:
+    """Rank 1's Optimizer or TrainStep is refused, which rank 0 hears of; it is then built again on both ranks."""
     replica = DistributedDataParallel(network())
-    start = time.monotonic()
     with pytest.raises(WindowError if rank == 0 else ValueError) as raised:
         if which == "optimizer":
             Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=2 - 2 * rank, model=replica)
         else:
             step_of(replica, micro_batch_size=4 - 4 * rank)
     assert rank == 1 or "Rank 1 raised an error while it built" in str(raised.value)
-    seconds = time.monotonic() - start
     optimizer = Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=2, model=replica)
     step_all(replica, optimizer, data([[4] * 2] * 2)[rank])
-    return seconds
 
 
 def never_built(rank: int) -> None:

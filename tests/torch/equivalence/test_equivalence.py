@@ -466,6 +466,14 @@ REPEAT = {  # what another of its kind is here for
         "rows in the second dimension",
     ),
     *("an input with another number of rows", "running statistics of InstanceNorm"),
+    # docs/equivalence.md has these, and runs.
+    *(
+        "class weights",
+        "a sum taken for a mean",
+        "a regulariser beside a sum",
+        "a buffer that counts",
+        "nondeterminism",
+    ),
 }
 
 

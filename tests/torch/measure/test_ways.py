@@ -85,7 +85,7 @@ def test_the_example_s_large_models_are_shapes_alone() -> None:
     pytest.importorskip("transformers")
     example = runpy.run_path(str(EXAMPLE))
     model, ids, keywords = example["large_model"](
-        layers=3, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2
+        layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2
     )
     assert {p.device.type for p in model.parameters()} == {ids.device.type} == {"meta"}
     ways = {way.name: way for way in estimate_ways(model, ids[:8, :8], **keywords, memory_limit="1GiB").ways}
