@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from scripts.pictures import svg, text
+
 PAGE = Path(__file__).parent.parent / "docs" / "images" / "layers.svg"
 BLOCKS, MICRO_BATCHES = 4, 3
 CELL, GAP, LEFT, TOP = 17, 46, 92, 58
-COLOURS = ["#4c78a8", "#f58518", "#54a24b"]
+COLOURS = ["a", "b", "c"]
 
 Pass = tuple[int, int, str]
 """Which row of the picture, which micro-batch, and what it is: forward, backward or update."""
@@ -39,55 +41,47 @@ def layer_by_layer() -> list[Pass]:
     return [*passes, (top, -1, "update")]
 
 
-def drawn(passes: list[Pass], left: int, title: str) -> str:
-    """One of the two, as SVG."""
+def mark(x: float, y: float, kind: str, colour: str) -> str:
+    """A pass: forward ones are outlines, dashed where they run again."""
+    fill = "none" if kind in ("forward", "again") else f"var(--{colour})"
+    dash = ";stroke-dasharray:2 2" if kind == "again" else ""
+    return f'<rect x="{x:g}" y="{y:g}" width="6" height="{CELL - 5}" style="fill:{fill};stroke:var(--{colour}){dash}"/>'
+
+
+def drawn(passes: list[Pass], left: int, title: str) -> list[str]:
+    """One of the two, as shapes."""
     names = ["embedding", *(f"block {place + 1}" for place in range(BLOCKS)), "head, loss"]
-    parts = [f'<text x="{left}" y="{TOP - 18}" class="title">{title}</text>']
+    parts = [text(left, TOP - 18, title, "title")]
     for row, name in enumerate(names):
         y = TOP + (BLOCKS + 1 - row) * CELL
-        parts.append(f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">{name}</text>')
-        parts.append(f'<path d="M{left} {y + CELL - 1}h{len(passes) * 8}" stroke="#8884" />')
+        parts.append(text(left - 8, y + 12, name, "small end"))
+        parts.append(f'<path d="M{left} {y + CELL - 1}h{len(passes) * 8}" style="stroke:var(--rule)"/>')
     for time, (row, micro_batch, kind) in enumerate(passes):
-        x, y = left + time * 8, TOP + (BLOCKS + 1 - row) * CELL
-        colour = COLOURS[micro_batch] if micro_batch >= 0 else "#777"
-        fill = {"forward": "none", "again": "none"}.get(kind, colour)
-        dash = ' stroke-dasharray="2 2"' if kind == "again" else ""
-        parts.append(
-            f'<rect x="{x + 1}" y="{y + 2}" width="6" height="{CELL - 5}" fill="{fill}" stroke="{colour}"{dash} />'
-        )
-    return "\n".join(parts)
+        colour = COLOURS[micro_batch] if micro_batch >= 0 else "quiet"
+        parts.append(mark(left + time * 8 + 1, TOP + (BLOCKS + 1 - row) * CELL + 2, kind, colour))
+    return parts
 
 
 def picture() -> str:
-    """Both, one below the other as long as they are, with a legend."""
+    """Both beside each other as long as they are, with a legend."""
     first, second = accumulation(), layer_by_layer()
-    width = LEFT * 2 + GAP + 8 * (len(first) + len(second))
+    width = LEFT * 2 + GAP + 8 * (len(first) + len(second)) + 20
     height = TOP + (BLOCKS + 2) * CELL + 44
-    legend, x, y = [], LEFT, height - 18
-    for kind, fill, dash, name in (
-        ("", "none", "", "forward"),
-        ("", "none", ' stroke-dasharray="2 2"', "forward again"),
-        ("", COLOURS[0], "", "backward"),
-        ("", "#777", "", "update, gradient freed"),
-    ):
-        colour = fill if fill == "#777" else COLOURS[0]
-        legend.append(f'<rect x="{x}" y="{y}" width="6" height="12" fill="{fill}" stroke="{colour}"{dash}{kind} />')
-        legend.append(f'<text x="{x + 12}" y="{y + 11}">{name}</text>')
+    legend, x, y = [], LEFT, height - 20
+    kinds = {"forward": "forward", "again": "forward again", "backward": "backward", "update": "update, gradient freed"}
+    for kind, name in kinds.items():
+        legend += [mark(x, y, kind, "quiet" if kind == "update" else "a"), text(x + 12, y + 10, name, "small")]
         x += 34 + 7 * len(name)
-    legend.append(f'<text x="{x + 20}" y="{y + 11}">one colour for each micro-batch; time runs to the right</text>')
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-            'font-size="12">',
-            '<rect width="100%" height="100%" fill="#fff" />',
-            "<style>.title { font-weight: bold; font-size: 14px }</style>",
-            drawn(first, LEFT, "Accumulation: all gradients wait for the last micro-batch"),
-            drawn(second, LEFT * 2 + GAP + 8 * len(first), "Layer by layer, updated in backward"),
-            *legend,
-            "</svg>",
-            "",
-        ]
+    legend.append(text(x + 20, y + 10, "one colour for each micro-batch; time runs to the right", "small"))
+    words = (
+        "Accumulation: each micro-batch goes forward and backward through all blocks, and the updates come last. "
+        "Layer by layer: each block's backward pass runs over all micro-batches, then its update is made."
     )
+    both = [
+        *drawn(first, LEFT, "Accumulation: gradients wait for the last micro-batch"),
+        *drawn(second, LEFT * 2 + GAP + 8 * len(first), "Layer by layer, updated in backward"),
+    ]
+    return svg(width, height, words, [*both, *legend])
 
 
 if __name__ == "__main__":

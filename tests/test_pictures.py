@@ -5,15 +5,19 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts import pictures
+from scripts import layers_picture, pictures
 
-DRAWN = ("window", "ways", "exactness", "scaling", "loss", "memory")
+DRAWN = ("window", "ways", "exactness", "scaling", "loss", "memory", "layers")
 
 
 @pytest.mark.parametrize("name", ["window", "ways", "exactness", "scaling"])
 def test_the_picture_is_what_the_script_draws(name):
     """After docs/peers.md has changed: python -m scripts.pictures exactness"""
     assert (pictures.IMAGES / f"{name}.svg").read_text(encoding="utf-8") == getattr(pictures, name)()
+
+
+def test_the_order_of_passes_is_what_its_script_draws():
+    assert layers_picture.PAGE.read_text(encoding="utf-8") == layers_picture.picture()
 
 
 def test_the_heat_map_has_every_cell_of_the_table_in_its_colour():
