@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-__all__ = ["Sync", "checked_choice", "checked_dtype", "checked_model", "checked_norm"]
+__all__ = ["Sync", "checked_choice", "checked_dtype", "checked_model", "checked_norm", "checked_scaler"]
 
 Sync = Literal["window", "micro_batch"]
 """When several ranks reduce their gradients: once per window, or on every micro-batch."""
@@ -45,3 +45,11 @@ def checked_choice(name: str, value: Any, choices: tuple[str, ...]) -> Any:
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}. Received: {name}={value!r}.")
     return value
+
+
+def checked_scaler(scaler: Any) -> Any:
+    """`scaler`, if it is a GradScaler, or does what one does, and is enabled; else None."""
+    wanted = ("is_enabled", "get_scale", "scale", "unscale_", "step", "update")
+    if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in wanted):
+        raise TypeError(f"`scaler` must be a torch.amp.GradScaler. Received: scaler={scaler!r}.")
+    return scaler if scaler is not None and scaler.is_enabled() else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from typing import Any
 
@@ -184,6 +185,61 @@ def test_in_backward_refuses_optimizers_that_look_across_parameters() -> None:
     optimizer.register_step_pre_hook(lambda *_: None)
     with pytest.raises(ValueError, match="SGD has hooks of register_step_pre_hook"):
         build(model, optimizer)
+
+
+class JointlyAbove(torch.optim.SGD):
+    """Normalises the large parameters by their joint norm."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        large = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None and p.dim() > 1]
+        large = [grad for grad in large if grad.numel() > 9]
+        if len(large) > 1:
+            torch._foreach_div_(large, float(torch.nn.utils.get_total_norm(large)))
+        return super().step(closure)
+
+
+class Averages(torch.optim.SGD):
+    """Keeps an average of the model's weights, which it finds outside of its groups."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model.parameters(), **options)
+        self.average = torch.optim.swa_utils.AveragedModel(model)
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        found = super().step(closure)
+        for p in self.average.module.parameters():
+            p.data.mul_(0.9)
+        return found
+
+
+class CountsInItself(torch.optim.SGD):
+    """Counts its steps in an attribute."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.count += 1
+        return super().step(closure)
+
+
+def test_in_backward_refuses_steps_that_do_more_than_update_their_parameters() -> None:
+    model = network()
+    with pytest.raises(ValueError, match="JointlyAbove makes another update where it steps parameters one by one"):
+        build(model, JointlyAbove(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"Averages.step\(\) does more than update its parameters: it calls aten"):
+        build(model, Averages(model, lr=0.1))
+    with pytest.raises(ValueError, match="CountsInItself makes another update"):
+        build(model, CountsInItself(model.parameters(), lr=0.1))
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    step, inner = build(model, optimizer), optimizer.step
+
+    @functools.wraps(inner)
+    def decayed(closure: Any = None) -> Any:
+        return inner(closure)
+
+    optimizer.step = decayed  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="SGD's step was replaced by step, and update='in_backward' calls it several"):
+        step(*batches()[0])
 
 
 def test_in_backward_refuses_by_name_what_needs_all_gradients_first() -> None:

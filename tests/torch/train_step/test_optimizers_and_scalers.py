@@ -383,3 +383,8 @@ def test_wrong_optimizers_are_told() -> None:
         make_step(model, gradaccum.torch.optim.Optimizer(sgd, steps=2))
     with pytest.raises(ValueError, match="closure"):
         make_step(model, torch.optim.LBFGS(model.parameters()), scaler=torch.amp.GradScaler("cpu"))
+
+
+def test_what_is_no_scaler_is_named():
+    with pytest.raises(TypeError, match="`scaler` must be a torch.amp.GradScaler. Received: scaler=3"):
+        make_step(network(), scaler=3)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
+from gradaccum.on_torch.arguments import checked_scaler
 from gradaccum.on_torch.gradients import GradientSum, clip_norm_, scale_
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.noise import NoiseMeter
@@ -59,7 +60,7 @@ class Update:
         for optimizer in self.optimizers:
             check_flattened(optimizer)
         demanding = [optimizer for optimizer in self.optimizers if needs_closure(optimizer)]
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.scaler = checked_scaler(scaler)
         if demanding and self.scaler is not None:
             raise ValueError(
                 f"A GradScaler cannot step {type(demanding[0]).__name__}, which evaluates a closure. "

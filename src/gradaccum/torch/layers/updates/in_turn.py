@@ -18,7 +18,7 @@ from gradaccum.on_torch.private import without_global_step_hooks
 from gradaccum.sizes import readable_bytes
 from gradaccum.torch.layers.blocks import Block
 from gradaccum.torch.layers.updates.ahead import Ahead
-from gradaccum.torch.layers.updates.one_by_one import check_one_by_one, limited_to
+from gradaccum.torch.layers.updates.one_by_one import check_one_by_one, check_own_step, limited_to
 from gradaccum.torch.layers.visits.files import in_file
 
 __all__ = ["InTurn", "Turns", "Window", "turns"]
@@ -166,6 +166,7 @@ class InTurn:
                     f"{type(optimizer).__name__} has hooks of register_step_pre_hook, which look at all gradients, and "
                     "with update='in_backward' these are never there together. Use update='after_backward'."
                 )
+            check_own_step(optimizer)
             sizes = self._state_bytes.get(id(optimizer))
             if sizes is None or len(sizes) != len(optimizer.param_groups):
                 self._state_bytes[id(optimizer)] = [*check_one_by_one(optimizer).values()]

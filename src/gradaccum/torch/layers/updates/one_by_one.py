@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradaccum.on_torch.batch import leaves
 from gradaccum.on_torch.private import without_global_step_hooks
 from gradaccum.rounding import rounding
 from gradaccum.torch.equivalence import relative_error
 
-__all__ = ["bytes_of_state", "check_one_by_one", "limited_to", "state_bytes_of"]
+__all__ = ["bytes_of_state", "check_one_by_one", "check_own_step", "limited_to", "state_bytes_of"]
 
-SIZE, MOST, UPDATES = 3, 3, 3
-"""Of a made-up parameter's dimensions; of those in a group; how often they are updated."""
+LONGEST, UPDATES = 32, 3
+"""A made-up parameter's longest dimension; how often they are updated."""
 
 
 @contextlib.contextmanager
@@ -48,8 +50,35 @@ def limited_to(optimizer: torch.optim.Optimizer, parameters: Collection[int]) ->
         groups[:] = [group for group, _ in held]
 
 
+def check_own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if somebody has put another function in the place of the optimizer's `step`.
+
+    Raises:
+        ValueError: It was replaced, by other than a learning-rate scheduler, which counts calls.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+        >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        >>> check_own_step(optimizer)
+        >>> optimizer.step = lambda closure=None: print("an average of the weights")
+        >>> check_own_step(optimizer)
+        Traceback (most recent call last):
+            ...
+        ValueError: SGD's step was replaced by <lambda>, and update='in_backward' calls it ...
+    """
+    found, own = vars(optimizer).get("step"), type(optimizer).step
+    while getattr(found, "__globals__", {}).get("__name__") == torch.optim.lr_scheduler.__name__:
+        found = found.__wrapped__  # type: ignore[union-attr]
+    if found is not None and getattr(found, "__func__", found) is not own:
+        raise ValueError(
+            f"{type(optimizer).__name__}'s step was replaced by {getattr(found, '__name__', found)}, and "
+            "update='in_backward' calls it several times in an update. What is to be done once belongs into a hook of "
+            "register_step_post_hook; or use update='after_backward'."
+        )
+
+
 def check_one_by_one(optimizer: torch.optim.Optimizer) -> dict[int, float]:
-    """Raise if what the optimizer does to a parameter depends on others, or on how often it steps.
+    """Raise if what the optimizer does to a parameter depends on others, or on how often it steps, or it does more.
 
     Args:
         optimizer: The user's. It and its parameters stay as they are.
@@ -58,7 +87,7 @@ def check_one_by_one(optimizer: torch.optim.Optimizer) -> dict[int, float]:
         Of each group, by its place, how many bytes of state there are for one of a parameter's numbers.
 
     Raises:
-        ValueError: It does; or a copy of it can't be stepped.
+        ValueError: It does; or its `step` does something even without parameters; or a copy of it can't be stepped.
 
     Example:
         >>> check_one_by_one(torch.optim.Adam([nn.Parameter(torch.ones(3, 3))]))[0] > 8
@@ -84,6 +113,13 @@ def check_one_by_one(optimizer: torch.optim.Optimizer) -> dict[int, float]:
             "others, or it counts its steps for all of them together. update='in_backward' would be inexact. Use "
             "update='after_backward', or an optimizer that treats each parameter by itself."
         )
+    more = _done_without_parameters(optimizer)
+    if more is not None:
+        raise ValueError(
+            f"{name}.step() does more than update its parameters: it calls {more} where it has none to update. "
+            "update='in_backward' would do that several times in an update. What is to be done once belongs into a "
+            "hook of register_step_post_hook; or use update='after_backward'."
+        )
     return bytes_of_state(at_once)
 
 
@@ -100,6 +136,32 @@ def state_bytes_of(optimizer: torch.optim.Optimizer) -> list[float]:
         return [*bytes_of_state(_trained(optimizer, sparse=False, one_by_one=False)).values()]
     except Exception:
         return [0.0] * len(optimizer.param_groups)
+
+
+class _FoundMore(BaseException):  # no error, and nothing that a step would catch
+    """An operation."""
+
+
+class _Refusing(TorchDispatchMode):
+    """Lets no operation happen, but the profiler's marks around a step."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "profiler":
+            raise _FoundMore(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _done_without_parameters(optimizer: torch.optim.Optimizer) -> str | None:
+    """The first operation of a step that has no parameters, or None."""
+    small = _in_small(optimizer)
+    try:
+        with limited_to(small, set()), without_global_step_hooks(), _Refusing():
+            small.step()
+    except _FoundMore as found:
+        return str(found.args[0])
+    except Exception:
+        return None  # a step that wants parameters gets some
+    return None
 
 
 def bytes_of_state(optimizer: torch.optim.Optimizer) -> dict[int, float]:
@@ -136,16 +198,9 @@ def _in_small(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     generator, memo = torch.Generator().manual_seed(1), dict[int, Any]()
     groups = []
     for group in optimizer.param_groups:
-        made: dict[Any, nn.Parameter] = {}
-        for p in group["params"]:
-            kind = p.dim(), p.dtype, p.device, len([1 for key in made if key[0] == p.dim()])
-            if len(made) < MOST + 1 and kind[-1] < 2:
-                shape = [SIZE + kind[-1]] * p.dim()
-                dtype = torch.float64 if p.dtype.is_floating_point else p.dtype
-                start = torch.randn(shape, generator=generator, dtype=torch.float64).to(p.device, dtype)
-                made[kind] = nn.Parameter(start)
+        made = [nn.Parameter(_random(p, shape, generator)) for p, shape in _shapes(group["params"])]
         others = {key: value for key, value in group.items() if key != "params"}
-        groups.append({"params": list(made.values()), **copy.deepcopy(others, memo)})
+        groups.append({"params": made, **copy.deepcopy(others, memo)})
         if isinstance(groups[-1].get("lr"), (int, float)):
             groups[-1]["lr"] = 0.1  # which a schedule may have set to 0
     small: torch.optim.Optimizer = object.__new__(type(optimizer))
@@ -160,25 +215,54 @@ def _in_small(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return small
 
 
+def _shapes(parameters: list[Any]) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+    """Shapes to make parameters of, with one that has it: of each number of dimensions the most common and the largest,
+
+    and two of each, so that those of the same shape meet.
+    """
+    kinds: dict[Any, list[tuple[int, ...]]] = defaultdict(list)
+    example = {}
+    for p in parameters:
+        kind = p.dim(), p.dtype, p.device
+        kinds[kind].append(tuple(min(size, LONGEST) for size in p.shape))
+        example[kind] = p
+    for kind, shapes in kinds.items():
+        (common, _), *_ = Counter(shapes).most_common(1)
+        for shape in dict.fromkeys([common, max(shapes, key=math.prod)]):
+            yield from [(example[kind], shape)] * 2
+
+
+def _random(like: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    dtype = torch.float64 if like.dtype.is_floating_point else like.dtype
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(like.device, dtype)
+
+
+def _numbers(value: Any) -> list[Any]:
+    return [leaf for _, leaf in leaves(value) if isinstance(leaf, (Tensor, float, int))]
+
+
 def _agree(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
     """Whether parameters, state and groups are the same but for rounding."""
-    pairs = list(zip(one.param_groups, other.param_groups, strict=True))
-    for a, b in pairs:
+    apart = {"param_groups", "state"}
+    own = [_numbers({k: v for k, v in vars(optimizer).items() if k not in apart}) for optimizer in (one, other)]
+    if len(own[0]) != len(own[1]) or any(x is not y and _far(x, y) for x, y in zip(*own, strict=True)):
+        return False
+    for a, b in zip(one.param_groups, other.param_groups, strict=True):
         scalars = {key: value for key, value in a.items() if key != "params" and not isinstance(value, Tensor)}
         if any(b.get(key) != value for key, value in scalars.items()):
             return False
         both: list[tuple[Any, Any]] = [(a[key], b[key]) for key in a if isinstance(a[key], Tensor)]
         for p, q in zip(a["params"], b["params"], strict=True):
-            states = [
-                [leaf for _, leaf in leaves(optimizer.state.get(key, {})) if isinstance(leaf, (Tensor, float, int))]
-                for optimizer, key in ((one, p), (other, q))
-            ]
+            states = [_numbers(optimizer.state.get(key, {})) for optimizer, key in ((one, p), (other, q))]
             if len(states[0]) != len(states[1]):
                 return False
             both += [(p.detach(), q.detach()), *zip(*states, strict=True)]
-        for x, y in both:
-            x, y = torch.as_tensor(x), torch.as_tensor(y)
-            dtype = x.dtype if x.is_floating_point() else torch.float64
-            if relative_error(x.double(), y.double()) > rounding(str(dtype), x.device.type):
-                return False
+        if any(_far(x, y) for x, y in both):
+            return False
     return True
+
+
+def _far(x: Any, y: Any) -> bool:
+    x, y = torch.as_tensor(x), torch.as_tensor(y)
+    dtype = x.dtype if x.is_floating_point() else torch.float64
+    return x.shape != y.shape or bool(relative_error(x.double(), y.double()) > rounding(str(dtype), x.device.type))
