@@ -118,6 +118,17 @@ def test_in_backward_means_over_tokens_and_wide_sums() -> None:
     assert relative_error(*updated) == 0.0
 
 
+def test_in_backward_no_room_for_the_optimizers_state_is_an_error_before_the_first_block() -> None:
+    model = network()
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    step, before = build(model, optimizer, verify=False, memory_limit=1), copy.deepcopy(model.state_dict())
+    with pytest.raises(torch.OutOfMemoryError, match=r"optimizers' state needs .* are free. Nothing has been updated"):
+        step(*batches()[0])
+    assert relative_error(model.state_dict().values(), before.values()) == 0.0
+    assert not optimizer.state
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_in_backward_schedulers_hooks_and_counters_see_one_update() -> None:
     model = network()
     optimizer = OPTIMIZERS["adam"](model.parameters())

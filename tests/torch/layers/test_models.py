@@ -10,7 +10,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from tests.torch.layers.test_blocks import OPTIMIZERS, assert_same_updates
+from tests.torch.layers.test_blocks import OPTIMIZERS, Layer, Network, assert_same_updates, batches, loss_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -116,6 +116,35 @@ def test_keys_and_values_that_blocks_leave_in_a_cache_are_not_there_when_backwar
     )
     assert_same_updates(model, _text()[:1], _loss, blocks="auto", verify=False)
     assert set(seen) == {0}
+
+
+class Named(Layer):
+    """A block that returns a ModelOutput."""
+
+    def forward(self, x: Tensor, shared: Tensor, *, scale: float = 1.0) -> Any:
+        x, shared = super().forward(x, shared, scale=scale)
+        return transformers.modeling_outputs.BaseModelOutput(last_hidden_state=x, hidden_states=(shared,))
+
+
+class NamedNetwork(Network):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        shared = self.position(x)
+        for layer in self.layers:
+            outputs = layer(x, shared)
+            x, shared = outputs.last_hidden_state, outputs["hidden_states"][0]
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("blocks_on", [None, "cpu"])
+def test_blocks_that_return_model_outputs(blocks_on: Any) -> None:
+    torch.manual_seed(0)
+    model = NamedNetwork().double()
+    model.layers = nn.ModuleList([Named(6) for _ in range(3)]).double()
+    options = {"blocks": "layers", "blocks_on": blocks_on, "verify": False}
+    step = assert_same_updates(model, batches(count=1), loss_of, size=3, **options)
+    visits: Any = step._layers and step._layers.visits
+    assert blocks_on is None or set(visits.count.values()) == {2}
 
 
 def test_checkpointing_inside_blocks_goes_on() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -174,18 +175,22 @@ class Attributes:
             self._keep(vars(module), _HOOKS)
 
     def _keep(self, own: dict[str, Any], names: Iterable[str]) -> None:
-        self._containers += [(own[name], own[name].copy()) for name in names if name in own]
+        containers = [own[name] for name in names if name in own]
+        self._containers += [(found, found.copy() if found else ()) for found in containers]  # mostly they are empty
 
     def put_back(self) -> None:
         """Make it what it was."""
         for module, attributes in self.held:
             own = vars(module)
+            if list(own) == list(attributes) and all(map(is_, own.values(), attributes.values())):
+                continue
             for key in own.keys() - attributes.keys():
                 del own[key]
             own.update(attributes)
         for container, content in self._containers:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
+            if container or content:
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(content)
 
 
 class ModuleState:

@@ -70,6 +70,8 @@ class Layers:
         self._current: MicroBatch | None = None
         self._reaching = False
         self._number = 0
+        self._attributes: tuple[int, Attributes] | None = None
+        self._modules: tuple[list[nn.Module], list[nn.Module]] | None = None
 
     def run(
         self,
@@ -124,6 +126,7 @@ class Layers:
         """Forget what first passes have kept."""
         self._micro_batches, self._current, self._largest = [], None, None
         self._states, self._buffers, self._reaching, self._reached = {}, {}, False, {}
+        self._attributes = self._modules = None
         if self.visits is not None and self._together is not None:
             self.visits.forget()
             self._together.clear()
@@ -245,8 +248,15 @@ class Layers:
 
     def _around(self) -> list[nn.Module]:
         """The modules around the blocks."""
-        inside = {id(module) for block in self.blocks for module in block.module.modules()}
-        return [module for module in self.model.modules() if id(module) not in inside]
+        return self._sides()[0]
+
+    def _sides(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The modules around the blocks, and those inside of them, as they were when the window began."""
+        if self._modules is None:
+            inside = [module for block in self.blocks for module in block.module.modules()]
+            known = set(map(id, inside))
+            self._modules = [module for module in self.model.modules() if id(module) not in known], inside
+        return self._modules
 
     def _state(self, place: int) -> ModuleState:
         if place not in self._states:
@@ -353,7 +363,8 @@ class Layers:
         if call is None:
             return
         micro_batch.calls[place] = None if last else call
-        attributes = Attributes(call.block.module.modules())  # what a first pass has set counts
+        if self._attributes is None or self._attributes[0] != place:  # what first passes have set counts
+            self._attributes = place, Attributes(call.block.module.modules())
         try:
             if self._proving:
                 micro_batch.retake()
@@ -363,7 +374,7 @@ class Layers:
                 error.add_note(f"Raised where backward runs the block {call.block.path!r} again.")
             raise
         finally:
-            attributes.put_back()
+            self._attributes[1].put_back()
         micro_batch.arrive(place, call, found, last=last)
 
     def _before_the_blocks(self, micro_batch: MicroBatch) -> None:
@@ -371,8 +382,8 @@ class Layers:
         if not micro_batch.first_grads:
             return
         batch = micro_batch.retake()
-        inside = [module for block in self.blocks for module in block.module.modules()]
-        attributes = Attributes(self._around(), hooked=inside)
+        around, inside = self._sides()
+        attributes = Attributes(around, hooked=inside)
         self._reaching = True
         try:
             roots, grads = micro_batch.reach(batch, self.blocks[0].path)
