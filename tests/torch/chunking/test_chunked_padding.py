@@ -83,9 +83,16 @@ def assert_exact(module, batch, *, tokens=24, rows=11, loss=spread, **options):
     return small
 
 
-@pytest.mark.parametrize("kind", [Encoder, Numbered, Strict])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("options", [{}, {"keep": 2}, {"rows": 3}, {"verify": False}])
+PACKED = [(Encoder, "left", {"keep": 2}), (Numbered, "left", {"rows": 3}), (Strict, "right", {"verify": False})]
+
+
+@pytest.mark.parametrize(
+    ("kind", "side", "options"),
+    [
+        pytest.param(*one, marks=[] if one in PACKED or not one[-1] else pytest.mark.slow)
+        for one in product([Encoder, Numbered, Strict], ["left", "right"], [{}, *(one[-1] for one in PACKED)])
+    ],
+)
 def test_packed_rows_have_the_padded_batchs_outputs_and_gradients_in_order(kind, side, options, float64):
     if side == "left" and kind is not Encoder and options == {"verify": False}:
         pytest.skip("padding on the left is cut off without a look")

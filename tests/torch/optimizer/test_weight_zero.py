@@ -25,8 +25,18 @@ class Scaler(torch.amp.GradScaler):
         super().update(new_scale=next(self.script))
 
 
-@pytest.mark.parametrize("how", ["loss.backward()", "optimizer.backward()", "no backward"])
-@pytest.mark.parametrize("scales", [[2.0, 4.0, 8.0, 2.0], [8.0, 8.0, 2.0]])
+GROWS, SHRINKS = [2.0, 4.0, 8.0, 2.0], [8.0, 8.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("how", "scales"),
+    [
+        *(("loss.backward()", GROWS), ("optimizer.backward()", SHRINKS), ("no backward", GROWS)),
+        pytest.param("loss.backward()", SHRINKS, marks=pytest.mark.slow),
+        pytest.param("optimizer.backward()", GROWS, marks=pytest.mark.slow),
+        pytest.param("no backward", SHRINKS, marks=pytest.mark.slow),
+    ],
+)
 def test_a_scale_that_changes_while_the_sum_is_detached_is_applied_to_it(how, scales):
     data, sizes = regression(16), [3, 2, 1, 4, 2, 4]
     for weightless in itertools.product([False, True], repeat=4):

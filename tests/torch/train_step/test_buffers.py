@@ -115,7 +115,10 @@ def by_hand(model: nn.Module, data: list[Any], kind: str) -> list[Tensor]:
     return losses
 
 
-@pytest.mark.parametrize(("kind", "size"), [("sgd", 4), ("sgd", "auto"), ("adam", 13), ("adam", 5)])
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [("sgd", 4), ("adam", 13), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("sgd", "auto"), ("adam", 5)))],
+)
 @pytest.mark.parametrize("name", MIDDLES)
 def test_buffers_move_once_and_to_where_the_large_batch_moves_them(name: str, kind: str, size: Any) -> None:
     reference, model = network(MIDDLES[name]), network(MIDDLES[name])

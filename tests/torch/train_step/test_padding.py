@@ -127,16 +127,13 @@ def output_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return model(**{name: value for name, value in batch.items() if name != "name"}).loss
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["first token counts", "first token ignored"])
 @pytest.mark.parametrize(
-    ("kind", "side"),
+    ("kind", "side", "first"),
     [
-        ("bert", "left"),
-        ("gpt2", "left"),
-        ("llama", "left"),
-        ("llama", "right"),
-        pytest.param("bert", "right", marks=pytest.mark.slow),
-        pytest.param("gpt2", "right", marks=pytest.mark.slow),
+        *(("bert", "left", True), ("gpt2", "left", True), ("gpt2", "left", False)),
+        *(("llama", "left", True), ("llama", "right", False)),
+        *(SLOW("bert", "left", False), SLOW("llama", "left", False), SLOW("llama", "right", True)),
+        *(SLOW(kind, "right", first) for kind in ("bert", "gpt2") for first in (True, False)),
     ],
 )
 def test_models_of_transformers_take_packed_batches(kind: str, side: str, first: bool) -> None:
