@@ -30,12 +30,17 @@ __all__ = ["Optimizer"]
 KERAS = """
 from typing import Any, overload
 
+from typing_extensions import Self
+
 from gradaccum.keras.batch_optimizer import BatchOptimizer as BatchOptimizer
 from gradaccum.keras.optimizer import Optimizer as Optimizer
 from gradaccum.schedule import Steps
 
 __all__: list[str]
 """
+
+NEW = "\n    def __new__(cls, *args: Any, **kwargs: Any) -> Self: ..."
+"""Pyright takes Keras' own, which returns anything, for a reason not to look at `__init__`."""
 
 
 def _annotation(found: Any) -> str:
@@ -64,8 +69,8 @@ def _arguments(parameters: collections.abc.Iterable[inspect.Parameter]) -> str:
     return ", ".join(written)
 
 
-def class_of(name: str, wrapped: type[Any], hints: dict[str, Any]) -> str:
-    """The stub of a wrapped optimizer: `steps` by keyword, or first."""
+def class_of(name: str, wrapped: type[Any], hints: dict[str, Any], made: str = "") -> str:
+    """The stub of a wrapped optimizer: `steps` by keyword, or first; `made` stands before them."""
     parameters = [
         p.replace(annotation=hints.get(p.name, p.annotation)) for p in inspect.signature(wrapped).parameters.values()
     ]
@@ -73,7 +78,7 @@ def class_of(name: str, wrapped: type[Any], hints: dict[str, Any]) -> str:
     first = steps.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
     rest = [p for p in parameters if p.name != "steps"]
     return f"""
-class {name}(Optimizer):
+class {name}(Optimizer):{made}
     @overload
     def __init__(self, {_arguments(parameters)}) -> None: ...
     @overload
@@ -94,7 +99,8 @@ def stub(face: str) -> str:
     }
     version = re.sub(r"\+.*", "", f"{framework.__name__} {framework.__version__}")
     text = HEADER.format(version=version, name=face) + (TORCH if face.endswith("optim") else KERAS)
-    return text + "".join(class_of(name, found, hints) for name, found in classes.items())
+    made = "" if face.endswith("optim") else NEW
+    return text + "".join(class_of(name, found, hints, made) for name, found in classes.items())
 
 
 def path_of(face: str) -> pathlib.Path:
