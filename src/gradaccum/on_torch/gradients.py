@@ -42,13 +42,13 @@ class GradientSum:
         """The sum, while it is out of reach of backward passes."""
         self.restored: list[Tensor | None] | None = None
         """A checkpoint's sum, until the next micro-batch is in: frameworks clear `p.grad` before they train on."""
-        self._pending: Callable[[], list[Tensor]] = list
+        self.pending: Callable[[], list[Tensor]] = list
         self._claim = object()
         self.prepare()
 
     def attach(self, pending: Callable[[], list[Tensor]]) -> None:
         """Count these tensors in: the part of the sum that a sharded model keeps to itself until it is reduced."""
-        self._pending = pending
+        self.pending = pending
 
     def prepare(self) -> None:
         """Have autograd add up in the wider dtype from now on.
@@ -84,7 +84,7 @@ class GradientSum:
 
     def gradients(self) -> list[Tensor]:
         """The gradients that are there."""
-        return [g for p in self.parameters() if (g := p.grad) is not None] + self._pending()
+        return [g for p in self.parameters() if (g := p.grad) is not None] + self.pending()
 
     def held(self) -> list[Tensor | None]:
         """The sum of each parameter, None where nothing has arrived."""

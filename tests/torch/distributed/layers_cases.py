@@ -1,14 +1,100 @@
 """What each rank does in the tests of `blocks` on several ranks."""
 
-from __future__ import annotations
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from gradaccum.sizes import FixedSize, Rows
 from gradaccum.torch import TrainStep
+from gradaccum.torch.layers.blocks import find_blocks
 from tests.reference import relative_error, torch_updates
+from tests.torch.distributed.problems import (
+    OPTIMIZERS,
+    Collectives,
+    Oracle,
+    concatenated,
+    data,
+    loss_of,
+    whole,
+    windows,
+)
+from tests.torch.distributed.together_cases import NoMemory
+
+
+class Block(nn.Module):
+    """What all blocks are given besides: a scale that is learned, outside of them."""
+
+    def __init__(self, inner: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(6, inner), nn.Linear(inner, 6), nn.Dropout(dropout)
+        self.place = NoMemory()
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x + scale * self.dropout(self.down(torch.tanh(self.up(self.place(x)))))
+
+
+class Network(nn.Module):
+    """A stem, blocks with something in between, and a head."""
+
+    def __init__(self, dropout: float = 0.0, blocks: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.norm = nn.Linear(5, 6), nn.LayerNorm(6)
+        self.layers = nn.ModuleList(Block(dropout=dropout) for _ in range(blocks))
+        self.scale = nn.Linear(5, 1)
+        self.head = nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale(x)
+        x = self.stem(x)
+        for layer in self.layers:
+            x = self.norm(layer(x, scale))
+        return self.head(x)
+
+
+def sharded_by_blocks(model: Network, **options: Any) -> Any:
+    shape, names = ((2, 2), ("replicate", "shard")) if dist.get_world_size() == 4 else ((dist.get_world_size(),), None)
+    mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def step_of(model: nn.Module, optimizer: str = "sgd", **options: Any) -> TrainStep:
+    options = {"loss_fn": nn.CrossEntropyLoss(), "micro_batch_size": 3, "blocks": "layers", "verify": False, **options}
+    if "compute_loss" in options:
+        del options["loss_fn"]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return TrainStep(model, OPTIMIZERS[optimizer](trained), **options)
+
+
+SIZES = [[8, 3, 9], [5, 7, 0]]
+EVEN = [[6, 9], [6, 9]]
+"""Without blocks, all ranks cut their rows into as many micro-batches."""
+
+
+def against_the_large_batch(
+    rank: int, build: Any = None, optimizer: str = "adam", sizes: Any = SIZES, shard: Any = None, **options: Any
+) -> tuple[float, float, list[dict[str, int]]]:
+    """The error of the parameters after some updates, the worst of the losses, and what was sent in each update."""
+    model = Network() if build is None else build()
+    oracle = Oracle(model, optimizer, options.get("clip_grad_norm"))
+    model = sharded_by_blocks(model, **(shard or {}))
+    step = step_of(model, optimizer, **options)
+    ranks, worst, sent = data(sizes), 0.0, []
+    for i, window in enumerate(windows(ranks, 1)):
+        rows = concatenated(window)
+        expected = loss_of(oracle.model, rows).item()
+        oracle.update(rows)
+        with Collectives() as collectives:
+            worst = max(worst, abs(step(*ranks[rank][i]).item() - expected) / expected)
+        sent.append(dict(collectives.counts))
+    return oracle.error(model), worst, sent
 
 
 def _network() -> nn.Sequential:
@@ -43,13 +129,275 @@ def under_ddp(rank: int, sizes: list[int]) -> tuple[float, str]:
     return float("nan"), ""
 
 
-def sharded(rank: int) -> str:
-    """What is said of a model of which parts are sharded."""
-    model = _network()
-    for layer in model.get_submodule("1"):  # type: ignore[attr-defined]  # a Sequential
-        fully_shard(layer)
+class Chain(Network):
+    """Each parameter is used once, so that gradients in bfloat16 are added up between micro-batches only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x, x.new_ones(()))
+        return self.head(self.norm(x)) + self.scale(x.detach()[:, :5])
+
+
+def in_mixed_precision(rank: int, policy: dict[str, torch.dtype]) -> tuple[float, float]:
+    """How far blocks are from the same sharded model without them, and how far both are from float64."""
+    found = []
+    for blocks in ("layers", None):
+        model = sharded_by_blocks(Chain().float(), mp_policy=MixedPrecisionPolicy(**policy))
+        step = step_of(model, "sgd", blocks=blocks)
+        for x, y in data(EVEN)[rank]:
+            step(x.float(), y)
+        found.append([p.detach().clone() for p in whole(model)])
+    oracle = Oracle(Chain(), "sgd")
+    oracle.see(data(EVEN), 1)
+    return relative_error(*found), relative_error(found[0], oracle.model.parameters())
+
+
+def tied() -> Network:
+    """Two blocks share a weight."""
+    model = Network()
+    model.layers[2].down.weight = model.layers[0].down.weight
+    return model
+
+
+def frozen() -> Network:
+    """The first block, and the bias of the last one, stay as they are."""
+    model = Network()
+    model.layers[0].requires_grad_(False)
+    model.layers[2].down.bias.requires_grad_(False)
+    return model
+
+
+def together(model: Network, *parts: str) -> Any:
+    """Some parts are sharded together; the other blocks by themselves."""
+    chosen = [model.get_submodule(part) for part in parts]
+    fully_shard(chosen)
+    for layer in model.layers:
+        if layer not in chosen:
+            fully_shard(layer.up)  # a part of a block by itself
+            fully_shard(layer)
+    return fully_shard(model)
+
+
+def with_parts_together(rank: int, build: Any, parts: list[str]) -> float:
+    model = build()
+    oracle = Oracle(model, "adam")
+    model = together(model, *parts)
+    step, ranks = step_of(model, "adam"), data(SIZES)
+    oracle.see(ranks, 1)
+    for rows in ranks[rank]:
+        step(*rows)
+    return oracle.error(model)
+
+
+def tied_apart(rank: int) -> str:
+    """What is said of weights that are sharded twice."""
     try:
-        TrainStep(model, _sgd(model), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2, blocks="1")
+        step_of(sharded_by_blocks(tied()))(*data(SIZES)[rank][0])
     except ValueError as error:
         return str(error)
     return ""
+
+
+def weighed(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """A mean over some rows, which is told with the loss."""
+    weights = (x[:, 0] > 0).double()
+    losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+    return (losses * weights).sum() / weights.sum().clamp(min=1), weights.sum()
+
+
+def with_weights(rank: int, told: bool, **options: Any) -> float:
+    """Some micro-batches of this loss weigh nothing."""
+    model = Network()
+    oracle = Oracle(model)
+    model = sharded_by_blocks(model)
+    given: dict[str, Any] = {"compute_loss": weighed}
+    if not told:
+        given = {
+            "compute_loss": lambda *arguments: weighed(*arguments)[0],
+            "weight": lambda x, y: (x[:, 0] > 0).sum(),
+        }
+    step, ranks = step_of(model, micro_batch_size=1, **given, **options), data(SIZES)
+    oracle.see(ranks, 1, lambda model, rows: weighed(model, *rows)[0])
+    for rows in ranks[rank]:
+        step(*rows)
+    return oracle.error(model)
+
+
+def with_a_scaler(rank: int, **options: Any) -> tuple[float, list[float]]:
+    """The second batch overflows on rank 1, and no rank makes its update."""
+    model = Network()
+    oracle = Oracle(model)
+    model = sharded_by_blocks(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    step, ranks, scales = step_of(model, scaler=scaler, **options), data(SIZES), []
+    for i, rows in enumerate(windows(ranks, 1)):
+        if i == 1 and rank == 1:
+            ranks[1][1][0][3, 0] = float("inf")
+        if i != 1:
+            oracle.update(concatenated(rows))
+        step(*ranks[rank][i])
+        scales.append(scaler.get_scale())
+    return oracle.error(model), scales
+
+
+def dropout(rank: int) -> float:
+    """Blocks against the same sharded model without them: the same masks."""
+    found = []
+    for blocks in ("layers", None):
+        model = sharded_by_blocks(Network(dropout=0.5))
+        step = step_of(model, blocks=blocks)
+        torch.manual_seed(rank)
+        for rows in data(EVEN)[rank]:
+            step(*rows)
+        found.append([p.detach().clone() for p in whole(model)])
+    return relative_error(*found)
+
+
+def out_of_memory(rank: int, where: list[tuple[int, bool]]) -> list[tuple[float, int]]:
+    """Rank 1 runs out of memory, in these blocks, forward or backward. Returns (error, size)."""
+    found = []
+    for place, backward in where:
+        model = Network()
+        oracle = Oracle(model, "adam")
+        model = sharded_by_blocks(model)
+        if rank == 1:
+            model.layers[place].place.rows, model.layers[place].place.backward = 2, backward
+        step, ranks = step_of(model, "adam", micro_batch_size=4), data([[8, 6], [7, 9]])
+        oracle.see(ranks, 1)
+        for rows in ranks[rank]:
+            step(*rows)
+        found.append((oracle.error(model), step.micro_batch_size or 0))
+    return found
+
+
+def goes_on(rank: int, backward: bool) -> tuple[str, float]:
+    """An error of rank 1's own in a block, and then a batch that is fine."""
+    model = Network()
+    oracle = Oracle(model)
+    model = sharded_by_blocks(model)
+    step, ranks, said = step_of(model), data([[6, 5], [7, 4]]), ""
+    place = model.layers[1].place
+    if rank == 1:
+        place.rows, place.backward, place.error = 0, backward, ArithmeticError("one rank's own")
+    try:
+        step(*ranks[rank][0])
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    place.rows = 999
+    oracle.update(concatenated([own[1] for own in ranks]))
+    step(*ranks[rank][1])
+    return said, oracle.error(model)
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """What is said of options and models that don't go with sharded blocks."""
+    given: dict[str, Any] = {
+        "sync": lambda: step_of(sharded_by_blocks(Network()), sync="micro_batch"),
+        "blocks_on": lambda: step_of(sharded_by_blocks(Network()), blocks_on="cpu"),
+        "batch_norm": lambda: step_of(sharded_by_blocks(synchronised()), batch_norm="micro"),
+        "fsdp1": lambda: find_blocks(FullyShardedDataParallel(Network(), device_id=torch.device("cpu")), "auto"),
+    }
+    said = {}
+    for name, make in given.items():
+        try:
+            make()
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+def synchronised() -> Network:
+    model = Network()
+    model.layers[1].dropout = nn.SyncBatchNorm(6, dtype=torch.float64)
+    return model
+
+
+class Borrowing(Network):
+    """Between the blocks, it uses the weights of a later one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale(x)
+        x = self.stem(x)
+        for layer in self.layers:
+            x = self.norm(layer(x, scale)) + self.layers[-1].down.bias
+        return self.head(x)
+
+
+def borrowed(rank: int) -> str:
+    """What is said of weights that are used outside of their block."""
+    try:
+        step_of(sharded_by_blocks(Borrowing()))(*data(SIZES)[rank][0])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+class Spare(Network):
+    """The second block has a parameter that no row uses, and one that only some do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = SpareBlock().double()
+
+
+class SpareBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.some, self.nobody = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        x = super().forward(x, scale)
+        return x * self.some if len(x) == 2 else x
+
+
+def unused(rank: int, **options: Any) -> float:
+    """Adam with weight decay moves parameters whose gradient is zero, and none without a gradient."""
+    model = Spare()
+    oracle = Oracle(model, "adamw")
+    model = sharded_by_blocks(model)
+    step, ranks = step_of(model, "adamw", micro_batch_size=2, **options), data([[2, 3], [4, 5]])
+    for i, window in enumerate(windows(ranks, 1)):
+        oracle.optimizer.zero_grad()
+        rows = sum(len(y) for _, y in window)
+        for x, y in window:  # as the step cuts them
+            for part in [slice(a, b) for a, b in zip(*cut(len(y)))]:
+                loss_of(oracle.model, (x[part], y[part])).mul((part.stop - part.start) / rows).backward()
+        oracle.optimizer.step()
+        step(*ranks[rank][i])
+    return oracle.error(model)
+
+
+def cut(rows: int) -> tuple[list[int], list[int]]:
+    ends = [piece.rows.stop for piece in Rows(FixedSize(2), rows)]  # type: ignore[union-attr]  # slices
+    return [0, *ends[:-1]], ends
+
+
+def halfway(rank: int) -> tuple[str, float]:
+    """Rank 1 runs out of memory in the first block's backward pass, when the others have been updated."""
+    model = sharded_by_blocks(Network())
+    before = [p.detach().clone() for p in whole(model)]
+    step = step_of(model, update="in_backward")
+    if rank == 1:
+        model.layers[0].place.rows, model.layers[0].place.backward = 0, True
+    said = ""
+    try:
+        step(*data(EVEN)[rank][0])
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    return said, relative_error(whole(model), before)
+
+
+def not_finite(rank: int) -> tuple[str, float]:
+    """The loss of one rank's rows is NaN."""
+    model = sharded_by_blocks(Network())
+    before = [p.detach().clone() for p in whole(model)]
+    step, (x, y) = step_of(model, update="in_backward"), data(EVEN)[rank][0]
+    if rank == 1:
+        x[0, 0] = float("nan")
+    said = ""
+    try:
+        step(x, y)
+    except ValueError as error:
+        said = str(error)
+    return said, relative_error(whole(model), before)

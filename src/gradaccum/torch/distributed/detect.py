@@ -20,7 +20,7 @@ from gradaccum.torch.distributed.fsdp import Shards, is_sharded, members_of, sha
 from gradaccum.torch.distributed.ranks import Ranks
 from gradaccum.torch.distributed.single_rank import SingleRank
 
-__all__ = ["check_detected", "detect_ranks", "leaving_on_error"]
+__all__ = ["check_detected", "check_flattened", "detect_ranks", "leaving_on_error"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -119,6 +119,24 @@ def _check_shards(parameters: Sequence[Tensor], nonfinite: str | None, wide: boo
             "accumulate_dtype is fully_shard's to choose: MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
             "reduce_dtype=torch.float32) sums and reduces bfloat16 gradients in float32."
         )
+
+
+def check_flattened(optimizer: torch.optim.Optimizer) -> None:
+    """Whether this optimizer can make one vector of all gradients, if it does.
+
+    Raises:
+        ValueError: It is LBFGS, and a parameter is not split evenly over the ranks.
+    """
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if is_sharded(p)):
+        for ranks, placement in zip(parameter.device_mesh.shape, parameter.placements):
+            if placement.is_shard() and parameter.shape[placement.dim] % ranks:
+                raise ValueError(
+                    f"LBFGS makes one long vector of all gradients, which torch can do only with parameters that are "
+                    f"split evenly. Received: a parameter of shape {tuple(parameter.shape)}, split along dimension "
+                    f"{placement.dim} over {ranks} ranks. Use DistributedDataParallel, or sizes that {ranks} divides."
+                )
 
 
 def check_detected(model: nn.Module | None, parameters: Sequence[Tensor], ranks: SingleRank, steps: int | None) -> None:

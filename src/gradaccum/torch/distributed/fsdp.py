@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gradaccum.on_torch.batch import leaves, map_leaves
 from gradaccum.on_torch.buffers import as_found
 from gradaccum.on_torch.private import (
+    ShardedGroup,
     current_backward,
     finish_sharded_backward,
     gathering_nothing,
@@ -24,7 +25,7 @@ from gradaccum.on_torch.private import (
 )
 from gradaccum.torch.distributed.holders import release, take
 
-__all__ = ["Shards", "check_flattened", "is_sharded", "members_of", "sharded_modules"]
+__all__ = ["Shards", "is_sharded", "members_of", "sharded_modules"]
 
 
 def sharded_modules(model: nn.Module) -> list[nn.Module]:
@@ -64,24 +65,6 @@ def members_of(modules: Sequence[nn.Module]) -> list[int]:
 def is_sharded(tensor: Tensor) -> bool:
     """Whether this is a DTensor."""
     return hasattr(tensor, "to_local")
-
-
-def check_flattened(optimizer: torch.optim.Optimizer) -> None:
-    """Whether this optimizer can make one vector of all gradients, if it does.
-
-    Raises:
-        ValueError: It is LBFGS, and a parameter is not split evenly over the ranks.
-    """
-    if not isinstance(optimizer, torch.optim.LBFGS):
-        return
-    for parameter in (p for group in optimizer.param_groups for p in group["params"] if is_sharded(p)):
-        for ranks, placement in zip(parameter.device_mesh.shape, parameter.placements):
-            if placement.is_shard() and parameter.shape[placement.dim] % ranks:
-                raise ValueError(
-                    f"LBFGS makes one long vector of all gradients, which torch can do only with parameters that are "
-                    f"split evenly. Received: a parameter of shape {tuple(parameter.shape)}, split along dimension "
-                    f"{placement.dim} over {ranks} ranks. Use DistributedDataParallel, or sizes that {ranks} divides."
-                )
 
 
 def _is_differentiable(leaf: Any) -> bool:
@@ -199,14 +182,14 @@ class Shards:
                 shards._calls.append(Call(module, inputs, keywords))
             if shards._compares and not Shards.asking_now and tell_pass is not None:
                 tell_pass("")
-            for group in shards._groups:
-                group.watch(arrives)
+            shards.watch(shards._groups)
             if shards._reduces:
                 tell()
             for _, leaf in leaves(outputs):
                 if _is_differentiable(leaf):
                     leaf.register_hook(backward_starts)
 
+        self._arrives = arrives
         self._hooks = [module.register_forward_hook(forward_done, with_kwargs=True) for module in self.modules]
         parts = [(name, part) for module in self.modules for name, part in module.named_modules() if _is_part(part)]
         for number, (name, part) in enumerate(parts, start=1):
@@ -248,6 +231,18 @@ class Shards:
         """Forget the passes of this window: one of them failed, and no collective is under way."""
         start_over(self.modules)
         self.clear()
+
+    def watch(self, groups: Iterable[ShardedGroup]) -> None:
+        """These have been gathered: see which gradients arrive."""
+        for group in groups:
+            group.watch(self._arrives)
+
+    @contextlib.contextmanager
+    def in_turns(self) -> Iterator[list[ShardedGroup]]:
+        """Passes inside gather nothing and reduce nothing: somebody else does so, with these groups."""
+        self.start_over()
+        with self.alone():
+            yield self._groups
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[dict[Tensor, torch.dtype]]:
@@ -343,9 +338,11 @@ class Shards:
         """Whether zeros were reduced for a parameter that had no gradient on this rank in this window."""
         return bool(self.unused())
 
-    def unused(self) -> list[int]:
-        """The parameters that had no gradient on this rank in this window, by number."""
-        return [i for i, p in enumerate(self._trained()) if p not in self._used]
+    def unused(self, groups: Collection[ShardedGroup] | None = None) -> list[int]:
+        """The parameters, of all groups or of these, that had no gradient on this rank in this window, by number."""
+        among = None if groups is None else {id(p) for group in groups for p in group.trained()}
+        trained = enumerate(self._trained())
+        return [i for i, p in trained if p not in self._used and (among is None or id(p) in among)]
 
     def drop(self, unused: Iterable[int]) -> None:
         """These parameters had no gradient on any rank."""

@@ -18,10 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import after_backward
+from gradaccum.torch.distributed.by_blocks import ByBlocks, ShardedByBlocks
 from gradaccum.torch.distributed.channel import Channel
 from gradaccum.torch.distributed.ddp import Replicas
 from gradaccum.torch.distributed.fsdp import Shards
@@ -189,6 +190,9 @@ class Ranks(SingleRank):
     def start_over(self) -> None:
         self._together.start_over()
 
+    def by_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> ByBlocks:
+        return ShardedByBlocks(self, self._engine, model, blocks) if isinstance(self._engine, Shards) else ByBlocks()
+
     def alone(self) -> contextlib.AbstractContextManager[dict[Tensor, torch.dtype]]:
         return self._together.shards.alone()
 
@@ -196,13 +200,11 @@ class Ranks(SingleRank):
         return self._together.shards.gathered_bytes(gradients)
 
     def _forward_done(self) -> None:
-        listener = self._listener()
-        if self._closes and listener is not None:
+        if self._closes and (listener := self._listener()) is not None:
             listener.forward_done(self.loss_scale)
 
     def _backward_starts(self) -> None:
-        listener = self._listener()
-        if listener is not None:
+        if (listener := self._listener()) is not None:
             listener.backward_starts()
         if not (self._closes or self._always) or self.by_hand:
             return
@@ -214,8 +216,7 @@ class Ranks(SingleRank):
 
     def _reduction_done(self) -> None:
         self._versions = self._current_versions()
-        listener = self._listener()
-        if listener is not None:
+        if (listener := self._listener()) is not None:
             listener.reduced()
 
     def _current_versions(self) -> list[tuple[int, int]]:

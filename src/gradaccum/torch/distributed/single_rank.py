@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from gradaccum.torch.distributed.by_blocks import ByBlocks
 
 __all__ = ["Listener", "RanOut", "SingleRank", "Total"]
 
@@ -141,6 +143,10 @@ class SingleRank:
 
     def start_over(self) -> None:
         """Forget the passes that failed; all ranks do."""
+
+    def by_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> ByBlocks:
+        """What gathers the parameters of a sharded model for the turns of these blocks, and reduces their gradients."""
+        return ByBlocks()
 
     def alone(self) -> contextlib.AbstractContextManager[dict[Tensor, torch.dtype]]:
         """Passes inside are this rank's alone, on whole parameters that somebody else puts into place."""

@@ -30,7 +30,7 @@ from gradaccum.sizes import Piece, Rows, Tokens
 from gradaccum.torch.distributed.fsdp import Shards
 from gradaccum.torch.distributed.single_rank import RanOut, SingleRank
 
-__all__ = ["DIFFERENT_PASSES", "Together", "run_together"]
+__all__ = ["DIFFERENT_PASSES", "Together", "run_by_blocks", "run_together"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -177,15 +177,55 @@ def run_together(
         ranks.end_passes()
         return
     except Exception as error:
-        smaller = isinstance(error, StartOver)  # `at_once` has taken a smaller size already
-        if not (smaller or ranks.failure is not None or is_out_of_memory(error)):
-            raise
-        alone = None if smaller else plan.indivisible(running) if running.size else "no row"
-        cost = 2 * plan.size if smaller else plan.cost(running)
-        found = ranks.ran_out(cost, final=alone is not None)
-        if found.final:
-            raise _final(error, found, alone) from error
-    # Only here, out of reach of the error's frames, is its memory free.
+        found = _told(error, ranks, plan, running)
+    _begin_again(found, ranks, fitting, plan)
+
+
+def run_by_blocks(ranks: SingleRank, fitting: Fitting, plan: Rows | Tokens, run: Callable[[], None]) -> None:
+    """Run the micro-batches of a large batch block by block: ranks of a sharded model meet at blocks, not in passes.
+
+    Args:
+        ranks: All ranks.
+        fitting: Runs micro-batches.
+        plan: Those of this rank: none of them, maybe.
+        run: Runs all of them.
+
+    Raises:
+        StartOver, torch.OutOfMemoryError: As `run_together`.
+    """
+    if not ranks.in_step:
+        run()
+        return
+    largest = max(plan, key=lambda piece: piece.tokens, default=Piece(slice(0, 0)))
+    ranks.begin_passes()
+    try:
+        run()
+        ranks.end_passes()
+        return
+    except Exception as error:
+        found = _told(error, ranks, plan, largest)
+    _begin_again(found, ranks, fitting, plan)
+
+
+def _told(error: Exception, ranks: SingleRank, plan: Rows | Tokens, running: Piece) -> RanOut:
+    """What the ranks know of each other, now that this error has ended passes on this one.
+
+    Raises:
+        Exception: The error, where memory has no part in it; else what to say where nothing smaller can be tried.
+    """
+    smaller = isinstance(error, StartOver)  # `at_once` has taken a smaller size already
+    if not (smaller or ranks.failure is not None or is_out_of_memory(error)):
+        raise error
+    alone = None if smaller else plan.indivisible(running) if running.size else "no row"
+    cost = 2 * plan.size if smaller else plan.cost(running)
+    found = ranks.ran_out(cost, final=alone is not None)
+    if found.final:
+        raise _final(error, found, alone) from error
+    return found
+
+
+def _begin_again(found: RanOut, ranks: SingleRank, fitting: Fitting, plan: Rows | Tokens) -> None:
+    """Have all ranks begin the batch again. Out of reach of the error's frames, so that their memory is free."""
     fitting.give_up()
     ranks.start_over()
     plan.too_much(min(found.costs.values()))

@@ -94,14 +94,13 @@ def _check_not_compiled(model: nn.Module) -> None:
 
 
 def _check_not_sharded(model: nn.Module) -> None:
-    """Raise a ValueError if FSDP has sharded a part of the model."""
+    """Raise a ValueError if FSDP1 has sharded a part of the model."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    kinds = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
-    for path, module in model.named_modules() if kinds else ():
-        if isinstance(module, kinds):
+    for path, module in model.named_modules() if fsdp is not None else ():
+        if isinstance(module, fsdp.FullyShardedDataParallel):  # type: ignore[union-attr]  # not None here
             raise ValueError(
-                f"{path or 'The model'!r} is sharded, and `blocks` doesn't know how to gather what it runs again. "
-                'Leave out `blocks`, or `fully_shard`; sync="micro_batch" bounds the memory of gradients there.'
+                f"{path or 'The model'!r} is a FullyShardedDataParallel (FSDP1), and `blocks` doesn't know how to "
+                "gather what it runs again. Shard the model with fully_shard, which it knows."
             )
 
 

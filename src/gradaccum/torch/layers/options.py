@@ -45,7 +45,7 @@ def check_in_backward(*, closure: str | None, searched: bool, several: bool) -> 
     Args:
         closure: The name of an optimizer that evaluates a closure, if there is one.
         searched: Whether the size of micro-batches is searched for.
-        several: Whether other ranks share the update.
+        several: Whether other ranks have the same parameters.
 
     Raises:
         ValueError: It can't; the message says why.
@@ -53,7 +53,7 @@ def check_in_backward(*, closure: str | None, searched: bool, several: bool) -> 
     for wrong, why in (
         (closure, f"{closure} evaluates a closure, which needs all gradients and all parameters as they were"),
         (searched, "a size of micro-batches is searched for by their whole passes: give a `micro_batch_size` in rows"),
-        (several, "several ranks reduce their gradients when all are there"),
+        (several, "several ranks of a replicated model reduce their gradients when all are there"),
     ):
         if wrong:
             raise ValueError(

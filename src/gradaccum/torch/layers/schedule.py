@@ -20,6 +20,7 @@ from gradaccum.sizes import Piece, Rows, Tokens
 from gradaccum.torch.chunking.recompute import Conditions, ModuleState, accelerators, parametrizations_computed
 from gradaccum.torch.chunking.trees import Inputs, tensors_of
 from gradaccum.torch.chunking.watch import attributes_of
+from gradaccum.torch.distributed import ByBlocks
 from gradaccum.torch.equivalence import Attributes
 from gradaccum.torch.layers.blocks import find_blocks
 from gradaccum.torch.layers.calls import BlockCall, MicroBatch, MovedBuffers, Reached, Ready
@@ -57,6 +58,7 @@ class Layers:
         self._together: Companions | None = None
         if self.visits is not None:
             self._together = Companions(model, self.blocks, self._store, self.visits.device)
+        self.ranks, self.waits = ByBlocks(), False  # of a sharded model, and whether they wait for each other
         self.in_turn: Turns | None = None
         """Updates parameters while backward goes on."""
         self._reached: dict[int, int] = {}
@@ -99,19 +101,19 @@ class Layers:
             ValueError: Blocks are not called once each in order.
         """
         self.clear()
-        self._proving = proving
-        in_turn = self.in_turn
+        self._proving, in_turn = proving, self.in_turn
         if in_turn is not None:
             in_turn.open()
-        with intercepted([block.module for block in self.blocks], self._call):
+        with self.ranks.window(), intercepted([block.module for block in self.blocks], self._call):
             try:
                 if self._together is not None and take is not None and not plan.measuring:
                     self._together.gather([functools.partial(take, piece) for piece in plan])
-                for self._number, piece in enumerate(plan):
-                    self._at_once = plan.measuring  # so that what it costs is all of it
-                    forward_and_loss(piece)
+                with self.ranks.forward(frees=in_turn is not None):
+                    for self._number, piece in enumerate(plan):
+                        self._at_once = plan.measuring  # so that what it costs is all of it
+                        forward_and_loss(piece)
                 if in_turn is not None:
-                    in_turn.begin(window, self._reached, rehearsal=proving)
+                    in_turn.begin(window, {**self._reached, **self.ranks.places()}, rehearsal=proving)
                 self._fitting(plan, gauge)
             except BaseException as error:
                 if in_turn is None or (told := in_turn.explained(error)) is error:
@@ -273,6 +275,7 @@ class Layers:
         """
         current, self._current = self._current, None
         assert current is not None
+        self.ranks.add_up()
         if not any(current.calls):
             return
         self._micro_batches.append(current)
@@ -301,18 +304,19 @@ class Layers:
         devices = accelerators(p for state in self._states.values() for p in state.parameters)
         with kept([*all_generators(devices), *generators]):
             for place in reversed(range(len(self.blocks))):
-                if any(micro_batch.calls[place] is not None for micro_batch in waiting):
-                    restored = self._states[place].restored()
-                    with restored, parametrizations_computed(), self._here(place, place - 1):
-                        for index, micro_batch in enumerate(waiting):
-                            following = waiting[index + 1 :][:1] or (waiting[:1] if place else [])
-                            for other in following:
-                                other.prefetch(place if other is not waiting[0] else place - 1)
-                            self._again(place, micro_batch, last)
+                with self.ranks.backward(place, used=finished is not None):
+                    if any(micro_batch.calls[place] is not None for micro_batch in waiting):
+                        with self._states[place].restored(), parametrizations_computed(), self._here(place, place - 1):
+                            for index, micro_batch in enumerate(waiting):
+                                following = waiting[index + 1 :][:1] or (waiting[:1] if place else [])
+                                for other in following:
+                                    other.prefetch(place if other is not waiting[0] else place - 1)
+                                self._again(place, micro_batch, last)
                 if finished is not None:
                     finished(place)
-            for micro_batch in waiting if beyond else ():
-                self._before_the_blocks(micro_batch)
+            with self.ranks.backward(-1, used=finished is not None) if beyond else contextlib.nullcontext():
+                for micro_batch in waiting if beyond else ():
+                    self._before_the_blocks(micro_batch)
         if finished is not None:
             finished(-1)
 
@@ -343,18 +347,17 @@ class Layers:
             return
         except Exception as error:
             begun = self.in_turn is not None and self.in_turn.made is not None
-            if piece is None or begun or not is_out_of_memory(error):
-                raise
+            if piece is None or begun or self.waits or not is_out_of_memory(error):
+                raise  # where other ranks wait, they are told
             alone = plan.indivisible(piece)
             if alone is not None:
                 raise nothing_fits(error, alone) from error
         self.clear()
         gauge.release()  # only here, out of reach of the error's frames, is its memory free
-        smaller = plan.failed(piece)[0].size
         logger.warning(
             "Out of memory in a block's backward pass with %d rows: all over again in micro-batches of %d.",
             piece.size,
-            smaller,
+            plan.failed(piece)[0].size,
         )
         raise StartOver
 
@@ -376,6 +379,7 @@ class Layers:
         finally:
             self._attributes[1].put_back()
         micro_batch.arrive(place, call, found, last=last)
+        self.ranks.add_up(place)
 
     def _before_the_blocks(self, micro_batch: MicroBatch) -> None:
         """The gradients of what the first block is called with, passed on to what stands before it."""
@@ -393,3 +397,4 @@ class Layers:
             attributes.put_back()
         if roots:
             torch.autograd.backward(roots, grads)
+            self.ranks.add_up()

@@ -114,18 +114,64 @@ class GlobalBatch:
         if known is not None and not self.ranks.in_step:
             self._sums.scale_(factor / self._unit)
         total = self.ranks.total(Total(weight, given=known is not None, largest=weight))
-        sums = self.ranks.sum(window.sum.double() * factor)
         unit, self._unit = self._unit, 1.0 if self.ranks.in_step else total.largest or self._unit
-        if total.given:
-            weighs, divisor = total.weight > 0, total.weight / unit / self.ranks.size
-            sums = sums / total.weight if weighs else sums
-        else:
-            weighs, divisor = not window.empty, 1 / self.ranks.size
-        sums = sums.to(window.sum.dtype)
+        sums, divisor, weighs = self._finished(window, factor, unit, total.weight if total.given else None)
         if isinstance(window, TermsAccumulator):
             window.take(sums)
-            sums = sums.sum()
-        return sums if weighs else torch.full_like(sums, float("nan")), divisor, weighs
+        loss = sums.sum()
+        return loss if weighs else torch.full_like(loss, float("nan")), divisor, weighs
+
+    def _finished(
+        self, window: Window, factor: float, unit: float, weight: float | None
+    ) -> tuple[Tensor, Weight, bool]:
+        """The losses over all ranks' rows; what the gradients are to be divided by; whether anything weighs.
+
+        Args:
+            window: This rank's.
+            factor: What makes its sums comparable with the other ranks'.
+            unit: What gradients are multiples of.
+            weight: Of all ranks' rows; None where it was known beforehand.
+        """
+        sums = self.ranks.sum(window.sum.double() * factor)
+        weighs, divisor = not window.empty, 1 / self.ranks.size
+        if weight is not None:
+            weighs, divisor = weight > 0, weight / unit / self.ranks.size
+            sums = sums / weight if weighs else sums
+        return sums.to(window.sum.dtype), divisor, weighs
+
+    def of_all_ranks(self, window: Window) -> InAdvance | Window:
+        """The window, as those see it who use gradients of blocks before all of them are reduced."""
+        return InAdvance(window, self.ranks, self._finished) if self.ranks.several else window
+
+
+class InAdvance:
+    """The window of all ranks of a sharded model, when all losses are in, and before gradients are reduced.
+
+    Args:
+        window: This rank's.
+        ranks: All ranks.
+        finished: Puts it together with the others'.
+    """
+
+    def __init__(self, window: Window, ranks: SingleRank, finished: Callable[..., tuple[Tensor, Weight, bool]]) -> None:
+        self._window, self._ranks, self._finished = window, ranks, finished
+        self.loss = torch.tensor(float("nan"))
+        self.divisor: Weight | None = None
+        self.empty = True
+
+    def check(self) -> None:
+        """Ask the other ranks.
+
+        Raises:
+            RanOut: Some have run out of memory in their forward passes.
+        """
+        self._window.check()
+        self._ranks.end_passes()  # the forward ones
+        known = self._window.unit_and_weight()
+        factor, weight = (1.0, 0.0) if known is None else known
+        given, total = self._ranks.sum_number(known is not None) > 0, self._ranks.sum_number(weight)
+        sums, self.divisor, weighs = self._finished(self._window, factor, 1.0, total if given else None)
+        self.loss, self.empty = sums.sum(), not weighs
 
 
 def check_members(model: nn.Module, parameters: Sequence[Tensor], ranks: SingleRank) -> None:

@@ -66,6 +66,7 @@ class Passes:
         window.retain_graph = layers is not None
         self._update, self._batch_norm = update, batch_norm
         self._ranks, self._transaction, self._around = ranks, fitting.transaction, fitting.around
+        self._in_step = ranks.in_step and layers is None
         self._buffers, self._rows = buffers, rows
         buffers.open()
 
@@ -89,9 +90,9 @@ class Passes:
         loss, scaler, noise = weighted.loss, self._update.scaler, self._update.noise
         if loss is not None:
             self.window.backward(weighted, loss if scaler is None else scaler.scale(loss))
-        elif self._ranks.in_step and weighted.weightless is not None:
+        elif self._in_step and weighted.weightless is not None:
             self._backward_of_nothing(weighted.weightless)
-        elif self._ranks.in_step:
+        elif self._in_step:
             self.idle(self.take(piece))
         if self._layers is not None:
             self._layers.commit(piece)

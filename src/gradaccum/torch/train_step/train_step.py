@@ -21,7 +21,7 @@ from gradaccum.on_torch.transaction import Transaction
 from gradaccum.sizes import Rows, Tokens
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
 from gradaccum.torch.buffers import WindowBuffers
-from gradaccum.torch.distributed import SingleRank, leaving_on_error, run_together
+from gradaccum.torch.distributed import SingleRank, leaving_on_error, run_by_blocks, run_together
 from gradaccum.torch.equivalence import Proof
 from gradaccum.torch.head import tiling
 from gradaccum.torch.layers import BlocksChoice, BlocksOn, Layers, OffloadChoice, UpdateChoice, check_options, proof_of
@@ -75,7 +75,7 @@ class TrainStep:
             sharded models whose unsharded gradients don't fit.
         blocks: Layer by layer: the model's blocks, an `nn.ModuleList`, its dotted path, a list of modules, or `"auto"`.
             Of a micro-batch only what the blocks are called with is kept; backward runs the blocks again, one after
-            the other, each on all micro-batches.
+            the other, each on all micro-batches. A sharded model gathers a block once per pass.
         update: `"after_backward"`, or, with `blocks`, `"in_backward"`: a block's parameters are updated, and their
             gradient is freed, as soon as it is finished; with clipping or a `scaler`, in a second run of backward.
         blocks_on: Blocks and their optimizer state live on the `"cpu"`, or in files in a folder, and visit the device.
@@ -166,8 +166,8 @@ class TrainStep:
         self.update.sums.attach(self.ranks.pending)
         if self.ranks.in_step:
             self.cutting.without_trying(self.update.optimizers, self.ranks, proves=verify)
-        if self._layers is not None and update == "in_backward":
-            self.update.make_in_backward(self._layers, self.cutting.searches, several=self.ranks.several)
+        if self._layers is not None:
+            self.update.take_turns(self._layers, update, self.ranks, searched=self.cutting.searches)
         self._checked = False
         self._transaction = Transaction(self._modules(), self.update.parameters, self.objective.device)
         self._tiles = tiling(inside(model), head)
@@ -266,8 +266,7 @@ class TrainStep:
         if not weighs:
             logger.info("Nothing in this batch of %d rows weighs anything: no update.", batch.rows)
             return loss
-        if self.update.step(loss, lambda: self.gradients(batch)[0]):
-            self.updates += 1
+        self.updates += int(self.update.step(loss, lambda: self.gradients(batch)[0]))
         self.losses = losses  # a closure may have evaluated others since
         return loss
 
@@ -327,17 +326,18 @@ class TrainStep:
         anew = self._verify and sizes is None and rows <= (self.cutting.sizers.size or 0)  # nothing was proven
         run = functools.partial(self._fitting.run, anew=anew, coupled=self.batch_norm.couples)
         at_once = None
-        if self._all_at_once and isinstance(plan, Rows) and rows:
-            assert self._whole is not None
+        if self._whole is not None and self._all_at_once and isinstance(plan, Rows) and rows:
             at_once = functools.partial(run_at_once, self._whole, rows, plan, passes, self._fitting, self.gauge)
         with self.batch_norm.window():
-            if self.ranks.in_step:
+            if layers is not None and (rows or self.ranks.in_step):
+                once = functools.partial(self._fitting.once if self.ranks.in_step else run, plan=plan, passes=passes)
+                losses = self.global_batch.of_all_ranks(window)
+                turns = functools.partial(layers.run, plan, once, self.gauge, losses, proving=self.proving, take=take)
+                run_by_blocks(self.ranks, self._fitting, plan, turns)
+            elif self.ranks.in_step:
                 run_together(self.ranks, self._fitting, plan, passes, rows, self.cutting.least, at_once)
             elif at_once is not None:
                 at_once()
-            elif self._layers is not None and rows:
-                once = functools.partial(run, plan=plan, passes=passes)
-                self._layers.run(plan, once, self.gauge, window, proving=self.proving, take=take)
             else:
                 for piece in plan:  # without rows, other ranks have some
                     run(piece, plan, passes)

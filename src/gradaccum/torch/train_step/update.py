@@ -15,8 +15,8 @@ from gradaccum.on_torch.arguments import checked_scaler
 from gradaccum.on_torch.gradients import GradientSum, clip_norm_, scale_
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.noise import NoiseMeter
-from gradaccum.torch.distributed import check_flattened
-from gradaccum.torch.layers import Ahead, InTurn, Layers, check_in_backward
+from gradaccum.torch.distributed import SingleRank, check_flattened
+from gradaccum.torch.layers import Ahead, InTurn, Layers, UpdateChoice, check_in_backward
 from gradaccum.torch.optimizer import needs_closure
 from gradaccum.torch.train_step.closure import Closure, takes_closure
 from gradaccum.torch.train_step.rollback import Rollback
@@ -106,23 +106,43 @@ class Update:
         if self.noise is not None:
             self.noise.restart()
 
-    def make_in_backward(self, layers: Layers, searched: bool, *, several: bool) -> None:
-        """Have each block updated as soon as its gradient is in.
+    def take_turns(self, layers: Layers, update: UpdateChoice, ranks: SingleRank, *, searched: bool) -> None:
+        """Blocks take turns, and each is updated as soon as its gradient is in, where that is wanted.
 
         Args:
             layers: The blocks.
+            update: When parameters are updated.
+            ranks: Those that share the update.
             searched: Whether the size of micro-batches is searched for.
-            several: Whether other ranks share the update.
 
         Raises:
-            ValueError: The optimizers, or the options, need all gradients at once.
+            ValueError: The optimizers, the options or the model need all gradients at once; or a sharded model's
+                blocks live elsewhere.
         """
+        if ranks.in_step and layers.visits is not None:
+            raise ValueError(
+                "`blocks_on` keeps whole blocks elsewhere, and of a sharded model each rank has a part. Use "
+                "fully_shard(..., offload_policy=CPUOffloadPolicy()), which keeps those parts in host memory."
+            )
+        layers.waits = ranks.in_step
+        layers.ranks = ranks.by_blocks(layers.model, [block.module for block in layers.blocks])
+        if update != "in_backward":
+            return
         closure = next((type(o).__name__ for o in self.optimizers if needs_closure(o)), None)
-        check_in_backward(closure=closure, searched=searched, several=several)
+        check_in_backward(closure=closure, searched=searched, several=ranks.several and not ranks.in_step)
         ahead = Ahead(self.clip_grad_norm, self.scaler)
         visits = layers.visits
         settle = len if visits is None else functools.partial(visits.updated, optimizers=self.optimizers)
-        self.in_turn = InTurn(self.optimizers, self.sums, layers.blocks, layers.model, self._gauge, ahead, settle)
+        self.in_turn = InTurn(
+            self.optimizers,
+            self.sums,
+            layers.blocks,
+            layers.model,
+            self._gauge,
+            ahead,
+            settle,
+            several=ranks.several,
+        )
         layers.in_turn = self.in_turn
         self.in_turn.open()
 

@@ -109,6 +109,11 @@ def turns(
     return due
 
 
+def _numel_here(parameter: Any) -> int:
+    """Of its numbers, how many are on this rank."""
+    return int((parameter.to_local() if hasattr(parameter, "to_local") else parameter).numel())
+
+
 class InTurn:
     """The user's own optimizers, each of whose steps is made in parts: for one block after the other.
 
@@ -120,6 +125,7 @@ class InTurn:
         gauge: What memory there is.
         ahead: What it must know of all gradients before it uses the first.
         settle: Called with parameters that have just been updated; what it returns is dropped.
+        several: Whether other ranks share the update, and must not begin it again once it has begun on any.
 
     Raises:
         ValueError: An optimizer doesn't treat parameters one by one, or has hooks that look at all gradients.
@@ -134,13 +140,15 @@ class InTurn:
         gauge: Gauge,
         ahead: Ahead,
         settle: Callable[[list[Tensor]], object] = len,
+        *,
+        several: bool = False,
     ) -> None:
-        self._settle = settle
+        self._settle, self._several = settle, several
         self._optimizers, self._sums, self._blocks = optimizers, sums, blocks
         self._model, self._gauge, self.ahead = model, gauge, ahead
         self._state_bytes: dict[int, list[float]] = {}
         self._due: dict[int, list[Tensor]] = {}
-        self._updated: set[int] = set()
+        self._updated, self._begun = set[int](), False
         self._divisor: Any = None
         self._empty = False
         self._rehearsal = False
@@ -158,7 +166,7 @@ class InTurn:
     def open(self) -> None:
         """A window begins: nothing of it has been updated."""
         self.made, self._updated, self._due, self._complete = None, set(), {}, []
-        self._left_out = set()
+        self._left_out, self._begun = set(), False
         self.ahead.open()
         for optimizer in self._optimizers:
             if optimizer._optimizer_step_pre_hooks:
@@ -213,7 +221,7 @@ class InTurn:
             for group, bytes_ in zip(optimizer.param_groups, self._state_bytes[id(optimizer)], strict=True):
                 here = [p for p in group["params"] if p.requires_grad and p.device == self._gauge.device]
                 new = [p for p in here if p not in optimizer.state and not in_file(p)]
-                missing += sum(p.numel() * min(bytes_, 4.0 * p.element_size()) for p in new)
+                missing += sum(_numel_here(p) * min(bytes_, 4.0 * p.element_size()) for p in new)
         limit = self._gauge.limit() if missing else None
         if limit is not None and self._gauge.live() + missing > limit:
             raise torch.OutOfMemoryError(
@@ -264,6 +272,7 @@ class InTurn:
     def finished(self, place: int) -> None:
         """The gradients are complete that wait for this block, or for what stands before all blocks (-1)."""
         parameters = self._due.pop(place, [])
+        self._begun = not self._rehearsal
         self.ahead.give_back(parameters if place >= 0 else None)
         if self._rehearsal and self.looks_ahead and self.ahead.differs(parameters, place):
             self.unlike.append("what stands before the blocks" if place < 0 else self._blocks[place].path)
@@ -324,12 +333,12 @@ class InTurn:
     @contextlib.contextmanager
     def _sums_of(self, parameters: Sequence[Tensor]) -> Iterator[GradientSum]:
         """The sums of these parameters alone."""
-        held = self._sums.parameters
-        self._sums.parameters = lambda: [*parameters]
+        held = self._sums.parameters, self._sums.pending
+        self._sums.parameters, self._sums.pending = lambda: [*parameters], list
         try:
             yield self._sums
         finally:
-            self._sums.parameters = held
+            self._sums.parameters, self._sums.pending = held
 
     def _step(self, optimizer: torch.optim.Optimizer, wanted: set[int]) -> None:
         hooks = optimizer._optimizer_step_post_hooks
@@ -352,7 +361,7 @@ class InTurn:
 
     def explained(self, error: BaseException) -> BaseException:
         """The error to raise in place of one that comes in the middle: it says what state the model is in."""
-        if not self._updated:
+        if not (self._updated or (self._begun and self._several)):
             return error
         done = self._names(self._updated)
         blocks = [
@@ -368,7 +377,7 @@ class InTurn:
             "This cannot be taken back: go on from a checkpoint."
         )
         logger.error("%s stopped an update='in_backward' halfway. %s", type(error).__name__, state)
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) and not self._several:
             return torch.OutOfMemoryError(f"{error}\n{state}")
         return WindowError(f"{type(error).__name__}: {error}\n{state}") if isinstance(error, Exception) else error
 
