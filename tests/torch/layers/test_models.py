@@ -106,6 +106,21 @@ def test_models_of_transformers_make_the_large_batchs_update(name: str) -> None:
     assert_same_updates(model, data(), _loss, OPTIMIZERS["sgd"], 2, blocks=blocks(model))
 
 
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bert"))])
+def test_blocks_that_live_elsewhere_come_once_per_pass_though_only_some_rows_have_a_mask(name: str) -> None:
+    make, data, blocks = MODELS[name]
+    torch.manual_seed(0)
+    model = make().double()
+    model.config.use_cache = False
+    for path, parameter in model.named_parameters():
+        if path.endswith("bias"):  # as above
+            nn.init.normal_(parameter, std=0.1)
+    options = {"blocks": blocks(model), "blocks_on": "cpu", "verify": False}
+    step = assert_same_updates(model, data()[:1], _loss, OPTIMIZERS["sgd"], 2, **options)
+    visits: Any = step._layers and step._layers.visits
+    assert set(visits.count.values()) == {2}
+
+
 def test_keys_and_values_that_blocks_leave_in_a_cache_are_not_there_when_backward_runs_them_again() -> None:
     torch.manual_seed(0)
     model = _llama().double()

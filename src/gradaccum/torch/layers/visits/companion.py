@@ -16,7 +16,7 @@ from gradaccum.torch.chunking.trees import Inputs, tensors_of, with_tensors, wit
 from gradaccum.torch.layers.calls import Ready
 from gradaccum.torch.layers.offload import Store, Waiting
 
-__all__ = ["Companion", "Key", "Origins", "Run", "version_of"]
+__all__ = ["Companion", "Key", "Origins", "Run", "alike", "version_of"]
 
 Key = tuple[int, str, int]
 """A block's place, "in" or "out", and the tensor's number there."""
@@ -79,6 +79,8 @@ class Companion:
         self.retake = retake
         self.runs: list[Run] = []
         self.goes_on = True
+        self.alike = True
+        """Whether its calls have had the first one's structure so far, so that tensors have the same numbers in it."""
         self.origins = Origins()
         self._generators = all_generators([device])
         self._starts: list[RandomState] = []
@@ -113,7 +115,7 @@ class Companion:
         """What the block at this place made of these inputs; None if it has run on other ones."""
         run = self.runs[place] if place < len(self.runs) else None
         tensors = tensors_of(inputs)
-        if run is None or setting != run.setting or not _alike(without_tensors(inputs), run.inputs):
+        if run is None or setting != run.setting or not alike(without_tensors(inputs), run.inputs):
             return None
         if any(waiting.edited for waiting in (*run.tensors, *run.results)):
             return None
@@ -136,7 +138,7 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _alike(one: Any, other: Any) -> bool:
+def alike(one: Any, other: Any) -> bool:
     """Whether two trees without tensors are the same."""
     mine, theirs = list(leaves(one)), list(leaves(other))
     return len(mine) == len(theirs) and all(

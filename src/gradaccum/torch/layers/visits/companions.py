@@ -21,7 +21,7 @@ from gradaccum.torch.layers.calls import MovedBuffers, Reached, Ready, lent
 from gradaccum.torch.layers.interception import called
 from gradaccum.torch.layers.objects import Objects
 from gradaccum.torch.layers.offload import Store
-from gradaccum.torch.layers.visits.companion import Companion, Key, Origins, Run, version_of
+from gradaccum.torch.layers.visits.companion import Companion, Key, Origins, Run, alike, version_of
 
 __all__ = ["Companions", "Pass"]
 
@@ -232,20 +232,28 @@ class Companions:
         setting = self._setting(seen.place, seen.inputs, begins)
         for companion in self._coming.values():
             if companion.goes_on and len(companion.runs) == seen.place:
-                self._run_on(companion, seen, setting, generators, begins)
+                run = self._run_on(companion, seen, setting, generators, begins)
+                if run is None:
+                    companion.goes_on = False
+                    self._tell(f"The block {block.path!r}", _UNFORESEEN)
+                    continue
+                companion.runs.append(run)
+                known = without_tensors((seen.inputs, outputs))
+                companion.alike = companion.alike and alike((run.inputs, run.outputs), known)
         if torch.is_autocast_cache_enabled():  # copies made here, without a graph, would hide weights from a loss
             torch.clear_autocast_cache()
 
-    def _run_on(self, companion: Companion, seen: Pass, setting: Any, generators: Sequence[Any], begins: bool) -> None:
+    def _run_on(
+        self, companion: Companion, seen: Pass, setting: Any, generators: Sequence[Any], begins: bool
+    ) -> Run | None:
+        """The block runs on a companion; None if that comes to another one."""
         inputs, waiting = without_tensors(seen.inputs), []
-        if seen.place and all(key is not None for key in seen.keys):
+        if seen.place and companion.alike and all(key is not None for key in seen.keys):
             waiting = [companion.waiting(key) for key in seen.keys if key is not None]
         else:
             found = self._reach(companion, seen.place)
             if found is None:
-                companion.goes_on = False
-                self._tell(f"The block {self._blocks[seen.place].path!r}", _UNFORESEEN)
-                return
+                return None
             inputs = without_tensors(found)
             waiting = [self._store.keep(tensor.detach()) for tensor in tensors_of(found)]
         given = with_tensors(inputs, [one.get() for one in waiting])
@@ -260,8 +268,7 @@ class Companions:
             for tensor, place in zip(tensors, same, strict=True)
         ]
         passes = [tensor.requires_grad for tensor in tensors]
-        run = Run(inputs, waiting, without_tensors(outputs), results, passes, same, setting, conditions)
-        companion.runs.append(run)
+        return Run(inputs, waiting, without_tensors(outputs), results, passes, same, setting, conditions)
 
     def _reach(self, companion: Companion, place: int) -> Inputs | None:
         """What a companion calls the block at this place with; None if it comes to another one."""
