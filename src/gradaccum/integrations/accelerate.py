@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import zlib
+import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import accelerate
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -146,7 +147,10 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._accelerator = accelerator
         self._folder: Path | None = None
         """What `load_state` reads, on several processes."""
+        self._run = ""
+        """The same on all processes, and another in every run and after every `load_state`."""
         if accelerator.num_processes > 1 and model is None:
+            self._agree()
             accelerator.register_save_state_pre_hook(self._save_own_part)
             accelerator.register_load_state_pre_hook(self._remember)
         self._clips: dict[tuple[Any, ...], Callable[[], Any]] = {}
@@ -200,57 +204,86 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def register_step_post_hook(self, hook: Any) -> Any:
         return self.optimizer.register_step_post_hook(hook)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into a checkpoint, open window included."""
+        state: dict[str, Any] = super().state_dict()
+        if self._run:
+            state[KEY]["save"] = self._save_point(state[KEY])
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint, open window included.
 
         Raises:
-            WindowError: From `load_state`: this process's part of an open window is not there.
+            WindowError: From `load_state`: a process's part of an open window is not there, or loading has failed on
+                another process.
         """
-        super().load_state_dict(self._with_own_part(state_dict))
+        folder, self._folder = self._folder, None
+        if folder is None:
+            super().load_state_dict(state_dict)
+            return
+        failed: Exception | None = None
+        try:
+            super().load_state_dict(self._with_own_part(folder, state_dict))
+        except Exception as error:
+            failed = error
+        # The others would go on, and wait for this process in the next reduction.
+        others = self._agree(failed)
+        if failed is not None:
+            raise failed
+        if others:
+            rank, message = others[0]
+            raise WindowError(f"The checkpoint could not be loaded on rank {rank}, so it is on none. There: {message}")
 
     # Accelerate writes the optimizer of one process. The others have another part of an open window.
+
+    def _agree(self, failed: Exception | None = None) -> list[tuple[int, str]]:
+        """Draw a new name of the run with all processes; returns those on which something has failed, and what."""
+        mine = self._accelerator.process_index, failed and f"{type(failed).__name__}: {failed}", secrets.token_hex(8)
+        everybody = gather_object([mine])
+        self._run = everybody[0][2]
+        return [(rank, message) for rank, message, _ in everybody if message]
+
+    def _save_point(self, window: dict[str, Any]) -> list[Any]:
+        """What is the same on all processes in one `save_state`, and in no other one."""
+        return [self._run, self._number(), window["epoch"], window["updates"], window["window"]["micro_batches"]]
 
     def _save_own_part(self, models: Any, weights: Any, folder: str) -> None:
         file = self._own_file(folder)
         if self._accelerator.is_main_process or not self.optimizer.micro_batches:
             file.unlink(missing_ok=True)
         else:
-            torch.save({"part": self.optimizer.state_dict()[KEY], "parameters": self._fingerprint()}, file)
+            torch.save(self.state_dict()[KEY], file)
 
     def _remember(self, models: Any, folder: str) -> None:
         self._folder = Path(folder)
 
-    def _with_own_part(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _with_own_part(self, folder: Path, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The state dict that Accelerate has read, with this process's part of an open window."""
-        folder, self._folder = self._folder, None
         window = state_dict.get(KEY)
-        if folder is None or window is None or not window["window"]["micro_batches"]:
+        if window is None or not window["window"]["micro_batches"]:
             return state_dict
         (rank, size), accelerator = window.get("rank", (0, 1)), self._accelerator
         if size != accelerator.num_processes or rank == accelerator.process_index:  # the former is refused later
             return state_dict
         file = self._own_file(folder)
-        saved = torch.load(file, map_location="cpu", weights_only=True) if file.exists() else {}
-        if saved.get("parameters") != self._fingerprint():
+        part, why = _read(file)
+        if not why and (part.get("save"), part.get("rank")) != (window.get("save"), [accelerator.process_index, size]):
+            why = "of another save"
+        if why:
             raise WindowError(
                 f"The checkpoint was taken inside a window, and this process's part of it is not there: {file} is "
-                f"{'of another checkpoint' if saved else 'missing'}. Call accelerator.save_state() on all processes, "
-                "not on the main one alone, and keep the folder where all of them can read it; or save when "
-                "`optimizer.updated` is True."
+                f"{why}. Call accelerator.save_state() on all processes, not on the main one alone, let it finish on "
+                "all of them, and keep the folder where all of them can read it; or save when `optimizer.updated` is "
+                "True."
             )
-        return {**state_dict, KEY: saved["part"]}
+        return {**state_dict, KEY: part}
+
+    def _number(self) -> int:
+        return next(i for i, optimizer in enumerate(self._accelerator._optimizers) if optimizer is self)
 
     def _own_file(self, folder: str | Path) -> Path:
-        accelerator = self._accelerator
-        number = next(i for i, optimizer in enumerate(accelerator._optimizers) if optimizer is self)
-        return Path(folder) / f"optimizer_{number}_window_{accelerator.process_index}.bin"
-
-    def _fingerprint(self) -> int:
-        """A number that tells the models' parameters from those after any other update."""
-        parameters = (
-            p.detach().flatten()[:64].cpu() for model in self._accelerator._models for p in model.parameters()
-        )
-        return functools.reduce(lambda sum_, p: zlib.crc32(p.view(torch.uint8).numpy().tobytes(), sum_), parameters, 0)
+        return Path(folder) / f"optimizer_{self._number()}_window_{self._accelerator.process_index}.bin"
 
     def owned(self, parameters: list[Tensor]) -> list[Tensor]:
         """Those of the parameters that it updates: the sharded ones, where a forward pass has put whole ones there."""
@@ -268,6 +301,17 @@ class PreparedOptimizer(AcceleratedOptimizer):
         for clip in clips.values():
             norm = clip()
             self._norm = self._norm if norm is None else norm
+
+
+def _read(file: Path) -> tuple[dict[str, Any], str]:
+    """A process's part of an open window, and what is wrong with its file."""
+    if not file.exists():
+        return {}, "missing"
+    try:
+        part = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # cut off: errors of zip files, of pickles, of tensors
+        return {}, f"not whole ({type(error).__name__})"
+    return (part, "") if isinstance(part, dict) else ({}, "not what was written")
 
 
 def _check_distribution(accelerator: Accelerator, sharded: bool) -> None:

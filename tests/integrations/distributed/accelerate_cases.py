@@ -1,6 +1,8 @@
 """What each rank does in the tests of Accelerate. Every case compares itself with one ordinary process."""
 
 import os
+import shutil
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
@@ -92,6 +94,47 @@ def save_replicated(rank, folder, after, on=(0, 1), again=None):
         ends.append([parameter.detach().clone() for parameter in model.parameters()])
         torch.distributed.barrier()
     return relative_error(ends[1], ends[0]), opened
+
+
+def load_other_parts(rank, folder):
+    """Two optimizers in open windows, saved in each of two runs; then load them with the second rank's parts changed.
+
+    Returns what is said, by what was done to the parts.
+    """
+    saved, said = (Path(folder) / name for name in ("one", "two")), {}
+    part = "optimizer_{}_window_1.bin".format
+    for each in saved:
+        one, models, optimizers = _two_prepared(rank)
+        for model, optimizer in zip(models, optimizers):
+            one.backward(mse(model, *batches(rank)[0]))
+            optimizer.step()
+        one.save_state(str(each))
+    torch.distributed.barrier()
+    for how in ("cut off", "exchanged", "of another run", "as saved"):
+        files = Path(folder) / how
+        if rank == 0:
+            shutil.copytree(Path(folder) / "one", files)
+            if how == "cut off":
+                (files / part(1)).write_bytes((files / part(1)).read_bytes()[:-100])
+            elif how == "exchanged":
+                for mine, other in ((0, 1), (1, 0)):
+                    shutil.copy(Path(folder) / "one" / part(mine), files / part(other))
+            elif how == "of another run":
+                shutil.copy(Path(folder) / "two" / part(1), files)
+        torch.distributed.barrier()
+        one, models, optimizers = _two_prepared(rank)
+        try:
+            one.load_state(str(files))
+            said[how] = [optimizer.micro_batches for optimizer in optimizers]
+        except WindowError as error:
+            said[how] = str(error)
+    return said
+
+
+def _two_prepared(rank):
+    one = accelerator(rank)
+    models = [one.prepare(network(dtype=torch.float64)) for _ in range(2)]
+    return one, models, [prepare_optimizer(one, sgd(model.parameters()), 3) for model in models]
 
 
 def sharding(rank, version=2):

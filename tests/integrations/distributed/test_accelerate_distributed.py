@@ -30,12 +30,28 @@ def test_files_hold_each_ranks_part_of_the_open_window_and_go_on_there_bit_for_b
         assert opened == [after % 3, after % 3]
 
 
-def test_a_window_that_the_main_process_alone_has_saved_is_refused_on_the_others(ranks, tmp_path):
-    for folder, again, why in (("one", None, "missing"), ("two", 5, "of another checkpoint")):
+def test_a_window_that_the_main_process_alone_has_saved_is_refused_on_all(ranks, tmp_path):
+    """Missing, or of another micro-batch of the same window."""
+    for folder, after, again, why in (("one", 2, None, "missing"), ("two", 4, 5, "of another save")):
         on = (0,) if again is None else (0, 1)
-        found = ranks.run(cases.save_replicated, str(tmp_path / folder), 2, on, again)
-        assert f"this process's part of it is not there: {tmp_path}" in found[1]
-        assert f"optimizer_0_window_1.bin is {why}. Call accelerator.save_state() on all processes" in found[1]
+        first, second = ranks.run(cases.save_replicated, str(tmp_path / folder), after, on, again)
+        assert f"this process's part of it is not there: {tmp_path}" in second
+        assert f"optimizer_0_window_1.bin is {why}. Call accelerator.save_state() on all processes" in second
+        assert f"could not be loaded on rank 1, so it is on none. There: WindowError: {second}" in first
+
+
+def test_parts_that_are_cut_off_or_another_optimizers_or_another_runs_are_refused_on_all(ranks, tmp_path):
+    why = {
+        "cut off": "optimizer_1_window_1.bin is not whole (",
+        "exchanged": "optimizer_0_window_1.bin is of another save.",
+        "of another run": "optimizer_1_window_1.bin is of another save.",
+    }
+    first, second = ranks.run(cases.load_other_parts, str(tmp_path))
+    assert first.pop("as saved") == second.pop("as saved") == [1, 1]
+    for how, expected in why.items():
+        assert expected in second[how]
+        assert first[how].startswith("The checkpoint could not be loaded on rank 1")
+        assert expected in first[how]
 
 
 @pytest.mark.parametrize("clip", [pytest.param(None, marks=SLOW), 0.05])
