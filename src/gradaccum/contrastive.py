@@ -32,6 +32,7 @@ def check_pairs(
     describe: Callable[[Any], Described | None],
     array: str = "an array",
     framework: str = "",
+    floats: str = "",
 ) -> None:
     """Rows of two sides, what their scores are divided by, and which of them belong together.
 
@@ -43,6 +44,7 @@ def check_pairs(
         describe: What the framework says of an array; None where it is none.
         array: What the framework calls an array.
         framework: Whose arrays they must be, where there are several.
+        floats: What to do about ids that are floats.
 
     Raises:
         TypeError, ValueError: One of them is not what it must be.
@@ -72,10 +74,10 @@ def check_pairs(
         raise ValueError(f"`a` and `b` must have rows of the same size. Received: {sides[0]} and {sides[1]}.")
     _check_temperature(temperature, describe(temperature), array)
     if isinstance(positives, tuple) and len(positives) == 2:
-        _check_ids(positives, [*zip(map(describe, positives), (rows, columns), strict=True)], array)
+        _check_ids(positives, [*zip(map(describe, positives), (rows, columns), strict=True)], array, floats)
         return
     if positives is not None:
-        _check_ids(positives, [(describe(positives), rows)], array)
+        _check_ids(positives, [(describe(positives), rows)], array, floats)
     if rows is not None and columns is not None and columns < rows:
         raise ValueError(
             "Row i of a and row i of b are a pair, so b has as many rows as a, or more: negatives. Received: "
@@ -83,8 +85,12 @@ def check_pairs(
         )
 
 
-def _check_ids(positives: Any, sides: Sequence[tuple[Described | None, int | None]], array: str) -> None:
+def _check_ids(positives: Any, sides: Sequence[tuple[Described | None, int | None]], array: str, floats: str) -> None:
     for found, rows in sides:
+        if found is not None and found.is_floating:
+            raise TypeError(
+                f"`positives` must be {array} of ids, which are integers. Received: {found}. {floats}".strip()
+            )
         if found is None or "int" not in found.dtype:
             raise TypeError(
                 f"`positives` must be {array} of ids, or a tuple of two (of a's rows, of b's). Received: {positives!r}."

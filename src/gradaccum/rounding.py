@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["IN_FLOAT64", "rounding"]
+__all__ = ["IN_FLOAT64", "last_place", "rounding"]
 
 IN_FLOAT64 = 1e-9
 """What a comparison in float64 allows."""
 
+_LAST_PLACE = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _ALLOWED = {"float64": IN_FLOAT64, "float32": 1e-4}
 _ALLOWED_WITH_TF32 = 5e-3
 _ALLOWED_IN_HALF = 5e-2
@@ -30,3 +31,19 @@ def rounding(dtype: str, device: str = "cpu") -> float:
     if dtype == "float32" and device != "cpu":
         return _ALLOWED_WITH_TF32
     return _ALLOWED.get(dtype, _ALLOWED_IN_HALF)
+
+
+def last_place(dtype: str) -> float:
+    """A relative difference in the last place of a dtype: what a single rounding is, of half a dtype's width.
+
+    Gradients that cancel out (of a bias before a BatchNormalization) are nothing but such roundings: each of the terms
+    that cancel is off by this, however small their sum is. What moving the weights by so much changes tells them.
+
+    Args:
+        dtype: The narrowest dtype that was computed in, by name.
+
+    Example:
+        >>> last_place("bfloat16")
+        0.00390625
+    """
+    return _LAST_PLACE.get(dtype, _LAST_PLACE["float32"])

@@ -141,7 +141,12 @@ def test_half_precision_is_summed_in_single(exact):
         ({"temperature": np.ones(2)}, ValueError, "shape (2,)"),
         ({"tile": 0}, ValueError, "tile=0"),
         ({"positives": lambda i, j: i == j}, TypeError, "a tuple of two"),
-        ({"positives": np.zeros(3)}, TypeError, "tensor of ids"),
+        (
+            {"positives": np.zeros(3)},
+            TypeError,
+            "ids, which are integers. Received: float64 of shape (3,). Keras makes floats of an integer `y` before a "
+            'loss of compile() sees it: ops.cast(y, "int32").',
+        ),
         ({"positives": np.zeros(4, "int32")}, ValueError, "(3,). Received: (4,)"),
         ({"positives": (None, np.zeros(3, "int32"))}, TypeError, "a tuple of two"),
     ],

@@ -16,6 +16,9 @@ from gradaccum.schedule import checked_count
 __all__ = ["info_nce"]
 
 
+_FLOATS = """Keras makes floats of an integer `y` before a loss of compile() sees it: ops.cast(y, "int32")."""
+
+
 def info_nce(
     a: Any, b: Any, *, temperature: Any = 0.07, tile: int = 128, symmetric: bool = True, positives: Any = None
 ) -> Any:
@@ -38,7 +41,8 @@ def info_nce(
         tile: Rows whose scores, with all rows of the other side, are in memory at a time.
         symmetric: Whether rows of `b` look for theirs among those of `a`, too.
         positives: The pairs that belong together: ids of the pairs (N ints: rows with the same id belong together), or
-            a tuple of two such tensors, ids of `a`'s and of `b`'s rows (N and M ints). None: row i and row i.
+            a tuple of two such tensors, ids of `a`'s and of `b`'s rows (N and M ints). None: row i and row i. Keras
+            makes floats of an integer `y`: in a loss of `compile`, `ops.cast(y, "int32")` makes ids of it again.
 
     Returns:
         A scalar. 0 where no row has a positive.
@@ -54,7 +58,9 @@ def info_nce(
         >>> bool(abs(info_nce(a, b, temperature=0.5, tile=16) + ops.mean(rows + columns) / 2) < 1e-5)
         True
     """
-    check_pairs(a, b, temperature, positives, _described, "a tensor", f"Keras' {keras.backend.backend()} backend")
+    check_pairs(
+        a, b, temperature, positives, _described, "a tensor", f"Keras' {keras.backend.backend()} backend", _FLOATS
+    )
     checked_count(tile, "tile")
     scale, (of_a, of_b) = _scale(a, b, temperature), _ids(positives, a, b)
     a, b = (ops.cast(ops.convert_to_tensor(rows), scale.dtype) for rows in (a, b))

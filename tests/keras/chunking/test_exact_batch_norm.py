@@ -239,3 +239,24 @@ def test_what_looks_across_rows_beside_the_normalisations_is_named():
     micro_batched(model, MICRO, batch_norm="exact").compile("sgd", "mse")
     with pytest.raises(NotEquivalentError, match="'attend' is a Softmax"):
         model.fit(X[:BATCH].reshape(BATCH, -1)[:, :5], Y[:BATCH, :2], batch_size=BATCH, verbose=0)
+
+
+class Centred(layers.Layer):
+    """Takes the mean over its rows away: no micro-batch has the large batch's."""
+
+    def call(self, x):
+        return x - keras.ops.mean(x, axis=0, keepdims=True)
+
+
+@slow_where_compiled
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+def test_in_bfloat16_a_bias_before_it_is_rounding_and_what_mixes_rows_is_still_refused(seed):
+    keras.utils.set_random_seed(seed)
+    inside = [layers.Dense(6), layers.BatchNormalization(), layers.Activation("tanh"), layers.Dense(3)]
+    inside = [type(layer).from_config({**layer.get_config(), "dtype": "mixed_bfloat16"}) for layer in inside]
+    x = X.reshape(ROWS, -1)[:8].astype("float32")
+    exact = chunked(keras.Sequential([layers.Input((32,)), *inside]), 3, batch_norm="exact")
+    assert exact(x, training=True).shape == (8, 3)
+    mixing = keras.Sequential([layers.Input((32,)), *inside[:2], Centred(dtype="mixed_bfloat16"), inside[3]])
+    with pytest.raises(NotEquivalentError, match="5% allowed|0.05 allowed"):
+        chunked(mixing, 3, batch_norm="exact")(x, training=True)

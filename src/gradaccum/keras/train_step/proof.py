@@ -18,7 +18,7 @@ from gradaccum.keras.batch_norm import batch_norms_of
 from gradaccum.keras.equivalence import Outcome, find_causes, precision_of
 from gradaccum.keras.private import compiled_losses, recorded_reads
 from gradaccum.keras.train_step.data import Sorts, dealt, few_rows, has_rows, rows_of, unpack
-from gradaccum.rounding import rounding
+from gradaccum.rounding import last_place, rounding
 from gradaccum.sizes import even_sizes
 
 __all__ = ["Proof", "ragged_size"]
@@ -189,15 +189,13 @@ class Proof:
     def _noise(self, batch: Any, rows: int, whole: Outcome, precision: str, state: Any) -> dict[tuple[str, str], float]:
         """How far each part moves with weights that differ in the last place."""
         values = self.step.state() if state is None else state
-        unit = float(np.finfo("float64" if precision == "float64" else "float32").eps)
-        unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11}.get(precision, unit)
         random = np.random.default_rng(0)
 
         def moved(value: Any) -> Any:
             if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(value.dtype)):
                 return value
             signs = random.choice([-1.0, 1.0], tuple(value.shape))
-            return value * ops.convert_to_tensor(1.0 + unit * signs, value.dtype)
+            return value * ops.convert_to_tensor(1.0 + last_place(precision) * signs, value.dtype)
 
         nearby = ([moved(value) for value in values[0]], *values[1:])
         outcome = self.step.trial(rows, "frozen").outcome(batch, nearby)
