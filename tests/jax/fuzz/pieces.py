@@ -115,6 +115,9 @@ ROW_WISE: dict[str, Piece] = {
     "detached": lambda p, b, h: h * lax.stop_gradient(h).mean((1, 2), keepdims=True),
     "cond on parameters": lambda p, b, h: lax.cond(p["s"] > 0, jnp.sin, jnp.tanh, h),
     "convolution": _convolved,
+    "convolution of its own": lambda p, b, h: jax.vmap(lambda row, y: _convolved({"w": p["w"] * y}, b, row[None])[0])(
+        h, b["y"]
+    ),
     "maximum": lambda p, b, h: jnp.maximum(h, h.max(1, keepdims=True) - 0.5) * p["s"],
     "gradient": _penalty,
     "by target": lambda p, b, h: h * b["y"][:, None, None] + b["kinds"][:, None, None],
@@ -167,6 +170,10 @@ MIXING: dict[str, Piece] = {
     "clipped gradients": lambda p, b, h: clipped(h),
     "clipped gradients of parameters": lambda p, b, h: h @ clipped(p["w"]),
     "gradient of the mean": lambda p, b, h: jax.grad(lambda z: (z @ p["w"]).mean() ** 2)(h),
+    "convolved over rows": lambda p, b, h: jnp.swapaxes(_convolved(p, b, jnp.swapaxes(h, 0, 1)), 0, 1),
+    "convolved features": lambda p, b, h: h * lax.conv_general_dilated(
+        h[None, :, 0, :], h[None, :, 0, :1], (1,), "SAME", dimension_numbers=("NCW", "OIW", "NCW")
+    ).mean(),
     "grams": lambda p, b, h: h @ jnp.einsum("btd,bte->de", h, h) / len(h),
     "merged and shifted": lambda p, b, h: jnp.roll(h.reshape(-1, WIDTH), 1, 0).reshape(h.shape) * p["s"],
     "noise": lambda p, b, h: h * jax.random.uniform(jax.random.key(0), h.shape),

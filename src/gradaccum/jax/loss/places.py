@@ -7,7 +7,17 @@ from typing import Any
 
 from gradaccum.jax.loss.values import CannotTell, MixesRows, Place
 
-__all__ = ["broadcast", "concatenated", "contracted", "gathered", "reduced", "reshaped", "sliced", "transposed"]
+__all__ = [
+    "broadcast",
+    "concatenated",
+    "contracted",
+    "convolved",
+    "gathered",
+    "reduced",
+    "reshaped",
+    "sliced",
+    "transposed",
+]
 
 Shape = tuple[int, ...]
 
@@ -93,6 +103,45 @@ def contracted(
         raise CannotTell("dot_general")
     free = [axis for axis in range(ranks[0] if left is not None else ranks[1]) if axis not in (*mine, *batch)]
     return place._replace(axis=len(batch) + start + free.index(place.axis)), False
+
+
+def convolved(
+    left: Place | None, right: Place | None, params: dict[str, Any], shapes: list[Shape], groups_grow: bool
+) -> tuple[Place | None, bool]:
+    """Where a `conv_general_dilated` has its rows, and whether it has summed over them.
+
+    Args:
+        left, right: Where image and kernel have them.
+        params: The equation's.
+        shapes: Of image and kernel.
+        groups_grow: Whether there are as many groups as rows.
+    """
+    numbers, of_features, of_batch = (
+        params[name] for name in ("dimension_numbers", "feature_group_count", "batch_group_count")
+    )
+    (batch, feature, *space), (to, by, *window) = numbers.lhs_spec, numbers.rhs_spec
+    out_batch, out_feature, *out_space = numbers.out_spec
+    groups = of_features * of_batch  # one of them is 1
+    if right is not None and right.axis == to:
+        outer, inner = right[1:]
+        if left is None and not groups_grow and outer % groups == 0:
+            return right._replace(axis=out_feature), False
+        if left is not None and groups_grow and left.axis == (feature if of_batch == 1 else batch):
+            length = shapes[0][left.axis] // groups  # of a group, which is a row's
+            if left.outer == outer and left.inner * (shapes[1][to] // groups) == inner * length:
+                return right._replace(axis=out_feature), False
+    elif right is not None and left is not None and (left.axis, right.axis) == (feature, by):
+        if left == Place(feature, right.outer * of_features, right.inner):
+            return None, True
+    elif left is not None and right is None and left.axis == batch:
+        if left.outer % of_batch == 0:
+            return Place(out_batch, left.outer // of_batch, left.inner), False
+    elif left is not None and right is None and left.axis in space:
+        n = space.index(left.axis)
+        alone = shapes[1][window[n]] == params["window_strides"][n] == params["lhs_dilation"][n] == 1
+        if alone and tuple(params["padding"][n]) == (0, 0):
+            return left._replace(axis=out_space[n]), False
+    raise MixesRows("conv_general_dilated")
 
 
 def gathered(

@@ -23,7 +23,8 @@ def _moved(move: Moved) -> Rule:
         place = value.place
         if place is not None and place != LIFTED:
             place = move(place, equation, walk.rows[0])
-        alone = equation.outputs[0] == equation.shapes[0] and equation.name != "transpose"
+        permutes = equation.name == "transpose" or (equation.name == "reshape" and equation.params["dimensions"])
+        alone = equation.outputs[0] == equation.shapes[0] and not permutes
         found = walk.made(equation, inputs, value.terms, place)
         if value.scalar or alone:
             found = found.but(number=value.number, scalar=value.scalar, core=value.core)
@@ -176,34 +177,37 @@ def _trailing(count: int) -> Rule:
     return rule
 
 
-def _contracted(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Value]:
-    left, right = inputs
-    place: Place | None = None
-    over_rows = False
-    if LIFTED in (left.place, right.place):
-        place = common_place([value.but(terms=frozenset([Term(True)])) for value in inputs])
-    elif left.place is not None or right.place is not None:
-        ranks = len(equation.shapes[0]), len(equation.shapes[1])
-        place, over_rows = places.contracted(left.place, right.place, equation.params["dimension_numbers"], ranks)
-    with_rows = left.place or right.place
-    left, right = (lifted(value, with_rows, equation.source) for value in inputs)
-    terms = product(left, right, equation.source)
-    found = walk.made(equation, inputs, summed(terms) if over_rows else settled(terms), place)
-    return [_as_sum(found, equation) if over_rows else found]
+def _multiplied(where: Callable[[Place | None, Place | None, Equation], tuple[Place | None, bool]]) -> Rule:
+    """Sums of products: `where` says where their rows are, and whether they are summed over them."""
+
+    def rule(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Value]:
+        left, right = inputs
+        place: Place | None = None
+        over_rows = False
+        if LIFTED in (left.place, right.place):
+            place = common_place([value.but(terms=frozenset([Term(True)])) for value in inputs])
+        elif left.place is not None or right.place is not None:
+            place, over_rows = where(left.place, right.place, equation)
+        with_rows = left.place or right.place
+        left, right = (lifted(value, with_rows, equation.source) for value in inputs)
+        terms = product(left, right, equation.source)
+        found = walk.made(equation, inputs, summed(terms) if over_rows else settled(terms), place)
+        return [_as_sum(found, equation) if over_rows else found]
+
+    return rule
 
 
-def _convolved(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Value]:
-    left, right = inputs
-    numbers = equation.params["dimension_numbers"]
-    place = left.place
-    if right.place is not None or equation.params["batch_group_count"] != 1:
-        raise CannotTell(equation.name)
-    if place is not None and place != LIFTED:
-        if place.axis != numbers.lhs_spec[0]:
-            raise CannotTell(equation.name)
-        place = place._replace(axis=numbers.out_spec[0])
-    right = lifted(right, place, equation.source)
-    return [walk.made(equation, inputs, settled(product(left, right, equation.source)), place)]
+def _contracted(left: Place | None, right: Place | None, equation: Equation) -> tuple[Place | None, bool]:
+    ranks = len(equation.shapes[0]), len(equation.shapes[1])
+    return places.contracted(left, right, equation.params["dimension_numbers"], ranks)
+
+
+def _convolved(left: Place | None, right: Place | None, equation: Equation) -> tuple[Place | None, bool]:
+    first, second = (
+        (params["feature_group_count"], params["batch_group_count"])
+        for params in (equation.params, equation.other_params)
+    )
+    return places.convolved(left, right, equation.params, equation.shapes, first != second)
 
 
 def _windows(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Value]:
@@ -309,6 +313,13 @@ def _updated_at(walk: Walk, equation: Equation, inputs: list[Known]) -> list[Val
     return [walk.made(equation, inputs, union(inputs), place)]
 
 
+def _reshaped(place: Place, equation: Equation, rows: int) -> Place:
+    shape, order = equation.shapes[0], equation.params["dimensions"]
+    if order is not None:  # it transposes first, as `vmap` has it of convolutions
+        place, shape = places.transposed(place, order), tuple(shape[axis] for axis in order)
+    return places.reshaped(place, shape, equation.outputs[0], rows)
+
+
 def _squeezed(place: Place, equation: Equation, rows: int) -> Place:
     found = places.reduced(place, tuple(equation.params["dimensions"]))
     assert found is not None
@@ -333,7 +344,7 @@ def _summed_over_named(walk: Walk, equation: Equation, inputs: list[Known]) -> l
 
 STRUCTURE_RULES: dict[str, Rule] = {
     **dict.fromkeys(("psum", "psum2", "psum_invariant"), _summed_over_named),
-    "reshape": _moved(lambda p, e, n: places.reshaped(p, e.shapes[0], e.outputs[0], n)),
+    "reshape": _moved(_reshaped),
     "transpose": _moved(lambda p, e, n: places.transposed(p, e.params["permutation"])),
     "squeeze": _moved(_squeezed),
     "expand_dims": _moved(lambda p, e, n: places.reshaped(p, e.shapes[0], e.outputs[0], n)),
@@ -348,8 +359,8 @@ STRUCTURE_RULES: dict[str, Rule] = {
     )},
     **{name: _along for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort")},
     "rev": _reversed,
-    "dot_general": _contracted,
-    "conv_general_dilated": _convolved,
+    "dot_general": _multiplied(_contracted),
+    "conv_general_dilated": _multiplied(_convolved),
     **{name: _windows for name in (
         "reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window",
     )},

@@ -246,7 +246,10 @@ CALLS = (
     "pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat",
     "remat2", "checkpoint",
 )  # fmt: skip
-_SHAPES = {"axis_size", "inline", "k", "length", "name", "out_sharding", "sharding", "size"}
+_SHAPES = {
+    "axis_size", "batch_group_count", "feature_group_count", "inline", "k", "length", "name", "out_sharding",
+    "sharding", "size",
+}  # fmt: skip
 """Parameters that go with the rows where shapes do, which is looked at; the length of a scan is by its rule."""
 _EXTENTS = {"limit_indices", "padding_config", "slice_sizes", "start_indices"}
 """Of all axes but that of the rows, they are the same."""
