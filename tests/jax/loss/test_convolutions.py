@@ -103,11 +103,24 @@ WRONG = {
 }  # fmt: skip
 
 
+QUICK = (
+    "groups of the batch",
+    "a kernel for each row",
+    "the same of two groups",
+    "features that are rows",
+    "along the rows",
+)
+
+
+def each(cases):
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in cases]
+
+
 def gradients(loss_fn, params, batch, keywords=None, **more):
     return gradaccum.jax.value_and_grad(loss_fn, micro_batch_size=4, **(keywords or {}), **more), params, batch
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", each(EXACT))
 def test_convolutions_that_keep_rows_apart_or_add_them_up_pass_in_silence(name, caplog):
     jax.eval_shape(*gradients(*EXACT[name]))
     assert not caplog.records
@@ -121,7 +134,7 @@ def test_they_are_exact(name):
     assert relative_error(jax.tree.leaves(found), jax.tree.leaves(expected)) <= FLOAT64
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", each(WRONG))
 def test_convolutions_over_rows_are_refused_by_line(name):
     with pytest.raises(ValueError, match=r"`conv_general_dilated` at test_convolutions.py:\d+.*gradaccum.jax.chunked"):
         jax.eval_shape(*gradients(*WRONG[name]))
