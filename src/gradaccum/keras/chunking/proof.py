@@ -214,7 +214,11 @@ class _Trial:
         before = self._attributes()
         whole = self._outcome(self._whole)
         between = self._attributes()
-        small = self._outcome(lambda body: passes(body, size, 0))
+
+        def in_parts(body: Body) -> list[Any]:
+            return passes(body, size, 0)
+
+        small = self._outcome(in_parts)
         for (key, layer, name), (_, tensors) in self._attributes().items():
             if not _same(tensors, between.get((key, layer, name), (None, []))[1]):
                 self.aside.append(f"{layer}.{name}")
@@ -224,8 +228,9 @@ class _Trial:
         if any(not error <= tolerance for error in errors):
             if any(not error <= tolerance for error in self._errors(self._outcome(self._whole), whole)):
                 return "it draws random numbers that don't come from keras.random, or changes with every call"
-            # What cancels out is nothing but rounding, of larger terms than can be seen.
-            allowed = [max(tolerance, 10 * noise) for noise in self._noise(whole)]
+            # What cancels out is nothing but rounding, of larger terms than can be seen, and other ones in each way.
+            moves = zip(*(self._moves(run, found) for run, found in ((self._whole, whole), (in_parts, small))))
+            allowed = [max(tolerance, *(10 * move for move in both)) for both in moves]
             wrong = [error for error, most in zip(errors, allowed) if not error <= most]
             if wrong:
                 self._raise(size, max(wrong), tolerance)
@@ -298,15 +303,15 @@ class _Trial:
         errors = [*map(relative_error, one.outputs, other.outputs)]
         return errors + [relative_error(a, b, floor) for a, b in zip(one.gradients, other.gradients)]
 
-    def _noise(self, whole: _Outcome) -> list[float]:
+    def _moves(self, run: Callable[[Body], list[Any]], found: _Outcome) -> list[float]:
         """How far each output and each gradient moves with weights that differ in the last place."""
-        unit = last_place(precision_of(self.body.layer))
+        unit, random = last_place(precision_of(self.body.layer)), np.random.default_rng(0)
 
         def nearby(value: Any) -> Any:
-            signs = self._random.choice([-1.0, 1.0], tuple(value.shape))
+            signs = random.choice([-1.0, 1.0], tuple(value.shape))
             return value * ops.convert_to_tensor(1.0 + unit * signs, value.dtype)
 
-        errors = self._errors(self._outcome(self._whole, list(map(nearby, self.values))), whole)
+        errors = self._errors(self._outcome(run, list(map(nearby, self.values))), found)
         return [error if np.isfinite(error) else 0.0 for error in errors]
 
     def _raise(self, size: int, worst: float, tolerance: float) -> None:
