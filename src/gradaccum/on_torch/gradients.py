@@ -164,7 +164,7 @@ class GradientSum:
         """Divide: from here on `p.grad` is the window's mean gradient, in the dtype it was summed in."""
         if divisor == 1.0:
             return
-        exact = 2 <= divisor < 2**64 and math.frexp(divisor)[0] == 0.5  # times 1/4 is divided by 4, in half of the time
+        exact = 2 <= divisor < 2**64 and math.frexp(divisor)[0] == 0.5  # times 1/4 is divided by 4, in less time
         number, operation = (1.0 / divisor, torch._foreach_mul_) if exact else (divisor, torch._foreach_div_)
         for alike in _alike(self.gradients()):
             operation(alike, self._as_operand(number, alike[0]))
