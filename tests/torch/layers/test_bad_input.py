@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -170,3 +172,77 @@ def test_a_model_that_is_compiled_whole_is_told_to_compile_its_blocks() -> None:
     compiled = torch.compile(network(), backend="eager")
     with pytest.raises(ValueError, match="Compile each block instead"):
         build(compiled, "auto")  # type: ignore[arg-type]  # a module, as it says itself
+
+
+class ReadsAttribute(nn.Module):
+    """A block that reads what the model has left in an attribute of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.condition = nn.Linear(6, 6, dtype=torch.float64), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * self.condition
+
+
+class LeavesAttributes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ReadsAttribute() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            layer.condition = x[:, :1].cos()
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("options", [{}, {"update": "in_backward", "blocks_on": "cpu"}])
+def test_a_block_that_reads_what_the_model_leaves_in_an_attribute_is_named(options: dict[str, Any]) -> None:
+    model = LeavesAttributes()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(model, optimizer, loss_fn=nn.MSELoss(), micro_batch_size=4, blocks=model.layers, **options)
+    x = torch.randn(16, 6, dtype=torch.float64)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(NotEquivalentError, match=r"the block 'layers\.1' again.*Does it read what the model leaves"):
+        step(x, x)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+class CallsArgument(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        return given.scale * self.linear(x) if isinstance(given, types.SimpleNamespace) else given(self.linear(x))
+
+
+class WithArgument(nn.Module):
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layers, self.make = nn.ModuleList(CallsArgument() for _ in range(2)), make
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.make(x[:, :1].cos())
+        for layer in self.layers:
+            x = torch.tanh(layer(x, given))
+        return x
+
+
+@pytest.mark.parametrize(
+    "make", [lambda c: functools.partial(torch.mul, c), lambda c: types.SimpleNamespace(scale=c)], ids=["C", "plain"]
+)
+def test_blocks_may_be_called_with_objects_of_any_class(make: Callable[[Tensor], Any]) -> None:
+    model = WithArgument(make)
+    reference = copy.deepcopy(model)
+    step = TrainStep(
+        model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.MSELoss(), micro_batch_size=4, blocks=model.layers
+    )
+    x = torch.randn(16, 6, dtype=torch.float64)
+    step(x, x)
+    optimizer = OPTIMIZERS["sgd"](reference.parameters())
+    nn.functional.mse_loss(reference(x), x).backward()
+    optimizer.step()
+    assert relative_error(list(model.parameters()), list(reference.parameters())) < 1e-12

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.torch import TrainStep, chunked, combine_buffers
+from gradaccum.torch.buffers import WindowBuffers
 from tests.reference import FLOAT64, relative_error
 from tests.torch.train_step.test_memory import OUT, Backward
 from tests.torch.train_step.test_train_step import OPTIMIZERS, batches
@@ -240,3 +241,56 @@ def test_layer_by_layer_buffers_move_once_too(name: str, place: str) -> None:
     assert relative_error([step(x, y) for x, y in data], expected) <= FLOAT64
     assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
     assert relative_error(model.buffers(), reference.buffers()) <= FLOAT64
+
+
+class CountsPasses(nn.Linear):
+    """A layer that counts its forward passes, and reads the count."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes, dtype=torch.float64)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return super().forward(x) * (1 + 1 / self.passes)
+
+
+def test_a_micro_batch_that_weighs_nothing_has_no_part_in_what_buffers_become() -> None:
+    torch.manual_seed(0)
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6, dtype=torch.float64))
+    model = nn.Sequential(spectral, nn.Tanh(), CountsPasses(6, 3))
+    reference = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, reference)]
+
+    def counts(x: Tensor, y: Tensor) -> Tensor:
+        return (x[:, 0] > 0).double()
+
+    def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        each = nn.functional.cross_entropy(m(x), y, reduction="none")
+        return (each * counts(x, y)).sum() / counts(x, y).sum().clamp(min=1e-9)
+
+    step = TrainStep(
+        model, optimizers[0], compute_loss=loss, weight=lambda x, y: counts(x, y).sum(), micro_batch_size=2
+    )
+    for _ in range(4):
+        x, y = torch.rand(12, 4, dtype=torch.float64), torch.randint(3, (12,))
+        x[:6, 0] = -1.0
+        step(x, y)
+        optimizers[1].zero_grad()
+        loss(reference, x, y).backward()
+        optimizers[1].step()
+        assert relative_error(list(model.parameters()), list(reference.parameters())) < FLOAT64
+        assert relative_error(list(model.buffers()), list(reference.buffers())) < FLOAT64
+
+
+def test_a_rank_without_rows_says_whose_buffers_stay_behind(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(CountsPasses(6, 3))
+    step = TrainStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=nn.MSELoss(), micro_batch_size=2, verify=False
+    )
+    step(torch.rand(4, 6, dtype=torch.float64), torch.rand(4, 3, dtype=torch.float64))
+    window = WindowBuffers([model])
+    for _ in range(2):
+        window.no_rows()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "'passes' of 0 (CountsPasses) don't move here as on ranks that have some" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import types
 from collections.abc import Collection
@@ -111,7 +112,15 @@ def _copied(value: Any, made: dict[int, Any], given: set[int] | None) -> Any:
         table.update((key, _copied(one, made, given)) for key, one in value.items())
         return table
     if _writable(value):
-        made[id(value)] = twin = object.__new__(type(value))
+        made[id(value)] = twin = _twin(value)
         vars(twin).update((name, _copied(one, made, given)) for name, one in vars(value).items())
         return twin
     return value
+
+
+def _twin(value: Any) -> Any:
+    """Another of its class."""
+    try:
+        return object.__new__(type(value))
+    except TypeError:  # of a class that is written in C, such as functools.partial
+        return copy.copy(value)

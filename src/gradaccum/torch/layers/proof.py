@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from gradaccum.errors import NotEquivalentError
+from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.torch.layers.schedule import Layers
 
 __all__ = ["proof_of"]
@@ -16,15 +17,24 @@ def proof_of(layers: Layers | None) -> Iterator[None]:
     """Around a proof: where it fails, say which blocks have left something that backward can't know of.
 
     Raises:
-        NotEquivalentError: A gradient went on arriving when its parameter would have been updated.
+        NotEquivalentError: A gradient went on arriving when its parameter would have been updated; or a block could
+            not run again.
     """
     in_turn = None if layers is None else layers.in_turn
     if layers is not None:
-        layers.left = {}
+        layers.left, layers.failed = {}, {}
     if in_turn is not None:
         in_turn.late, in_turn.unlike = [], []
     try:
         yield
+        failed = {} if layers is None else {p: e for p, e in layers.failed.items() if not is_out_of_memory(e)}
+        for path, error in failed.items():
+            raise NotEquivalentError(
+                f"Backward could not run the block {path!r} again, as `blocks` needs, though its forward pass could "
+                f"({type(error).__name__}: {error}). Does it read what the model leaves in an attribute or a global in "
+                "each forward pass? Then it has another micro-batch's: hand it to the block as an argument, or leave "
+                "out `blocks`."
+            ) from error
         if in_turn is not None and in_turn.unlike:
             raise NotEquivalentError(
                 "With update='in_backward' and `clip_grad_norm` or a GradScaler, backward runs the blocks twice, and "

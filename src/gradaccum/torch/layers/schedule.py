@@ -63,8 +63,8 @@ class Layers:
         """Updates parameters while backward goes on."""
         self._reached: dict[int, int] = {}
         self._at_once = self._proving = False
-        self.left: dict[str, list[str]] = {}
-        """What blocks have kept in attributes while something was proven, by the block's path."""
+        self.left, self.failed = dict[str, list[str]](), dict[str, Exception]()
+        """What blocks have kept in attributes while something was proven, and how running again failed, by path."""
         self._largest: Any = None
         self._states: dict[int, ModuleState] = {}
         self._buffers: dict[int, MovedBuffers] = {}
@@ -373,8 +373,8 @@ class Layers:
                 micro_batch.retake()
             found = call.again(last=last)
         except Exception as error:
-            with contextlib.suppress(AttributeError):  # notes came with Python 3.11
-                error.add_note(f"Raised where backward runs the block {call.block.path!r} again.")
+            self.failed[call.block.path] = error
+            getattr(error, "add_note", str)(f"Raised where backward runs the block {call.block.path!r} again.")
             raise
         finally:
             self._attributes[1].put_back()

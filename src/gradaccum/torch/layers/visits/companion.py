@@ -140,9 +140,9 @@ def version_of(tensor: Tensor) -> int:
 
 def alike(one: Any, other: Any) -> bool:
     """Whether two trees without tensors are the same."""
-    mine, theirs = list(leaves(one)), list(leaves(other))
+    plain, mine, theirs = (int, float, str, torch.device), list(leaves(one)), list(leaves(other))
     return len(mine) == len(theirs) and all(
-        path == where and (a is b or (type(a) is type(b) and isinstance(a, (int, float, str, torch.device)) and a == b))
+        path == where and (a is b or (type(a) is type(b) and isinstance(a, plain) and repr(a) == repr(b)))  # 0.0, -0.0
         for (path, a), (where, b) in zip(mine, theirs, strict=True)
     )
 

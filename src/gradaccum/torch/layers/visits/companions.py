@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.on_torch.batch import Batch, leaves, map_leaves
+from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.random_state import is_generator
 from gradaccum.torch.chunking.recompute import Conditions, accelerators
 from gradaccum.torch.chunking.trees import Inputs, copied, tensors_of, with_tensors, without_tensors
@@ -258,8 +259,13 @@ class Companions:
             waiting = [self._store.keep(tensor.detach()) for tensor in tensors_of(found)]
         given = with_tensors(inputs, [one.get() for one in waiting])
         conditions = Conditions(generators, accelerators(tensors_of(given)))
-        with torch.set_grad_enabled(begins):
-            outputs = called(seen.module, given.args, given.kwargs)
+        try:
+            with torch.set_grad_enabled(begins):
+                outputs = called(seen.module, given.args, given.kwargs)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return None  # its own pass will show whether that is an error
         conditions.advance()
         tensors, places = tensors_of(outputs), {id(tensor): place for place, tensor in enumerate(tensors_of(given))}
         same = [places.get(id(tensor), -1) for tensor in tensors]
@@ -275,7 +281,7 @@ class Companions:
         inside = set(map(id, self._inside))
         around = [module for module in self._model.modules() if id(module) not in inside]
         buffers = [((m._buffers, name, b), b) for m in around for name, b in m._buffers.items() if b is not None]
-        attributes = Attributes(around, hooked=self._inside)
+        attributes = Attributes(self._model.modules())
         assert self._base is not None
         assert self._forward is not None
         batch = companion.retake()
@@ -290,7 +296,8 @@ class Companions:
         finally:
             self._partly = None
             companion.leave()
-            # The exception has left out what the user's code does after its forward pass, such as removing hooks.
+            # The exception has left out what the user's code does after its forward pass, such as removing hooks;
+            # and what it has left in attributes is another micro-batch's.
             attributes.put_back()
         return None
 
