@@ -105,10 +105,12 @@ def measured(name: str, device: str, options: argparse.Namespace) -> dict[str, A
     command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(kept)]
     command += [f"--{flag}" for flag in ("quick", "write") if getattr(options, flag)]
     command += [] if device == "cpu" else ["--device", device]
+    threads = {"OMP_NUM_THREADS": "1"} if options.quick else {}  # two scripts at a time would be in each other's way
     started = time.perf_counter()
     limit = min(options.end - started, TIME_LIMIT)
+    settings: dict[str, Any] = {"cwd": HERE.parent, "env": {**os.environ, **threads}}
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=max(limit, 0.0), cwd=HERE.parent)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=max(limit, 0.0), **settings)
         problem = "" if run.returncode == 0 else run.stderr[-3000:]
     except subprocess.TimeoutExpired:
         problem = f"not done in the {max(limit, 0.0):.0f} s that were left"
