@@ -29,12 +29,13 @@ def accumulation() -> list[Pass]:
 
 
 def layer_by_layer() -> list[Pass]:
-    """Each micro-batch up and through the head; then each block over all of them, and its update."""
+    """Each micro-batch up, and back through the last block; then each other one over all of them, and its update."""
     passes, top = [], BLOCKS + 1
     for micro_batch in range(MICRO_BATCHES):
         passes += [(row, micro_batch, "forward") for row in range(top + 1)]
-        passes.append((top, micro_batch, "backward"))
-    for row in reversed(range(top)):
+        passes += [(top, micro_batch, "backward"), (top - 1, micro_batch, "backward")]
+    passes.append((top - 1, -1, "update"))
+    for row in reversed(range(top - 1)):
         for micro_batch in range(MICRO_BATCHES):
             passes += [(row, micro_batch, "again"), (row, micro_batch, "backward")]
         passes.append((row, -1, "update"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -154,6 +155,27 @@ def test_means_over_tokens_terms_groups_and_sums_compose() -> None:
         assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
 
 
+def _note(calls: list[int], place: int, *_: Any) -> None:
+    calls.append(place)
+
+
+def test_the_last_block_runs_once_where_backward_does() -> None:
+    clipped: dict[str, Any] = {"update": "in_backward", "clip_grad_norm": 0.1}
+    for options, runs in (
+        ({}, [2, 2, 1]),
+        ({"update": "in_backward"}, [2, 2, 1]),
+        (clipped, [3, 3, 3]),
+        ({"blocks_on": "cpu"}, [2, 2, 2]),
+    ):
+        model, calls = network(), list[int]()
+        for place, layer in enumerate(model.layers):
+            layer.inner.register_forward_hook(functools.partial(_note, calls, place))
+        assert_same_updates(model, batches(7, count=1), loss_of, size=2, verify=False, **options)
+        assert [calls.count(place) for place in range(3)] == [4 * count for count in runs], options
+    model = network(depth=1)
+    assert_same_updates(model, batches(7, count=2), loss_of, size=2, blocks="layers", update="in_backward")
+
+
 def test_a_closure_evaluates_the_window_again() -> None:
     def lbfgs(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
@@ -205,7 +227,7 @@ class Counting(nn.Module):
 
 def test_buffers_move_in_first_passes_alone() -> None:
     updated = []
-    for blocks in (None, "1"):
+    for blocks in (None, "1"):  # BatchNorm runs once, the others twice
         torch.manual_seed(0)
         blocks_of = [nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)) for _ in range(2)]
         model = nn.Sequential(Counting(), nn.Sequential(*blocks_of, nn.BatchNorm1d(6)), nn.Linear(6, 3)).double()
@@ -252,9 +274,10 @@ def test_logits_are_those_of_one_micro_batch_and_the_blocks_keep_no_activations(
     assert counts["auto"] < 0.6 * counts[None], counts
 
 
-def test_a_block_that_runs_out_of_memory_in_backward_starts_over_in_smaller_micro_batches() -> None:
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_block_that_runs_out_of_memory_in_backward_goes_on_in_smaller_micro_batches(place: int) -> None:
     model, reference = network(), network()
-    plain = model.layers[1].inner.forward
+    plain = model.layers[place].inner.forward
 
     def limited(x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and len(x) > 2:
@@ -270,7 +293,7 @@ def test_a_block_that_runs_out_of_memory_in_backward_starts_over_in_smaller_micr
         blocks="auto",
         verify=False,
     )
-    model.layers[1].inner.forward = limited
+    model.layers[place].inner.forward = limited
     losses = [step(*batch).item() for batch in batches()]
     assert step.micro_batch_size == 2
     assert losses == pytest.approx(expected, rel=FLOAT64)

@@ -10,6 +10,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from gradaccum.torch import TrainStep
 from tests.torch.layers.test_blocks import OPTIMIZERS, Layer, Network, assert_same_updates, batches, loss_of
 
 transformers = pytest.importorskip("transformers")
@@ -131,6 +132,27 @@ def test_keys_and_values_that_blocks_leave_in_a_cache_are_not_there_when_backwar
     )
     assert_same_updates(model, _text()[:1], _loss, blocks="auto", verify=False)
     assert set(seen) == {0}
+
+
+def test_a_cache_keeps_no_graph_of_a_micro_batch_that_is_through() -> None:
+    most, held, model = list[int](), [0], _llama().double()
+
+    class Saved:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor.detach()
+            held[0] += 1
+            most[-1] = max(most[-1], held[0])
+
+        def __del__(self) -> None:
+            held[0] -= 1
+
+    for rows in (1, 4):
+        options: dict[str, Any] = {"micro_batch_size": 1, "blocks": "auto", "verify": False}
+        step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=_loss, **options)
+        most.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+            step(*_text(rows)[0])
+    assert most[0] == most[1]
 
 
 class Named(Layer):

@@ -22,11 +22,12 @@ class ByBlocks:
         """Around the passes of a window."""
         return contextlib.nullcontext()
 
-    def forward(self, *, frees: bool = False) -> contextlib.AbstractContextManager[None]:
+    def forward(self, *, frees: bool = False, tail: int | None = None) -> contextlib.AbstractContextManager[None]:
         """Around all forward passes.
 
         Args:
-            frees: Whether all blocks are sharded then, those too that FSDP2 would keep gathered.
+            frees: Whether blocks are sharded then that FSDP2 would keep gathered.
+            tail: The place from which on blocks stay gathered: they have gradients by then.
         """
         return contextlib.nullcontext()
 
@@ -111,12 +112,12 @@ class ShardedByBlocks(ByBlocks):
         self._shards.watch(self._groups[place])
 
     @contextlib.contextmanager
-    def forward(self, *, frees: bool = False) -> Iterator[None]:
+    def forward(self, *, frees: bool = False, tail: int | None = None) -> Iterator[None]:
         """The blocks are gathered."""
         for place in range(len(self._blocks)):
             self._gather(place)
         yield
-        for group in [group for place in range(len(self._blocks)) for group in self._groups[place]]:
+        for group in [group for place in range(len(self._blocks))[:tail] for group in self._groups[place]]:
             if frees or not group.stays_gathered:
                 group.shard()
 

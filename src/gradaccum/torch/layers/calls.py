@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,62 +18,21 @@ from gradaccum.torch.chunking.recompute import Conditions
 from gradaccum.torch.chunking.trees import Inputs, is_floating, tensors_of, with_tensors, without_tensors
 from gradaccum.torch.layers.blocks import Block
 from gradaccum.torch.layers.interception import called
-from gradaccum.torch.layers.objects import Objects, once_more
 from gradaccum.torch.layers.offload import Store, Waiting
+from gradaccum.torch.layers.written import MovedBuffers, Objects, Place, lent, once_more
 
-__all__ = ["BlockCall", "MicroBatch", "MovedBuffers", "Reached", "Ready", "lent"]
+__all__ = ["BlockCall", "MicroBatch", "Reached", "Ready"]
 
-_Place = tuple[dict[str, Any], str, Tensor]
 _ORDER = (
     "`blocks` must be called once each, in their order, in the forward pass of every micro-batch. {what} Leave out of "
     "`blocks` what is called otherwise, or list the modules in the order in which they are called."
 )
 
 
-class MovedBuffers:
-    """Buffers that passes move, as each pass found them, so that it finds them so again.
-
-    Args:
-        places: Where each is held: a dict, its key there, the buffer.
-    """
-
-    def __init__(self, places: Sequence[_Place]) -> None:
-        self._places = list(places)
-
-    @torch.no_grad()
-    def copies(self) -> list[tuple[_Place, Tensor, int]]:
-        """As they are now, before a first pass."""
-        return [
-            ((holder, name, buffer), buffer.clone(), -1 if buffer.is_inference() else buffer._version)
-            for holder, name, _ in self._places
-            if (buffer := holder.get(name)) is not None
-        ]
-
-    def moved(self, copies: list[tuple[_Place, Tensor, int]]) -> list[tuple[_Place, Tensor]]:
-        """After it: the copies of those that it has moved. The others are left alone from here on."""
-        moved = [
-            (place, copy)
-            for place, copy, version in copies
-            # PyTorch's normalisation kernels don't raise the version of the statistics they move.
-            if place[0].get(place[1]) is not place[2] or place[2]._version != version or place[1].startswith("running_")
-        ]
-        if len(moved) < len(self._places):
-            names = {(id(holder), name) for (holder, name, _), _ in moved}
-            self._places = [place for place in self._places if (id(place[0]), place[1]) in names]
-        return moved
-
-
-@contextlib.contextmanager
-def lent(copies: list[tuple[_Place, Tensor]]) -> Iterator[None]:
-    """Around a repetition: it finds these buffers, and what it does to them is forgotten."""
-    held = [(holder, name, holder.get(name)) for (holder, name, _), _ in copies]
-    try:
-        for (holder, name, _), copy in copies:
-            holder[name] = copy.clone()
-        yield
-    finally:
-        for holder, name, buffer in held:
-            holder[name] = buffer
+_EDITS = (
+    "{name} edits an input{which} in place, so it can't be run again on the same inputs. Its first operation may have "
+    "inplace=True; or give it a clone."
+)
 
 
 class Ready(NamedTuple):
@@ -109,12 +67,14 @@ class BlockCall:
         self._begins = not self.roots
         """Whether no gradient reaches beyond it."""
         self._conditions: Conditions | None = None
-        self._buffers: list[tuple[_Place, Tensor]] = []
+        self._buffers: list[tuple[Place, Tensor]] = []
         self._skeleton_of_outputs: Any = None
         self._written: set[int] = set()
         self.grads: list[Tensor | None] = []
         """Of the tensors in the outputs."""
         self._first_grads: list[Tensor | None] = []
+        self._began: dict[int, Tensor] = {}
+        """Where its graph begins, by place among the inputs."""
         self.passes: list[bool] = []
         """Whether each of them passes gradients on to the block."""
 
@@ -164,10 +124,7 @@ class BlockCall:
         flat = _Boundary.apply(self, first_pass, torch.zeros((), requires_grad=True))
         for tensor, version in zip(given, versions, strict=True):
             if version is not None and tensor._version != version:
-                raise ValueError(
-                    f"{self._name} edits an input of shape {tuple(tensor.shape)} in place, so it can't be run again on "
-                    "the same inputs. Its first operation may have inplace=True; or give it a clone."
-                )
+                raise ValueError(_EDITS.format(name=self._name, which=f" of shape {tuple(tensor.shape)}"))
         self._tensors = [store.keep(tensor) for tensor in given]
         self._given = Inputs((), {})
         return with_tensors(self._skeleton_of_outputs, flat)
@@ -222,21 +179,36 @@ class BlockCall:
         tensors: list[Any] = [
             waiting.get() if place == self._same[place] else None for place, waiting in enumerate(self._tensors)
         ]
-        for place in self.keys:
-            tensors[place] = tensors[place].detach().requires_grad_()
-        tensors = [tensors[place] for place in self._same]
         skeleton = self._skeleton if last else once_more(self._skeleton, self._written)
-        inputs = with_tensors(skeleton, tensors)
         with torch.enable_grad(), lent(self._buffers), self._conditions.restored():
-            outputs = called(self.block.module, inputs.args, inputs.kwargs)
+            outputs = self._with_graph(skeleton, tensors)
         self._check_count(outputs)
         roots, given = backward_roots(outputs, self.grads)
         if not last:
             self.grads = self._first_grads
         if roots:
             run_backward(roots, given)
-        found = {place: tensors[place].grad for place in self.keys}
-        return {place: grad for place, grad in found.items() if grad is not None}
+        return self.arrived()
+
+    def run_with_graph(self) -> Any:
+        """The outputs, with the graph that begins at what it is called with: it won't run again."""
+        given, self._given = tensors_of(self._given), Inputs((), {})
+        try:
+            return self._with_graph(self._skeleton, given)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad is being used in an in-place" not in str(error):
+                raise
+            raise ValueError(_EDITS.format(name=self._name, which="")) from error
+
+    def _with_graph(self, skeleton: Any, tensors: Sequence[Any]) -> Any:
+        self._began = {place: tensors[place].detach().requires_grad_() for place in self.keys}
+        inputs = with_tensors(skeleton, [self._began.get(place, tensors[place]) for place in self._same])
+        return called(self.block.module, inputs.args, inputs.kwargs)
+
+    def arrived(self) -> dict[int, Tensor]:
+        """The graph has gone backward. Returns the gradients of what was in `roots`, by place, and drops it."""
+        began, self._began = self._began, {}
+        return {place: tensor.grad for place, tensor in began.items() if tensor.grad is not None}
 
     def _check_count(self, outputs: Any) -> None:
         if (count := len(tensors_of(outputs))) != len(self.grads):
@@ -320,6 +292,23 @@ class MicroBatch:
                     self._due.setdefault(place, {})[key] = edge
             call.keys[index] = key
         call.roots = {}
+
+    def close(self, conditions: Conditions, buffers: list[Any]) -> None:
+        """Its forward pass is over.
+
+        Args:
+            conditions: Those that it began with.
+            buffers: Those around the blocks that it has moved.
+        """
+        self.conditions, self.buffers, self.done = conditions, buffers, True
+        self.objects = Objects()  # which would hold what the blocks have written to
+
+    def finish_tail(self, place: int) -> None:
+        """Its loss has gone backward: so has the call of the block at this place, which kept its graph."""
+        call = self.calls[place] if place < len(self.calls) else None
+        if call is not None:
+            self.calls[place] = None
+            self.arrive(place, call, call.arrived())
 
     def prefetch(self, place: int) -> None:
         """A block's call will run again soon."""

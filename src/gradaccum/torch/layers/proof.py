@@ -22,7 +22,8 @@ def proof_of(layers: Layers | None) -> Iterator[None]:
     """
     in_turn = None if layers is None else layers.in_turn
     if layers is not None:
-        layers.left, layers.failed = {}, {}
+        layers.left.clear()
+        layers.failed.clear()
     if in_turn is not None:
         in_turn.late, in_turn.unlike = [], []
     try:

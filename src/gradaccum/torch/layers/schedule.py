@@ -5,29 +5,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from gradaccum.on_torch.batch import Batch, leaves
+from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.fitting import StartOver, nothing_fits
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
-from gradaccum.on_torch.private import leaves_of
-from gradaccum.on_torch.random_state import all_generators, is_generator, kept
+from gradaccum.on_torch.random_state import all_generators, kept
 from gradaccum.sizes import Piece, Rows, Tokens
-from gradaccum.torch.chunking.recompute import Conditions, ModuleState, accelerators, parametrizations_computed
-from gradaccum.torch.chunking.trees import Inputs, tensors_of
-from gradaccum.torch.chunking.watch import attributes_of
+from gradaccum.torch.chunking.recompute import accelerators, parametrizations_computed
 from gradaccum.torch.distributed import ByBlocks
 from gradaccum.torch.equivalence import Attributes
 from gradaccum.torch.layers.blocks import find_blocks
-from gradaccum.torch.layers.calls import BlockCall, MicroBatch, MovedBuffers, Reached, Ready
-from gradaccum.torch.layers.interception import called, intercepted
+from gradaccum.torch.layers.calls import MicroBatch
+from gradaccum.torch.layers.first_passes import FirstPasses
+from gradaccum.torch.layers.interception import intercepted
 from gradaccum.torch.layers.offload import OffloadChoice, Store
 from gradaccum.torch.layers.updates import Turns, Window
-from gradaccum.torch.layers.visits import BlocksOn, Companions, Visits
+from gradaccum.torch.layers.visits import BlocksOn, Visits
 
 __all__ = ["Layers"]
 
@@ -37,10 +35,12 @@ logger = logging.getLogger("gradaccum")
 class Layers:
     """The blocks of a model, whose backward passes go block by block, each over all micro-batches.
 
-    Forward, a micro-batch's blocks run without graphs: what is kept is what they are called with. Its loss goes
-    backward at once, down to what the last block returned. When all micro-batches have come so far, the last block
-    runs again on each of them and passes their gradients on; then the one before it, and so on. What stands before the
-    blocks runs again at last.
+    Forward, a micro-batch's blocks run without graphs, all but the last: what is kept is what they are called with. Its
+    loss goes backward at once, down to what the last block was called with. When all micro-batches have come so far,
+    the block before it runs again on each of them and passes their gradients on; then the one before that, and so on.
+    What stands before the blocks runs again at last.
+
+    The last block runs again, too, where backward runs twice, and where it comes only while it computes.
 
     Args:
         model: The model.
@@ -52,28 +52,18 @@ class Layers:
     def __init__(
         self, model: nn.Module, blocks: Any, offload: OffloadChoice = False, blocks_on: BlocksOn = None
     ) -> None:
-        self.model, self._store = model, Store(offload)
-        self.blocks = find_blocks(model, blocks)
+        self.model, self.blocks = model, find_blocks(model, blocks)
         self.visits = None if blocks_on is None else Visits(model, self.blocks, blocks_on)
-        self._together: Companions | None = None
-        if self.visits is not None:
-            self._together = Companions(model, self.blocks, self._store, self.visits.device)
+        self._first = FirstPasses(model, self.blocks, Store(offload), self.visits)
         self.ranks, self.waits = ByBlocks(), False  # of a sharded model, and whether they wait for each other
         self.in_turn: Turns | None = None
         """Updates parameters while backward goes on."""
-        self._reached: dict[int, int] = {}
+        self.failed = dict[str, Exception]()
+        """How running a block again failed while something was proven, by path."""
         self._at_once = self._proving = False
-        self.left, self.failed = dict[str, list[str]](), dict[str, Exception]()
-        """What blocks have kept in attributes while something was proven, and how running again failed, by path."""
         self._largest: Any = None
-        self._states: dict[int, ModuleState] = {}
-        self._buffers: dict[int, MovedBuffers] = {}
         self._micro_batches: list[MicroBatch] = []
-        self._current: MicroBatch | None = None
-        self._reaching = False
-        self._number = 0
         self._attributes: tuple[int, Attributes] | None = None
-        self._modules: tuple[list[nn.Module], list[nn.Module]] | None = None
 
     def run(
         self,
@@ -101,19 +91,21 @@ class Layers:
             ValueError: Blocks are not called once each in order.
         """
         self.clear()
-        self._proving, in_turn = proving, self.in_turn
+        self._proving, in_turn, first = proving, self.in_turn, self._first
         if in_turn is not None:
             in_turn.open()
-        with self.ranks.window(), intercepted([block.module for block in self.blocks], self._call):
+        once = self.visits is None and not (in_turn is not None and in_turn.looks_ahead)
+        first.open(len(self.blocks) - once, proving=proving, notes_leaves=in_turn is not None)
+        with self.ranks.window(), intercepted([block.module for block in self.blocks], first.call):
             try:
-                if self._together is not None and take is not None and not plan.measuring:
-                    self._together.gather([functools.partial(take, piece) for piece in plan])
-                with self.ranks.forward(frees=in_turn is not None):
-                    for self._number, piece in enumerate(plan):
+                if first.together is not None and take is not None and not plan.measuring:
+                    first.together.gather([functools.partial(take, piece) for piece in plan])
+                with self.ranks.forward(frees=in_turn is not None, tail=first.tail):
+                    for first.number, piece in enumerate(plan):
                         self._at_once = plan.measuring  # so that what it costs is all of it
                         forward_and_loss(piece)
                 if in_turn is not None:
-                    in_turn.begin(window, {**self._reached, **self.ranks.places()}, rehearsal=proving)
+                    in_turn.begin(window, {**first.reached, **self.ranks.places()}, rehearsal=proving)
                 self._fitting(plan, gauge)
             except BaseException as error:
                 if in_turn is None or (told := in_turn.explained(error)) is error:
@@ -126,12 +118,16 @@ class Layers:
 
     def clear(self) -> None:
         """Forget what first passes have kept."""
-        self._micro_batches, self._current, self._largest = [], None, None
-        self._states, self._buffers, self._reaching, self._reached = {}, {}, False, {}
-        self._attributes = self._modules = None
-        if self.visits is not None and self._together is not None:
+        self._micro_batches, self._largest, self._attributes = [], None, None
+        self._first.open(len(self.blocks), proving=False, notes_leaves=False)
+        if self.visits is not None and self._first.together is not None:
             self.visits.forget()
-            self._together.clear()
+            self._first.together.clear()
+
+    @property
+    def left(self) -> dict[str, list[str]]:
+        """What blocks have kept in attributes while something was proven, by path."""
+        return self._first.left
 
     # The blocks' parameters.
 
@@ -144,128 +140,16 @@ class Layers:
         """Around an update: blocks that live elsewhere can be called meanwhile, in passes of any kind."""
         return contextlib.nullcontext() if self.visits is None else self.visits.reachable(optimizers)
 
-    def _here(self, place: int, following: int = -1) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.visits is None else self.visits.lent(place, following=following)
+    def _here(self, place: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.visits is None else self.visits.lent(place, following=place - 1)
 
     # Forward.
 
-    @contextlib.contextmanager
-    def micro_batch(self, retake: Callable[[], Batch], forward: Callable[[Batch], Any]) -> Iterator[None]:
-        """Around a micro-batch's forward pass.
-
-        Args:
-            retake: Returns the micro-batch once more.
-            forward: Computes its loss, as the forward pass does.
-
-        Raises:
-            ValueError: The blocks are not called once each in order; the message names the first that isn't.
-        """
-        own = contextlib.nullcontext() if self._together is None else self._together.micro_batch(self._number, forward)
-        with own:
-            yield from self._forward(retake, forward)
-
-    def _forward(self, retake: Callable[[], Batch], forward: Callable[[Batch], Any]) -> Iterator[None]:
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        device = device if self.visits is None else self.visits.device
-        if -1 not in self._buffers:
-            outside = [
-                (module._buffers, name, buffer)
-                for module in self._around()
-                for name, buffer in module._buffers.items()
-                if buffer is not None
-            ]
-            self._buffers[-1] = MovedBuffers(outside)
-        conditions = Conditions(all_generators([device]), accelerators([torch.empty(0, device=device)]))
-        copies = self._buffers[-1].copies()
-        self._current = current = MicroBatch(retake, forward)
-        try:
-            yield
-        except BaseException:
-            self._current = None
-            raise
-        if current.calls:
-            current.check_turn(len(self.blocks), self.blocks)
-        conditions.advance()
-        current.conditions, current.buffers = conditions, self._buffers[-1].moved(copies)
-        current.done = True
-
-    def _call(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs, together = Inputs(args, kwargs), self._together
-        if self._reaching:
-            raise Reached(place, inputs)
-        if together is not None and together.reaching:
-            return together.reached(place, inputs)
-        block, current = self.blocks[place], self._current
-        if current is None or current.done:
-            raise ValueError(
-                f"The block {block.path!r} was called in a backward pass. Is it called inside of "
-                "torch.utils.checkpoint? Leave that out: with `blocks`, each block is recomputed in any case."
-            )
-        current.check_turn(place, self.blocks)
-        if together is None and not torch.is_grad_enabled():
-            current.calls.append(None)
-            return called(block.module, args, kwargs)
-        state = self._state(place)
-        devices = accelerators([*tensors_of(inputs), *state.parameters])
-        given = [leaf for _, leaf in leaves(inputs) if is_generator(leaf)]
-        generators = [*all_generators(devices), *state.generators, *given]
-        if not torch.is_grad_enabled():
-            current.calls.append(None)
-
-            def run(ready: Ready | None) -> Any:
-                return called(block.module, args, kwargs) if ready is None else ready.outputs
-
-            return self._first_pass(place, inputs, run, generators, begins=False)
-        call = BlockCall(block, args, kwargs)
-        differentiated = bool(call.roots) or any(parameter.requires_grad for parameter in state.parameters)
-        current.calls.append(call if differentiated else None)
-        if self.in_turn is not None:
-            for leaf in {leaf for root in call.roots.values() for leaf in leaves_of(root)}:
-                self._reached[leaf] = min(place or -1, self._reached.get(leaf, place))
-        current.note_roots(place, call)
-        before = attributes_of(block.module) if self._proving else {}
-        moving, store = self._buffers[place], self._store
-        again = functools.partial(call.run, current.objects, generators, devices, moving, store)
-        outputs = self._first_pass(
-            place,
-            inputs,
-            lambda ready: again(differentiated=differentiated, ready=ready),
-            generators,
-            begins=differentiated and call.begins,
-        )
-        if self._proving:
-            now = attributes_of(block.module)
-            left = [name for name, value in now.items() if value is not before.get(name)]
-            if left:
-                self.left[block.path] = left
-        return outputs
-
-    def _first_pass(
-        self, place: int, inputs: Inputs, run: Callable[[Ready | None], Any], generators: Sequence[Any], begins: bool
-    ) -> Any:
-        if self._together is None:
-            return run(None)
-        visit = self._here(place, place + 1)
-        return self._together.run(place, inputs, run, visit, self._buffers[place], generators, begins)
-
-    def _around(self) -> list[nn.Module]:
-        """The modules around the blocks."""
-        return self._sides()[0]
-
-    def _sides(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """The modules around the blocks, and those inside of them, as they were when the window began."""
-        if self._modules is None:
-            inside = [module for block in self.blocks for module in block.module.modules()]
-            known = set(map(id, inside))
-            self._modules = [module for module in self.model.modules() if id(module) not in known], inside
-        return self._modules
-
-    def _state(self, place: int) -> ModuleState:
-        if place not in self._states:
-            state = ModuleState(self.blocks[place].module)
-            self._states[place] = state
-            self._buffers[place] = MovedBuffers(state.buffers)
-        return self._states[place]
+    def micro_batch(
+        self, retake: Callable[[], Batch], forward: Callable[[Batch], Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Around a micro-batch's forward pass, as for `FirstPasses.micro_batch`."""
+        return self._first.micro_batch(retake, forward)
 
     def commit(self, piece: Any) -> None:
         """The micro-batch's loss has gone backward, so its blocks' gradients are due.
@@ -273,10 +157,9 @@ class Layers:
         Args:
             piece: What it was cut out as.
         """
-        current, self._current = self._current, None
-        assert current is not None
-        self.ranks.add_up()
-        if not any(current.calls):
+        current = self._first.finish()
+        self.ranks.add_up(len(self.blocks) - 1 if self._first.tail < len(self.blocks) else -1)
+        if not (any(current.calls) or current.first_grads):
             return
         self._micro_batches.append(current)
         if self._largest is None or piece.size > self._largest.size:
@@ -296,17 +179,17 @@ class Layers:
             last: Whether it won't run once more.
             beyond: Whether to run what stands before the blocks.
         """
-        self._current = None
+        self._first.drop()
         waiting, self._micro_batches = self._micro_batches, [] if last else self._micro_batches
         for call in [call for micro_batch in waiting for call in micro_batch.calls if call is not None and not last]:
             call.remember()
-        generators = {g for state in self._states.values() for g in state.generators}
-        devices = accelerators(p for state in self._states.values() for p in state.parameters)
+        generators = {g for state in self._first.states.values() for g in state.generators}
+        devices = accelerators(p for state in self._first.states.values() for p in state.parameters)
         with kept([*all_generators(devices), *generators]):
             for place in reversed(range(len(self.blocks))):
                 with self.ranks.backward(place, used=finished is not None):
                     if any(micro_batch.calls[place] is not None for micro_batch in waiting):
-                        with self._states[place].restored(), parametrizations_computed(), self._here(place, place - 1):
+                        with self._first.states[place].restored(), parametrizations_computed(), self._here(place):
                             for index, micro_batch in enumerate(waiting):
                                 following = waiting[index + 1 :][:1] or (waiting[:1] if place else [])
                                 for other in following:
@@ -386,13 +269,13 @@ class Layers:
         if not micro_batch.first_grads:
             return
         batch = micro_batch.retake()
-        around, inside = self._sides()
+        around, inside = self._first.sides
         attributes = Attributes(around, hooked=inside)
-        self._reaching = True
+        self._first.reaching = True
         try:
             roots, grads = micro_batch.reach(batch, self.blocks[0].path)
         finally:
-            self._reaching = False
+            self._first.reaching = False
             # The exception has left out what the user's code does after its forward pass, such as removing hooks.
             attributes.put_back()
         if roots:

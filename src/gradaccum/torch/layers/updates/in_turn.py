@@ -166,7 +166,7 @@ class InTurn:
     def open(self) -> None:
         """A window begins: nothing of it has been updated."""
         self.made, self._updated, self._due, self._complete = None, set(), {}, []
-        self._left_out, self._begun = set(), False
+        self._left_out, self._begun, self._empty = set(), False, False
         self.ahead.open()
         for optimizer in self._optimizers:
             if optimizer._optimizer_step_pre_hooks:

@@ -18,11 +18,11 @@ from gradaccum.torch.chunking.recompute import Conditions, accelerators
 from gradaccum.torch.chunking.trees import Inputs, copied, tensors_of, with_tensors, without_tensors
 from gradaccum.torch.equivalence import Attributes
 from gradaccum.torch.layers.blocks import Block
-from gradaccum.torch.layers.calls import MovedBuffers, Reached, Ready, lent
+from gradaccum.torch.layers.calls import Reached, Ready
 from gradaccum.torch.layers.interception import called
-from gradaccum.torch.layers.objects import Objects
 from gradaccum.torch.layers.offload import Store
 from gradaccum.torch.layers.visits.companion import Companion, Key, Origins, Run, alike, version_of
+from gradaccum.torch.layers.written import MovedBuffers, Objects, lent
 
 __all__ = ["Companions", "Pass"]
 

@@ -1,11 +1,12 @@
-"""Objects among a block's arguments that the block writes to, as caches of keys and values are."""
+"""What passes write to, as each pass found it: objects among a block's arguments, such as caches, and buffers."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 import types
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +15,58 @@ from torch import Tensor, nn
 from gradaccum.on_torch.batch import leaves, map_leaves
 from gradaccum.on_torch.random_state import is_generator
 
-__all__ = ["Objects", "once_more"]
+__all__ = ["MovedBuffers", "Objects", "Place", "lent", "once_more"]
+
+Place = tuple[dict[str, Any], str, Tensor]
+"""Where a buffer is held: a dict, its key there, the buffer."""
 
 _AS_THEY_ARE = (Tensor, nn.Module, type, enum.Enum, types.FunctionType, types.MethodType, types.ModuleType, torch.dtype)
+
+
+class MovedBuffers:
+    """Buffers that passes move, as each pass found them, so that it finds them so again.
+
+    Args:
+        places: Where each is held: a dict, its key there, the buffer.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places = list(places)
+
+    @torch.no_grad()
+    def copies(self) -> list[tuple[Place, Tensor, int]]:
+        """As they are now, before a first pass."""
+        return [
+            ((holder, name, buffer), buffer.clone(), -1 if buffer.is_inference() else buffer._version)
+            for holder, name, _ in self._places
+            if (buffer := holder.get(name)) is not None
+        ]
+
+    def moved(self, copies: list[tuple[Place, Tensor, int]]) -> list[tuple[Place, Tensor]]:
+        """After it: the copies of those that it has moved. The others are left alone from here on."""
+        moved = [
+            (place, copy)
+            for place, copy, version in copies
+            # PyTorch's normalisation kernels don't raise the version of the statistics they move.
+            if place[0].get(place[1]) is not place[2] or place[2]._version != version or place[1].startswith("running_")
+        ]
+        if len(moved) < len(self._places):
+            names = {(id(holder), name) for (holder, name, _), _ in moved}
+            self._places = [place for place in self._places if (id(place[0]), place[1]) in names]
+        return moved
+
+
+@contextlib.contextmanager
+def lent(copies: list[tuple[Place, Tensor]]) -> Iterator[None]:
+    """Around a repetition: it finds these buffers, and what it does to them is forgotten."""
+    held = [(holder, name, holder.get(name)) for (holder, name, _), _ in copies]
+    try:
+        for (holder, name, _), copy in copies:
+            holder[name] = copy.clone()
+        yield
+    finally:
+        for holder, name, buffer in held:
+            holder[name] = buffer
 
 
 class Objects:
