@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,10 +28,11 @@ def drawn(records: Mapping[str, Mapping[str, Any]]) -> str:
         shapes.append(text(20, y - 8, title, "small"))
         told.append(f"{title}: {'; '.join(f'{name} {float(ratio):.2f}' for name, ratio in contenders.items())}")
         for name, ratio in contenders.items():
+            shown = name.replace("`", "")
             colour = "quiet" if name == rival else "a" if name in ours else "b"
             x, middle = across(ratio), y + 4
             shapes += [
-                text(LEFT - 10, y + 8, name if len(name) <= 44 else f"{name[:43]}…", "small end"),
+                text(LEFT - 10, y + 8, shown if len(shown) <= 46 else f"{shown[:45]}…", "small end"),
                 line([(across(ratio.low), middle), (across(ratio.high), middle)], colour, 2),
                 f'<circle cx="{x:.1f}" cy="{middle:.1f}" r="4.5" style="fill:var(--{colour})"/>',
                 text(WIDTH - RIGHT + 16, y + 8, str(ratio), "small"),
@@ -60,6 +62,11 @@ def drawn(records: Mapping[str, Mapping[str, Any]]) -> str:
 def _comparisons(records: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Ratio], list[str], str]]:
     for record in records.values():
         for measured in record["measured"][:1]:
-            contenders = {name: Ratio(*triple) for name, triple in measured["ratios"].items()}
+            contenders = {name: Ratio(*measured["ratios"][name]) for name in sorted(measured["ratios"], key=_by_number)}
             title = record["title"] + (f": {measured['about']}" if measured["about"] else "")
             yield title.replace("`", ""), contenders, record["ours"], measured["rival"]
+
+
+def _by_number(name: str) -> list[tuple[bool, int, str]]:
+    """The key that sorts names as people count: 16 before 128."""
+    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name) if part]

@@ -126,12 +126,19 @@ def record(packages: dict[str, str], suites: dict[str, str]) -> None:
     RECORDS.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
 
 
+def shown(said: str) -> str:
+    """What pytest said of a suite, as a cell of the table: how many tests have passed, and how many have not."""
+    counts = re.findall(r"(\d+) (passed|failed|errors?)", said)
+    counts.sort(key=lambda count: count[1] != "passed")
+    return ", ".join(number if word == "passed" else f"{number} {word}" for number, word in counts) or said
+
+
 def table(records: list[dict[str, dict[str, str]]]) -> str:
     """The records as Markdown: a row per environment, a column per suite."""
     lines = [f"| versions | {' | '.join(SUITES.values())} |", f"| --- |{' ---: |' * len(SUITES)}"]
     for row in records:
         versions = ", ".join(f"{name} {version}" for name, version in row["packages"].items())
-        lines.append(f"| {versions} | {' | '.join(row['suites'].get(suite, '') for suite in SUITES)} |")
+        lines.append(f"| {versions} | {' | '.join(shown(row['suites'].get(suite, '')) for suite in SUITES)} |")
     return "\n".join(lines)
 
 

@@ -165,6 +165,13 @@ def test_the_machine_has_a_processor_and_no_name_of_its_own():
     assert platform.node() not in harness.machine()
 
 
+def test_the_picture_counts_sizes_as_people_do():
+    sizes = {name: [1.0, 1.0, 1.0] for name in ("1024", "128", "64", "`auto`", "16 x 4", "whole")}
+    told = drawn({"one": record(sizes, rival="whole")})
+    names = [name for name in re.findall(r">([^<>]+)</text>", told) if name.strip("`") in {"auto", *sizes}]
+    assert names == ["16 x 4", "64", "128", "1024", "auto", "whole"]
+
+
 def test_the_picture_has_each_contender_and_keeps_to_its_frame():
     picture = drawn(RECORDS)
     root = ElementTree.fromstring(picture)

@@ -15,6 +15,21 @@ def test_the_table_is_the_records():
     assert versions.table(RECORDS) in versions.PAGE.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("317", "317"),
+        ("5 failed, 241 passed, 12 skipped, 768 deselected", "241, 5 failed"),
+        ("3 errors", "3 errors"),
+        ("1 failed, 20 passed, 2 errors", "20, 1 failed, 2 errors"),
+        ("no tests", "no tests"),
+        ("", ""),
+    ],
+)
+def test_a_cell_says_how_many_have_passed_and_how_many_have_not(said, shown):
+    assert versions.shown(said) == shown
+
+
 @pytest.mark.parametrize("package", [name for names, _ in versions.LOWEST for name in names])
 def test_the_lowest_version_that_is_promised_has_passed_or_the_page_says_what_has_not(package):
     found = [row["suites"] for row in RECORDS if row["packages"].get(package) == versions.lowest(package)]

@@ -294,7 +294,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     def later(self, name: str, parameters: list[Tensor], *args: Any, **keywords: Any) -> None:
         """Clip the finished gradient of these parameters, when this window closes."""
-        self._clips[(name, *map(id, parameters))] = functools.partial(_CLIPPING[name], parameters, *args, **keywords)
+        one = name, *map(id, parameters)
+        self._clips[one] = functools.partial(_CLIPPING[name], parameters, *args, **keywords)
 
     def _clip(self, *_: Any) -> None:
         clips, self._clips, self._norm = self._clips, {}, None

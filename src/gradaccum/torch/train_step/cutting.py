@@ -152,8 +152,9 @@ class Cutting:
     def explain(self, error: BaseException, batch: Batch) -> None:
         """Note beside an error of the model's what `max_tokens` has cut: shapes that don't fit may be its doing."""
         if isinstance(self.packing, Packing) and isinstance(error, RuntimeError | ValueError | IndexError):
-            with contextlib.suppress(ValueError, AttributeError):  # no mask; notes came with Python 3.11
-                error.add_note(f"max_tokens cuts columns of padding. {what_is_cut(self.packing.text(batch))}")
+            with contextlib.suppress(ValueError):  # no mask
+                cut = what_is_cut(self.packing.text(batch))
+                getattr(error, "add_note", str)(f"max_tokens cuts columns of padding. {cut}")  # since Python 3.11
 
     def without_measuring(self, batch: Batch, sizes: Sequence[int] | None = None) -> Rows | Tokens:
         """The same, for passes from which nothing is to be learned about sizes."""
