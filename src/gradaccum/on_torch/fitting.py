@@ -178,9 +178,9 @@ class Fitting:
         forwarded = self._forward(piece, passes)
         live = gauge.live()
         passes.backward(piece, forwarded)
-        self.transaction.commit()
         gauge.synchronize()
         seconds, highest = time.perf_counter() - began, gauge.mark()
+        self.transaction.commit()
         # The mark tells this micro-batch's peak where it has risen; else what was alive before backward has to do.
         plan.record(piece, seconds, base, highest if highest > mark else live)
 

@@ -216,6 +216,7 @@ class Transaction:
         assert self._micro_batch is not None
         if self._micro_batch.buffers:
             self._micro_batch.learn(self._still_in_micro_batches)
+        self._before = []  # or gradients that are freed before the next one would live as long
 
     def restore(self) -> bool:
         """The micro-batch failed: random numbers and buffers as they were when it began.

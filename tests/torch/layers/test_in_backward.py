@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import weakref
 from typing import Any
 
 import pytest
@@ -373,3 +374,21 @@ def test_in_backward_rows_by_tokens_and_packed_ones() -> None:
             step = build(model, sgd, compute_loss=next_token_mean, update=update, verify=False, **keywords)
             updated.append([step(*data("right", 1)[0]), *model.parameters()])
         assert relative_error(*updated) <= FLOAT64
+
+
+def test_a_gradient_that_has_been_used_is_gone_before_the_next_block_runs() -> None:
+    model, gradients, alive = network(), list[weakref.ref[Tensor]](), list[bool]()
+    weight: Any = model.layers[2].inner.weight
+
+    def arrived(parameter: Tensor) -> None:
+        gradients[:] = [] if parameter.grad is None else [weakref.ref(parameter.grad)]
+
+    def runs(*_: Any) -> None:
+        if torch.is_grad_enabled():
+            alive.append(gradients[0]() is not None)
+
+    weight.register_post_accumulate_grad_hook(arrived)
+    model.layers[1].inner.register_forward_hook(runs)
+    step = build(model, verify=False)
+    step(*batches()[0])
+    assert alive == [False] * 3
