@@ -92,6 +92,11 @@ def test_what_was_found_stays_noticed(scenario: Scenario) -> None:
     assert "cleared or replaced" in runs.outcome(scenario)
 
 
+def test_a_sum_over_an_epoch_without_weights_and_one_with_them_is_exact() -> None:
+    epochs = ((MicroBatch(),), (MicroBatch(weight=0.5),))
+    assert runs.outcome(Scenario(epochs=epochs, way="batches", loss="sum")) == ""
+
+
 def test_what_rounding_makes_of_the_oracle_itself_is_no_error_and_more_is() -> None:
     two_rows = Scenario(
         seed=298,

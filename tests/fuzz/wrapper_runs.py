@@ -226,6 +226,8 @@ class ByHand:
         self.windows: list[list[tuple[float, float, list[Tensor | None]]]] = [[] for _ in self.plain]
         """Of each optimizer: weight, loss and gradients of each micro-batch; an infinite loss left out."""
         self.epochs, self.in_epoch = 0, False
+        self.number = 0
+        """Of the epoch that runs, whether or not it has a pass."""
         self.updates = [0 for _ in self.plain]
         self.losses: list[float | None] = [None for _ in self.plain]
 
@@ -300,10 +302,11 @@ class ByHand:
 
     @property
     def is_weighed(self) -> bool:
-        """Whether weights are given, which a sum is divided by."""
+        """Whether this epoch gives weights, which a sum is divided by."""
         if self.scenario.way in ("plain", "closure"):
             return False
-        ones = [one for epochs in (self.scenario.epochs, self.scenario.others) for epoch in epochs for one in epoch]
+        ranks = self.scenario.epochs, self.scenario.others
+        ones = [one for epochs in ranks for epoch in epochs[self.number : self.number + 1] for one in epoch]
         return self.scenario.way == "backward" or any(one.weight is not None for one in ones)
 
 
@@ -314,6 +317,7 @@ def _expected(scenario: Scenario, data: list[list[list[Any]]]) -> ByHand:
     ranks = [scenario.epochs, *([scenario.others] if scenario.others else [])]
     for number in range(len(scenario.epochs)):
         own = [epochs[number] for epochs in ranks]
+        oracle.number = number
         if len(own) == 1:
             for i, one in enumerate(own[0]):
                 oracle.micro_batch(one, *data[0][number][i][:2], seed_of(0, number, i))
