@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 import pytest
 from _pytest.doctest import DoctestItem, DoctestModule
@@ -26,3 +27,10 @@ def pytest_collection_finish():
     """What the imports have left is looked at once, and not by every collection of garbage that is to come."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server_of_ranks():
+    """Before the first test: see tests/torch/distributed/processes.py."""
+    if "tests.torch.distributed.processes" in sys.modules:
+        sys.modules["tests.torch.distributed.processes"].start_server()

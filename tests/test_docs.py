@@ -1,16 +1,16 @@
-"""The documentation's Python runs. Keras' pages run in tests/keras, on each backend; JAX' in tests/jax."""
+"""The documentation's Python runs: Keras' pages in tests/keras, JAX' in tests/jax, trainers' in tests/integrations."""
 
 import re
 
 import pytest
 
-from tests.documents import ROOT, blocks, run, run_in, with_pytorch
+from tests.documents import OF_TRAINERS, ROOT, blocks, run, run_in, with_pytorch
 
 RUNAI = ROOT / "compat/runai/README.md"
 PAGES = [
-    ROOT / "README.md",
-    RUNAI,
-    *(p for p in sorted((ROOT / "docs").rglob("*.md")) if not p.name.startswith(("keras", "jax"))),
+    path
+    for path in sorted((ROOT / "docs").rglob("*.md"))
+    if not path.name.startswith(("keras", "jax")) and path not in OF_TRAINERS
 ]
 EVERY_PAGE = [*ROOT.glob("*.md"), RUNAI, *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -25,13 +25,8 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (folder / "first.md").write_text(re.findall(r"^```python\n.*?^```$", text, re.MULTILINE | re.DOTALL)[0] + "\n")
-    of_trainers = re.compile(r"^(from|import) (\w*transformers|accelerate)", re.MULTILINE)
-    trainers = [p for p in PAGES if of_trainers.search(p.read_text(encoding="utf-8"))]
-    others = [p for p in PAGES if p not in trainers]
-    done = run_in(with_pytorch(), [*others, folder / "first.md"], folder)
-    (folder / "trainers").mkdir()
-    done += run(trainers, folder / "trainers", "torch._dynamo gradaccum.torch accelerate transformers.trainer")
-    return dict(zip([*others, "first", *trainers], done, strict=True))
+    done = run_in(with_pytorch(), [*PAGES, folder / "first.md"], folder)
+    return dict(zip([*PAGES, "first"], done, strict=True))
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)

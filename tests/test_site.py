@@ -13,14 +13,18 @@ from tests.source import FACES
 pytest.importorskip("mkdocs")
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """Links, headings that links name, and files that are in no menu are warnings of mkdocs; here they are errors."""
+@pytest.fixture(scope="module", params=["false", pytest.param("true", marks=pytest.mark.slow)])
+def site(request, tmp_path_factory):
+    """Links, headings that links name, and files that are in no menu are warnings of mkdocs; here they are errors.
+
+    Without the index of its search, which takes a third of the time.
+    """
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "SEARCH": request.param}
     built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", check=False)
     assert built.returncode == 0, built.stdout + built.stderr
+    assert (folder / "search/search_index.json").exists() is (request.param == "true")
     return folder
 
 

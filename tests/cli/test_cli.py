@@ -282,7 +282,9 @@ def test_a_framework_that_is_missing_is_told_with_its_extra(monkeypatch):
     assert_one_clear_line(result, "keras is not installed", 'pip install "gradaccum[keras]"')
 
 
-@pytest.mark.parametrize("library", ["click", "matplotlib", *(pytest.param(n, marks=pytest.mark.slow) for n in LATER)])
+@pytest.mark.parametrize(
+    "library", ["matplotlib", *(pytest.param(name, marks=pytest.mark.slow) for name in ("click", *LATER))]
+)
 def test_a_library_that_is_missing_is_told_with_the_extra_before_training(library, tmp_path):
     (tmp_path / f"{library}.py").write_text(f"raise ModuleNotFoundError('No module', name='{library}')")
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from gradaccum.__main__ import main; main()"

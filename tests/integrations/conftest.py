@@ -3,6 +3,16 @@ import gc
 import pytest
 import torch
 
+from tests.documents import PYTORCH, forked
+
+PROGRAMS = forked(f"torch._dynamo {PYTORCH} accelerate transformers.trainer sentence_transformers")
+
+
+@pytest.fixture(scope="session")
+def fresh_process():
+    """Runs a page in a process that has imported PyTorch and trainers and done nothing else: see `forked`."""
+    return PROGRAMS
+
 
 @pytest.fixture(autouse=True)
 def leave_torch_as_found():

@@ -14,13 +14,13 @@ os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}".strip()
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.documents import interpreter  # noqa: E402
+from tests.documents import forked  # noqa: E402
 
+PROGRAMS = forked("gradaccum.jax optax flax.nnx equinox")
 jax.config.update("jax_enable_x64", True)
 
 
 @pytest.fixture(scope="session")
 def fresh_process():
-    """Runs a page or a script in a process that has imported JAX and done nothing else: see `interpreter`."""
-    with interpreter("gradaccum.jax optax") as program:
-        yield program
+    """Runs a page or a script in a process that has imported JAX and done nothing else: see `forked`."""
+    return PROGRAMS

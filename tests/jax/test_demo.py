@@ -1,5 +1,7 @@
 """The experiment's JAX side: in a process of its own, as the command runs it."""
 
+import pytest
+
 from tests.documents import ROOT
 
 PROGRAM = (
@@ -55,6 +57,7 @@ print("equal")
 )
 
 
+@pytest.mark.slow  # tests/demo makes the claim of PyTorch's side
 def test_accumulated_is_the_large_batch_written_out(tmp_path, fresh_process):
     (tmp_path / "experiment.py").write_text(PROGRAM, encoding="utf-8")
     done = fresh_process(tmp_path / "experiment.py", tmp_path)

@@ -92,7 +92,9 @@ def test_a_loops_convolutions_are_the_same_in_the_orders_that_they_have_outside_
         assert orders(program(scan)) == orders(outside, jnp.ones(kernel), jnp.ones(rows))
 
 
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize(
+    "around", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("jit", "checkpoint"))) for name in AROUND]
+)
 def test_convolutions_inside_of(around):
     program = programs(*next(cases())[1:], around=AROUND[around])
     same(program)

@@ -19,9 +19,15 @@ if BACKEND == "jax":  # before JAX starts: two devices to train on at once
 import keras  # noqa: E402  # Keras reads the environment when it is imported
 import pytest  # noqa: E402
 
-from tests.documents import interpreter  # noqa: E402
+from tests.documents import forked  # noqa: E402
 from tests.reference import FLOAT32, FLOAT64  # noqa: E402
 
+if BACKEND == "jax":
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)  # see `leave_keras_as_found`
+# What its first optimizer imports, and Keras to save a model.
+PROGRAMS = forked("gradaccum.keras" + " torch._dynamo tensorflow" * (BACKEND == "torch"))
 if BACKEND == "tensorflow":
     import tensorflow as tf
 
@@ -40,18 +46,13 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="session")
 def fresh_process():
-    """Runs a page or a script in a process that has imported Keras and done nothing else: see `interpreter`."""
-    settings = {"TF_CPP_MIN_LOG_LEVEL": "3", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}  # see `leave_keras_as_found`
-    modules = "keras gradaccum.keras" + " torch._dynamo" * (BACKEND == "torch")  # which its first optimizer imports
-    with interpreter(modules, KERAS_BACKEND=BACKEND, **settings) as program:
-        yield program
+    """Runs a page or a script in a process that has imported Keras and done nothing else: see `forked`."""
+    return PROGRAMS
 
 
 @pytest.fixture(autouse=True)
 def leave_keras_as_found(request):
     if BACKEND == "jax":
-        import jax
-
         # A program that runs once takes longest to compile. But where rows are summed in a loop, what XLA does without
         # its simplifications goes through float32: for those tests in float64 it is left as it is.
         exact = (
@@ -76,8 +77,6 @@ def float64():
     keras.backend.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     if BACKEND == "jax":
-        import jax
-
         jax.config.update("jax_enable_x64", True)
     yield FLOAT32 if BACKEND == "torch" else FLOAT64
     if BACKEND == "jax":

@@ -47,7 +47,7 @@ PREDICTED = {"micro_batch_size": "auto", "memory_limit": "1MiB"}  # of which the
     [
         ("BERT, a label for each text", {"micro_batch_size": 4}),
         pytest.param("BERT, a label for each text", PREDICTED, marks=pytest.mark.slow),
-        ("Llama", PREDICTED),
+        pytest.param("Llama", PREDICTED, marks=pytest.mark.slow),
         ("Llama", {"max_tokens": 36}),
         pytest.param("Llama", {"micro_batch_size": 4}, marks=pytest.mark.slow),
     ],

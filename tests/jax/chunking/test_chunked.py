@@ -35,8 +35,8 @@ def value_and_gradients(loss, *args, argnums=0):
 @pytest.mark.parametrize(
     ("count", "size", "keep"),
     [
-        *((11, 4, 0), (11, 4, 2), (3, 8, 0)),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((12, 4, 1), (11, 3, 9), (5, 1, 0))),
+        *((11, 4, 0), (3, 8, 0)),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((11, 4, 2), (12, 4, 1), (11, 3, 9), (5, 1, 0))),
     ],
 )
 def test_a_contrastive_loss_has_the_large_batchs_gradient(count, size, keep):
@@ -125,7 +125,7 @@ def dropout(params, x, key):
     ("make", "keep"),
     [
         (jax.random.key, 0),
-        (jax.random.PRNGKey, 1),
+        pytest.param(jax.random.PRNGKey, 1, marks=pytest.mark.slow),
         pytest.param(jax.random.key, 1, marks=pytest.mark.slow),
         pytest.param(jax.random.PRNGKey, 0, marks=pytest.mark.slow),
     ],

@@ -78,12 +78,18 @@ def half_precision(params, batch):
 @pytest.mark.parametrize(
     ("loss", "batch", "kind", "message"),
     [
-        (half_precision, labelled(), "weight", "It divides by what is summed at test_equivalence.py"),
+        pytest.param(
+            half_precision, labelled(), "weight", "It divides by what is summed at test_equivalence.py",
+            marks=pytest.mark.slow,
+        ),
         (
             lambda p, b: {"a": (token_mean(p, b), len(b["x"])), "b": (outputs(p, b["x"]).mean(), len(b["x"]))},
             labelled(), "weight", "As to the loss 'a': It divides by",
         ),
-        (lambda p, b: outputs(p, b[0] - b[0].mean(0)).var(), rows(2), "loss", "looks across the rows"),
+        pytest.param(
+            lambda p, b: outputs(p, b[0] - b[0].mean(0)).var(), rows(2), "loss", "looks across the rows",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["half precision", "several losses", "two rows"],
 )  # fmt: skip

@@ -243,7 +243,13 @@ UNSURE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["each row with itself", "a shift that cancels", "an unknown operation"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "an unknown operation",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("each row with itself", "a shift that cancels")),
+    ],
+)
 def test_what_cannot_be_told_is_one_line_that_check_equivalence_silences(name, caplog):
     loss_fn, params, batch, message = UNSURE[name]
     grad_fn = gradaccum.jax.value_and_grad(loss_fn, micro_batch_size=3)
@@ -278,7 +284,7 @@ class Network(nnx.Module):
         return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
 
 
-@pytest.mark.parametrize("norm", [nnx.BatchNorm, nnx.LayerNorm])
+@pytest.mark.parametrize("norm", [nnx.BatchNorm, pytest.param(nnx.LayerNorm, marks=pytest.mark.slow)])
 def test_nnx_models_are_seen_through_and_batch_norm_with_its_state_is_a_line(norm, caplog):
     graph, params, state = nnx.split(Network(norm, nnx.Rngs(0)), nnx.Param, ...)
 

@@ -58,7 +58,6 @@ def taken(batch, part):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("a window longer than the epoch", "momentum"),
         ("ragged everywhere", "clipped AdamW with a schedule"),
         *(pytest.param(name, "momentum", marks=pytest.mark.slow) for name in WINDOWS),
         *(pytest.param(name, "clipped AdamW with a schedule", marks=pytest.mark.slow) for name in WINDOWS),

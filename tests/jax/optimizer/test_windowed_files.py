@@ -25,7 +25,7 @@ def through_orbax(tree, folder):
         return checkpointer.restore(folder / "state", blank)
 
 
-@pytest.mark.parametrize("restored", [through_pickle, through_orbax])
+@pytest.mark.parametrize("restored", [pytest.param(through_pickle, marks=pytest.mark.slow), through_orbax])
 def test_a_window_saved_in_the_middle_goes_on_bit_for_bit(restored, tmp_path):
     batch, params = rows(14), network()
     optimizer = windowed(optax.adamw(optax.linear_schedule(0.1, 0.01, 3)), {0: 3, 1: 2})

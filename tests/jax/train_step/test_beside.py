@@ -79,7 +79,11 @@ def dropped(params, batch, key):
 
 @pytest.mark.parametrize(
     "key",
-    [jax.random.key(3), jax.random.PRNGKey(3), pytest.param(jax.random.key(3, impl="rbg"), marks=pytest.mark.slow)],
+    [
+        jax.random.key(3),
+        pytest.param(jax.random.PRNGKey(3), marks=pytest.mark.slow),
+        pytest.param(jax.random.key(3, impl="rbg"), marks=pytest.mark.slow),
+    ],
 )
 def test_a_key_is_split_for_each_micro_batch(key):
     params, (x, y) = network(), rows(11)

@@ -18,7 +18,11 @@ def test_ragged_micro_batches_match_the_large_batch():
     assert tree_error(jax.jit(grad_fn)(params, batch), expected) <= FLOAT64
 
 
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adam(0.1)], ids=["sgd", "adam"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(optax.sgd(0.1, momentum=0.9), marks=pytest.mark.slow), optax.adam(0.1)],
+    ids=["sgd", "adam"],
+)
 def test_a_training_loop_over_ragged_batches_matches_plain_jax(optimizer):
     """The user's loop: any optax optimizer, a clip and a schedule come after it, and see one gradient per update."""
     optimizer = optax.chain(

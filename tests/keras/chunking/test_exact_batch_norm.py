@@ -79,6 +79,7 @@ WAYS = {
 }
 
 
+@compiled_on("tensorflow")
 @pytest.mark.parametrize(("make", "way"), WAYS[BACKEND])
 def test_updates_and_moving_statistics_are_the_large_batchs(exact, make, way):
     expected = fitted(make(), run_eagerly=BACKEND == "tensorflow")

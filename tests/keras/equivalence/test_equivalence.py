@@ -31,6 +31,7 @@ def compiled(model, **kwargs):
     return model
 
 
+@compiled_on("tensorflow")
 def test_equal_models_pass_and_stay_as_they_are():
     model = compiled(classifier(kernel_regularizer="l2", activity_regularizer=ACTIVITY))
     before = model.get_weights()

@@ -15,7 +15,7 @@ from tests.keras.fuzz.scenario import Scenario, random_scenario, sensible, shrun
 from tests.keras.problems import BACKEND, slow_where_compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # they are part of the outcome
-SLICE = 10 if BACKEND == "torch" else 2
+SLICE = 5 if BACKEND == "torch" else 2
 
 
 def failure(scenario: Scenario) -> str:

@@ -90,7 +90,7 @@ def test_losses_of_single_rows_with_every_reduction_match_plain_fit(float64, nam
     of_rows(name, reduction, float64)
 
 
-@compiled_on("tensorflow")
+@slow_where_compiled
 def test_ctc_matches_plain_fit(float64):
     def make():
         return keras.Sequential([layers.Input((6, 2)), layers.Dense(4)])
@@ -119,7 +119,7 @@ WITHIN = [
 OVER = [(name, axis) for name in BY_AXIS for axis in [None, 0, -3, (0, 1), (0, 2), (0, 1, 2)]]
 
 
-@compiled_on("tensorflow")
+@slow_where_compiled
 @pytest.mark.parametrize(
     ("name", "axis", "reduction"),
     slow_but(WITHIN, ("Dice", (1, 2), "mean_with_sample_weight")),

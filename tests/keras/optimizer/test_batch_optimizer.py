@@ -23,6 +23,7 @@ from tests.keras.problems import (
     regression,
     sgd,
     slow,
+    slow_where_compiled,
     split,
 )
 from tests.reference import keras_updates, windows_of
@@ -101,7 +102,7 @@ def test_train_size_alone_tells_a_custom_loop(fit_bound):
     assert error(model, plain(network(), sgd(), batches, 3, 2)) <= fit_bound
 
 
-@compiled_on("jax")
+@slow_where_compiled
 def test_a_model_with_batch_normalization_trains_and_is_named():
     keras.utils.set_random_seed(0)
     layers = [
@@ -120,7 +121,7 @@ def test_a_model_with_batch_normalization_trains_and_is_named():
     assert np.isfinite(model.evaluate(x, y, verbose=0))
 
 
-@compiled_on("tensorflow")
+@slow_where_compiled
 def test_float64_weights(float64):
     batches = micro_batches(4, 18)
     model = network()
@@ -197,7 +198,12 @@ def test_rows_other_than_train_size_are_an_error():
 @compiled_on("jax")
 @pytest.mark.parametrize(
     ("train_size", "kind"),
-    [*((size, "a dataset") for size in (8, 16, 20, 28)), slow(16, "a generator"), (28, "a generator")],
+    [
+        (8, "a dataset"),
+        *(slow(size, "a dataset") for size in (16, 20, 28)),
+        slow(16, "a generator"),
+        (28, "a generator"),
+    ],
 )
 def test_another_number_of_rows_is_an_error_whatever_they_come_from(train_size, kind):
     model = network()

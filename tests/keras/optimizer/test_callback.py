@@ -20,6 +20,7 @@ from tests.keras.problems import (
     regression,
     sgd,
     slow,
+    slow_where_compiled,
     split,
     wrapped,
 )
@@ -84,7 +85,7 @@ def test_a_batch_optimizers_rows_are_those_of_the_targets_too(fit_bound):
     assert error(model, expected) <= fit_bound
 
 
-@compiled_on("jax")
+@slow_where_compiled
 @pytest.mark.parametrize("jit", [False, slow(True)])
 def test_inputs_without_targets_must_have_the_same_number_of_rows(jit):
     model = graph(WithoutTargets, Optimizer(sgd(), 4))
@@ -226,6 +227,7 @@ def test_a_fit_inside_of_an_epoch_of_another_is_an_error_that_names_it():
 REDUCTIONS = [("sum", 1), slow("mean_with_sample_weight", 1), slow("sum_over_batch_size", 0)]
 
 
+@compiled_on("jax")
 @pytest.mark.parametrize(("reduction", "named"), REDUCTIONS)
 def test_a_loss_that_is_no_mean_over_rows_is_named_once(reduction, named, caplog):
     model = network()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gradaccum.keras.callbacks import GradientAccumulation
-from tests.keras.problems import compiled_on, error, slow
+from tests.keras.problems import error, slow, slow_where_compiled
 from tests.reference import keras_updates
 
 DATA = Path(__file__).parents[1] / "data"
@@ -27,7 +27,7 @@ FILES = {
 """`Optimizer(Adam(0.01), 3)`; `SGD({0: 3, 2: 4}, ...)` in a fit with the callback; `BatchOptimizer(..., 4, 8, 14)`."""
 
 
-@compiled_on("tensorflow")
+@slow_where_compiled
 @pytest.mark.parametrize("name", ["adam", slow("rows"), slow("sizes")])
 def test_a_file_of_version_0_1_continues_in_the_middle_of_its_window(name):
     make, micro_batches, trained, large_batches = FILES[name]

@@ -151,6 +151,7 @@ def test_swap_ema_weights_finds_the_average(fit_bound):
     assert error(model, expected) <= fit_bound
 
 
+@compiled_on("jax")
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # a plain optimizer says so too
 @pytest.mark.parametrize(("absent_last", "make"), [(True, sgd), *map(slow, (True, False, False), (adam, sgd, adam))])
 def test_a_gradient_that_is_none_in_some_micro_batches_keeps_the_sum(absent_last, make, bound):
@@ -164,6 +165,7 @@ def test_a_gradient_that_is_none_in_some_micro_batches_keeps_the_sum(absent_last
     assert relative_error(accumulated, expected) <= bound
 
 
+@compiled_on("jax")
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_a_variable_without_gradient_in_the_whole_window_is_left_alone(bound):
     some = [[g[0], g[1], None] for g in micro_gradients(4)]
@@ -176,6 +178,7 @@ def test_a_variable_without_gradient_in_the_whole_window_is_left_alone(bound):
     np.testing.assert_array_equal(accumulated[2].numpy(), variables_like(SHAPES)[2].numpy())
 
 
+@compiled_on("jax")
 @pytest.mark.parametrize("dtype", [slow("float16"), "bfloat16"])
 def test_half_precision_gradients_are_summed_in_float32(dtype):
     optimizer, variables = Optimizer(keras.optimizers.SGD(1.0), 512), [keras.Variable([0.0], dtype=dtype)]
@@ -183,10 +186,12 @@ def test_half_precision_gradients_are_summed_in_float32(dtype):
     assert float(keras.ops.convert_to_numpy(keras.ops.cast(variables[0], "float32"))[0]) == -1.0
 
 
+@compiled_on("jax")
 def test_one_step_is_the_plain_loop():
     assert both(adam, steps=1) == 0.0
 
 
+@compiled_on("jax")
 def test_an_optimizer_that_has_trained_goes_on_with_its_state(bound):
     gradients = micro_gradients(6)
     accumulated, expected = variables_like(SHAPES), variables_like(SHAPES)
@@ -197,6 +202,7 @@ def test_an_optimizer_that_has_trained_goes_on_with_its_state(bound):
     assert relative_error(accumulated, expected) <= bound
 
 
+@compiled_on("jax")
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="not in this version of Keras")
 def test_two_optimizers_for_two_parts_of_a_model(bound):
     def make():

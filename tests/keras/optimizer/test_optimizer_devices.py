@@ -79,6 +79,7 @@ def test_a_loss_scale_outside_drops_the_micro_batch_and_keeps_the_others(make):
     assert relative_error(variables, expected) <= 1e-6
 
 
+@compiled_on("jax")
 @pytest.mark.parametrize("inside", [True, slow(False)])
 def test_mixed_float16_matches_the_large_batch(inside):
     keras.config.set_dtype_policy("mixed_float16")
@@ -134,6 +135,7 @@ def test_mixed_bfloat16_matches_the_large_batch():
 DEFAULT = BACKEND == "jax"  # other tests compile so
 
 
+@compiled_on("jax")
 @pytest.mark.parametrize("jit_compile", [not DEFAULT, slow(DEFAULT)])
 def test_jit_compile_on_and_off(jit_compile, fit_bound):
     if BACKEND == "torch" and jit_compile:

@@ -20,6 +20,7 @@ from tests.keras.problems import (
     plain,
     regression,
     sgd,
+    slow_where_compiled,
     split,
     train_by_hand,
     variables_like,
@@ -49,7 +50,7 @@ def test_saved_in_the_middle_of_a_window_a_model_continues_exactly(tmp_path):
     assert int(loaded.optimizer.iterations) == 2
 
 
-@compiled_on("jax")
+@slow_where_compiled
 def test_a_file_continues_in_a_fresh_process(tmp_path, fresh_process):
     batches = split(regression(12), [4] * 3)
     model = trained(Adam(3, 0.01), batches[:2])

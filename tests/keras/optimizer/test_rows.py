@@ -24,6 +24,7 @@ from tests.keras.problems import (
     regression,
     sgd,
     slow,
+    slow_where_compiled,
     split,
     train_by_hand,
     variables_like,
@@ -187,7 +188,7 @@ def test_a_loss_scale_outside_drops_micro_batches_and_keeps_windows_where_they_w
     assert error(model, expected) <= fit_bound
 
 
-@compiled_on("jax")
+@slow_where_compiled
 @pytest.mark.parametrize("name", [None, slow("conv1_bn"), "plain"])
 def test_batch_normalization_is_named(name):
     keras.utils.set_random_seed(0)

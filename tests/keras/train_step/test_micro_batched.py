@@ -92,6 +92,7 @@ def test_ragged_batches_match_plain_fit(float64, optimizer):
     assert_same(classifier, compiled, X, CLASSES, float64, batch_size=9, eager=False)
 
 
+@compiled_on("jax")
 @pytest.mark.parametrize("micro_batch_size", [1, slow(2), slow(8), slow(100)])
 def test_any_micro_batch_size_matches_plain_fit(float64, micro_batch_size):
     assert_same(classifier, crossentropy, X, CLASSES, float64, micro_batch_size)

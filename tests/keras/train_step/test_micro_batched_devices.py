@@ -80,6 +80,7 @@ def test_two_devices_match_plain_fit_on_them(fit_bound, size):
     assert both(classifier, crossentropy, X[:ROWS], CLASSES, size) <= 10 * fit_bound  # batches of 16 and 4 rows
 
 
+@compiled_on("jax")
 @several_devices
 @pytest.mark.parametrize("reduction", [slow("sum_over_batch_size"), slow("sum"), "mean_with_sample_weight"])
 def test_masks_and_weights_on_two_devices_match_plain_fit(fit_bound, reduction):

@@ -166,7 +166,7 @@ def test_metrics_that_are_no_sums_over_rows_match_plain_fit(float64):
     assert_same(classifier, compiled, X, CLASSES, float64)
 
 
-@compiled_on("tensorflow")
+@slow_where_compiled
 def test_metrics_of_outputs_larger_than_the_batch_are_streamed(float64):
     def make():
         return keras.Sequential([layers.Input((5,)), layers.Dense(40, activation="softmax")])
@@ -183,7 +183,7 @@ def test_metrics_of_outputs_larger_than_the_batch_are_streamed(float64):
     assert {plan.metrics for plan in ours.train_step.plans.values()} <= {"streamed"}
 
 
-@compiled_on("jax")
+@slow_where_compiled
 def test_a_model_without_metrics_matches_plain_fit(float64):
     assert_same(classifier, lambda: {"loss": "sparse_categorical_crossentropy"}, X, CLASSES, float64)
 
@@ -240,7 +240,7 @@ def test_variables_without_a_gradient_stay_as_they_are():
             assert_same(Unused, compiled, X, X[:, :3])
 
 
-@compiled_on("jax")
+@slow_where_compiled
 def test_the_model_saves_loads_and_clones_as_what_it_came_from(tmp_path):
     plain, ours = classifier(), micro_batched(classifier(), MICRO)
     ours.compile(optimizer=sgd(), **crossentropy())
@@ -257,7 +257,7 @@ def test_the_model_saves_loads_and_clones_as_what_it_came_from(tmp_path):
     assert relative_error([plain.predict(X, verbose=0)], [ours.predict(X, verbose=0)]) == 0
 
 
-@compiled_on("tensorflow")
+@slow_where_compiled
 def test_compiling_again_takes_the_new_loss(float64):
     def train(size):
         keras.utils.set_random_seed(1)
@@ -313,7 +313,7 @@ def test_after_a_refused_loss_the_model_trains_with_another():
     model.fit(X, np.eye(3)[CLASSES], batch_size=BATCH, verbose=0)
 
 
-@compiled_on("jax")
+@slow_where_compiled
 def test_a_batch_that_cannot_be_split_is_named_and_nothing_is_touched():
     model = micro_batched(classifier(), MICRO)
     model.compile(optimizer=sgd(), loss="mse")
@@ -334,7 +334,7 @@ def test_a_batch_that_cannot_be_split_is_named_and_nothing_is_touched():
         model.train_on_batch(*next(batches()))
 
 
-@compiled_on("jax")
+@slow_where_compiled
 def test_scales_of_float8_are_the_largest_of_the_micro_batches():
     def make():
         model = keras.Sequential([layers.Input((16,)), layers.Dense(16, name="dense")])

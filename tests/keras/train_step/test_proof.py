@@ -13,7 +13,7 @@ from gradaccum.errors import NotEquivalentError
 from gradaccum.keras.micro_batched import micro_batched
 from gradaccum.keras.train_step.data import Sorts, few_rows
 from gradaccum.keras.train_step.proof import Proof, ragged_size
-from tests.keras.problems import ACTIVITY, BACKEND, Batches, compiled_on
+from tests.keras.problems import ACTIVITY, BACKEND, Batches, compiled_on, slow_where_compiled
 from tests.reference import relative_error
 
 ROWS = 24
@@ -197,6 +197,7 @@ MIXING = {
 }
 
 
+@compiled_on("tensorflow")
 @pytest.mark.parametrize(
     "name", some_slow(MIXING, {"softmax over rows", *(["add_loss"] if BACKEND == "torch" else [])})
 )
@@ -230,7 +231,7 @@ def harmless(heavy):
     return keras.Model(inputs, layers.Dense(3, activity_regularizer=ACTIVITY)(hidden))
 
 
-@compiled_on("tensorflow")
+@slow_where_compiled
 @pytest.mark.parametrize("heavy", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_randomness_masks_and_regularisers_are_no_difference_and_nothing_is_touched(heavy):
     tokens = random.integers(1, 7, (ROWS, 6))
@@ -247,7 +248,7 @@ def test_randomness_masks_and_regularisers_are_no_difference_and_nothing_is_touc
     assert all(np.array_equal(a, b) for a, b in zip(*weights))
 
 
-@compiled_on("jax")
+@slow_where_compiled
 def test_batch_normalization_has_its_own_warning_and_is_not_refused():
     for choice in ("warn", "pooled"):
         with warnings.catch_warnings():
@@ -395,14 +396,14 @@ def test_a_model_that_has_converged_is_not_refused():
         model.fit(X, y, batch_size=ROWS, epochs=30, verbose=0)
 
 
-@compiled_on("jax")
+@slow_where_compiled
 def test_a_loss_in_half_precision_is_not_refused():
     model = micro_batched(linear(), 8)
     model.compile(optimizer="sgd", loss=losses.MeanSquaredError(dtype="float16"))
     model.train_on_batch(X, Y)
 
 
-@compiled_on("jax")
+@slow_where_compiled
 def test_what_cannot_be_compared_is_said_once():
     def of_all(t, p):
         if p.shape[0] is not None and p.shape[0] < 4:

@@ -219,7 +219,7 @@ def test_errors_of_arguments():
         chunked(nn.Linear(12, 3), 4, max_tokens=8)(text()["input_ids"].float())
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
 def test_towers_of_transformers_train_as_the_padded_batch(side):
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(

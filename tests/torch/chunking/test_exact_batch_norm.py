@@ -105,9 +105,8 @@ def cross_entropy(outputs):
     ("size", "offload"),
     [
         (1, False),
-        (8, False),
         (5, True),
-        *(pytest.param(size, False, marks=pytest.mark.slow) for size in (5, 21)),
+        *(pytest.param(size, False, marks=pytest.mark.slow) for size in (5, 8, 21)),
         *(pytest.param(size, True, marks=pytest.mark.slow) for size in (1, 8, 21)),
     ],
 )

@@ -7,15 +7,18 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
 
 import pytest
 
-from tests.documents import PYTORCH
+from tests.documents import PYTORCH, leave_pytest
 
 LIMIT = 60.0
 """Seconds after which a case counts as hung."""
@@ -35,6 +38,44 @@ def import_before(*modules: str) -> None:
 
 
 import_before()
+
+
+def start_server() -> None:
+    """Start the process that ranks are forks of, on Linux as a fork of this one: its imports are there already.
+
+    To be called before the first test.
+    """
+    if _START == "forkserver" and sys.platform == "linux":
+        resource_tracker.ensure_running()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(util, "spawnv_passfds", _forked)
+            forkserver.ensure_running()
+
+
+def _forked(path: Any, arguments: list[str], passed: list[int]) -> int:
+    """A fork of this process that runs what a new interpreter would be told to."""
+    server = os.fork()
+    if server:
+        return server
+    try:
+        pipes = {os.fstat(end).st_ino for end in passed}
+        for end in map(int, os.listdir("/proc/self/fd")):  # the server ends when nobody holds the other end
+            if end not in passed and _inode(end) in pipes:
+                os.close(end)
+        leave_pytest()
+        warnings.resetwarnings()
+        for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", category)
+        exec(arguments[-1], {})
+    finally:
+        os._exit(0)
+
+
+def _inode(descriptor: int) -> int | None:
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:  # it was that of the listing
+        return None
 
 
 def fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -36,7 +36,7 @@ def test_wrapping_the_other_way_round_is_an_error():
             distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_compiled(inside, float64):
     whole, x = encoder(), torch.randn(23, 5)
     module = copy.deepcopy(whole)

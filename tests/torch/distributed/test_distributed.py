@@ -151,7 +151,7 @@ def test_buffers_are_the_same_on_all_ranks_after_an_uneven_epoch(ranks: Processe
     assert all(ranks.run(cases.batch_norm))
 
 
-@pytest.mark.parametrize("outside", [True, False])
+@pytest.mark.parametrize("outside", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_compiled_models(ranks: Processes, outside: bool) -> None:
     for error, reductions in ranks.run(cases.compiled, outside):
         assert error <= FLOAT64

@@ -187,7 +187,7 @@ def test_ranks_of_a_sharded_model_that_wait_in_its_passes_wait_no_longer_than_th
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("why", ["rows", "loader"])
-@pytest.mark.parametrize("at", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("at", [pytest.param(at, marks=[pytest.mark.slow] * (at % 2)) for at in range(5)])
 def test_a_batch_that_cannot_be_used_on_one_rank_is_an_error_on_the_others_at_once(
     ranks: Processes, at: int, why: str, engine: str
 ) -> None:

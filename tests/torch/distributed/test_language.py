@@ -13,8 +13,16 @@ from tests.torch.distributed.processes import Processes
 SHARDED = "at once", "the head with the rest", "the head by itself"
 
 
-@pytest.mark.parametrize("own_loss", [True, False], ids=["loss in the model", "loss outside"])
-@pytest.mark.parametrize("engine", ["DDP", *SHARDED])
+@pytest.mark.parametrize(
+    ("engine", "own_loss"),
+    [
+        ("DDP", True),
+        ("at once", False),
+        ("the head by itself", True),
+        *(pytest.param(engine, True, marks=pytest.mark.slow) for engine in SHARDED[:2]),
+        *(pytest.param(engine, False, marks=pytest.mark.slow) for engine in ("DDP", *SHARDED[1:])),
+    ],
+)
 def test_a_head_in_tiles_makes_the_clipped_update_of_all_ranks_rows(
     ranks: Processes, engine: str, own_loss: bool
 ) -> None:
@@ -41,8 +49,15 @@ def test_where_sharded_modules_cast_their_outputs_logits_are_computed_whole(rank
         assert tiles == 0
 
 
-@pytest.mark.parametrize("head", [None, "head"])
-@pytest.mark.parametrize("engine", ["DDP", SHARDED[0], SHARDED[2]])
+@pytest.mark.parametrize(
+    ("engine", "head"),
+    [
+        ("DDP", None),
+        (SHARDED[0], "head"),
+        *(pytest.param(engine, None, marks=pytest.mark.slow) for engine in (SHARDED[0], SHARDED[2])),
+        *(pytest.param(engine, "head", marks=pytest.mark.slow) for engine in ("DDP", SHARDED[2])),
+    ],
+)
 def test_packed_rows_make_the_update_of_all_ranks_rows(ranks: Processes, engine: str, head: Any) -> None:
     (error, _, tiles, seen), (other, _, _, own) = ranks.run(
         cases.updates, engine, clip=0.05, head=head, pack=True, max_tokens=24

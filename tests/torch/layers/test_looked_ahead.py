@@ -313,7 +313,7 @@ def adapted() -> Network:
     return model
 
 
-@pytest.mark.parametrize("schedule", ["StepLR", "OneCycleLR"])
+@pytest.mark.parametrize("schedule", [pytest.param("StepLR", marks=pytest.mark.slow), "OneCycleLR"])
 def test_adapters_of_frozen_blocks_and_schedules_make_the_clipped_updates_of_a_plain_loop(schedule: str) -> None:
     def train(model: Network, update: Any) -> list[Tensor]:
         trained = [p for p in model.parameters() if p.requires_grad]

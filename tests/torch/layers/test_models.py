@@ -96,7 +96,9 @@ def _loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("llama", "t5"))) for name in MODELS]
+)
 def test_models_of_transformers_make_the_large_batchs_update(name: str) -> None:
     make, data, blocks = MODELS[name]
     torch.manual_seed(0)

@@ -119,7 +119,7 @@ def test_sums_without_weights_count_in_micro_batches_too():
     assert_measured(scale, factor=3.0)
 
 
-@pytest.mark.parametrize("weighed", [True, False])
+@pytest.mark.parametrize("weighed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_loss_scale_that_grows_inside_windows_does_not_bend_it(weighed):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=50)
     scale = trained_by_optimizer(Linear(torch.float32), (3, 3, 3), weighed=weighed, scaler=scaler).noise_scale

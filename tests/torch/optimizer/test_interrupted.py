@@ -182,15 +182,16 @@ def test_halves_that_are_trained_in_turn_are_rescaled_with_the_loss():
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("whole_loop", "compiled_autograd"),
+    ("whole_loop", "compiled_autograd", "backend"),
     [
-        (True, False),
-        pytest.param(False, True, marks=pytest.mark.slow),
-        pytest.param(True, True, marks=pytest.mark.slow),
+        (True, False, "eager"),
+        pytest.param(True, False, "aot_eager", marks=pytest.mark.slow),
+        pytest.param(False, True, "aot_eager", marks=pytest.mark.slow),
+        pytest.param(True, True, "aot_eager", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.skipif(torch.__version__ < "2.11", reason="its compiler fails on attributes that are set twice")
-def test_a_compiled_loop_is_exact(whole_loop, compiled_autograd):
+def test_a_compiled_loop_is_exact(whole_loop, compiled_autograd, backend):
     torch._dynamo.reset()
     model, optimizer = start(steps=2)
 
@@ -202,7 +203,7 @@ def test_a_compiled_loop_is_exact(whole_loop, compiled_autograd):
         mse(model, x, y).backward()
         optimizer.step()
 
-    compiled = torch.compile(whole if whole_loop else forward_and_backward, backend="aot_eager")
+    compiled = torch.compile(whole if whole_loop else forward_and_backward, backend=backend)
     with torch._dynamo.config.patch(compiled_autograd=compiled_autograd):
         for x, y in split(tuple(t.double() for t in DATA), [2, 2, 2, 2, 2])[:4]:
             compiled(x, y)
