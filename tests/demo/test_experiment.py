@@ -249,6 +249,9 @@ def test_float64_decides_though_float32_is_within_its_rounding(difference, ok):
     (table,) = [block for block in report.blocks if isinstance(block, Table)]
     assert table.columns[-1] == "in float64"
     assert [row[-1] for row in table.rows] == [None, f"{difference:.1e}", None]
+    said = [block.text for block in report.blocks if isinstance(block, Text) and "float64" in block.text]
+    assert any("The last column, of 60,000 rows in float64, shows the same" in text for text in said)
+    assert not any("--dtype" in text for text in said), "it has been done"
 
 
 def test_the_report_counts_what_was_made():

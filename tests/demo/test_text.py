@@ -73,6 +73,7 @@ def as_if(distance):
 def test_the_key_number_is_the_reports_first_and_bars_have_one_scale():
     report = findings(outcome(1e-13), None, as_if(4e-16))
     assert report.ok
+    assert report.title == "Gradient accumulation on text and FashionMNIST, with PyTorch"
     assert report.summary.startswith("15.0 times less memory, the same training: 30.0 MiB")
     bars, distances, losses = report.blocks[:3]
     assert isinstance(bars, Bars)

@@ -27,7 +27,8 @@ def findings(outcome: Outcome, again: Outcome | None = None, text: TextOutcome |
     if outcome.precision != setup.dtype:
         blocks.append(Text(f"This backend multiplies matrices in {outcome.precision}, whatever the dtype."))
     elif setup.dtype == "float32" and outcome.ok:
-        blocks.append(Text(_ABOUT_ROUNDING))
+        where = f"The last column, of {again.rows:,} rows in float64," if again else "--dtype float64"
+        blocks.append(Text(f"{_ABOUT_ROUNDING} {where} shows the same comparison without them."))
     alone = outcome.runs[-1]
     more = alone.updates / outcome.runs[0].updates
     blocks += [
@@ -46,8 +47,9 @@ def findings(outcome: Outcome, again: Outcome | None = None, text: TextOutcome |
         if known:
             blocks.append(Bars(title, known, unit="MiB"))
     verdicts = [*_verdict_of_text(text), _verdict(outcome), *([_verdict(again)] if again else [])]
+    on = f"text and {outcome.data_name}" if text else outcome.data_name
     return Report(
-        f"Gradient accumulation on {outcome.data_name}, with {_FRAMEWORKS[setup.framework]}",
+        f"Gradient accumulation on {on}, with {_FRAMEWORKS[setup.framework]}",
         blocks,
         ok=all(part.ok for part in (outcome, again, text) if part is not None),
         summary="\n".join(verdicts),
@@ -63,7 +65,7 @@ def _verdict_of_text(text: TextOutcome | None) -> list[str]:
         f"{text.memory_ratio:.1f} times less memory, {same}: {large.peak_bytes / 2**20:.1f} MiB at the peak of a "
         f"window as a whole batch, {ours.peak_bytes / 2**20:.2f} MiB in {text.setup.steps} micro-batches.",
         f"In float64 they end {ours.distances[-1]:.1e} apart. The loop that people write ends "
-        f"{written.distances[-1]:.0%} away, for all its `loss / {text.setup.steps}`.",
+        f"{written.distances[-1]:.0%} away: it divides each loss by {text.setup.steps}.",
     ]
 
 
@@ -110,8 +112,7 @@ def _figures_of_text(text: TextOutcome) -> list[Block]:
 
 _ABOUT_ROUNDING = (
     "In float32 the two round differently now and then. Where the input of a ReLU lies next to zero, that decides "
-    "whether the unit fires, and over thousands of updates such differences grow. --dtype float64 shows the same "
-    "comparison without them."
+    "whether the unit fires, and over thousands of updates such differences grow."
 )
 _FRAMEWORKS = {"torch": "PyTorch", "keras": "Keras", "jax": "JAX"}
 

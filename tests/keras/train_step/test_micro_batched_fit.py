@@ -274,7 +274,7 @@ def test_compiling_again_takes_the_new_loss(float64):
 def test_auto_picks_a_size_and_matches_plain_fit(float64, caplog):
     with caplog.at_level("INFO", logger="gradaccum"):
         assert_same(classifier, crossentropy, X, CLASSES, float64, "auto", batch_size=11, epochs=1)
-    (said,) = {record.message for record in caplog.records if "auto" in record.message}
+    (said,) = {record.message for record in caplog.records if record.name == "gradaccum" and "auto" in record.message}
     assert re.match(r"micro_batch_size='auto': [1-9]\d* of (11|any number of) rows\.", said)
 
 
