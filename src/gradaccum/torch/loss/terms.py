@@ -192,6 +192,8 @@ def added(terms: Terms, totals: Totals | None = None, divided: bool = False) -> 
 
 def wide(loss: Tensor) -> Tensor:
     """In float32 at least: shares of half-precision losses are too small for it."""
+    if loss.dtype in (torch.float32, torch.float64):  # as most are
+        return loss
     return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
 
@@ -199,5 +201,5 @@ def summed(values: list[Tensor]) -> Tensor:
     """The sum of scalars that may be on several devices."""
     total = values[0]
     for value in values[1:]:
-        total = total + value.to(total.device)
+        total = total + (value if value.device == total.device else value.to(total.device))
     return total

@@ -60,7 +60,7 @@ class TermsAccumulator:
             self.totals = None
         self._parts: dict[Hashable, list[Tensor]] = {}
         self._weights: dict[Hashable, list[Weight]] = {}
-        self._of_all_ranks: Tensor | None = None
+        self._sum: Tensor | None = None
         self._has_gradient = False
 
     def multiple(self, weighted: WeightedLoss, rows: int) -> Weight:
@@ -78,20 +78,25 @@ class TermsAccumulator:
     @property
     def sum(self) -> Tensor:
         """What each term's weighted losses add up to so far, in the order of the totals, without a graph."""
-        if self._of_all_ranks is not None:
-            return self._of_all_ranks
+        if self._sum is None:
+            self._sum = self._added()
+        return self._sum
+
+    def _added(self) -> Tensor:
         device, found = self.objective.device, {}
         for name, parts in self._parts.items():
             found[name] = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
-        parameter = next(self.objective.model.parameters(), torch.zeros(()))
-        zero = wide(next(iter(found.values()), torch.zeros((), dtype=parameter.dtype, device=device)))
-        zero = torch.zeros_like(zero, device=device)
-        sums = [found.get(name, zero).to(device) for name in self.totals or {}]
-        return torch.stack(sums) if sums else zero.reshape(1)
+        totals = self.totals or {}
+        if not totals or len(found) < len(totals):
+            parameter = next(self.objective.model.parameters(), torch.zeros(()))
+            zero = wide(next(iter(found.values()), torch.zeros((), dtype=parameter.dtype, device=device)))
+            zero = torch.zeros_like(zero, device=device)
+            found = {name: found.get(name, zero) for name in totals or [None]}
+        return torch.stack([found[name].to(device) for name in totals or [None]])
 
     def take(self, sums: Tensor) -> None:
         """Go on from the sums of all ranks."""
-        self._of_all_ranks = sums
+        self._sum = sums
 
     @property
     def loss(self) -> Tensor:
@@ -152,6 +157,7 @@ class TermsAccumulator:
     def add(self, weighted: WeightedLoss) -> None:
         """Count a micro-batch whose gradient has arrived."""
         parts, weights = weighted.terms or ({}, {})
+        self._sum = None
         self._has_gradient = self._has_gradient or weighted.loss is not None
         for name, part in parts.items():
             self._parts.setdefault(name, []).append(part)
