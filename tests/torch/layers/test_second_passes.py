@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import random
 import resource
 import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.torch import TrainStep
-from tests.reference import relative_error
+from tests.reference import FLOAT64, relative_error
 from tests.torch.layers.test_blocks import OPTIMIZERS, Layer, Network, assert_same_updates, batches, loss_of, network
 
 
@@ -150,3 +152,44 @@ def test_a_folder_without_room_is_an_error_that_names_it_and_nothing_is_updated(
     tmp_path.mkdir()
     torch.manual_seed(0)
     assert step(*batches()[0]).isfinite()
+
+
+def _drawn() -> float:
+    return random.random() + np.random.rand()  # noqa: NPY002  # the global one, which is replayed
+
+
+class Drawing(Layer):
+    """Draws from Python's and NumPy's generators, at first or from some update on."""
+
+    begins = 0
+
+    def forward(self, x: Tensor, shared: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        drawn = _drawn() if Drawing.begins <= 0 else 1.0
+        return super().forward(x * drawn, shared, scale=scale)
+
+
+@pytest.mark.parametrize("begins", [0, 2])
+def test_what_blocks_draw_from_python_and_numpy_is_replayed_also_where_they_begin_with_it_later(begins: int) -> None:
+    updated = []
+    for blocks in (None, "layers"):
+        model = network()
+        model.layers = nn.ModuleList([Drawing(6) for _ in range(3)]).double()
+        torch.manual_seed(0)
+        for p in model.layers.parameters():
+            nn.init.normal_(p, std=0.3)
+        step = TrainStep(
+            model,
+            OPTIMIZERS["sgd"](model.parameters()),
+            compute_loss=loss_of,
+            micro_batch_size=3,
+            blocks=blocks,
+            verify=False,
+        )
+        random.seed(3)
+        np.random.seed(4)  # noqa: NPY002  # as above
+        Drawing.begins, losses = begins, []
+        for batch in batches():
+            losses.append(step(*batch))
+            Drawing.begins -= 1
+        updated.append([*model.parameters(), *losses, torch.tensor(_drawn(), dtype=torch.float64)])
+    assert relative_error(*updated) <= FLOAT64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from gradaccum.on_torch.batch import Batch, leaves
+from gradaccum.on_torch.fitting import StartOver
 from gradaccum.on_torch.private import leaves_of
 from gradaccum.on_torch.random_state import all_generators, is_generator
 from gradaccum.torch.chunking.recompute import Conditions, ModuleState, accelerators
@@ -24,6 +26,10 @@ from gradaccum.torch.layers.visits import Companions, Visits
 from gradaccum.torch.layers.written import MovedBuffers
 
 __all__ = ["FirstPasses"]
+
+logger = logging.getLogger("gradaccum")
+
+_LONG = ("python", "numpy")
 
 
 class FirstPasses:
@@ -45,6 +51,7 @@ class FirstPasses:
         """The micro-batches on which a visiting block runs, too."""
         self.left = dict[str, list[str]]()
         """What blocks have kept in attributes while something was proven, by path."""
+        self._drawn, self._learned = set[Any](), False
         self.open(len(blocks), proving=False, notes_leaves=False)
 
     def open(self, tail: int, *, proving: bool, notes_leaves: bool) -> None:
@@ -67,6 +74,13 @@ class FirstPasses:
         self._buffers = dict[int, MovedBuffers]()
         self._sides: tuple[list[nn.Module], list[nn.Module]] | None = None
         self.drop()
+
+    def learn(self) -> None:
+        """A window's have run. Blocks look from here on at those long states that were drawn from.
+
+        Python's and NumPy's, that is; each micro-batch still looks at all of them.
+        """
+        self._learned = True
 
     def drop(self) -> None:
         """The micro-batch that has come last is none."""
@@ -91,6 +105,7 @@ class FirstPasses:
 
         Raises:
             ValueError: The blocks are not called once each in order; the message names the first that isn't.
+            StartOver: Random numbers were drawn from where none were before.
         """
         own = contextlib.nullcontext() if self.together is None else self.together.micro_batch(self.number, forward)
         with own:
@@ -118,6 +133,15 @@ class FirstPasses:
         if current.calls:
             current.check_turn(len(self._blocks), self._blocks)
         conditions.advance()
+        drawn = {generator for generator in conditions.random.states if generator in _LONG}
+        unseen = drawn - self._drawn if self._learned else set()
+        self._drawn |= drawn
+        if unseen:  # by a block, maybe, that has not looked at what it drew from
+            conditions.random.only(unseen).put_back()
+            logger.info(
+                "Drawn from %s for the first time in a forward pass: all over again.", ", ".join(sorted(unseen))
+            )
+            raise StartOver
         current.close(conditions, self._buffers[-1].moved(copies))
 
     def finish(self) -> MicroBatch:
@@ -168,7 +192,8 @@ class FirstPasses:
         block, state = self._blocks[place], self._state(place)
         devices = accelerators([*tensors_of(inputs), *state.parameters])
         given = [leaf for _, leaf in leaves(inputs) if is_generator(leaf)]
-        generators = [*all_generators(devices), *state.generators, *given]
+        watched = [g for g in all_generators(devices) if not self._learned or g in self._drawn or g not in _LONG]
+        generators = [*watched, *state.generators, *given]
         if not torch.is_grad_enabled():
             current.calls.append(None)
 

@@ -104,6 +104,8 @@ class Layers:
                     for first.number, piece in enumerate(plan):
                         self._at_once = plan.measuring  # so that what it costs is all of it
                         forward_and_loss(piece)
+                if self.visits is None and not self.waits:  # others would wait for one that starts over
+                    first.learn()
                 if in_turn is not None:
                     in_turn.begin(window, {**first.reached, **self.ranks.places()}, rehearsal=proving)
                 self._fitting(plan, gauge)
