@@ -25,8 +25,8 @@ IN_PARALLEL := $(MAKE) --jobs=2 --keep-going --output-sync=target
 
 # A suite is a process of its own: one for each of Keras' backends, five for the rest. The longest come first.
 KERAS_SUITES := test-keras-jax test-keras-tensorflow test-keras-torch
-SUITES := test-torch test-jax test-keras-tensorflow test-ranks test-centre test-keras-jax test-keras-torch \
-	test-integrations
+SUITES := test-torch test-jax test-keras-tensorflow test-ranks test-centre test-keras-jax test-integrations \
+	test-keras-torch
 SELECT := not slow and not gpu and not fuzz
 PYTEST = $(BIN)/python -m pytest -q -m "$(SELECT)"
 # Have no examples to run, and would import what tests/keras and tests/jax are for.
