@@ -123,7 +123,7 @@ def prepare_optimizer(
         Optimizer(optimizer, steps, model=model, **options), accelerator, model=model if sharded else None
     )
     accelerator._optimizers.append(prepared)
-    _lead_clipping(accelerator)
+    _lead(accelerator)
     return prepared
 
 
@@ -145,10 +145,9 @@ class PreparedOptimizer(AcceleratedOptimizer):
         super().__init__(optimizer, device_placement=False, scaler=accelerator.scaler)
         self._is_accelerate_prepared = True
         self._accelerator = accelerator
-        self._folder: Path | None = None
-        """What `load_state` reads, on several processes."""
-        self._run = ""
-        """The same on all processes, and another in every run and after every `load_state`."""
+        self._folder: Path | None = None  # what `load_state` reads, on several processes
+        self._loads = False  # whether the processes have yet to tell each other how loading went
+        self._run = ""  # the same on all processes, and another in every run and after every `load_state`
         if accelerator.num_processes > 1 and model is None:
             self._agree()
             accelerator.register_save_state_pre_hook(self._save_own_part)
@@ -215,19 +214,19 @@ class PreparedOptimizer(AcceleratedOptimizer):
         """Go on from a checkpoint, open window included.
 
         Raises:
-            WindowError: From `load_state`: a process's part of an open window is not there, or loading has failed on
-                another process.
+            WindowError: From `load_state`: a part of an open window is not there, or loading failed elsewhere.
         """
-        folder, self._folder = self._folder, None
+        folder, self._folder, failed = self._folder, None, None
         if folder is None:
-            super().load_state_dict(state_dict)
-            return
-        failed: Exception | None = None
+            return super().load_state_dict(state_dict)
         try:
             super().load_state_dict(self._with_own_part(folder, state_dict))
         except Exception as error:
             failed = error
-        # The others would go on, and wait for this process in the next reduction.
+        self._settle(failed)
+
+    def _settle(self, failed: Exception | None) -> None:
+        """Raise what has failed here, or elsewhere: others would go on, and wait for that process."""
         others = self._agree(failed)
         if failed is not None:
             raise failed
@@ -241,7 +240,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         """Draw a new name of the run with all processes; returns those on which something has failed, and what."""
         mine = self._accelerator.process_index, failed and f"{type(failed).__name__}: {failed}", secrets.token_hex(8)
         everybody = gather_object([mine])
-        self._run = everybody[0][2]
+        self._run, self._loads = everybody[0][2], False
         return [(rank, message) for rank, message, _ in everybody if message]
 
     def _save_point(self, window: dict[str, Any]) -> list[Any]:
@@ -346,12 +345,34 @@ def _model_of(accelerator: Accelerator, optimizer: Any) -> nn.Module | None:
     return next((m for m in models if any(id(p) in own for p in m.parameters())), None)
 
 
-def _lead_clipping(accelerator: Accelerator) -> None:
-    """Have the Accelerator's clipping wait for the finished gradient of optimizers that were prepared here."""
-    for name in _CLIPPING:
+def _lead(accelerator: Accelerator) -> None:
+    """Have the Accelerator's clipping wait for finished gradients, and `load_state` for all processes."""
+    for name in (*_CLIPPING, "load_state"):
         original = getattr(accelerator, name)
         if getattr(original, "__wrapped__", None) is None:
-            setattr(accelerator, name, _led(accelerator, name, original))
+            led = _led(accelerator, name, original) if name in _CLIPPING else _together(accelerator, original)
+            setattr(accelerator, name, led)
+
+
+def _together(accelerator: Accelerator, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Have `load_state` succeed on all processes or on none: those that have come further would wait for one."""
+
+    @functools.wraps(original)
+    def load_state(*args: Any, **keywords: Any) -> Any:
+        listed, failed = [o for o in accelerator._optimizers if isinstance(o, PreparedOptimizer) and o._run], None
+        if not listed:
+            return original(*args, **keywords)
+        for optimizer in listed:
+            optimizer._loads = True
+        try:
+            original(*args, **keywords)
+        except Exception as error:
+            failed = error
+        for optimizer in [o for o in listed if o._loads]:
+            optimizer._agree(failed)
+        return listed[0]._settle(failed)
+
+    return load_state
 
 
 def _led(accelerator: Accelerator, name: str, original: Callable[..., Any]) -> Callable[..., Any]:

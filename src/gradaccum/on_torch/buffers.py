@@ -12,7 +12,19 @@ from torch import Tensor, nn
 
 from gradaccum.on_torch.random_state import RandomState, torch_generators
 
-__all__ = ["SMALL", "Held", "HeldBuffer", "Holders", "Moving", "Place", "as_found", "evaluated", "hold", "set_to"]
+__all__ = [
+    "SMALL",
+    "Held",
+    "HeldBuffer",
+    "Holders",
+    "Moving",
+    "Place",
+    "as_found",
+    "evaluated",
+    "hold",
+    "same",
+    "set_to",
+]
 
 logger = logging.getLogger("gradaccum")
 
@@ -67,8 +79,8 @@ class HeldBuffer(NamedTuple):
         if self.owner.get(self.name) is not self.tensor:
             return True
         if self.sample is not None:
-            return not _same(_sample(self.tensor), self.sample)
-        return self.copy is not None and not _same(self.tensor, self.copy)
+            return not same(_sample(self.tensor), self.sample)
+        return self.copy is not None and not same(self.tensor, self.copy)
 
     def put_back(self, copy: Tensor) -> None:
         """Have the same tensor there, with this value."""
@@ -195,7 +207,7 @@ def _sample(tensor: Tensor) -> Tensor | None:
     return tensor.detach().view(-1)[:: max(1, tensor.numel() // SAMPLED)].clone()
 
 
-def _same(one: Tensor | None, other: Tensor) -> bool:
+def same(one: Tensor | None, other: Tensor) -> bool:
     """Whether two tensors hold the same numbers, NaN among them."""
     if one is None or one.shape != other.shape:
         return False

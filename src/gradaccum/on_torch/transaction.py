@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ class Transaction:
         self._modules = list(modules)
         self._find_parameters = parameters
         self._find_others = others
-        self._draws = Draws(device)
+        self._draws, self.device = Draws(device), device
         self._still_in_micro_batches: set[tuple[int, str]] = set()
         self._still_in_updates: set[tuple[int, str]] = set()
         self._compared: set[tuple[int, str]] = set()
@@ -106,6 +107,17 @@ class Transaction:
     def outside(self) -> list[Tensor]:
         """The gradients that this update has given to parameters of no optimizer."""
         return [gradient for p, _ in self._outside if (gradient := p.grad) is not None]
+
+    def buffers(self) -> dict[tuple[int, str], tuple[dict[str, Any], dict[str, HeldBuffer]]]:
+        """By the number of a root and a module's path in it: what holds buffers, and how they were in the beginning."""
+        assert self._update is not None
+        held: dict[int, dict[str, HeldBuffer]] = {}
+        for buffer in self._update.buffers:
+            held.setdefault(id(buffer.owner), {})[buffer.name] = buffer
+        found = [
+            (n, path, part._buffers) for n, root in enumerate(self._modules) for path, part in root.named_modules()
+        ]
+        return {(number, path): (holder, held.get(id(holder), {})) for number, path, holder in found}
 
     def close(self) -> None:
         """The update has been made. Learns which buffers stood still."""

@@ -131,6 +131,32 @@ def load_other_parts(rank, folder):
     return said
 
 
+def load_on_one(rank, folder):
+    """Loading fails on the second rank: before, between and after the two optimizers. Returns what each says."""
+    one, _, _ = _two_prepared(rank)
+    one.save_state(folder)
+    said = []
+    for how in ("no folder", "model", "second optimizer", "custom"):
+        one, models, optimizers = _two_prepared(rank)
+        if rank == 1 and how == "model":
+            models[1].module.register_load_state_dict_pre_hook(_raise)
+        elif rank == 1 and how == "second optimizer":
+            optimizers[1].optimizer.register_load_state_dict_pre_hook(_raise)
+        elif rank == 1 and how == "custom":
+            one.register_for_checkpointing(torch.nn.Linear(1, 1))
+        try:
+            one.load_state("nowhere" if rank == 1 and how == "no folder" else folder)
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    one, _, optimizers = _two_prepared(rank)
+    one.load_state(folder)
+    return said
+
+
+def _raise(*_):
+    raise ArithmeticError("on the second rank")
+
+
 def _two_prepared(rank):
     one = accelerator(rank)
     models = [one.prepare(network(dtype=torch.float64)) for _ in range(2)]

@@ -54,6 +54,14 @@ def test_parts_that_are_cut_off_or_another_optimizers_or_another_runs_are_refuse
         assert expected in first[how]
 
 
+def test_loading_that_fails_on_one_rank_wherever_fails_on_all_at_once(ranks, tmp_path):
+    first, second = ranks.run(cases.load_on_one, str(tmp_path / "state"), limit=25)
+    kinds = ["ValueError", "ArithmeticError", "ArithmeticError", "RuntimeError"]
+    assert [line.partition(":")[0] for line in second] == kinds
+    for line, there in zip(first, second, strict=True):
+        assert line == f"WindowError: The checkpoint could not be loaded on rank 1, so it is on none. There: {there}"
+
+
 @pytest.mark.parametrize("clip", [pytest.param(None, marks=SLOW), 0.05])
 def test_under_an_fsdp2_plugin_windows_make_the_update_of_all_ranks_rows(ranks, clip):
     for error, updates in ranks.run(cases.train_sharded, 2, clip):

@@ -28,6 +28,7 @@ from tests.torch.distributed.problems import (
     loss_of,
     network,
     scaled,
+    shard,
     train_on,
     windows,
     wrap,
@@ -568,3 +569,53 @@ def out_of_memory(rank: int, backward: bool) -> float:
     for rows in ranks[rank]:
         step(*rows)
     return oracle.error(model)
+
+
+class Drifts(nn.Module):
+    """Moves a buffer in each pass that its outputs depend on, and one that belongs to the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("phase", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("rows", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.phase += 0.3
+        self.rows += len(x)
+        if not hasattr(self, "made"):
+            self.register_buffer("made", torch.ones((), dtype=torch.float64))
+        return x * (self.phase + self.made).cos()
+
+
+def drifting() -> tuple[nn.Module, Oracle]:
+    model = network()
+    model.insert(1, Drifts())
+    return model, Oracle(model)
+
+
+def buffers_without_rows(rank: int, sizes: Any, way: str) -> tuple[float, float]:
+    """TrainStep, where ranks have no rows in some updates. Returns the errors of parameters and buffers."""
+    model, oracle = drifting()
+    model = shard(model) if way == "sharded" else model
+    used = model if way == "sharded" else DistributedDataParallel(model, broadcast_buffers=way == "broadcast")
+    optimizer = OPTIMIZERS["sgd"](used.parameters())
+    loss_fn = nn.CrossEntropyLoss()
+    step = TrainStep(used, optimizer, loss_fn=loss_fn, micro_batch_size=3, verify=False)
+    ranks = data(sizes)
+    oracle.see(ranks, 1)
+    for rows in ranks[rank]:
+        step(*rows)
+    found, expected = ([one[1].phase, one[1].made] for one in (model, oracle.model))
+    return oracle.error(model), relative_error(found, expected)
+
+
+def buffers_after_an_epochs_end(rank: int, sizes: Any) -> list[float]:
+    """A wrapped optimizer, whose ranks have different numbers of micro-batches. Returns the numbers of passes."""
+    model, _ = drifting()
+    replica = DistributedDataParallel(model)
+    optimizer = Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=2, model=replica)
+    passes = []
+    for epoch in range(2):
+        train_on(replica, optimizer, optimizer.batches(data(sizes, epoch)[rank]))
+        passes.append(round(model[1].phase.item() / 0.3))
+    return passes

@@ -351,12 +351,12 @@ class SpareBlock(Block):
         return x * self.some if len(x) == 2 else x
 
 
-def unused(rank: int, **options: Any) -> float:
+def unused(rank: int, policy: dict[str, torch.dtype] | None = None, **options: Any) -> float:
     """Adam with weight decay moves parameters whose gradient is zero, and none without a gradient."""
-    model = Spare()
-    oracle = Oracle(model, "adamw")
-    model = sharded_by_blocks(model)
-    step, ranks = step_of(model, "adamw", micro_batch_size=2, **options), data([[2, 3], [4, 5]])
+    model, optimizer = Spare(), "sgd" if policy else "adamw"
+    oracle = Oracle(model, optimizer)
+    model = sharded_by_blocks(model, **({"mp_policy": MixedPrecisionPolicy(**policy)} if policy else {}))
+    step, ranks = step_of(model, optimizer, micro_batch_size=2, **options), data([[2, 3], [4, 5]])
     for i, window in enumerate(windows(ranks, 1)):
         oracle.optimizer.zero_grad()
         rows = sum(len(y) for _, y in window)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -18,6 +18,8 @@ from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 from tests.reference import relative_error
 from tests.torch.distributed.problems import OPTIMIZERS, Oracle, data, loss_of, network, shard, train_on, whole, wrap
+
+TWO_DTYPES = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
 
 
 class Heads(nn.Module):
@@ -63,6 +65,8 @@ def heads(
         used = DistributedDataParallel(model, find_unused_parameters=True, **keywords)
     elif engine == "fsdp2":
         fully_shard(model)
+    elif engine == "fsdp2 in two dtypes":
+        fully_shard(model, mp_policy=TWO_DTYPES)
     else:
         for part in [model.trunk, *model.heads, model]:
             fully_shard(part)

@@ -151,6 +151,11 @@ def test_buffers_are_the_same_on_all_ranks_after_an_uneven_epoch(ranks: Processe
     assert all(ranks.run(cases.batch_norm))
 
 
+def test_buffers_are_those_of_a_rank_that_still_had_micro_batches(ranks: Processes) -> None:
+    assert ranks.run(cases.buffers_after_an_epochs_end, [[4] * 2, [4] * 7]) == [[7, 14]] * 2
+    assert ranks.run(cases.buffers_after_an_epochs_end, [[4] * 5, [4] * 3]) == [[5, 10]] * 2
+
+
 @pytest.mark.parametrize("outside", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_compiled_models(ranks: Processes, outside: bool) -> None:
     for error, reductions in ranks.run(cases.compiled, outside):

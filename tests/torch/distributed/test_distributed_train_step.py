@@ -34,6 +34,13 @@ def test_a_batch_without_rows_on_one_rank_counts_nothing(ranks: Processes) -> No
         assert loss_error <= FLOAT64
 
 
+@pytest.mark.parametrize("way", ["broadcast", "each its own", "sharded"])
+def test_a_rank_without_rows_has_the_buffers_of_one_that_has_some(ranks: Processes, way: str) -> None:
+    for error, buffers in ranks.run(cases.buffers_without_rows, [[4, 0, 7, 3], [5, 6, 0, 2]], way):
+        assert error <= FLOAT64
+        assert buffers <= FLOAT64
+
+
 @pytest.mark.parametrize("told", [False, True])
 def test_each_of_several_losses_is_divided_by_its_weight_on_all_ranks(ranks: Processes, told: bool) -> None:
     for error, loss_error in ranks.run(cases.several_losses, [[9, 4, 8, 0], [3, 12, 7, 5]], [4, 3], told):

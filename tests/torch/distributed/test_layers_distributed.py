@@ -162,6 +162,8 @@ def test_a_parameter_of_a_sharded_block_that_no_rank_uses_is_left_alone(
     ranks: Processes, options: dict[str, Any]
 ) -> None:
     assert max(ranks.run(cases.unused, limit=LIMIT, **options)) <= FLOAT64
+    policy = {"param_dtype": torch.float32, "reduce_dtype": torch.float64}
+    assert max(ranks.run(cases.unused, policy, limit=LIMIT, **options)) <= FLOAT32
 
 
 def test_an_error_halfway_through_sharded_updates_says_on_every_rank_what_has_been_updated(ranks: Processes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.reference import FLOAT64
+from tests.reference import FLOAT32, FLOAT64
 from tests.torch.distributed import parts_cases as cases
 from tests.torch.distributed.processes import Processes, Raised
 
@@ -48,6 +48,13 @@ def test_a_head_that_the_batch_chooses_under_fsdp2(
     ranks: Processes, weights: list[list[int]], chosen: list[list[int]], way: str, optimizer: str
 ) -> None:
     assert max(ranks.run(cases.heads, weights, chosen, "fsdp2", way, optimizer)) <= FLOAT64
+
+
+@pytest.mark.parametrize("way", ["batches", "backward", "batches micro_batch"])
+def test_sums_in_a_dtype_of_their_own_go_with_parameters_that_a_window_or_all_but_its_end_leaves_out(
+    ranks: Processes, way: str
+) -> None:
+    assert max(ranks.run(cases.heads, ONES, DIFFERENT, "fsdp2 in two dtypes", way)) <= FLOAT32
 
 
 @pytest.mark.parametrize("way", ["batches", "batches micro_batch"])

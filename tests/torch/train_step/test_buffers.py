@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.torch import TrainStep, chunked, combine_buffers
-from gradaccum.torch.buffers import WindowBuffers
 from tests.reference import FLOAT64, relative_error
 from tests.torch.train_step.test_memory import OUT, Backward
 from tests.torch.train_step.test_train_step import OPTIMIZERS, batches
@@ -281,16 +280,3 @@ def test_a_micro_batch_that_weighs_nothing_has_no_part_in_what_buffers_become() 
         optimizers[1].step()
         assert relative_error(list(model.parameters()), list(reference.parameters())) < FLOAT64
         assert relative_error(list(model.buffers()), list(reference.buffers())) < FLOAT64
-
-
-def test_a_rank_without_rows_says_whose_buffers_stay_behind(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(CountsPasses(6, 3))
-    step = TrainStep(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=nn.MSELoss(), micro_batch_size=2, verify=False
-    )
-    step(torch.rand(4, 6, dtype=torch.float64), torch.rand(4, 3, dtype=torch.float64))
-    window = WindowBuffers([model])
-    for _ in range(2):
-        window.no_rows()
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "'passes' of 0 (CountsPasses) don't move here as on ranks that have some" in said

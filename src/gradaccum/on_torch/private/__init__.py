@@ -24,7 +24,8 @@ from gradaccum.on_torch.private.ranks import (
     drop_static_graph,
     joins,
     mark_ready,
-    prepare_next_forward,
+    rebuild_buckets,
+    share_buffers,
     timeout_of,
 )
 from gradaccum.on_torch.private.sharded import (
@@ -58,10 +59,11 @@ __all__ = [
     "missing",
     "own_sharded_groups",
     "pass_for_parameter",
-    "prepare_next_forward",
     "queue_callback",
+    "rebuild_buckets",
     "run_backward",
     "sharded_groups",
+    "share_buffers",
     "start_over",
     "timeout_of",
     "without_global_step_hooks",

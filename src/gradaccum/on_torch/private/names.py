@@ -83,6 +83,7 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName("fsdp parameter", "_unsharded_param", "the gathered parameter, where autograd leaves its gradient"),
     PrivateName("fsdp parameter", "unsharded_accumulated_grad", "what an open window has added up in reduce_dtype"),
     PrivateName("fsdp parameter", "reduce_dtype", "the same"),
+    PrivateName("fsdp group", "reduce_scatter_unused_params", "zeros are reduced in the dtype of the sums beside them"),
     PrivateName("fsdp group", "_all_gather_comm", "every rank is asked before parameters are gathered"),
     PrivateName("fsdp group", "_reduce_scatter_comm", "the same before gradients are reduced"),
     PrivateName("fsdp group", "reshard", "a head whose logits come in tiles stays gathered until its backward pass"),

@@ -16,7 +16,8 @@ __all__ = [
     "drop_static_graph",
     "joins",
     "mark_ready",
-    "prepare_next_forward",
+    "rebuild_buckets",
+    "share_buffers",
     "timeout_of",
 ]
 
@@ -55,17 +56,23 @@ def mark_ready(model: DistributedDataParallel, index: int) -> None:
     model.reducer._autograd_hook(index)  # type: ignore[attr-defined]
 
 
-def prepare_next_forward(model: DistributedDataParallel) -> None:
-    """Do what DDP would do in the next forward pass, which not all ranks may have: buckets, buffers."""
+def rebuild_buckets(model: DistributedDataParallel) -> None:
+    """Do what DDP would do in the next forward pass, which not all ranks may have."""
     if hasattr(model.reducer, "_rebuild_buckets"):
         model.reducer._rebuild_buckets()
+
+
+def share_buffers(model: DistributedDataParallel, source: int) -> None:
+    """Hand out this rank's buffers, if DDP would hand out those of rank 0 in the next forward pass."""
     if not model.will_sync_module_buffers() or hasattr(model, "buffer_hook"):
         return
-    if hasattr(model, "_sync_buffers"):
+    if source == 0 and hasattr(model, "_sync_buffers"):
         model._sync_buffers()
     else:
-        for buffer in model.module.buffers():
-            dist.broadcast(buffer, group=model.process_group, group_src=0)
+        ignored = getattr(model, "parameters_to_ignore", ())
+        for name, buffer in model.module.named_buffers():
+            if name not in ignored:
+                dist.broadcast(buffer, group=model.process_group, group_src=source)
     model.require_forward_param_sync = False
 
 

@@ -97,8 +97,19 @@ class ShardedGroup:
             if whole is not None and whole.requires_grad and whole not in self._watched:
                 self._watched[whole] = whole.register_hook(functools.partial(arrives, parameter.sharded_param))
 
+    def reduce_in_one_dtype(self) -> None:
+        """Have FSDP2 reduce sums in `reduce_dtype` together with gradients that came to no sum, and with zeros.
+
+        It keeps the latter in the dtype they arrive in, and refuses to reduce both.
+        """
+        if any(p.mp_policy.reduce_dtype is not None for p in self._group.fsdp_params):
+            self._group.post_backward = functools.partial(_after_one_dtype, self._group)
+
     def ignore(self) -> None:
         """Stop watching."""
+        found = vars(self._group).get("post_backward")
+        if getattr(found, "func", None) is _after_one_dtype:
+            del self._group.post_backward
         while self._watched:
             self._watched.popitem()[1].remove()
 
@@ -159,6 +170,20 @@ class ShardedGroup:
                 whole = parameter._unsharded_param
                 dtype = parameter.reduce_dtype or whole.dtype
                 _put_sum(parameter, torch.zeros_like(whole, dtype=dtype, requires_grad=False))
+
+
+def _after_one_dtype(group: Any, *unused: Any) -> None:
+    """A backward pass of a group is over: what it reduces is in the dtype of the sums, if there are any."""
+    parameters = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param") and p.sharded_param.requires_grad]
+    if group.reduce_grads and any(p.unsharded_accumulated_grad is not None for p in parameters):
+        for parameter in [p for p in parameters if p.unsharded_accumulated_grad is None]:
+            whole = parameter._unsharded_param
+            if whole.grad is not None:
+                gradient, whole.grad = whole.grad, None
+                _put_sum(parameter, gradient.to(parameter.reduce_dtype))
+            elif group.reduce_scatter_unused_params:
+                _put_sum(parameter, torch.zeros_like(whole, dtype=parameter.reduce_dtype, requires_grad=False))
+    type(group).post_backward(group, *unused)
 
 
 def _nothing() -> None:

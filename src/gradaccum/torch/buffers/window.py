@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,11 +14,6 @@ from gradaccum.torch.buffers.moved import Move, Moved, move_all
 from gradaccum.torch.buffers.rules import rules_of
 
 __all__ = ["WindowBuffers"]
-
-logger = logging.getLogger("gradaccum")
-
-_moving: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-"""The names of modules' buffers that forward passes have moved."""
 
 
 class WindowBuffers:
@@ -68,7 +61,6 @@ class WindowBuffers:
             module, key = self._owner(buffer.holder), (id(buffer.holder), buffer.name)
             if isinstance(module, _BatchNorm):
                 continue
-            self._note(module, buffer.name)
             ends[key] = buffer.holder.get(buffer.name)
             if key not in self._moves:
                 rule = rules_of(module).get(buffer.name, "mean")
@@ -85,32 +77,6 @@ class WindowBuffers:
             else:
                 del holder[name]
         self._rows += rows
-
-    def all_rows(self, moved: Iterable[Moving]) -> None:
-        """All rows are in at once: buffers stay as they have moved.
-
-        Args:
-            moved: The buffers that have.
-        """
-        for buffer in moved:
-            self._note(self._owner(buffer.holder), buffer.name)
-
-    def no_rows(self) -> None:
-        """Other ranks have rows, and this one has none: says which buffers will not be the same on all of them."""
-        for name, module in [pair for root in self._modules for pair in root.named_modules()]:
-            buffers = _moving.pop(module, set())
-            if buffers and not isinstance(module, _BatchNorm):
-                logger.warning(
-                    "This rank has no rows in an update, so %s of %s (%s) don't move here as on ranks that have some, "
-                    "and later updates are not the large batch's. Give each rank rows, or broadcast these buffers.",
-                    ", ".join(map(repr, sorted(buffers))),
-                    name or "the model",
-                    type(module).__name__,
-                )
-
-    def _note(self, module: nn.Module | None, name: str) -> None:
-        if module is not None:
-            _moving.setdefault(module, set()).add(name)
 
     def close(self) -> None:
         """After the last micro-batch."""

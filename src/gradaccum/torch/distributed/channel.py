@@ -7,6 +7,7 @@ reductions, whose order must be the same on every rank.
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,10 +18,33 @@ import torch.distributed as dist
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import default_store, timeout_of
 
-__all__ = ["WIDTH", "Channel", "stay_away"]
+__all__ = ["WIDTH", "Channel", "Kind", "stay_away"]
 
-WIDTH = 13
+WIDTH = 14
 """Numbers in a message. All messages have the same size, so that even mismatched ones meet, and are told apart."""
+
+
+class Kind(enum.IntEnum):
+    """What a message is about."""
+
+    WINDOW = 1
+    """A window is about to be reduced, and this rank takes part."""
+    NOTHING = 2
+    """This rank has nothing to reduce, and takes part if others have."""
+    LEFT = 3
+    """This rank has dropped out."""
+    TOTAL = 4
+    """What the window weighs, where that was not known on every rank before the reduction."""
+    START = 5
+    """At the start: how long the windows are, and what else must be the same."""
+    MICRO_BATCH = 6
+    """A micro-batch begins, or an open window is about to be reduced as far as it has come."""
+    NUMBER = 7
+    """Something to add up over the ranks."""
+    PASS = 8
+    """The forward pass of a sharded part begins, or all of them are done."""
+    FINISHED = 9
+    """A window's sum is finished and about to be reduced; what it weighs."""
 
 
 class Channel:
@@ -86,6 +110,13 @@ class Channel:
         if self._group is not None:
             dist.all_gather_object(objects, mine, group=self._group)
         return objects
+
+    def broadcast(self, mine: Any, source: int) -> Any:
+        """This rank's object, on every rank: anything that can be pickled."""
+        objects = [mine]
+        if self._group is not None:
+            dist.broadcast_object_list(objects, group=self._group, group_src=source)
+        return objects[0]
 
     def _send(self, *numbers: float) -> tuple[Any, torch.Tensor]:
         mine = torch.tensor([*numbers, *[0.0] * (WIDTH - len(numbers))], dtype=torch.float64)

@@ -21,7 +21,8 @@ from gradaccum.on_torch.private import (
     hides_parameters,
     joins,
     mark_ready,
-    prepare_next_forward,
+    rebuild_buckets,
+    share_buffers,
 )
 from gradaccum.torch.distributed.holders import release, take
 
@@ -188,12 +189,14 @@ class Replicas:
     def prepare(self) -> None:
         """After a reduction, do what DDP does in the next forward pass: in this micro-batch still, or not at all."""
         for model in self.models:
-            prepare_next_forward(model)
+            rebuild_buckets(model)
 
-    def settle(self) -> None:
-        """After a window."""
+    def settle(self, source: int = 0) -> None:
+        """After a window, in which this rank had rows: DDP hands out its buffers."""
         self._restart()
         self.prepare()
+        for model in self.models:
+            share_buffers(model, source)
 
     def _restart(self) -> None:
         for found in (self._used, self._own, self._foreign):
@@ -307,6 +310,7 @@ def _reduce_by(model: DistributedDataParallel, parameters: list[nn.Parameter]) -
     module = model.module
     with torch.enable_grad():
         model.require_backward_grad_sync = True
+        model.require_forward_param_sync = False  # buffers are handed out when it is known who had rows
         model.module = _InPlaceOf(module, lambda: _Reduction.apply(ready, leaf, *reachable))
         try:
             output = DistributedDataParallel.forward(model, torch.zeros((), device=leaf.device))

@@ -145,6 +145,8 @@ class Shards:
         take(self.modules, self)
         for module in self.modules:
             _reduce_unused(module, True)
+        for group in self._groups:
+            group.reduce_in_one_dtype()
         this_forward, this_backward = weakref.WeakMethod(on_forward), weakref.WeakMethod(on_backward)
         this_pass, this = weakref.WeakMethod(on_pass), weakref.ref(self)
 
@@ -323,8 +325,8 @@ class Shards:
     def prepare(self) -> None:
         """After a reduction."""
 
-    def settle(self) -> None:
-        """After a window."""
+    def settle(self, source: int = 0) -> None:
+        """After a window, in which this rank had rows."""
         self._factor, self._idle = 1.0, False
         self._compares = self._first = False
         self._used.clear()

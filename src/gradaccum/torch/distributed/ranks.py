@@ -11,7 +11,6 @@ So ranks need not have the same rows, weights or numbers of micro-batches.
 from __future__ import annotations
 
 import contextlib
-import enum
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -23,36 +22,13 @@ from torch import Tensor, nn
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import after_backward
 from gradaccum.torch.distributed.by_blocks import ByBlocks, ShardedByBlocks
-from gradaccum.torch.distributed.channel import Channel
+from gradaccum.torch.distributed.channel import Channel, Kind
 from gradaccum.torch.distributed.ddp import Replicas
 from gradaccum.torch.distributed.fsdp import Shards
 from gradaccum.torch.distributed.single_rank import Listener, RanOut, SingleRank, Total
 from gradaccum.torch.distributed.together import DIFFERENT_PASSES, Together
 
 __all__ = ["Ranks"]
-
-
-class _Kind(enum.IntEnum):
-    """What a message is about."""
-
-    WINDOW = 1
-    """A window is about to be reduced, and this rank takes part."""
-    NOTHING = 2
-    """This rank has nothing to reduce, and takes part if others have."""
-    LEFT = 3
-    """This rank has dropped out."""
-    TOTAL = 4
-    """What the window weighs, where that was not known on every rank before the reduction."""
-    START = 5
-    """At the start: how long the windows are, and what else must be the same."""
-    MICRO_BATCH = 6
-    """A micro-batch begins, or an open window is about to be reduced as far as it has come."""
-    NUMBER = 7
-    """Something to add up over the ranks."""
-    PASS = 8
-    """The forward pass of a sharded part begins, or all of them are done."""
-    FINISHED = 9
-    """A window's sum is finished and about to be reduced; what it weighs."""
 
 
 class Ranks(SingleRank):
@@ -116,7 +92,7 @@ class Ranks(SingleRank):
 
     def _check_same(self, steps: int | None, options: Mapping[str, Any]) -> None:
         texts = {name: repr(value) for name, value in options.items()}
-        messages = self._channel.exchange(_Kind.START, steps or 0, zlib.crc32(repr(texts).encode()))
+        messages = self._channel.exchange(Kind.START, steps or 0, zlib.crc32(repr(texts).encode()))
         lengths = [int(numbers[1]) for numbers in messages]
         if len({*lengths}) > 1:
             raise ValueError(f"`steps` must be the same on every rank. Received: {_by_rank(lengths)}.")
@@ -141,8 +117,8 @@ class Ranks(SingleRank):
         if not isinstance(self._engine, Shards):
             return last
         known = self._engine.next_micro_batch()
-        messages = self._exchange(_Kind.MICRO_BATCH, repeatable and known, last, self._engine.repeats)
-        self._check_kinds(messages, _Kind.MICRO_BATCH)
+        messages = self._exchange(Kind.MICRO_BATCH, repeatable and known, last, self._engine.repeats)
+        self._check_kinds(messages, Kind.MICRO_BATCH)
         lasts = [bool(numbers[2]) for numbers in messages]
         if len({*lasts}) > 1 or any(numbers[3] for numbers in messages):
             if not all(numbers[1] for numbers in messages):
@@ -166,7 +142,7 @@ class Ranks(SingleRank):
 
     def continue_window(self) -> None:
         if self._always and not self.by_hand and not self.reduced:
-            self._announce(_Kind.MICRO_BATCH)
+            self._announce(Kind.MICRO_BATCH)
             self._engine.reduce()
             self._engine.continues()
             self._reduction_done()
@@ -209,7 +185,7 @@ class Ranks(SingleRank):
         if not (self._closes or self._always) or self.by_hand:
             return
         if not self._reducing:
-            self._announce(_Kind.WINDOW if self._closes else _Kind.MICRO_BATCH)
+            self._announce(Kind.WINDOW if self._closes else Kind.MICRO_BATCH)
             self._reducing = True
             after_backward(self._reduction_done)
         self._engine.starts()
@@ -240,19 +216,19 @@ class Ranks(SingleRank):
         late = self._versions is not None and not self.in_step and self._versions != self._current_versions()
         messages = list[list[float]]()
         if not self._announced and self.in_step:
-            self._announce(_Kind.WINDOW)
+            self._announce(Kind.WINDOW)
         elif not self._announced and isinstance(self._engine, Replicas):
-            messages = self._announce(_Kind.FINISHED, *mine, late, self._engine.will_fill, self._engine.passes)
+            messages = self._announce(Kind.FINISHED, *mine, late, self._engine.will_fill, self._engine.passes)
         if self._versions is None:
             self._together.reduce() if self.in_step else self._engine.reduce()
         self._engine.prepare()
         self._restart()
-        if not messages or any(numbers[0] != _Kind.FINISHED for numbers in messages):
+        if not messages or any(numbers[0] != Kind.FINISHED for numbers in messages):
             seen = late, self._engine.filled, self._engine.passes
-            messages = self._channel.exchange(_Kind.TOTAL, 0, self._last or self._all_last, *mine, *seen)
-            self._check_kinds(messages, _Kind.TOTAL)
+            messages = self._channel.exchange(Kind.TOTAL, 0, self._last or self._all_last, *mine, *seen)
+            self._check_kinds(messages, Kind.TOTAL)
         _, _, lasts, *totals, lates, filled, passes = zip(*messages)
-        weights, given, largest, scales, next_scales, overflows, equal = totals
+        weights, given, largest, scales, next_scales, overflows, equal, idle = totals
         if len({*passes}) > 1:
             self._engine.settle()
             raise WindowError(DIFFERENT_PASSES)
@@ -263,7 +239,9 @@ class Ranks(SingleRank):
             self.by_hand = True
         if any(filled) or any(lates):
             self._drop_unused()
-        self._engine.settle()
+        source = idle.index(False) if False in idle else 0
+        self.buffers_from = source if any(idle) and not all(idle) else None
+        self._engine.settle(source)
         self._restored = self._uncounted = False
         self._all_last = all(lasts)
         used = {scale for scale in scales if scale}
@@ -312,9 +290,12 @@ class Ranks(SingleRank):
     def gather(self, mine: Any) -> list[Any]:
         return self._channel.gather(mine)
 
+    def broadcast(self, mine: Any, source: int) -> Any:
+        return self._channel.broadcast(mine, source)
+
     def _numbers(self, number: float) -> list[float]:
-        messages = self._exchange(_Kind.NUMBER, number)
-        self._check_kinds(messages, _Kind.NUMBER)
+        messages = self._exchange(Kind.NUMBER, number)
+        self._check_kinds(messages, Kind.NUMBER)
         return [numbers[1] for numbers in messages]
 
     # Epochs.
@@ -324,7 +305,7 @@ class Ranks(SingleRank):
 
     def others_continue(self) -> bool:
         while not self._all_last:
-            messages = self._announce(_Kind.NOTHING)
+            messages = self._announce(Kind.NOTHING)
             if self._announced:
                 return True
             self._all_last = all(numbers[2] for numbers in messages)
@@ -342,47 +323,47 @@ class Ranks(SingleRank):
         if self.in_step:
             self._together.leave()
         if not self._all_last and not self._announced:
-            self._channel.post(_Kind.LEFT, 0, True)
+            self._channel.post(Kind.LEFT, 0, True)
 
     # Messages.
 
-    def _exchange(self, kind: _Kind, *numbers: float) -> list[list[float]]:
+    def _exchange(self, kind: Kind, *numbers: float) -> list[list[float]]:
         self._check_posted()
         return self._channel.exchange(kind, *numbers)
 
     def _exchange_of_passes(self, *numbers: float) -> list[list[float]]:
-        messages = self._exchange(_Kind.PASS, *numbers)
-        self._check_kinds(messages, _Kind.PASS)
+        messages = self._exchange(Kind.PASS, *numbers)
+        self._check_kinds(messages, Kind.PASS)
         return messages
 
     def _check_posted(self) -> None:
         for earlier in self._channel.posted():
             if not self._told:
-                self._check_kinds(earlier, _Kind.LEFT, _Kind.NOTHING)
+                self._check_kinds(earlier, Kind.LEFT, Kind.NOTHING)
 
-    def _announce(self, kind: _Kind, *total: float) -> list[list[float]]:
+    def _announce(self, kind: Kind, *total: float) -> list[list[float]]:
         """Say that a reduction is about to begin, and on which terms."""
-        closing = {_Kind.WINDOW, _Kind.FINISHED}
-        steps = self._steps if kind is not _Kind.NOTHING else 0
+        closing = {Kind.WINDOW, Kind.FINISHED}
+        steps = self._steps if kind is not Kind.NOTHING else 0
         self._check_posted()
         self._announced = kind in closing
         messages = self._channel.exchange(kind, steps, self._last or (self._all_last and self._announced), *total)
         kinds = {numbers[0] for numbers in messages}
-        if _Kind.LEFT in kinds and kinds <= {_Kind.LEFT, _Kind.NOTHING} and self._last:
+        if Kind.LEFT in kinds and kinds <= {Kind.LEFT, Kind.NOTHING} and self._last:
             return messages
-        self._check_kinds(messages, *((kind,) if kind is _Kind.MICRO_BATCH else (*closing, _Kind.NOTHING)))
+        self._check_kinds(messages, *((kind,) if kind is Kind.MICRO_BATCH else (*closing, Kind.NOTHING)))
         lengths = [int(numbers[1]) for numbers in messages]
         if len({*lengths} - {0}) > 1:
             raise WindowError(f"`steps` must be the same on every rank. Received: {_by_rank(lengths)}.")
         self._announced = bool(closing & kinds)
         return messages
 
-    def _check_kinds(self, messages: list[list[float]], *expected: _Kind) -> None:
+    def _check_kinds(self, messages: list[list[float]], *expected: Kind) -> None:
         """Raise if a rank is not where this one is."""
-        kinds = [_Kind(int(numbers[0])) for numbers in messages]
+        kinds = [Kind(int(numbers[0])) for numbers in messages]
         if all(kind in expected for kind in kinds):
             return
-        left = [rank for rank, kind in enumerate(kinds) if kind is _Kind.LEFT]
+        left = [rank for rank, kind in enumerate(kinds) if kind is Kind.LEFT]
         if left:
             self._announced = True  # this rank's message has met theirs: it needs no other one to leave
             raise WindowError(

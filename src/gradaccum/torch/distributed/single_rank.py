@@ -30,6 +30,8 @@ class Total(NamedTuple):
     """Whether a gradient has overflowed that scale."""
     equal: bool = False
     """Whether micro-batches count equally, since nobody has said what they weigh."""
+    idle: bool = False
+    """Whether no micro-batch has run."""
 
 
 class RanOut(Exception):  # no error of its own: all ranks hear of one's at once
@@ -71,6 +73,8 @@ class SingleRank:
     rank = 0
     by_hand = False
     """Whether the reduction waits until the window's sum is finished, rather than run in the last backward pass."""
+    buffers_from: int | None = None
+    """The first rank whose micro-batches have run in the last window; None where they have on all ranks, or on none."""
     loss_scale = 0.0
     """The scale of a GradScaler that all ranks agreed upon at the last window's end."""
 
@@ -206,6 +210,10 @@ class SingleRank:
     def gather(self, mine: Any) -> list[Any]:
         """Every rank's object, by rank."""
         return [mine]
+
+    def broadcast(self, mine: Any, source: int) -> Any:
+        """That rank's object, on every rank."""
+        return mine
 
     # Epochs.
 

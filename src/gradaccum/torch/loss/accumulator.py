@@ -64,6 +64,8 @@ class LossAccumulator:
 
     attempts = 0
     """As of a window of several losses."""
+    ran = False
+    """Whether a micro-batch has run: what weighs nothing may be left out."""
     retain_graph = False
     """Whether parts of the graphs go backward once more after the loss has."""
 
@@ -81,6 +83,7 @@ class LossAccumulator:
 
     def restart(self) -> None:
         """Forget the micro-batches that were added."""
+        self.ran = False
         self._losses: dict[Any, tuple[Weight, list[Tensor]]] = {}
         self._read = 0.0
         self._dtype: torch.dtype | None = None
@@ -211,6 +214,7 @@ class LossAccumulator:
 
     def add(self, weighted: WeightedLoss) -> None:
         """Count a micro-batch whose gradient has arrived."""
+        self.ran = self.ran or weighted.loss is not None or weighted.weightless is not None
         loss = weighted.loss
         if loss is not None and type(loss) is Tensor and loss.is_cpu:
             self._read += loss.item() * float(weighted.factor)

@@ -41,6 +41,8 @@ class TermsAccumulator:
     is_mean = True
     retain_graph = False
     """As of a window of one loss."""
+    ran = False
+    """The same."""
     attempts = 0
     """How often the weights were other than counted."""
 
@@ -56,6 +58,7 @@ class TermsAccumulator:
 
     def restart(self) -> None:
         """Forget the micro-batches that were added."""
+        self.ran = False
         if self._by_forward:
             self.totals = None
         self._parts: dict[Hashable, list[Tensor]] = {}
@@ -156,6 +159,7 @@ class TermsAccumulator:
 
     def add(self, weighted: WeightedLoss) -> None:
         """Count a micro-batch whose gradient has arrived."""
+        self.ran = self.ran or weighted.loss is not None or weighted.weightless is not None
         parts, weights = weighted.terms or ({}, {})
         self._sum = None
         self._has_gradient = self._has_gradient or weighted.loss is not None

@@ -330,8 +330,8 @@ class Accumulation:
             if window.reduction == "mean":
                 self.sums.scale_(window.rescale(self.unit))
             scale.bring_to(ranks.loss_scale)
-        mine = Total(window.weight, window.weights_given, window.largest, *scale.agreement(), window.equal)
-        total = ranks.total(mine)
+        weights = window.weight, window.weights_given, window.largest
+        total = ranks.total(Total(*weights, *scale.agreement(), window.equal, idle=not window.micro_batches))
         scale.agree(ranks.loss_scale)
         window.weight, window.weights_given = total.weight, total.given
         self.unit = total.largest or self.unit

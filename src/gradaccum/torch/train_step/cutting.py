@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,6 +99,20 @@ class Cutting:
             return largest(batch)
         finally:
             self.predicting = False
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on with the sizes of a TrainStep's `state_dict`.
+
+        Raises:
+            ValueError: It is none.
+        """
+        if not isinstance(state, Mapping) or not {"updates", "sizes"} <= state.keys():
+            found = [*state] if isinstance(state, Mapping) else repr(state)
+            raise ValueError(
+                f"This is no state of a TrainStep: 'updates' and 'sizes' must be in it. Received: {found}. The model's "
+                "and the optimizer's are loaded into these."
+            )
+        self.sizers.load_state_dict(state["sizes"])
 
     def grouped(self, batch: Batch) -> Batch:
         """The batch with its groups, the rows of each brought together.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.gradients import GradientSum
+from gradaccum.on_torch.transaction import Transaction
+from gradaccum.torch.buffers import take_over
 from gradaccum.torch.distributed import SingleRank, Total, check_detected, detect_ranks
 from gradaccum.torch.loss import LossAccumulator, Objective, Terms, TermsAccumulator, Totals, Weight, counted
 from gradaccum.torch.train_step.update import Update
@@ -101,7 +104,7 @@ class GlobalBatch:
         rows = self.ranks.sum_number(batch.rows) if totals else 0.0
         return TermsAccumulator(objective, batch, dict(totals), own, rows)
 
-    def close(self, window: Window) -> tuple[Tensor, Weight | None, bool]:
+    def close(self, window: Window, transaction: Transaction) -> tuple[Tensor, Weight | None, bool]:
         """The loss over all ranks' rows; what the summed gradients are to be divided by; whether anything weighs.
 
         Raises:
@@ -113,7 +116,11 @@ class GlobalBatch:
         factor, weight = (1.0, 0.0) if known is None else known
         if known is not None and not self.ranks.in_step:
             self._sums.scale_(factor / self._unit)
-        total = self.ranks.total(Total(weight, given=known is not None, largest=weight))
+        mine = Total(weight, given=known is not None, largest=weight, idle=not window.ran)
+        total = self.ranks.total(mine)
+        if (source := self.ranks.buffers_from) is not None:
+            broadcast, gives = functools.partial(self.ranks.broadcast, source=source), self.ranks.rank == source
+            take_over(transaction.buffers(), transaction.device, broadcast, gives=gives, takes=not window.ran)
         unit, self._unit = self._unit, 1.0 if self.ranks.in_step else total.largest or self._unit
         sums, divisor, weighs = self._finished(window, factor, unit, total.weight if total.given else None)
         if isinstance(window, TermsAccumulator):

@@ -69,8 +69,6 @@ class Passes:
         self._in_step = ranks.in_step and layers is None
         self._buffers, self._rows = buffers, rows
         buffers.open()
-        if not rows:
-            buffers.no_rows()
 
     def forward(self, piece: Piece) -> WeightedLoss:
         """The forward pass of a piece."""
@@ -104,10 +102,8 @@ class Passes:
         if not self._batch_norm.idle:
             self._batch_norm.commit()
         ran = loss is not None or weighted.weightless is not None  # what weighs nothing may be left out
-        if ran and piece.size < self._rows:
+        if ran and piece.size < self._rows:  # else it is the large batch
             self._buffers.micro_batch(self._transaction.moved(), piece.size)
-        elif ran:  # it is the large batch
-            self._buffers.all_rows(self._transaction.moved())
 
     def idle(self, micro_batch: Batch) -> None:
         """A forward and a backward pass that count nothing: the other ranks of a sharded model wait for them."""

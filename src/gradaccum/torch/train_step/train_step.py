@@ -304,7 +304,7 @@ class TrainStep:
             self._clear()
             count = functools.partial(self._count, batch, sizes, False)
             window = self.global_batch.anew(window, self.objective, batch, count)
-        loss, divisor, weighs = self.global_batch.close(window)
+        loss, divisor, weighs = self.global_batch.close(window, self._transaction)
         self.losses = window.losses
         if weighs:
             global_rows = round(self.ranks.sum_number(batch.rows)) if self.update.noise is not None else batch.rows
@@ -396,5 +396,5 @@ class TrainStep:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` wrote."""
+        self.cutting.load_state_dict(state)
         self.updates = state["updates"]
-        self.cutting.sizers.load_state_dict(state["sizes"])
