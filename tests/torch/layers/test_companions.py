@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import re
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradaccum.errors import NotEquivalentError
 from gradaccum.torch import TrainStep
 from tests.reference import FLOAT64, relative_error, torch_updates
 from tests.torch.layers.test_blocks import OPTIMIZERS, Layer, Network, batches, loss_of, network
@@ -217,3 +219,20 @@ def test_dropout_draws_block_by_block_and_is_replayed(tmp_path: Path) -> None:
         assert relative_error([step(ids, labels)], [expected.detach()]) <= FLOAT64
         assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
         assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_noise_between_blocks_is_no_difference_and_hides_none() -> None:
+    def noisy(layer: nn.Module, x: Tensor, shared: Tensor, index: int) -> Any:
+        return layer(nn.functional.dropout(x, 0.3), shared)[0], shared
+
+    def pairs(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+        return loss_of(model, ids, labels).square()
+
+    for groups in (None, 2):
+        for loss in (loss_of, pairs):
+            model = around(noisy)
+            options = {"micro_batch_size": 4, "blocks": "layers", "blocks_on": "cpu", "groups": groups}
+            step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=loss, **options)
+            with contextlib.nullcontext() if loss is loss_of else pytest.raises(NotEquivalentError, match="differ"):
+                step(*batches(rows=8, count=1)[0])
+            assert step.updates == (loss is loss_of)

@@ -4,6 +4,7 @@ batch's."""
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,37 @@ def test_one_optimizers_overflow_leaves_the_other_one_stepping() -> None:
     assert within[-2] == 1.0
     plain = list(network().parameters())
     assert [torch.equal(p, q) for p, q in zip(plain, within, strict=False)].count(True) == len(plain) - 3
+
+
+@pytest.mark.parametrize("fused", [(True, False), (True, True), (False, False)], ids=str)
+def test_a_fused_optimizer_has_its_hooks_called_in_an_overflow_as_by_a_grad_scaler(fused: tuple[bool, bool]) -> None:
+    def overflowing(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+        return loss_of(model, ids, labels) * (torch.inf if bool((ids[0] == 0).all()) else 1.0)
+
+    def run(update: Any) -> list[str]:
+        model, seen = network(), list[str]()
+        listed = list(model.parameters())
+        halves = zip((listed[:5], listed[5:]), fused, strict=True)
+        optimizers = [torch.optim.Adam(half, lr=1e-3, fused=one) for half, one in halves]
+        schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in optimizers]
+        for number, optimizer in enumerate(optimizers):
+            optimizer.register_step_post_hook(lambda *_, number=number: seen.append(f"step {number}"))
+        step = TrainStep(
+            model, optimizers, compute_loss=overflowing, micro_batch_size=3, blocks="auto", update=update,
+            verify=False, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**8),
+        )  # fmt: skip
+        for i in (0, 1):
+            step(*data[i])
+            for number, schedule in enumerate(schedules):
+                with warnings.catch_warnings(record=True) as told:
+                    warnings.simplefilter("always")
+                    schedule.step()
+                seen += [f"schedule {number}: {len(told)}", repr(step.updates)]
+        return seen
+
+    data = batches()
+    data[0][0][0] = 0
+    assert run("in_backward") == run("after_backward")
 
 
 def test_no_more_gradients_are_alive_than_one_blocks_and_those_outside_and_each_block_runs_three_times() -> None:

@@ -283,7 +283,7 @@ class _Comparison:
         if not known or not all(tensor.isfinite().all() for tensor in (expected.loss, *known)):
             return None  # an overflow, which a GradScaler mends
         found = [difference for split in self.splits for difference in self._compared(split, expected)]
-        if self._replay.unreplayed and not self._replay.neutral:
+        if not (self._replay.replays or self._replay.neutral):
             self._replay = Replay(self._few.rows, neutral=True)
             return self.differences()
         if not found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ class Replay(TorchDispatchMode):
         neutral: Replace noise by its mean: dropout keeps everything. For models whose noise has no rows.
     """
 
+    _active: ClassVar[list[Replay]] = []
+
     def __init__(self, rows: int, *, neutral: bool = False) -> None:
         super().__init__()
         self.rows = rows
@@ -39,7 +41,27 @@ class Replay(TorchDispatchMode):
         """The narrowest floating dtype that was computed in."""
         self._shapes: dict[int, torch.Size] = {}
         self._taken: Tensor | None = None
+        self._in_between = False
         self._generators: list[tuple[torch.Generator, Tensor]] = []
+
+    def __enter__(self) -> Replay:
+        Replay._active.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        Replay._active.remove(self)
+        super().__exit__(*error)
+
+    @staticmethod
+    def rows_in_between() -> None:
+        """Other rows run in the middle of a micro-batch's forward pass: its random numbers have lost their order."""
+        for replay in Replay._active:
+            replay._in_between = True
+
+    @property
+    def replays(self) -> bool:
+        """Whether all random numbers so far were those of their rows."""
+        return not self.unreplayed and not (self.used and self._in_between)
 
     def start(self, taken: Tensor | None) -> None:
         """A forward pass begins: of these rows, or of the large batch (None), from the same random state each time."""

@@ -266,6 +266,7 @@ class InTurn:
             self.ahead.give_back()
             self._free(self._sums.parameters())
             self.made = False
+            self._call_hooks()
         return self.made is None
 
     @torch.no_grad()
@@ -296,11 +297,20 @@ class InTurn:
             )
         self.made = not self._empty
         if self.made:
-            with without_global_step_hooks() as (before, after):
-                for optimizer in [o for o in self._optimizers if id(o) not in self._left_out]:
-                    own = list(optimizer._optimizer_step_post_hooks.values())
-                    for hook in (*before, *own, *after):
-                        hook(optimizer, (), {})
+            self._call_hooks()
+
+    def _call_hooks(self) -> None:
+        """Once per update; of a fused optimizer, which a GradScaler steps to no effect after an overflow, then, too."""
+        with without_global_step_hooks() as (before, after):
+            for optimizer in self._optimizers:
+                overflown = id(optimizer) in self._left_out
+                if overflown and not getattr(optimizer, "_step_supports_amp_scaling", False):
+                    continue
+                if overflown:
+                    self._step(optimizer, set())  # a schedule asks whether it was called
+                own = list(optimizer._optimizer_step_post_hooks.values())
+                for hook in (*before, *own, *after):
+                    hook(optimizer, (), {})
 
     def _update(self, parameters: list[Tensor]) -> None:
         with_gradients = [p for p in parameters if p.grad is not None]
@@ -346,7 +356,7 @@ class InTurn:
         hooks.clear()
         try:
             with limited_to(optimizer, wanted), without_global_step_hooks():
-                if optimizer.param_groups:
+                if optimizer.param_groups or not wanted:
                     optimizer.step()
         finally:
             hooks.update(kept)

@@ -16,7 +16,7 @@ from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.random_state import is_generator
 from gradaccum.torch.chunking.recompute import Conditions, accelerators
 from gradaccum.torch.chunking.trees import Inputs, copied, tensors_of, with_tensors, without_tensors
-from gradaccum.torch.equivalence import Attributes
+from gradaccum.torch.equivalence import Attributes, Replay
 from gradaccum.torch.layers.blocks import Block
 from gradaccum.torch.layers.calls import Reached, Ready
 from gradaccum.torch.layers.interception import called
@@ -284,6 +284,7 @@ class Companions:
         attributes = Attributes(self._model.modules())
         assert self._base is not None
         assert self._forward is not None
+        Replay.rows_in_between()
         batch = companion.retake()
         self._partly, self._target = companion, place
         try:
