@@ -21,6 +21,17 @@ def test_what_is_no_optimizer():
         windowed(4, optax.sgd(0.1))
 
 
+def test_a_state_of_another_optimizer():
+    optimizer = windowed(optax.sgd(0.1), 2)
+    for state in (None, optax.sgd(0.1).init(ONES)):
+        for call in (
+            lambda state=state: optimizer.update(ONES, state),
+            lambda state=state: optimizer.flush(state, ONES),
+        ):
+            with pytest.raises(TypeError, match=r"`state` must be what init\(params\) or the last update\(\)"):
+                call()
+
+
 @pytest.mark.parametrize(
     "inner",
     [

@@ -230,3 +230,9 @@ def test_tensorflow_saves_and_exports_a_model_in_the_middle_of_a_window(tmp_path
     assert model.optimizer.micro_batches == 1
     model.train_on_batch(*batches[3])
     assert relative_error(model.get_weights(), expected) == 0.0
+
+
+def test_a_configuration_that_is_none_is_named():
+    for config in ({}, None, {"optimizer": {}}):
+        with pytest.raises(ValueError, match="This is no configuration of an Optimizer: 'optimizer' and 'steps' must"):
+            Optimizer.from_config(config)

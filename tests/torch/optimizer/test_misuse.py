@@ -1,5 +1,9 @@
 """Misuse of an open window, and bad arguments: a clear error, parameters and optimizer state untouched."""
 
+import copy
+import pickle
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -199,3 +203,44 @@ def test_a_wrong_option_is_refused(options, error):
     (name,) = options
     with pytest.raises(error, match=name):
         gradaccum.torch.optim.Optimizer(sgd(network().parameters()), steps=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "says"),
+    [
+        (lambda state: None, TypeError, "must be a dict, as state_dict() returns it"),
+        (lambda state: {**state, "param_groups": [{}]}, ValueError, "a group has no 'params'"),
+        (lambda state: {**state, "gradaccum": 1}, ValueError, "not whole: epoch, updates, in_epoch, window is missing"),
+        (lambda state: {**state, "gradaccum": without("window", state["gradaccum"])}, ValueError, "window is missing"),
+        (lambda state: {**state, "gradaccum": without("gradients", state["gradaccum"])}, ValueError, "gradients is"),
+        (
+            lambda state: {**state, "gradaccum": {**state["gradaccum"], "window": {"micro_batches": 0}}},
+            ValueError,
+            r"window['steps'] is missing under 'gradaccum'",
+        ),
+    ],
+)
+def test_a_state_dict_that_is_not_whole_is_named_and_nothing_loaded(opened, edit, error, says):
+    _, optimizer = opened
+    state = edit(optimizer.state_dict())
+    with pytest.raises(error, match=re.escape(says)):
+        optimizer.load_state_dict(state)
+    assert optimizer.micro_batches == 1
+
+
+def without(key, state):
+    return {name: value for name, value in state.items() if name != key}
+
+
+def test_states_of_batches_are_named_where_they_are_none_and_batches_are_not_copied():
+    optimizer = gradaccum.torch.optim.Optimizer(adam(network().parameters()), steps=3)
+    batches = optimizer.batches([regression(2)])
+    for state in ({}, None, {"batches": 1}):
+        with pytest.raises(ValueError, match=re.escape("This is no state of batches(): 'batches' and 'loader' must")):
+            batches.load_state_dict(state)
+    with pytest.raises(ValueError, match=re.escape("has no load_state_dict(). Received: loader of type list")):
+        batches.load_state_dict({"batches": 1, "loader": {"place": 3}})
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=re.escape("can't be copied or pickled. Save their state_dict()")):
+            copied(batches)
+    assert len(list(batches)) == 1

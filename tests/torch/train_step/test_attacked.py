@@ -1,6 +1,8 @@
 """What was silently wrong, or unclear, in hostile hands: each is right now, or named."""
 
+import copy
 import functools
+import pickle
 import sys
 
 import pytest
@@ -172,3 +174,20 @@ def test_exact_statistics_behind_a_checkpoint_are_no_warning(caplog):
     step(torch.randn(8, 3), torch.randn(8, 1))
     assert model.inside[1].num_batches_tracked == 1
     assert not caplog.records
+
+
+def test_a_train_step_is_copied_with_its_model_and_pickled_by_its_state_alone():
+    model = nn.Linear(3, 1)
+    step = TrainStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=nn.MSELoss(), micro_batch_size=2, verify=False
+    )
+    x, y = torch.randn(5, 3), torch.randn(5, 1)
+    twin = copy.deepcopy(step)
+    assert step(x, y) == twin(x, y)
+    assert relative_error(list(model.parameters()), list(twin.model.parameters())) == 0
+    with pytest.raises(TypeError, match=r"can't be pickled: it holds .* Save step.state_dict\(\)"):
+        pickle.dumps(step)
+    for state in ({}, None, {"updates": 1}):
+        with pytest.raises(ValueError, match="This is no state of a TrainStep: 'updates' and 'sizes' must be in it"):
+            step.load_state_dict(state)
+    assert step.updates == 1

@@ -123,6 +123,7 @@ class _Window:
         self, grads: Any, state: WindowedState, params: Any = None, weight: Any = None, **extra: Any
     ) -> tuple[Any, WindowedState]:
         self._check_extra(extra)
+        _check_state(state)
         grads = _fitting(grads, state.sums, params)
         factor, counts = _weight(weight, state.weight.dtype)
         is_first = state.micro_batches == 0
@@ -161,6 +162,7 @@ class _Window:
 
     def flush(self, state: WindowedState, params: Any, **extra: Any) -> tuple[Any, WindowedState]:
         """Close the short window, if one is open, and end the epoch."""
+        _check_state(state)
         self._check_extra(extra)
         extra.setdefault("value", None)  # whatever values there are in the window, their mean
         updates, state = self._close_if(jnp.ones((), bool), state, params, params, extra)
@@ -282,6 +284,14 @@ def _checked_value(value: Any) -> jax.Array:
     if value.shape:
         raise ValueError(f"`value` must be the micro-batch's mean loss, a scalar. Received: shape {value.shape}.")
     return value
+
+
+def _check_state(state: Any) -> None:
+    if not hasattr(state, "sums"):
+        raise TypeError(
+            "`state` must be what init(params) or the last update() of this optimizer returned, not its inner "
+            f"optimizer's. Received: state of type {type(state).__name__}."
+        )
 
 
 def _fitting(grads: Any, sums: Any, params: Any) -> Any:

@@ -247,6 +247,11 @@ class Optimizer(OptimizerProxy):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Any:
+        if not isinstance(config, dict) or not {"optimizer", "steps"} <= config.keys():
+            found = [*config] if isinstance(config, dict) else repr(config)
+            raise ValueError(
+                f"This is no configuration of an Optimizer: 'optimizer' and 'steps' must be in it. Received: {found}."
+            )
         config = dict(config)
         inner = keras.saving.deserialize_keras_object(config.pop("optimizer"), custom_objects=custom_objects)
         steps = checkpoint.steps_from_config(config.pop("steps"), custom_objects)

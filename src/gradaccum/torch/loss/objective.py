@@ -105,6 +105,22 @@ class Objective:
         if own is not None:
             self.reduction = checked_reduction(own)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "A TrainStep can't be pickled: it holds functions and hooks of this process. Save step.state_dict(), the "
+            "model's and the optimizer's, and build it anew from them."
+        )
+
+    def __copy__(self) -> Objective:
+        new = object.__new__(type(self))
+        vars(new).update(vars(self))
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Objective:
+        new = memo[id(self)] = object.__new__(type(self))
+        vars(new).update((name, copy.deepcopy(value, memo)) for name, value in vars(self).items())
+        return new
+
     @functools.cached_property
     def modules(self) -> dict[str, nn.Module]:
         """The model, and what the loss has of modules, by the prefix of their names."""

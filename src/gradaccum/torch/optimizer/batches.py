@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,12 @@ class Batches:
         """What `load_state_dict` said, until the next loop."""
         self._loader_state: Any = None
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "batches() belong to their loop and its optimizer, and can't be copied or pickled. Save their "
+            "state_dict(), and call optimizer.batches(loader) there."
+        )
+
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # an unsized loader's own error is the right one
 
@@ -54,7 +60,21 @@ class Batches:
         """Have the next loop begin after the batches that had been handed out.
 
         A loader with a `load_state_dict` goes on from its own state; of any other the first batches are skipped.
+
+        Raises:
+            ValueError: It is no state of `batches()`, or of a loader that has a state of its own, as this one hasn't.
         """
+        if not isinstance(state, Mapping) or not {"batches", "loader"} <= state.keys():
+            found = [*state] if isinstance(state, Mapping) else repr(state)
+            raise ValueError(
+                f"This is no state of batches(): 'batches' and 'loader' must be in it. Received: {found}. Save "
+                "batches.state_dict(), beside the optimizer's."
+            )
+        if state["loader"] is not None and not hasattr(self.loader, "load_state_dict"):
+            raise ValueError(
+                "The loader that was saved had a state of its own, and this one can't go on from it: it has no "
+                f"load_state_dict(). Received: loader of type {type(self.loader).__name__}."
+            )
         self._handed_out = state["batches"]
         self._to_skip = self._handed_out
         if state["loader"] is not None:

@@ -6,6 +6,7 @@ list, a dict or a tensor, so `torch.load(weights_only=True)` reads it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -47,10 +48,12 @@ def initialise(windows: Windows) -> None:
 
 def load(windows: Windows, state_dict: dict[str, Any]) -> None:
     """Load the inner optimizer's state and the window, or nothing."""
-    state_dict, own = sharded.unpack(state_dict, windows.ranks)
+    _check_form(state_dict)
+    state_dict, own = sharded.unpack(dict(state_dict), windows.ranks)
     own = state_dict.pop(KEY, own)
     _check_inner(windows.inner, state_dict)
     if own is not None:
+        _check_whole(own)
         _check_window(windows, own)
     # torch would share tensors with the dict it is given, and the next update change them there.
     cloned = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, state_dict["state"])
@@ -152,11 +155,38 @@ def _check_window(windows: Windows, state: dict[str, Any]) -> None:
             )
 
 
-def _check_inner(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """torch compares the number of parameters only, and fails later, or trains on with another's state."""
+def _check_form(state_dict: Any) -> None:
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            "A state dict must be a dict, as state_dict() returns it. "
+            f"Received: state_dict={state_dict!r} of type {type(state_dict).__name__}."
+        )
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(f"This is no optimizer's state dict: {key!r} is missing. Received keys: {[*state_dict]}.")
+    for group in state_dict["param_groups"]:
+        if "params" not in group:
+            raise ValueError(f"This is no optimizer's state dict: a group has no 'params'. Received keys: {[*group]}.")
+
+
+def _check_whole(state: Any) -> None:
+    """Whether a window has all that is going to be read of it."""
+    needed = ["epoch", "updates", "in_epoch", "window"]
+    saved = state.get("window") if isinstance(state, Mapping) else None
+    if isinstance(saved, Mapping) and saved.get("micro_batches", 1):
+        needed += ["gradients", "overflow", "losses", "losses_weighed"]
+    missing = [key for key in needed if not isinstance(state, Mapping) or key not in state]
+    if isinstance(saved, Mapping):
+        missing += [f"window[{key!r}]" for key in ("micro_batches", "steps") if key not in saved]
+    if missing:
+        raise ValueError(
+            f"The checkpoint's window is not whole: {', '.join(missing)} is missing under {KEY!r}. Load what "
+            "state_dict() returned; without that key, it is an inner optimizer's, and no window is open."
+        )
+
+
+def _check_inner(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """torch compares the number of parameters only, and fails later, or trains on with another's state."""
     saved, here = [len(g["params"]) for g in state_dict["param_groups"]], [len(g["params"]) for g in inner.param_groups]
     if saved != here:
         raise ValueError(

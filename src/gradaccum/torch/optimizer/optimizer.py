@@ -366,12 +366,12 @@ class Optimizer(OptimizerProxy):
         Nothing is touched unless all of it fits.
 
         Raises:
-            ValueError: The state dict is of another model.
+            TypeError, ValueError: The state dict is none, or of another model.
             WindowError: It holds an open window of another length than `steps` says.
         """
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        checkpoint.load(self._windows, dict(state_dict))
+        checkpoint.load(self._windows, state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
