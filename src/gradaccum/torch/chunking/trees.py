@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradaccum.on_torch.batch import BatchDims, has_rows, leaves, map_leaves
+from gradaccum.on_torch.batch import BatchDims, children, has_rows, leaves, map_leaves
 
 __all__ = [
     "Inputs",
@@ -65,13 +65,37 @@ def dims_by_name(dims: BatchDims, inputs: Inputs, module: nn.Module) -> BatchDim
     )
 
 
+_PLAIN = {str, bool, int, float, type(None)}
+
 _PLACEHOLDER = torch.empty(0)
 """Stands for a tensor in a tree that autograd shall not find tensors in: it keeps and watches them itself."""
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors in a tree, in order."""
-    return [leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor)]
+    """The tensors in a tree, in order.
+
+    Example:
+        >>> [tensor.item() for tensor in tensors_of(Inputs((torch.tensor(1),), {"mask": None, "x": [torch.tensor(2)]}))]
+        [1, 2]
+    """
+    found: list[Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(node: Any, found: list[Tensor]) -> None:
+    kind = type(node)
+    if isinstance(node, Tensor):
+        found.append(node)
+    elif kind is tuple or kind is list or kind is Inputs:
+        for child in node:
+            _collect(child, found)
+    elif kind is dict:
+        for child in node.values():
+            _collect(child, found)
+    elif kind not in _PLAIN:  # what is left takes a longer look, for its paths as well
+        for _, _, child in children(node) or ():
+            _collect(child, found)
 
 
 def without_tensors(tree: Any) -> Any:
