@@ -4,8 +4,10 @@ The oracle on each rank is a plain model that sees all ranks' rows of a window a
 """
 
 import copy  # no postponed annotations here: DDP reads those of its hooks
+import gc
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.torch import TrainStep
+from gradaccum.torch.distributed.channel import Channel
 from gradaccum.torch.optim import Optimizer
 from tests.reference import relative_error
 from tests.torch.distributed.problems import (
@@ -619,3 +622,30 @@ def buffers_after_an_epochs_end(rank: int, sizes: Any) -> list[float]:
         train_on(replica, optimizer, optimizer.batches(data(sizes, epoch)[rank]))
         passes.append(round(model[1].phase.item() / 0.3))
     return passes
+
+
+def one_after_the_other(rank: int) -> tuple[float, int]:
+    """Train with a new optimizer again and again. Returns (error, process groups that were made for the last three)."""
+    groups, error = 0, 0.0
+    for i in range(4):
+        with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+            error = max(error, train(rank, [[4, 2], [3, 3]], 2, epochs=1)[0])
+        groups += new_group.call_count if i else 0
+        gc.collect()
+        dist.barrier()
+    return error, groups
+
+
+def unheard(rank: int) -> tuple[bool, int]:
+    """Rank 1's last message is heard by nobody. Returns (later messages arrive, process groups for three channels)."""
+    gc.collect()
+    arrives, used = True, set()
+    for i in range(3):
+        channel = Channel([0, 1])
+        used.add(channel.line.name if channel.line is not None else "")
+        arrives &= [numbers[:2] for numbers in channel.exchange(i, rank)] == [[i, 0], [i, 1]]
+        if rank == 1:
+            channel.post(7)
+        del channel
+        dist.barrier()
+    return arrives, len(used)

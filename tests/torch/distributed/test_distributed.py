@@ -193,3 +193,15 @@ def test_sync_micro_batch_reduces_every_micro_batch(ranks: Processes) -> None:
         assert error <= FLOAT64
         assert reductions == 12
         assert updates == 4
+
+
+def test_optimizers_that_come_one_after_the_other_use_one_process_group(ranks: Processes) -> None:
+    for error, groups in ranks.run(cases.one_after_the_other):
+        assert error <= FLOAT64
+        assert groups == 0
+
+
+def test_a_process_group_in_which_ranks_have_not_met_is_not_used_again(ranks: Processes) -> None:
+    for arrives, groups in ranks.run(cases.unheard):
+        assert arrives
+        assert groups == 3

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -62,17 +63,10 @@ class Channel:
         Channel.made += 1
         self.size = len(members)
         self.rank = list(members).index(dist.get_rank())
-        self._group: Any = None
+        self.line: Line | None = None
         if self.size > 1:
-            timeout = timeout_of(dist.group.WORLD if group is None else group)
             try:
-                _meet(members, timeout or timedelta(minutes=30))
-                self._group = dist.new_group(
-                    list(members),
-                    backend="gloo",
-                    timeout=timeout,
-                    use_local_synchronization=self.size != dist.get_world_size(),
-                )
+                self.line = _meet(members, timeout_of(dist.group.WORLD if group is None else group))
             except RuntimeError as error:
                 if isinstance(error, WindowError):
                     raise
@@ -81,7 +75,7 @@ class Channel:
                     "least one of them is gone, or took longer than the process group's timeout. Build it on every "
                     f"rank; look at the others' own messages. ({error})"
                 ) from error
-        self._posted: list[tuple[Any, torch.Tensor]] = []
+            weakref.finalize(self, self.line.lay_down).atexit = False
 
     def exchange(self, *numbers: float) -> list[list[float]]:
         """Send these numbers, and wait for every rank's: a row of `WIDTH` numbers for each.
@@ -94,46 +88,51 @@ class Channel:
 
     def post(self, *numbers: float) -> None:
         """Send these numbers without waiting for the others; `posted` returns theirs later."""
-        if self._group is not None:
+        if self.line is not None:
             # Where the process group is gone, nobody can receive them.
             with contextlib.suppress(WindowError, ValueError, AssertionError):
-                self._posted.append(self._send(*numbers))
+                self.line.posted.append(self._send(*numbers))
 
     def posted(self) -> list[list[list[float]]]:
         """What all ranks sent in the exchanges that `post` began, each once."""
-        messages, self._posted = self._posted, []
+        if self.line is None:
+            return []
+        messages, self.line.posted = self.line.posted, []
         return [self._receive(*message) for message in messages]
 
     def gather(self, mine: Any) -> list[Any]:
         """Every rank's object, by rank: anything that can be pickled."""
         objects = [mine] * self.size
-        if self._group is not None:
-            dist.all_gather_object(objects, mine, group=self._group)
+        if self.line is not None:
+            dist.all_gather_object(objects, mine, group=self.line.begin())
+            self.line.met += 1
         return objects
 
     def broadcast(self, mine: Any, source: int) -> Any:
         """This rank's object, on every rank: anything that can be pickled."""
         objects = [mine]
-        if self._group is not None:
-            dist.broadcast_object_list(objects, group=self._group, group_src=source)
+        if self.line is not None:
+            dist.broadcast_object_list(objects, group=self.line.begin(), group_src=source)
+            self.line.met += 1
         return objects[0]
 
     def _send(self, *numbers: float) -> tuple[Any, torch.Tensor]:
         mine = torch.tensor([*numbers, *[0.0] * (WIDTH - len(numbers))], dtype=torch.float64)
-        if self._group is None:
+        if self.line is None:
             return None, mine[None]
         received = torch.empty(self.size, WIDTH, dtype=torch.float64)
         try:
-            return self._group.allgather([list(received)], [mine]), received
+            return self.line.begin().allgather([list(received)], [mine]), received
         except RuntimeError as error:
             raise self._gone(error) from error
 
     def _receive(self, work: Any, received: torch.Tensor) -> list[list[float]]:
-        if work is not None:
+        if self.line is not None:
             try:
                 work.wait()
             except RuntimeError as error:
                 raise self._gone(error) from error
+            self.line.met += 1
         return received.tolist()
 
     def _gone(self, error: RuntimeError) -> WindowError:
@@ -144,32 +143,92 @@ class Channel:
         )
 
 
-def _meet(members: Sequence[int], timeout: timedelta) -> None:
+class Line:
+    """A process group over gloo, for one channel after the other: torch takes its threads back from nobody.
+
+    Args:
+        name: The same on all ranks.
+        group: The group.
+        timeout: Its timeout.
+    """
+
+    idle: ClassVar[list[Line]] = []
+    """Those that channels have laid down here."""
+
+    def __init__(self, name: str, group: Any, timeout: timedelta | None) -> None:
+        self.name, self.timeout = name, timeout
+        self._group = weakref.ref(group)  # torch holds it until the process group is destroyed
+        self.begun = self.met = 0
+        """Collectives, and in how many of them all ranks have met."""
+        self.posted: list[tuple[Any, torch.Tensor]] = []
+
+    def begin(self) -> Any:
+        """The group, for one more collective."""
+        group = self._group()
+        if group is None:
+            raise ValueError("The process group has been destroyed, and with it the ranks' messages.")
+        self.begun += 1
+        return group
+
+    def lay_down(self) -> None:
+        """The channel is gone. Where ranks may not have met in all that was begun, nobody uses the group again."""
+        for work, _ in self.posted:
+            with contextlib.suppress(RuntimeError):
+                if work.is_completed():
+                    work.wait()
+                    self.met += 1
+        self.posted = []
+        if self.met == self.begun:
+            Line.idle.append(self)
+
+    @classmethod
+    def offered(cls, members: Sequence[int], timeout: timedelta | None) -> dict[str, Line]:
+        """Those that a channel between these ranks could use, by their names and what has been sent there."""
+        cls.idle, here = [line for line in cls.idle if line._group() is not None], _meeting(members)
+        fit = [line for line in cls.idle if line.name.startswith(here) and line.timeout == timeout]
+        return {f"{line.name} {line.begun}": line for line in fit}
+
+
+def _meet(members: Sequence[int], timeout: timedelta | None) -> Line:
     """Wait until every rank is about to make a channel, or one says that it won't: no collective waits for that one.
 
     Raises:
         WindowError: A rank has raised before.
     """
-    store, place = default_store(), _place(members)
+    store, place, offered = default_store(), _place(members), Line.offered(members, timeout)
+    store.set(f"{place}/offers/{dist.get_rank()}", "\n".join(offered))
     if store.add(f"{place}/arrived", 1) == len(members):
-        store.set(f"{place}/outcome", "")
-    store.wait([f"{place}/outcome"], timeout)
-    absent = store.get(f"{place}/outcome").decode()
-    if absent:
+        offers = [store.get(f"{place}/offers/{member}").decode().splitlines() for member in members]
+        everybody_has = [name for name in offers[0] if all(name in theirs for theirs in offers)]
+        store.set(f"{place}/outcome", f"use {everybody_has[0]}" if everybody_has else "new")
+    store.wait([f"{place}/outcome"], timeout or timedelta(minutes=30))
+    outcome, _, name = store.get(f"{place}/outcome").decode().partition(" ")
+    if outcome == "absent":
         raise WindowError(
-            f"Rank {absent} raised an error while it built its Optimizer or TrainStep. Nothing was built on rank "
+            f"Rank {name} raised an error while it built its Optimizer or TrainStep. Nothing was built on rank "
             f"{dist.get_rank()} either. Look at the error there."
         )
+    if outcome == "use":
+        Line.idle.remove(offered[name])
+        return offered[name]
+    group = dist.new_group(
+        list(members), backend="gloo", timeout=timeout, use_local_synchronization=len(members) != dist.get_world_size()
+    )
+    return Line(place, group, timeout)
 
 
 def stay_away(members: Sequence[int]) -> None:
     """This rank won't make the channel that the other ones are about to make, or wait for. Waits for nobody."""
     if len(members) > 1:
         with contextlib.suppress(RuntimeError):
-            default_store().set(f"{_place(members)}/outcome", str(dist.get_rank()))
+            default_store().set(f"{_place(members)}/outcome", f"absent {dist.get_rank()}")
 
 
 def _place(members: Sequence[int]) -> str:
     """Where these ranks leave word about the channel that each of them tries to make for the n-th time."""
-    name = f"gradaccum/{'-'.join(map(str, members))}"
-    return f"{name}/{default_store().add(f'{name}/{dist.get_rank()}', 1)}"
+    name = _meeting(members)
+    return f"{name}{default_store().add(f'{name}{dist.get_rank()}', 1)}"
+
+
+def _meeting(members: Sequence[int]) -> str:
+    return f"gradaccum/{'-'.join(map(str, members))}/"
