@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.on_torch.buffers import SMALL, Held, HeldBuffer, Holders, Moving, Place, hold
-from gradaccum.on_torch.random_state import Draws, RandomState, is_generator
+from gradaccum.on_torch.random_state import Draws, RandomState, held_generators
 
 __all__ = ["Transaction"]
 
@@ -30,7 +30,7 @@ class Transaction:
     Before an update, buffers of at most 1 MiB are copied, and larger ones that move; of those that don't, a sample is,
     as what moves through `.data` shows in its value alone. Before a micro-batch those are copied that
     move, such as the statistics of a BatchNorm. A buffer moves until it has been seen to stand still. Of random numbers
-    (PyTorch's, Python's, NumPy's, and those of generators that are attributes of modules) those are remembered before
+    (PyTorch's, Python's, NumPy's, and those of generators that modules or functions hold) those are remembered before
     each micro-batch that were drawn from since the last update began. As to gradients: autograd runs
     each parameter's accumulation once per backward pass, and raises the version of `p.grad`; so a changed version means
     that all of this micro-batch's gradient has arrived there.
@@ -40,6 +40,7 @@ class Transaction:
         parameters: Returns the optimizers' parameters.
         device: Where the model is.
         others: Returns (dict, key) locations of state that is not a registered buffer.
+        functions: What else may hold generators.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class Transaction:
         parameters: Callable[[], list[Tensor]],
         device: torch.device,
         others: Callable[[], list[Place]] = list,
+        functions: Iterable[Any] = (),
     ) -> None:
-        self._modules = list(modules)
+        self._modules, self._functions = list(modules), list(functions)
         self._find_parameters = parameters
         self._find_others = others
         self._draws, self.device = Draws(device), device
@@ -90,7 +92,7 @@ class Transaction:
         if modes != self.modes:  # other buffers may move from now on
             self.modes = modes
             self.forget()
-            self._draws.own = [g for module in modules for g in vars(module).values() if is_generator(g)]
+            self._draws.own = held_generators(*modules, *self._functions)
         self._places, self._parameters, self._holders = places, list(found.values()), Holders(dicts)
         self._outside = [(p, p.grad) for p in self._parameters[own:] if p.requires_grad or p.grad is not None]
         for parameter, _ in self._outside:

@@ -16,13 +16,14 @@ def with_aux(params, batch):
     return errors.mean(), {
         "rows": {"error": errors, "outputs": outputs(params, x)},
         "right": (errors < 5).sum(),
+        "counted": (errors < 5).sum(dtype=jnp.int32),
         "mean": errors.mean(),
         "size": jnp.asarray(len(x)),
         "none": None,
     }
 
 
-HOWS = {"rows": "concat", "right": "sum", "mean": "mean", "size": "last", "none": "concat"}
+HOWS = {"rows": "concat", "right": "sum", "counted": "sum", "mean": "mean", "size": "last", "none": "concat"}
 
 
 @pytest.mark.parametrize("size", [4, pytest.param(3, marks=pytest.mark.slow), 11])
@@ -34,6 +35,7 @@ def test_aux_is_the_large_batches(size):
     expected["size"] = {4: 3, 3: 2, 11: 11}[size]  # 4, 4, 3 and 3, 3, 3, 2
     assert tree_error(((loss, aux), grads), ((expected_loss, expected), expected_grads)) <= FLOAT64
     assert aux["right"].dtype == expected["right"].dtype
+    assert aux["counted"].dtype == expected["counted"].dtype == jnp.int32
 
 
 def test_aux_of_grad_and_one_word_for_all():

@@ -1,5 +1,7 @@
 """Bad input is an error when the function is made or traced, and the message names the argument."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,6 +95,32 @@ def test_a_batch_that_is_passed_by_keyword_is_an_error_that_names_it():
     grad_fn = gradaccum.jax.value_and_grad(lambda w, batch: w * 1.0, micro_batch_size=4)
     with pytest.raises(TypeError, match=r"1 positional .* with the keywords batch, .* Pass what a number names by pos"):
         grad_fn(1.0, batch=X)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors take notes since Python 3.11")
+@pytest.mark.parametrize("verify", [True, False])
+def test_an_error_of_the_loss_names_what_has_as_many_entries_as_the_batch_has_rows_and_was_not_cut(verify):
+    def loss_fn(w, x, y, scale=1.0):
+        return ((x * w).sum(-1) - y["label"]).mean() * scale
+
+    grad_fn = gradaccum.jax.value_and_grad(loss_fn, micro_batch_size=4, verify=verify)
+    y = {"label": np.arange(10.0), "mask": np.ones(3)}
+    for args, kwargs, name in (((1.0, X, y), {}, "argument 2"), ((1.0, X), {"y": y, "scale": 2.0}, "y")):
+        with pytest.raises(TypeError, match="incompatible shapes") as caught:
+            grad_fn(*args, **kwargs)
+        told = [note for note in caught.value.__notes__ if "`batch_argnums`" in note]
+        assert len(told) == 1
+        assert "as many entries as the batch has rows, 10," in told[0]
+        assert f"\n  {name}['label']: float64[10]\nIf they are rows" in told[0]
+
+
+def test_errors_of_a_loss_with_nothing_of_the_kind_are_left_alone():
+    def loss_fn(w, x, y):
+        raise ValueError("of the user's own")
+
+    with pytest.raises(ValueError, match="of the user's own") as caught:
+        gradaccum.jax.value_and_grad(loss_fn, micro_batch_size=4)(1.0, X, np.ones(3))
+    assert not any("batch_argnums" in note for note in getattr(caught.value, "__notes__", ()))
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), np.float64("inf")])

@@ -60,7 +60,9 @@ class Beside:
         return [leaf for leaf, mine in zip(leaves, self.hows) if mine == how]
 
     def _dtype(self, dtype: Any, how: str) -> Any:
-        """The dtype of a sum or a mean."""
+        """The dtype of a sum or a mean: a sum's own, as the large batch's, but for bools and narrow integers."""
+        if how == "sum" and jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize >= 4:
+            return dtype  # which jnp.sum would make int64, where 64 bits are enabled
         one = jax.ShapeDtypeStruct((1,), dtype)
         return jax.eval_shape(jnp.sum if how == "sum" else jnp.mean, one).dtype
 

@@ -152,7 +152,12 @@ class Call:
     def outcome(self, values: list[Any]) -> Outcome:
         """What the loss gives for these arguments."""
         options = self.options
-        returned = options.loss_fn(*values, **self.kwargs)
+        try:
+            returned = options.loss_fn(*values, **self.kwargs)
+        except (TypeError, ValueError) as error:
+            if not isinstance(error, _NEED_VALUES):
+                self._explain(error)
+            raise
         state = aux = None
         if options.has_aux or options.state_argnum is not None:
             returned, beside = self._pair(returned)
@@ -173,6 +178,24 @@ class Call:
         if options.weight is not None and not set(options.differentiated).isdisjoint(options.batches):
             weights = {"": self.weight(values)}  # it is an error if it depends on what is differentiated
         return Outcome(losses, weights, state, aux)
+
+    def _explain(self, error: Exception) -> None:
+        """Add to an error of the loss what has as many entries as the batch has rows, and isn't cut."""
+        roles = {*self.options.batches, *self.options.differentiated, self.options.state_argnum}
+        whole = {f"argument {number}": arg for number, arg in enumerate(self.args) if number not in roles}
+        lines = [
+            f"  {name}{jax.tree_util.keystr(path)}: {_kind(leaf)}"
+            for name, argument in {**whole, **self.kwargs}.items()
+            for path, leaf in jax.tree_util.tree_flatten_with_path(argument)[0]
+            if (kind := _type(leaf)) is not None and kind.shape[:1] == (self.batch.rows,)
+        ]
+        note = (
+            f"These have as many entries as the batch has rows, {self.batch.rows}, and every micro-batch gets all of "
+            "them:\n" + "\n".join(lines) + "\nIf they are rows of the batch, name them in `batch_argnums`, as in "
+            "batch_argnums=(1, 2), and pass them by position: keywords are never cut."
+        )
+        if lines and note not in getattr(error, "__notes__", ()):
+            getattr(error, "add_note", str)(note)  # since Python 3.11
 
     def weight(self, values: list[Any]) -> Any:
         """What the loss of these arguments is a mean over, by the user's `weight`."""

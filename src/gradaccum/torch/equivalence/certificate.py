@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradaccum.equivalence import Cause, Difference, Equivalence
 from gradaccum.on_torch import random_state
 from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.random_state import held_generators
 from gradaccum.rounding import IN_FLOAT64, rounding
 from gradaccum.sizes import Groups, even_sizes
 from gradaccum.torch.batch_norm import BatchNormChoice
@@ -56,6 +57,7 @@ def certify(
     if len(batch.units()) < 2:
         raise ValueError(f"The batch must have at least 2 groups, to be split. Received: one, of {batch.rows} rows.")
     generators = random_state.all_generators(random_state.every_device())
+    generators += held_generators(objective.model, objective.loss_fn, objective.compute_loss, objective.weight)
     kept = _gradients_kept(objective.model, objective.loss_fn, objective.compute_loss)
     with torch.inference_mode(False), random_state.kept(generators), kept:
         comparison = _Certificate(objective, batch, accumulate, device, tolerance, size, batch_norm)

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.equivalence import Difference
 from gradaccum.on_torch.buffers import set_to
-from gradaccum.on_torch.random_state import all_generators, kept
+from gradaccum.on_torch.random_state import all_generators, held_generators, kept
 
 __all__ = ["Attributes", "ModuleState", "Outcome", "largest", "left_as_found", "owners_of_buffers", "relative_error"]
 
@@ -330,7 +330,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @contextlib.contextmanager
 def left_as_found(
-    roots: Mapping[str, nn.Module], parameters: Sequence[Tensor], devices: Iterable[torch.device] = ()
+    roots: Mapping[str, nn.Module],
+    parameters: Sequence[Tensor],
+    devices: Iterable[torch.device] = (),
+    functions: Iterable[Any] = (),
 ) -> Iterator[ModuleState]:
     """Gradients, module state and random numbers are afterwards what they were before. Gradients start empty.
 
@@ -338,10 +341,11 @@ def left_as_found(
         roots: The modules, by the prefix of their names.
         parameters: What may receive a gradient.
         devices: Whose random number generators are kept, besides the CPU's.
+        functions: What else may hold generators, beside the modules.
     """
     state = ModuleState(roots)
     gradients = [parameter.grad for parameter in parameters]
-    with kept(all_generators(devices)):
+    with kept([*all_generators(devices), *held_generators(*roots.values(), *functions)]):
         try:
             for parameter in parameters:
                 parameter.grad = None

@@ -133,12 +133,13 @@ class Proof:
         self, batch: Batch, most: int, split: int | None, roots: dict[str, nn.Module], parameters: dict[str, Tensor]
     ) -> bool:
         """Compare so many rows, or half as many wherever memory runs out. Returns whether they could be compared."""
+        own = list(parameters.values())
         while True:
             few = batch.take(telling_rows(batch, most))
             try:
                 with (
                     contextlib.nullcontext() if self._exact else in_eval_mode(self.objective.model),
-                    left_as_found(roots, list(parameters.values()), [self.objective.device]) as state,
+                    left_as_found(roots, own, [self.objective.device], [self.objective.evaluate]) as state,
                     _eager(),
                     torch.enable_grad(),
                 ):

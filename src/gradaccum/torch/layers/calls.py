@@ -130,6 +130,11 @@ class BlockCall:
         return with_tensors(self._skeleton_of_outputs, flat)
 
     @property
+    def drawn(self) -> list[Any]:
+        """The generators that its first pass has drawn from."""
+        return [] if self._conditions is None else [*self._conditions.random.states]
+
+    @property
     def begins(self) -> bool:
         """Whether no gradient reaches beyond it, while somebody has not numbered what does."""
         return self._begins
@@ -302,6 +307,12 @@ class MicroBatch:
         """
         self.conditions, self.buffers, self.done = conditions, buffers, True
         self.objects = Objects()  # which would hold what the blocks have written to
+
+    @property
+    def drawn(self) -> set[Any]:
+        """The generators that its forward pass has drawn from."""
+        own = set() if self.conditions is None else set(self.conditions.random.states)
+        return own.union(*(call.drawn for call in self.calls if call is not None))
 
     def finish_tail(self, place: int) -> None:
         """Its loss has gone backward: so has the call of the block at this place, which kept its graph."""

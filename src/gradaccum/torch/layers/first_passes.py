@@ -14,7 +14,7 @@ from torch import nn
 from gradaccum.on_torch.batch import Batch, leaves
 from gradaccum.on_torch.fitting import StartOver
 from gradaccum.on_torch.private import leaves_of
-from gradaccum.on_torch.random_state import all_generators, is_generator
+from gradaccum.on_torch.random_state import all_generators, held_generators
 from gradaccum.torch.chunking.recompute import Conditions, ModuleState, accelerators
 from gradaccum.torch.chunking.trees import Inputs, tensors_of
 from gradaccum.torch.chunking.watch import attributes_of
@@ -72,6 +72,7 @@ class FirstPasses:
         self.number = 0
         """Of the micro-batch that comes next, or runs."""
         self._buffers = dict[int, MovedBuffers]()
+        self._generators: list[Any] | None = None
         self._sides: tuple[list[nn.Module], list[nn.Module]] | None = None
         self.drop()
 
@@ -122,7 +123,10 @@ class FirstPasses:
                 if buffer is not None
             ]
             self._buffers[-1] = MovedBuffers(outside)
-        conditions = Conditions(all_generators([device]), accelerators([torch.empty(0, device=device)]))
+        if self._generators is None:  # the user's own
+            self._generators = held_generators(self._model, forward)
+        generators = [*all_generators([device]), *self._generators]
+        conditions = Conditions(generators, accelerators([torch.empty(0, device=device)]))
         copies = self._buffers[-1].copies()
         self._current = current = MicroBatch(retake, forward)
         try:
@@ -191,7 +195,7 @@ class FirstPasses:
     def _without_graph(self, place: int, inputs: Inputs, current: MicroBatch) -> Any:
         block, state = self._blocks[place], self._state(place)
         devices = accelerators([*tensors_of(inputs), *state.parameters])
-        given = [leaf for _, leaf in leaves(inputs) if is_generator(leaf)]
+        given = held_generators(*(leaf for _, leaf in leaves(inputs)), *(self._generators or ()))
         watched = [g for g in all_generators(devices) if not self._learned or g in self._drawn or g not in _LONG]
         generators = [*watched, *state.generators, *given]
         if not torch.is_grad_enabled():

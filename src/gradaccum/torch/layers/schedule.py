@@ -185,9 +185,9 @@ class Layers:
         waiting, self._micro_batches = self._micro_batches, [] if last else self._micro_batches
         for call in [call for micro_batch in waiting for call in micro_batch.calls if call is not None and not last]:
             call.remember()
-        generators = {g for state in self._first.states.values() for g in state.generators}
+        drawn = {g for micro_batch in waiting for g in micro_batch.drawn}  # and to be put back
         devices = accelerators(p for state in self._first.states.values() for p in state.parameters)
-        with kept([*all_generators(devices), *generators]):
+        with kept(drawn.union(all_generators(devices))):
             for place in reversed(range(len(self.blocks))):
                 with self.ranks.backward(place, used=finished is not None):
                     if any(micro_batch.calls[place] is not None for micro_batch in waiting):

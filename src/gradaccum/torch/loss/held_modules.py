@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["held_modules"]
+from gradaccum.on_torch.random_state import MOST, names_of
 
-MOST = 64
-"""Items of a list or a dict that are looked at."""
+__all__ = ["held_modules"]
 
 
 def held_modules(function: Any, model: Any = None) -> dict[str, nn.Module]:
@@ -55,7 +54,7 @@ def _referred(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, nn.M
         yield from _referred(value.__self__, name or "self", seen)
         yield from _referred(value.__func__, name, seen)
     elif isinstance(value, types.FunctionType):
-        for key, inner in _names_of(value):
+        for key, inner in names_of(value):
             nested = isinstance(inner, types.FunctionType)
             if not nested or inner.__globals__ is value.__globals__:
                 yield from _referred(inner, key, seen)
@@ -68,27 +67,3 @@ def _referred(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, nn.M
         for key, inner in vars(value).items():
             yield from _referred(inner, key, seen)
         yield from _referred(vars(type(value)).get("__call__"), name, seen)
-
-
-def _names_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-    for name in sorted(_names_in(function.__code__)):
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
-    yield from _defaults_of(function)
-
-
-def _defaults_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The defaults of a function's arguments, by name."""
-    code, defaults = function.__code__, function.__defaults__ or ()
-    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults)
-    yield from (function.__kwdefaults__ or {}).items()
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    nested = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*(_names_in(inner) for inner in nested))

@@ -15,6 +15,7 @@ from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.buffers import as_found
 from gradaccum.on_torch.fitting import Fitting, OneRow, StartOver
 from gradaccum.on_torch.memory import is_out_of_memory
+from gradaccum.on_torch.random_state import held_generators
 from gradaccum.sizes import Piece, Rows, Tokens
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.buffers import WindowBuffers
@@ -145,7 +146,8 @@ def count_terms(
     device, everything = objective.device, [inner for module in modules for inner in module.modules()]
     while True:
         counting, pieces = _Counting(objective, take, batch_norm, fitting, WindowBuffers(modules)), plan()
-        kept = random_state.kept(random_state.all_generators([device]))
+        own = held_generators(objective.evaluate, *modules)
+        kept = random_state.kept([*random_state.all_generators([device]), *own])
         try:
             with kept, as_found(everything, device), batch_norm.window():
                 for piece in pieces:

@@ -168,8 +168,8 @@ class TrainStep:
             self.cutting.without_trying(self.update.optimizers, self.ranks, proves=verify)
         if self._layers is not None:
             self.update.take_turns(self._layers, update, self.ranks, searched=self.cutting.searches)
-        self._checked = False
-        self._transaction = Transaction(self._modules(), self.update.parameters, self.objective.device)
+        self._checked, own, device = False, [self.objective.evaluate], self.objective.device
+        self._transaction = Transaction(self._modules(), self.update.parameters, device, functions=own)
         self._tiles = tiling(inside(model), head)
         self._fitting = Fitting(self._transaction, self.gauge, self._tiles)
         self._proof = Proof(
