@@ -151,6 +151,25 @@ def test_the_wrappers_options_are_taken():
     assert Training(clip_grad_norm=0.05).run().error(clip_grad_norm=0.05) <= FLOAT64
 
 
+def test_clipping_of_a_window_that_is_dropped_is_not_done_in_the_next_one():
+    training = Training()
+    for batch in training.loader:
+        training.accelerator.backward(mse(training.model, *batch))
+        training.accelerator.clip_grad_norm_(training.model.parameters(), 1e-3)
+        training.optimizer.step()
+        break
+    training.optimizer.discard()
+    assert training.run().error() <= FLOAT64
+
+
+def test_a_prepared_schedule_that_is_stepped_in_a_hook_steps_once_per_update():
+    training = Training()
+    schedule = training.accelerator.prepare(torch.optim.lr_scheduler.StepLR(training.optimizer, 1, 0.5))
+    training.optimizer.register_step_post_hook(lambda *_: schedule.step())
+    training.run()
+    assert schedule.scheduler.last_epoch == training.optimizer.updates == 2
+
+
 def test_clipping_of_other_parameters_is_accelerates_own():
     training = Training()
     other = network(1)
@@ -257,7 +276,7 @@ def test_an_accelerate_that_lacks_a_name_is_refused(monkeypatch):
 
 
 def test_ways_to_distribute_that_it_does_not_know_are_refused(monkeypatch):
-    monkeypatch.setattr("gradaccum.integrations.accelerate._KNOWN", ())
+    monkeypatch.setattr("gradaccum.integrations.accelerate.checks._KNOWN", ())
     with pytest.raises(ValueError, match=r"Received: an Accelerator of type NO. Remove its plugin"):
         prepare_optimizer(Accelerator(cpu=True), sgd(network().parameters()), 3)
 

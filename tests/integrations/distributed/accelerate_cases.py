@@ -1,5 +1,7 @@
 """What each rank does in the tests of Accelerate. Every case compares itself with one ordinary process."""
 
+import io
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -49,6 +51,71 @@ def train(rank, steps, clip=None, epochs=2):
     assert one.num_processes == 2
     plain = compared(rank, one, model, optimizer, steps, clip, epochs)
     return relative_error(model.module.parameters(), plain.parameters()), optimizer.updates
+
+
+COUNTS = ((4, 2), (3, 2), (1, 4), (4, 0))
+"""Batches of an epoch, on each rank."""
+
+
+def train_counts(rank, what, steps):
+    """Epochs in which ranks have different numbers of batches. Returns (error, error of the learning rate)s, log."""
+    found, told = [], io.StringIO()
+    handler = logging.StreamHandler(told)
+    logging.getLogger("gradaccum").addHandler(handler)
+    for counts in COUNTS:
+        one, model, optimizer = prepared(rank, steps)
+        of_ranks = [batches(r)[:count] for r, count in enumerate(counts)]
+        if "schedule" in what or "hook" in what:
+            schedule = one.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8))
+        if "hook" in what:
+            optimizer.register_step_post_hook(lambda *_, schedule=schedule: schedule.step())
+        for _ in range(2):
+            for batch in optimizer.batches(of_ranks[rank]):
+                one.backward(mse(model, *batch))
+                if "norm" in what:
+                    one.clip_grad_norm_(model.parameters(), 0.05)
+                if "value" in what:
+                    one.clip_grad_value_(model.parameters(), clip_value=torch.tensor(0.01, dtype=torch.float64))
+                optimizer.step()
+                if "schedule" in what:
+                    schedule.step()
+                optimizer.zero_grad()
+        plain = network(dtype=torch.float64)
+        inner = sgd(plain.parameters())
+        rates = torch.optim.lr_scheduler.StepLR(inner, 1, 0.8)
+        for start in [*range(0, max(counts), steps)] * 2:
+            window = [batch for mine in of_ranks for batch in mine[start : start + steps]]
+            inner.zero_grad()
+            mse(plain, *(torch.cat(parts) for parts in zip(*window, strict=True))).backward()
+            if "norm" in what:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+            if "value" in what:
+                torch.nn.utils.clip_grad_value_(plain.parameters(), 0.01)
+            inner.step()
+            for _ in range(2 if "schedule" in what or "hook" in what else 0):  # as many times as there are processes
+                rates.step()
+        rate = optimizer.param_groups[0]["lr"] / inner.param_groups[0]["lr"] - 1
+        found.append((relative_error(model.module.parameters(), plain.parameters()), abs(rate)))
+    logging.getLogger("gradaccum").removeHandler(handler)
+    return found, told.getvalue()
+
+
+def apart(rank, what):
+    """What is said where the ranks' loops ask for different things."""
+    one, model, optimizer = prepared(rank, 1)
+    if what == "schedule":  # a plain one, which the Accelerator does not know
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    try:
+        for _ in range(2):
+            for batch in optimizer.batches(batches(rank)[: 3 - rank if what != "empty" else 0]):
+                one.backward(mse(model, *batch))
+                if what == "clip":
+                    one.clip_grad_norm_(model.parameters(), 0.1 + rank)
+                optimizer.step()
+                if what == "schedule" and optimizer.updated:
+                    schedule.step()
+    except (ValueError, WindowError) as error:
+        return f"{error} {optimizer.updates}"
 
 
 def prepare_too_early(rank):

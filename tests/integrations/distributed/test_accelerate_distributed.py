@@ -18,6 +18,37 @@ def test_ragged_and_short_windows_make_the_update_of_all_ranks_rows(ranks, steps
         assert updates == 2 * -(-5 // steps)
 
 
+@pytest.mark.parametrize(
+    ("what", "steps"),
+    [("norm schedule", 2), ("value hook", 1), *(pytest.param(w, 3, marks=SLOW) for w in ("norm", "value schedule"))],
+)
+def test_what_the_loops_body_asks_for_is_done_on_ranks_whose_loop_is_over(ranks, what, steps):
+    """Clipping, and prepared schedules, which a rank without a batch catches up with at the next update."""
+    for rank, (found, told) in enumerate(ranks.run(cases.train_counts, what, steps)):
+        for counts, (error, rate) in zip(cases.COUNTS, found, strict=True):
+            assert error <= FLOAT64
+            assert rate <= FLOAT64 or (not counts[rank] and "schedule" in what)
+        assert ("An update was made after the loop" in told) == (rank == 1 and "schedule" in what)
+
+
+@pytest.mark.parametrize(
+    ("what", "message", "updates"),
+    [
+        (
+            "clip",
+            "Ranks clip the gradient in different ways: [('clip_grad_norm_', [0, 1, 2, 3], [0.1], {})] on rank 0",
+            0,
+        ),
+        ("schedule", "Ranks have different hyperparameters: [{'lr': 0.0125,", 3),
+        ("empty", "The loader yielded no batch. Received: loader of type list", 0),
+    ],
+)
+def test_ranks_whose_loops_ask_for_different_things_are_refused_by_name(ranks, what, message, updates):
+    for said in ranks.run(cases.apart, what):
+        assert message in said
+        assert said.endswith(f" {updates}")
+
+
 def test_a_model_that_is_prepared_after_the_optimizer_is_refused(ranks):
     for said in ranks.run(cases.prepare_too_early):
         assert "in no model that this Accelerator has prepared. Prepare the model first" in said

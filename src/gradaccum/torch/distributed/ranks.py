@@ -279,9 +279,7 @@ class Ranks(SingleRank):
         return sum(self._numbers(number))
 
     def sum_by_name(self, mine: Mapping[Any, float]) -> dict[Any, float]:
-        names = list(mine)
-        if len({*self._numbers(zlib.crc32(repr(names).encode()))}) > 1:
-            names = list(dict.fromkeys(name for theirs in self.gather(names) for name in theirs))
+        names = dict.fromkeys(name for theirs in self.gather_different(list(mine)) for name in theirs)
         return {name: self.sum_number(mine.get(name, 0.0)) for name in names}
 
     def most_passes(self, passes: int) -> int:
@@ -289,6 +287,10 @@ class Ranks(SingleRank):
 
     def gather(self, mine: Any) -> list[Any]:
         return self._channel.gather(mine)
+
+    def gather_different(self, mine: Any) -> list[Any]:
+        same = len({*self._numbers(zlib.crc32(repr(mine).encode()))}) == 1
+        return [mine] if same else self.gather(mine)
 
     def broadcast(self, mine: Any, source: int) -> Any:
         return self._channel.broadcast(mine, source)

@@ -211,6 +211,10 @@ class SingleRank:
         """Every rank's object, by rank."""
         return [mine]
 
+    def gather_different(self, mine: Any) -> list[Any]:
+        """Every rank's object, by rank; only one's own where the `repr` of all is the same."""
+        return [mine]
+
     def broadcast(self, mine: Any, source: int) -> Any:
         """That rank's object, on every rank."""
         return mine

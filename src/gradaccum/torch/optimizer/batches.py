@@ -100,7 +100,7 @@ class Batches:
         if not resumed:
             self._handed_out = 0
         try:
-            ahead = self._left_over() or _Ahead(self.loader, to_skip, resumed)
+            ahead = self._left_over() or _Ahead(self.loader, to_skip, resumed, self._others_may_have_rows())
         except Exception:
             for member in self.members:
                 if member.windows.ranks.several:  # the others wait for this one to begin, and then learn that it left
@@ -125,9 +125,15 @@ class Batches:
             if ahead.is_over:
                 break
         self._handed_out, self._loader_state = 0, None
-        for member in self.members if ahead.failure is None else ():
-            member.end(self)
+        took_part = [member.end(self) for member in self.members if ahead.failure is None]
+        if ahead.is_empty and not resumed and not any(took_part):
+            raise _empty_error(self.loader)
         return ahead
+
+    def _others_may_have_rows(self) -> bool:
+        """Whether the epoch may be one of other ranks alone: not with an iterator, which may have been used before."""
+        ranks = [member.windows.ranks for member in self.members]
+        return all(one.several and not one.in_step for one in ranks) and not isinstance(self.loader, Iterator)
 
     def _left_over(self) -> _Ahead | None:
         """What the last loop over this iterator had fetched when it was broken off."""
@@ -142,10 +148,10 @@ class Batches:
 class _Ahead:
     """A loader's iterator, and the batch that comes next."""
 
-    def __init__(self, loader: Iterable[Any], to_skip: int, resumed: bool) -> None:
+    def __init__(self, loader: Iterable[Any], to_skip: int, resumed: bool, may_be_empty: bool) -> None:
         self.loader = loader
         self.is_empty = False
-        """Whether an epoch that is resumed was over already."""
+        """Whether an epoch that is resumed was over already, or this rank has no batch in it."""
         self.failure: Exception | None = None
         """Raised when the batch in hand has been trained on: it is a good one."""
         self.is_over = False
@@ -158,14 +164,10 @@ class _Ahead:
             to_skip = 0
             self.batch = next(self._iterator)
         except StopIteration:
-            if resumed and not to_skip:
+            if (resumed or may_be_empty) and not to_skip:
                 self.is_empty = self.is_over = True
                 return
-            raise ValueError(
-                f"The loader yielded no batch{f' after the {to_skip} to be skipped' if to_skip else ''}. Received: "
-                f"loader of type {type(loader).__name__}. An iterator can be used only once; pass what makes a new "
-                "one for each epoch."
-            ) from None
+            raise _empty_error(loader, to_skip) from None
         self._contents = _Contents(self.batch)
 
     def fetch(self) -> Any:
@@ -193,6 +195,14 @@ class _Ahead:
                     "dict(batch); or leave out batches(), and call flush() at the epoch's end."
                 )
         return state
+
+
+def _empty_error(loader: Any, to_skip: int = 0) -> ValueError:
+    return ValueError(
+        f"The loader yielded no batch{f' after the {to_skip} to be skipped' if to_skip else ''}. Received: "
+        f"loader of type {type(loader).__name__}. An iterator can be used only once; pass what makes a new "
+        "one for each epoch."
+    )
 
 
 def _state_of(loader: Any) -> Any:
@@ -326,12 +336,12 @@ class _Member:
             self._first_unused = accumulation.window.micro_batch.announced
         accumulation.skip()
 
-    def end(self, batches: Batches) -> None:
-        """The loop has used the last batch."""
+    def end(self, batches: Batches) -> bool:
+        """The loop has used the last batch. Returns whether the epoch had one, on any rank."""
         windows, before = self.windows, self.windows.updates
         if windows.source is not batches:
-            return  # another loop has begun since
-        windows.fetched_ahead = bool(self._first_unused)
+            return True  # another loop has begun since
+        windows.fetched_ahead, windows.after_loop = bool(self._first_unused), True
         while not self._over:  # the other ranks of a sharded model need this one in their passes
             self._expect(0.0, False, True)
             windows.zero_grad()
@@ -341,9 +351,11 @@ class _Member:
         if windows.accumulation.window.is_open:
             windows.flush()  # the last micro-batch was skipped
         windows.keep_up()
+        in_epoch = windows.in_epoch
         windows.end_epoch()
         if windows.updates > before:
-            windows.tell_of_schedule()
+            windows.may_have_missed()
+        return in_epoch
 
     def break_off(self, batches: Batches, ahead: _Ahead) -> None:
         """The loop was left before its end."""

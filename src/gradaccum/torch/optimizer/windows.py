@@ -57,6 +57,8 @@ class Windows:
         self.restored = False
         """Whether the open window came from a checkpoint, and no loop of `batches()` has continued it yet."""
         self._source: object | None = None
+        self.after_loop = False
+        """Whether a loop of `batches()` is over here, and windows of its epoch still close."""
         self.left_over: object | None = None
         """What a loop of `batches()` over an iterator had fetched ahead when it was broken off."""
         self._step, self._check_steps = step, check_steps
@@ -126,7 +128,7 @@ class Windows:
 
     @source.setter
     def source(self, source: object | None) -> None:
-        self._source = source
+        self._source, self.after_loop = source, False
         self._rows_beside.tell(source is not None)
 
     # Micro-batches.
@@ -263,6 +265,7 @@ class Windows:
     def keep_up(self, once: bool = False) -> None:
         """Take part in the windows that other ranks still make in this epoch, and in their updates."""
         while self.ranks.others_continue():
+            self.in_epoch = True
             self.accumulation.empty()
             self.updated = self._update() or self.updated
             self.accumulation.empty()
@@ -320,11 +323,15 @@ class Windows:
                 stacklevel=5,
             )
 
-    def tell_of_schedule(self) -> None:
-        """An update came after the loop's body: say so, once, where a learning-rate schedule may be stepped there."""
+    def may_have_missed(self) -> None:
+        """Updates came after the loop's body: say so where a learning-rate schedule may be stepped there."""
         wrapper: Any = getattr(self._step(), "__self__", None)
-        scheduled = hasattr(getattr(wrapper, "step", None), "_wrapped_by_lr_sched")
-        if scheduled and not wrapper._optimizer_step_post_hooks and not self._told_of_schedule:
+        if hasattr(getattr(wrapper, "step", None), "_wrapped_by_lr_sched") and not wrapper._optimizer_step_post_hooks:
+            self.tell_of_schedule()
+
+    def tell_of_schedule(self) -> None:
+        """Say, once, that a learning-rate schedule has missed an update."""
+        if not self._told_of_schedule:
             self._told_of_schedule = True
             logger.warning(
                 "An update was made after the loop, as its last batch was skipped or other ranks had more: where "

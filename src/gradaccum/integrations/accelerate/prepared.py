@@ -1,17 +1,12 @@
-"""Accelerate: a wrapped optimizer that an Accelerator knows, with its loss scale, its clipping and its files."""
+"""The wrapped optimizer of an Accelerator: its loss scale, its clipping and its files."""
 
 from __future__ import annotations
 
 import functools
-import gc
 import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-
-from gradaccum.extras import PrivateName, require
-
-require("accelerate")
 
 import accelerate
 import torch
@@ -19,9 +14,11 @@ from accelerate import Accelerator, DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.errors import WindowError
+from gradaccum.extras import PrivateName
+from gradaccum.integrations.accelerate.body import CLIPPING, LoopBody, lead_schedules
+from gradaccum.integrations.accelerate.checks import check_alone, check_distribution, is_replicated, model_of
 from gradaccum.schedule import Steps
 from gradaccum.torch.optim import Optimizer
 from gradaccum.torch.optimizer import KEY
@@ -33,15 +30,12 @@ _NAMES = (
     PrivateName("accelerator", "_models", "holds the prepared model"),
     PrivateName("accelerator", "clip_grad_norm_", "is led to the finished gradient"),
     PrivateName("accelerator", "clip_grad_value_", "the same"),
+    PrivateName("accelerator", "_schedulers", "are stepped on every rank"),
+    PrivateName("accelerator", "prepare_scheduler", "makes them"),
     PrivateName("accelerator", "gradient_state.num_steps", "tells whether Accelerate accumulates as well"),
     PrivateName("accelerator", "register_save_state_pre_hook", "saves the other ranks' part of an open window"),
     PrivateName("accelerator", "register_load_state_pre_hook", "loads it"),
 )
-_KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-_CLIPPING: dict[str, Callable[..., Any]] = {
-    "clip_grad_norm_": torch.nn.utils.clip_grad_norm_,
-    "clip_grad_value_": torch.nn.utils.clip_grad_value_,
-}
 
 
 def prepare_optimizer(
@@ -89,8 +83,8 @@ def prepare_optimizer(
         if missing:
             raise ValueError(f"{missing} Use accelerate 1.10 or later.")
     sharded = accelerator.distributed_type == DistributedType.FSDP and accelerator.is_fsdp2
-    _check_distribution(accelerator, sharded)
-    _check_alone(accelerator.gradient_state)
+    check_distribution(accelerator, sharded)
+    check_alone(accelerator.gradient_state)
     # Not one of its subclasses, which accumulates already.
     if sharded and isinstance(optimizer, AcceleratedOptimizer) and not isinstance(optimizer, PreparedOptimizer):
         accelerator._optimizers = [o for o in accelerator._optimizers if o is not optimizer]
@@ -101,20 +95,14 @@ def prepare_optimizer(
             f"prepare_optimizer(accelerator, inner, steps). Received: {type(optimizer).__name__}."
         )
     if model is None:
-        model = _model_of(accelerator, optimizer)
+        model = model_of(accelerator, optimizer)
     if sharded and model is None:
         raise ValueError(
             "The optimizer's parameters are in no model that this Accelerator has sharded. FSDP2 makes parameters "
             "anew: prepare both, model, inner = accelerator.prepare(model, inner); then prepare_optimizer(accelerator, "
             "inner, steps)."
         )
-    if (
-        accelerator.num_processes > 1
-        and not sharded
-        and not any(
-            isinstance(module, DistributedDataParallel) for module in (model.modules() if model is not None else ())
-        )
-    ):
+    if accelerator.num_processes > 1 and not sharded and not is_replicated(model):
         raise ValueError(
             "The optimizer's parameters are in no model that this Accelerator has prepared. Prepare the model first: "
             "model = accelerator.prepare(model); then prepare_optimizer(accelerator, inner, steps)."
@@ -152,11 +140,9 @@ class PreparedOptimizer(AcceleratedOptimizer):
             self._agree()
             accelerator.register_save_state_pre_hook(self._save_own_part)
             accelerator.register_load_state_pre_hook(self._remember)
-        self._clips: dict[tuple[Any, ...], Callable[[], Any]] = {}
-        self._norm: Tensor | None = None
         self._model = model
         self._sharded = {} if model is None else dict(model.named_parameters())
-        optimizer.register_step_pre_hook(self._clip)
+        self._body = LoopBody(accelerator, optimizer, self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "optimizer" not in self.__dict__:
@@ -174,13 +160,13 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last `step()` made no update: a prepared scheduler steps otherwise."""
-        return not self.optimizer.updated
+        """Whether the last `step()` made no update: a prepared scheduler steps otherwise, in a hook, too."""
+        return not (self.optimizer.updated or self._body.updating)
 
     @property
     def grad_norm(self) -> Tensor | None:
         """2-norm of the last finished gradient before it was clipped, by the Accelerator or by the wrapper."""
-        return self._norm if self._norm is not None else self.optimizer.grad_norm
+        return self._body.norm if self._body.norm is not None else self.optimizer.grad_norm
 
     def backward(self, loss: Tensor, weight: float | None = None, **how: Any) -> None:
         """Add this micro-batch's gradient to the open window, as `accelerator.backward` does, weighed.
@@ -194,8 +180,19 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Count a micro-batch; with the one that closes the window, make the update."""
-        _check_alone(self.gradient_state)
-        super().step(closure)
+        check_alone(self.gradient_state)
+        self._body.updating = False
+        try:
+            super().step(closure)
+        finally:
+            self._body.updating = False
+
+    def flush(self) -> bool:
+        """Close the open window now, as `gradaccum.torch.optim.Optimizer.flush` does. Returns whether it updated."""
+        try:
+            return self.optimizer.flush()
+        finally:
+            self._body.updating = False
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         return self.optimizer.register_step_pre_hook(hook)
@@ -291,17 +288,6 @@ class PreparedOptimizer(AcceleratedOptimizer):
             known |= {id(p): self._sharded[name] for name, p in self._model.named_parameters()}
         return [known[id(p)] for p in parameters if id(p) in known]
 
-    def later(self, name: str, parameters: list[Tensor], *args: Any, **keywords: Any) -> None:
-        """Clip the finished gradient of these parameters, when this window closes."""
-        one = name, *map(id, parameters)
-        self._clips[one] = functools.partial(_CLIPPING[name], parameters, *args, **keywords)
-
-    def _clip(self, *_: Any) -> None:
-        clips, self._clips, self._norm = self._clips, {}, None
-        for clip in clips.values():
-            norm = clip()
-            self._norm = self._norm if norm is None else norm
-
 
 def _read(file: Path) -> tuple[dict[str, Any], str]:
     """A process's part of an open window, and what is wrong with its file."""
@@ -314,43 +300,13 @@ def _read(file: Path) -> tuple[dict[str, Any], str]:
     return (part, "") if isinstance(part, dict) else ({}, "not what was written")
 
 
-def _check_distribution(accelerator: Accelerator, sharded: bool) -> None:
-    kind = accelerator.distributed_type
-    if kind == DistributedType.FSDP and not sharded:
-        raise ValueError(
-            "FSDP1 reduces in every backward pass, and takes the mean of the ranks' means. Use FSDP2: "
-            "FullyShardedDataParallelPlugin(fsdp_version=2)."
-        )
-    if kind not in _KNOWN and not sharded:
-        raise ValueError(
-            "prepare_optimizer works on one device, with DistributedDataParallel, and with FSDP2. Received: an "
-            f"Accelerator of type {kind.value}. Remove its plugin."
-        )
-
-
-def _check_alone(state: Any) -> None:
-    if state.num_steps != 1:
-        raise ValueError(
-            "Accelerate and gradaccum both accumulate. Received: Accelerator(gradient_accumulation_steps="
-            f"{state.num_steps}). Remove it, and GradientAccumulationPlugin(num_steps=...), from the Accelerator."
-        )
-
-
-def _model_of(accelerator: Accelerator, optimizer: Any) -> nn.Module | None:
-    own = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
-    models = accelerator._models
-    if accelerator.distributed_type in _KNOWN and accelerator.num_processes > 1:
-        # Accelerate keeps the modules inside. By type, without isinstance: other objects may be proxies.
-        models = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
-    return next((m for m in models if any(id(p) in own for p in m.parameters())), None)
-
-
 def _lead(accelerator: Accelerator) -> None:
     """Have the Accelerator's clipping wait for finished gradients, and `load_state` for all processes."""
-    for name in (*_CLIPPING, "load_state"):
+    lead_schedules(accelerator, lambda: [o._body for o in accelerator._optimizers if isinstance(o, PreparedOptimizer)])
+    for name in (*CLIPPING, "load_state"):
         original = getattr(accelerator, name)
         if getattr(original, "__wrapped__", None) is None:
-            led = _led(accelerator, name, original) if name in _CLIPPING else _together(accelerator, original)
+            led = _led(accelerator, name, original) if name in CLIPPING else _together(accelerator, original)
             setattr(accelerator, name, led)
 
 
@@ -390,7 +346,7 @@ def _led(accelerator: Accelerator, name: str, original: Callable[..., Any]) -> C
                 "close apart. Call it for the parameters of each."
             )
         owner = next(o for o in prepared if id(o) in owned)
-        owner.later(name, owned[id(owner)], *args, **keywords)
+        owner._body.clip(name, owned[id(owner)], args, keywords)
         return None  # the norm is not known before the window closes: `grad_norm`
 
     return clip
