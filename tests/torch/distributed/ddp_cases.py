@@ -469,6 +469,7 @@ def train_step(
         "classes": {"loss_fn": nn.CrossEntropyLoss(weight=weights, ignore_index=1)},
         "told": {"compute_loss": lambda m, x, y: (nn.functional.cross_entropy(m(x), y), float(len(x)))},
         "sum": {"compute_loss": lambda m, x, y: nn.functional.cross_entropy(m(x), y, reduction="sum") / 10},
+        "scaler": {"loss_fn": nn.CrossEntropyLoss(), "scaler": torch.amp.GradScaler("cpu", growth_interval=1)},
     }
     keywords = losses[kind]
     if kind == "sum":

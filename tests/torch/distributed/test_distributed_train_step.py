@@ -34,6 +34,12 @@ def test_a_batch_without_rows_on_one_rank_counts_nothing(ranks: Processes) -> No
         assert loss_error <= FLOAT64
 
 
+def test_a_rank_without_rows_in_the_first_update_steps_with_a_grad_scaler(ranks: Processes) -> None:
+    for error, loss_error, *_ in ranks.run(cases.train_step, [[0, 4, 3], [5, 6, 0]], [2, 2], "scaler"):
+        assert error <= FLOAT64
+        assert loss_error <= FLOAT64
+
+
 @pytest.mark.parametrize("way", ["broadcast", "each its own", "sharded"])
 def test_a_rank_without_rows_has_the_buffers_of_one_that_has_some(ranks: Processes, way: str) -> None:
     for error, buffers in ranks.run(cases.buffers_without_rows, [[4, 0, 7, 3], [5, 6, 0, 2]], way):

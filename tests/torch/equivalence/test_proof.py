@@ -354,6 +354,51 @@ def test_there_is_no_false_alarm_for(name, caplog):
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+SIGNS = torch.where(torch.arange(16) % 8 < 4, 1.0, -1.0)[:, None]
+
+
+def in_float16(loss=lambda outputs, targets: (outputs * targets).mean()):
+    """Rows whose scaled gradients cancel each other all together, and overflow in parts of the batch."""
+    torch.manual_seed(0)
+    model, scaler = nn.Linear(6, 1), torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TrainStep(model, optimizer, loss_fn=loss, micro_batch_size=4, scaler=scaler, autocast=torch.float16)
+
+
+def test_an_overflow_of_scaled_micro_batches_is_no_difference():
+    step = in_float16()
+    found = [(step(X[:16], 14 * SIGNS), step.updates, step.update.scaler.get_scale())[1:] for _ in range(4)]
+    assert found == [(0, 2.0**15), (0, 2.0**14), (1, 2.0**14), (2, 2.0**14)]
+
+    wrong = in_float16(lambda outputs, targets: (outputs * targets).mean().tanh())
+    with pytest.raises(gradaccum.NotEquivalentError):
+        wrong(X[:16], 14 * SIGNS)
+
+
+def test_a_repeated_proof_of_a_batch_that_is_not_finite_is_put_off_to_the_next_batch():
+    wrong = []
+
+    def loss(outputs, targets):
+        mean = (outputs * targets).mean()
+        return mean.exp() if wrong else mean
+
+    step = in_float16(loss)
+    step(X[:16], SIGNS)
+    step(X[:16] * float("inf"), SIGNS)
+    assert step.updates == 1
+    wrong.append(True)
+    with pytest.raises(gradaccum.NotEquivalentError):
+        step(X[:16], SIGNS)
+
+
+def test_gradients_that_no_scale_makes_finite_in_micro_batches_are_a_difference_beside_a_grad_scaler():
+    def loss(outputs, targets):  # without a negative target the root's derivative is infinite
+        return (outputs * (targets < 0)).square().mean().sqrt()
+
+    with pytest.raises(gradaccum.NotEquivalentError, match="relative error inf"):
+        in_float16(loss)(X[:16], SIGNS)
+
+
 def test_an_optimizer_that_evaluates_closures_and_several_optimizers_are_proven_as_any():
     for make in (
         lambda model: torch.optim.LBFGS(model.parameters(), max_iter=2),

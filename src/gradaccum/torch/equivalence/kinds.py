@@ -132,13 +132,19 @@ class Occasions:
         self.batches = 0
         self.repeated = False
         """Whether the latest batch is of a kind that has been proven."""
+        self._put_off = False
         self._looked_at = self._repetitions = 0
 
     def due(self, batch: Batch, modes: list[bool], text: frozenset[str] = frozenset()) -> bool:
         """Whether this batch, the next one, is to be proven. The arguments are those of `Kinds.new`."""
         self.batches += 1
         self.repeated = not self.kinds.new(batch, modes, text)
-        return not self.repeated or self.batches & (self.batches - 1) == 0 or self.batches % OFTEN == 0
+        put_off, self._put_off = self._put_off, False
+        return put_off or not self.repeated or self.batches & (self.batches - 1) == 0 or self.batches % OFTEN == 0
+
+    def put_off(self) -> None:
+        """There was nothing finite to compare with this batch: the next one is due."""
+        self._put_off = True
 
     def scope(self, size: int | None) -> tuple[int, int | None]:
         """How much of this batch to look at.

@@ -17,7 +17,16 @@ from gradaccum.equivalence import Difference
 from gradaccum.on_torch.buffers import set_to
 from gradaccum.on_torch.random_state import all_generators, held_generators, kept
 
-__all__ = ["Attributes", "ModuleState", "Outcome", "largest", "left_as_found", "owners_of_buffers", "relative_error"]
+__all__ = [
+    "Attributes",
+    "LoweredScale",
+    "ModuleState",
+    "Outcome",
+    "largest",
+    "left_as_found",
+    "owners_of_buffers",
+    "relative_error",
+]
 
 _SMALL = 1 << 20
 """Bytes up to which a frozen parameter is copied: larger ones are pretrained weights, which stand still."""
@@ -30,6 +39,12 @@ class Outcome:
     loss: Tensor
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss and all gradients are."""
+        known = [gradient for gradient in self.gradients.values() if gradient is not None]
+        return all(bool(tensor.isfinite().all()) for tensor in (self.loss, *known))
 
     def differences(self, expected: Outcome) -> list[Difference]:
         """How far this is from `expected`: the loss, each gradient, each buffer that moved or differs."""
@@ -128,6 +143,23 @@ def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> floa
 def largest(tensor: Tensor) -> float:
     """`max|tensor|`; 0 without entries."""
     return tensor.detach().abs().max().item() if tensor.numel() else 0.0
+
+
+class LoweredScale:
+    """A GradScaler's scale, lowered where gradients overflow in it: as an update would be skipped then, and tried again.
+
+    Args:
+        scaler: The GradScaler, or None.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler, self.factor = scaler, 1.0
+        self.factors = (1.0,) if scaler is None else (1.0, 2.0**-4, 2.0**-8, 2.0**-12, 2.0**-16)
+        """What may be tried, one after the other."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss, scaled."""
+        return loss if self._scaler is None else self._scaler.scale(loss) * self.factor
 
 
 class _Held(NamedTuple):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
+import math
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,8 +23,8 @@ from gradaccum.torch.buffers import choose_rules, tell_of_buffers
 from gradaccum.torch.equivalence.causes import counting_layers, suspicion, unusual_batch_norms
 from gradaccum.torch.equivalence.certificate import certify
 from gradaccum.torch.equivalence.kinds import GROUPS, Occasions, splits, telling_rows
-from gradaccum.torch.equivalence.outcome import ModuleState, Outcome, left_as_found, owners_of_buffers
-from gradaccum.torch.equivalence.row_randomness import Replay
+from gradaccum.torch.equivalence.outcome import LoweredScale, ModuleState, Outcome, left_as_found, owners_of_buffers
+from gradaccum.torch.equivalence.row_randomness import Replay, watched
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.padding import what_is_cut
 
@@ -43,7 +43,7 @@ ATTEMPTS = 8
 
 Gradients = Callable[[Batch, Sequence[int]], Tensor]
 """Runs the rows of a batch in micro-batches of these sizes, in order, as an update does: takes each of them by
-`batch.take(rows)` before its forward pass, leaves the finished gradients in the parameters (scaled by a GradScaler,
+`batch.take(rows)` before its forward pass, leaves the finished gradients in the parameters (scaled by `Proof.scale`,
 not clipped), and returns the loss. Exchanges nothing with other ranks, and learns nothing about sizes."""
 
 
@@ -58,7 +58,7 @@ class Proof:
         gradients: Runs micro-batches as an update does.
         parameters: What the optimizers update.
         batch_norm: As for `TrainStep`.
-        scale: Multiplies a loss by the scale of a GradScaler.
+        scaler: A GradScaler, or None.
         explain: What makes micro-batches differ from a batch, and whether it is sure that the loss doesn't.
     """
 
@@ -69,7 +69,7 @@ class Proof:
         *,
         parameters: Callable[[], list[Tensor]],
         batch_norm: BatchNormChoice = "warn",
-        scale: Callable[[Tensor], Tensor] | None = None,
+        scaler: Any = None,
         explain: Callable[[Batch, bool], Cause | None] = lambda *_: None,
     ) -> None:
         self.objective, self._explain = objective, explain
@@ -78,7 +78,7 @@ class Proof:
         # SyncBatchNorm would wait for ranks that have nothing to prove.
         synced = any(isinstance(module, nn.SyncBatchNorm) for module in objective.model.modules())
         self._exact = batch_norm == "exact" and not synced
-        self._scale = scale or (lambda loss: loss)
+        self.scale = LoweredScale(scaler)
         self.occasions, self._attempts = Occasions(), 0
         self._text = frozenset[str]()
         self._untold = ""
@@ -157,6 +157,7 @@ class Proof:
                     return False
             most = max(few.rows // 2, 2)
         if differences is None:
+            self.occasions.put_off()
             return False
         wrong = [difference for difference in wrong if difference.name not in chosen]
         if wrong:
@@ -279,11 +280,17 @@ class _Comparison:
 
     def differences(self) -> list[Difference] | None:
         """The largest difference of each tensor over all splits; None without finite gradients to compare with."""
-        expected = self._expected = self._whole()
-        known = [gradient for gradient in expected.gradients.values() if gradient is not None]
-        if not known or not all(tensor.isfinite().all() for tensor in (expected.loss, *known)):
-            return None  # an overflow, which a GradScaler mends
-        found = [difference for split in self.splits for difference in self._compared(split, expected)]
+        found: list[Difference] = []
+        for self._proof.scale.factor in self._proof.scale.factors:
+            expected = self._expected = self._whole()
+            if not any(g is not None for g in expected.gradients.values()) or not expected.loss.isfinite():
+                return None
+            if expected.finite:
+                found = [difference for split in self.splits for difference in self._compared(split, expected)]
+                if all(d.part != "gradient" or math.isfinite(d.error) for d in found):
+                    break  # otherwise it may be an overflow, which a GradScaler mends
+        if not expected.finite:
+            return None
         if not (self._replay.replays or self._replay.neutral):
             self._replay = Replay(self._few.rows, neutral=True)
             return self.differences()
@@ -321,7 +328,7 @@ class _Comparison:
         with self._started(None):
             few = self._few.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)  # it may be edited
             loss = self._proof.objective.whole(few)
-            self._proof._scale(loss).backward()
+            self._proof.scale.scale(loss).backward()
             return self._outcome(loss)
 
     def _compared(self, split: tuple[Tensor, list[int]], expected: Outcome) -> list[Difference]:
@@ -336,10 +343,7 @@ class _Comparison:
             return []
 
     def _split(self, order: Tensor, sizes: list[int]) -> Outcome:
-        batch = copy.copy(self._few.take(order))
-        batch.__class__ = _Watched
-        assert isinstance(batch, _Watched)
-        batch.taken = lambda rows: self._replay.start(order[rows])
+        batch = watched(self._few.take(order), lambda rows: self._replay.start(order[rows]))
         with self._started(None):
             return self._outcome(self._proof._gradients(batch, sizes))
 
@@ -368,20 +372,6 @@ def _sample(gradient: Tensor) -> Tensor:
     """Some entries from all over a large gradient, so that no second copy of it is needed."""
     stride = -(-gradient.numel() // ENTRIES)
     return gradient if stride <= 1 else gradient.flatten()[::stride].clone()
-
-
-class _Watched(Batch):
-    """A batch that tells which rows are taken of it."""
-
-    taken: Callable[[Tensor], None]
-
-    def take(self, rows: slice | Tensor) -> Batch:
-        """As `Batch.take`."""
-        self.taken(torch.arange(self.rows)[rows] if isinstance(rows, slice) else rows.cpu())
-        return super().take(rows)
-
-
-# What is left as it is meanwhile, and what it is called.
 
 
 def _listed(names: list[str]) -> str:

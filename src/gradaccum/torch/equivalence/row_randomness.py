@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -11,8 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradaccum.on_torch import random_state
+from gradaccum.on_torch.batch import Batch
 
-__all__ = ["Replay"]
+__all__ = ["Replay", "watched"]
 
 
 class Replay(TorchDispatchMode):
@@ -234,3 +236,26 @@ _SAMPLERS: dict[str, Callable[[Tensor, dict[str, Any], _Noise], Any]] = {
         given["median"] + given["sigma"] * torch.tan(math.pi * (noise.uniform(template) - 0.5))
     ).to(template.dtype),
 }
+
+
+def watched(batch: Batch, taken: Callable[[Tensor], Any]) -> Batch:
+    """The batch, which tells which rows are taken of it.
+
+    Args:
+        batch: The batch.
+        taken: Called with their indices, before.
+    """
+    batch = copy.copy(batch)
+    batch.__class__ = _Watched
+    assert isinstance(batch, _Watched)
+    batch.taken = taken
+    return batch
+
+
+class _Watched(Batch):
+    taken: Callable[[Tensor], Any]
+
+    def take(self, rows: slice | Tensor) -> Batch:
+        """As `Batch.take`."""
+        self.taken(torch.arange(self.rows)[rows] if isinstance(rows, slice) else rows.cpu())
+        return super().take(rows)

@@ -177,7 +177,7 @@ class TrainStep:
             self._rehearsed,
             parameters=self.update.parameters,
             batch_norm=self.batch_norm.choice,
-            scale=None if self.update.scaler is None else self.update.scaler.scale,
+            scaler=self.update.scaler,
             explain=self.cutting.cause,
         )
 
@@ -357,17 +357,16 @@ class TrainStep:
     def _rehearsed(self, batch: Batch, sizes: Sequence[int]) -> Tensor:
         """What `gradients` does, by this rank alone: nothing is clipped, measured or learned."""
         update = self.update
-        held = self.ranks, self.global_batch, self.objective, update.noise, update.clip_grad_norm
-        self.ranks = SingleRank()
-        self.global_batch = GlobalBatch(self.ranks, update.sums)
+        held = self.ranks, self.global_batch, self.objective, update.noise, update.clip_grad_norm, update.scaler
+        self.ranks, self.global_batch = SingleRank(), GlobalBatch(SingleRank(), update.sums)
         self.objective = self._proof.objective.on(inside(self.model) if self._whole is None else self._whole.chunks)
-        update.noise = update.clip_grad_norm = None
+        update.noise, update.clip_grad_norm, update.scaler = None, None, update.scaler and self._proof.scale
         self._transaction.open()
         try:
             return self.gradients(batch, sizes)[0]
         finally:
             self._transaction.forget()
-            self.ranks, self.global_batch, self.objective, update.noise, update.clip_grad_norm = held
+            self.ranks, self.global_batch, self.objective, update.noise, update.clip_grad_norm, update.scaler = held
 
     @property
     def _all_at_once(self) -> bool:

@@ -80,7 +80,7 @@ class Update:
                     self._closures[optimizer] = Closure(functools.partial(_parameters, [optimizer]))
         # The closures of LBFGS run whole windows, beside which copies cost nothing.
         self._rollback = Rollback(self.optimizers, gauge, always=bool(demanding))
-        self._scaler_involved = False
+        self._scaler_involved = self._scaler_met = False
 
     def parameters(self) -> list[Tensor]:
         """Every optimizer's parameters, each once."""
@@ -103,6 +103,10 @@ class Update:
     def clear(self) -> None:
         """Empty the sum of gradients."""
         self.sums.clear()
+        if self.scaler is not None and not self._scaler_met:
+            # A GradScaler makes its state of the first loss, and a rank may have none before its first update.
+            self.scaler.scale(torch.ones((), device=self._gauge.device))
+            self._scaler_met = True
         if self.noise is not None:
             self.noise.restart()
 
