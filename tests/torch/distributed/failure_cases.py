@@ -164,6 +164,17 @@ def sharded_out_of_memory(rank: int) -> None:
     step(*data([[8]] * 2)[rank][0])
 
 
+def rows_needed(rank: int) -> None:
+    """A loss that can't do without rows, of which rank 1 has none."""
+    sharded = shard(network())
+
+    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(m(x).view(len(x), -1), y)
+
+    step = TrainStep(sharded, OPTIMIZERS["sgd"](sharded.parameters()), compute_loss=loss, micro_batch_size=4)
+    step(*data([[8], [0]])[rank][0])
+
+
 def bad_batch(rank: int, engine: str, at: int, why: str) -> None:
     """Rank 1's batches cannot be used, by an error of the library's own or of the loader."""
     if engine == "ddp":

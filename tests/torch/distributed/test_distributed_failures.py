@@ -185,6 +185,15 @@ def test_ranks_of_a_sharded_model_that_wait_in_its_passes_wait_no_longer_than_th
         assert second.kind == "ArithmeticError"
 
 
+def test_a_sharded_model_that_needs_rows_on_a_rank_that_has_none_is_named_on_all(ranks: Processes) -> None:
+    first, second = ranks.try_run(failures.rows_needed, limit=LIMIT)
+    assert isinstance(first, Raised)
+    assert first.kind == "WindowError"
+    assert isinstance(second, Raised)
+    assert second.kind == "ValueError"
+    assert "for which this rank has no rows" in second.message
+
+
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("why", ["rows", "loader"])
 @pytest.mark.parametrize("at", [pytest.param(at, marks=[pytest.mark.slow] * (at % 2)) for at in range(5)])

@@ -146,7 +146,7 @@ def largest(tensor: Tensor) -> float:
 
 
 class LoweredScale:
-    """A GradScaler's scale, lowered where gradients overflow in it: as an update would be skipped then, and tried again.
+    """A GradScaler's scale, lowered where gradients overflow in it: an update is skipped then, and tried again.
 
     Args:
         scaler: The GradScaler, or None.

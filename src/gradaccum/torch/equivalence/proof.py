@@ -281,7 +281,9 @@ class _Comparison:
     def differences(self) -> list[Difference] | None:
         """The largest difference of each tensor over all splits; None without finite gradients to compare with."""
         found: list[Difference] = []
-        for self._proof.scale.factor in self._proof.scale.factors:
+        scale = self._proof.scale
+        for factor in scale.factors:
+            scale.factor = factor
             expected = self._expected = self._whole()
             if not any(g is not None for g in expected.gradients.values()) or not expected.loss.isfinite():
                 return None

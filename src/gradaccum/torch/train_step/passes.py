@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradaccum.errors import WindowError
 from gradaccum.on_torch import random_state
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.buffers import as_found
@@ -33,6 +34,11 @@ _ONE_ROW = (
     'BatchNorm can\'t normalise a micro-batch of one row by itself: {error}. Use batch_norm="exact", which normalises '
     "over the whole batch, or a `micro_batch_size` that leaves no single row: 2 for an even number of rows, 3 or more "
     "for any. A batch of one row has nothing to normalise over at all."
+)
+_NO_ROWS = (
+    "Other ranks of a sharded model wait for a pass for which this rank has no rows, and the model or the loss can't "
+    "run on none: {error}. Give each rank of each batch at least as many rows as there are micro-batches, or write "
+    "sizes out: x.view(-1, width) takes no rows, x.view(len(x), -1) doesn't."
 )
 
 
@@ -110,7 +116,12 @@ class Passes:
         """A forward and a backward pass that count nothing: the other ranks of a sharded model wait for them."""
         self._transaction.begin()
         with self._around():
-            loss = self.window.objective.forward(micro_batch)[0]
+            try:
+                loss = self.window.objective.forward(micro_batch)[0]
+            except (RuntimeError, ValueError, IndexError) as error:
+                if micro_batch.rows or is_out_of_memory(error) or isinstance(error, WindowError):
+                    raise
+                raise ValueError(_NO_ROWS.format(error=error)) from error
         self._backward_of_nothing(loss)
         self._transaction.restore()
 
