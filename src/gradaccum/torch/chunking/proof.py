@@ -6,7 +6,6 @@ import contextlib
 import copy
 import gc
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,14 +28,12 @@ from gradaccum.torch.chunking.two_passes import Call
 from gradaccum.torch.chunking.watch import (
     Watch,
     attributes_of,
-    containers_kept,
     generators_of,
-    gradients_kept,
     leaves_besides,
     noted,
     same_values,
 )
-from gradaccum.torch.equivalence import Replay, counting_layers, relative_error
+from gradaccum.torch.equivalence import Attributes, Replay, counting_layers, eager, gradients_kept, relative_error
 
 __all__ = ["ROWS", "Findings", "prove"]
 
@@ -137,13 +134,14 @@ def _compared(
     with (
         kept([*generators, *generators_of(module, few)]),
         noted(module),
-        containers_kept(module),
-        torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext(),
+        contextlib.ExitStack() as stack,
+        eager(),
         parametrizations_computed(),
         # In place of those around, a checkpoint's say. Detached, because a saved output would keep itself alive.
         torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself),
         torch.enable_grad(),
     ):
+        stack.callback(Attributes(module.modules()).put_back)
         # Once more, with the mean in place of noise that belongs to no row; at once where columns are cut off.
         for neutral in (exact or trims, True):
             comparison = _Comparison(module, call_of, few, count, exact, batch_norm, neutral=neutral, trims=trims)

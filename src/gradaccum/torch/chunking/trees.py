@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.on_torch.batch import BatchDims, children, has_rows, leaves, map_leaves
+from gradaccum.on_torch.buffers import same
 
 __all__ = [
     "Inputs",
@@ -154,7 +155,7 @@ class Samples:
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Raise a RuntimeError if they are others now."""
         for (path, then), (_, now) in zip(self._then, self._taken(tensors), strict=True):
-            if not torch.equal(now, then) and not bool(((now == then) | ((now != now) & (then != then))).all()):
+            if not same(now, then):
                 raise RuntimeError(
                     f"{path.removeprefix('.')} of a chunked module was edited between forward and backward, which runs "
                     "the module on it again: through NumPy, `.data` or a buffer that is refilled. Pass a copy, or "

@@ -22,9 +22,7 @@ from gradaccum.torch.equivalence import relative_error
 __all__ = [
     "Watch",
     "attributes_of",
-    "containers_kept",
     "generators_of",
-    "gradients_kept",
     "leaves_besides",
     "noted",
     "proving",
@@ -168,23 +166,6 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def containers_kept(module: nn.Module) -> Iterator[None]:
-    """Lists, dicts and sets that are attributes hold afterwards what they hold now."""
-    held = [
-        (value, value.copy())
-        for layer in module.modules()
-        for name, value in vars(layer).items()
-        if name not in _OF_EVERY_MODULE and type(value) in (list, dict, set)
-    ]
-    try:
-        yield
-    finally:
-        for container, content in held:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
-
-
 def leaves_besides(outputs: list[Tensor], known: list[Tensor]) -> list[Tensor]:
     """The leaves of these tensors' graphs that are not known."""
     found = {id(tensor): tensor for tensor in known}
@@ -200,19 +181,6 @@ def leaves_besides(outputs: list[Tensor], known: list[Tensor]) -> list[Tensor]:
             outside.append(leaf)
         waiting += [following for following, _ in node.next_functions]
     return outside
-
-
-@contextlib.contextmanager
-def gradients_kept(tensors: list[Tensor]) -> Iterator[None]:
-    """The gradients of these tensors are afterwards what they are now."""
-    gradients = [tensor.grad for tensor in tensors]
-    for tensor in tensors:
-        tensor.grad = None
-    try:
-        yield
-    finally:
-        for tensor, gradient in zip(tensors, gradients, strict=True):
-            tensor.grad = gradient
 
 
 def same_values(one: Any, other: Any) -> bool:

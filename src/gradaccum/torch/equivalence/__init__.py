@@ -2,8 +2,18 @@
 
 from gradaccum.torch.equivalence.causes import counting_layers
 from gradaccum.torch.equivalence.certificate import certify
-from gradaccum.torch.equivalence.outcome import Attributes, left_as_found, relative_error
-from gradaccum.torch.equivalence.proof import Proof
+from gradaccum.torch.equivalence.outcome import Attributes, gradients_kept, left_as_found, relative_error
+from gradaccum.torch.equivalence.proof import Proof, eager
 from gradaccum.torch.equivalence.row_randomness import Replay
 
-__all__ = ["Attributes", "Proof", "Replay", "certify", "counting_layers", "left_as_found", "relative_error"]
+__all__ = [
+    "Attributes",
+    "Proof",
+    "Replay",
+    "certify",
+    "counting_layers",
+    "eager",
+    "gradients_kept",
+    "left_as_found",
+    "relative_error",
+]

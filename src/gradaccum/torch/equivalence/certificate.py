@@ -18,7 +18,7 @@ from gradaccum.rounding import IN_FLOAT64, rounding
 from gradaccum.sizes import Groups, even_sizes
 from gradaccum.torch.batch_norm import BatchNormChoice
 from gradaccum.torch.equivalence.causes import find_causes, hook_cause, input_cause, nondeterminism_cause
-from gradaccum.torch.equivalence.outcome import Outcome, largest
+from gradaccum.torch.equivalence.outcome import Outcome, gradients_kept, largest, worst
 from gradaccum.torch.equivalence.trial import Accumulate, Trial
 from gradaccum.torch.loss import Objective
 
@@ -58,8 +58,10 @@ def certify(
         raise ValueError(f"The batch must have at least 2 groups, to be split. Received: one, of {batch.rows} rows.")
     generators = random_state.all_generators(random_state.every_device())
     generators += held_generators(objective.model, objective.loss_fn, objective.compute_loss, objective.weight)
-    kept = _gradients_kept(objective.model, objective.loss_fn, objective.compute_loss)
-    with torch.inference_mode(False), random_state.kept(generators), kept:
+    # The user's own have theirs, should a closure reach them past the copy.
+    modules = [o for o in (objective.model, objective.loss_fn, objective.compute_loss) if isinstance(o, nn.Module)]
+    parameters = [p for module in modules for p in module.parameters()]
+    with torch.inference_mode(False), random_state.kept(generators), gradients_kept(parameters):
         comparison = _Certificate(objective, batch, accumulate, device, tolerance, size, batch_norm)
         try:
             return comparison.run()
@@ -134,7 +136,7 @@ class _Certificate:
 
     def _compare(self) -> tuple[list[Difference], list[Sequence[Tensor]]]:
         """Each tensor's largest error over all partitions, and the partitions that differ, the worst first."""
-        worst: dict[tuple[str, str], Difference] = {}
+        found: list[Difference] = []
         failing: list[tuple[float, Sequence[Tensor]]] = []
         # Rows drawn with replacement, so that what ranks or counts rows is put to a second test.
         second = _drawn(self.trial.batch)
@@ -154,16 +156,13 @@ class _Certificate:
                 if batch is not None:  # the loss may have its own idea of which rows go together
                     continue
                 differences = [Difference("loss", float("inf"), "loss")]
-            for difference in differences:
-                key = difference.part, difference.name
-                if key not in worst or not difference.error <= worst[key].error:
-                    worst[key] = difference
+            found += differences
             error = max(difference.error for difference in differences)
             if not error <= self.tolerance:
                 known = batch is None or batch.groups is None  # else it may cut the groups of the batch itself
                 failing.append((error, partition if known else self.partitions[-1]))
         failing.sort(key=lambda entry: -entry[0])
-        return list(worst.values()), [partition for _, partition in failing]
+        return worst(found), [partition for _, partition in failing]
 
     def _relative_to_terms(
         self,
@@ -299,19 +298,3 @@ def _ragged(rows: int, parts: int, generator: torch.Generator) -> list[int]:
     if parts > 1 and len(set(sizes)) == 1 and sizes[-1] > least:
         sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
     return sizes
-
-
-class _gradients_kept:
-    """Leave the gradients of the user's own parameters alone, should a closure reach them past the copy."""
-
-    def __init__(self, *things: Any) -> None:
-        self._parameters = [p for thing in things if isinstance(thing, nn.Module) for p in thing.parameters()]
-
-    def __enter__(self) -> None:
-        self._gradients = [p.grad for p in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def __exit__(self, *exception: Any) -> None:
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.equivalence import Difference
-from gradaccum.on_torch.buffers import set_to
+from gradaccum.on_torch.buffers import same, set_to
 from gradaccum.on_torch.random_state import all_generators, held_generators, kept
 
 __all__ = [
@@ -22,10 +22,12 @@ __all__ = [
     "LoweredScale",
     "ModuleState",
     "Outcome",
+    "gradients_kept",
     "largest",
     "left_as_found",
     "owners_of_buffers",
     "relative_error",
+    "worst",
 ]
 
 _SMALL = 1 << 20
@@ -53,12 +55,9 @@ class Outcome:
         scale = max((largest(g) for g in expected.gradients.values() if g is not None), default=0.0)
         for name, theirs in expected.gradients.items():
             ours = self.gradients[name]
-            if ours is None and theirs is None:
-                continue
-            some = theirs if theirs is not None else ours
-            assert some is not None
-            ours, theirs = (torch.zeros_like(some) if g is None else g for g in (ours, theirs))
-            found.append(Difference(name, relative_error(ours, theirs, 1e-3 * scale), "gradient", some.numel()))
+            if ours is not None or theirs is not None:
+                ours, theirs = _zeros(ours, theirs), _zeros(theirs, ours)
+                found.append(Difference(name, relative_error(ours, theirs, 1e-3 * scale), "gradient", theirs.numel()))
         for name, value in expected.buffers.items():
             error = relative_error(self.buffers[name], value) if name in self.buffers else math.inf
             found.append(Difference(name, error, "buffer", value.numel()))
@@ -92,6 +91,16 @@ class Outcome:
                 if math.isfinite(distance):
                     moved[key] = max(moved.get(key, 0.0), distance)
         return moved
+
+
+def worst(differences: Iterable[Difference]) -> list[Difference]:
+    """Each tensor's largest difference among these."""
+    found: dict[tuple[str, str], Difference] = {}
+    for difference in differences:
+        key = difference.part, difference.name
+        if key not in found or not difference.error <= found[key].error:
+            found[key] = difference
+    return list(found.values())
 
 
 def _zeros(gradient: Tensor | None, other: Tensor | None) -> Tensor:
@@ -312,14 +321,8 @@ class ModuleState:
         for _, owner, key, tensor, copy in self._held:
             if owner.get(key) is not tensor:
                 owner[key] = tensor
-            if not _equal(tensor, copy):
+            if not same(tensor, copy):
                 set_to(tensor, copy)
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    if one.is_floating_point() and one.itemsize == 1:  # float8 has no comparison of its own
-        one, other = one.float(), other.float()
-    return torch.equal(one, other)
 
 
 def owners_of_buffers(roots: Mapping[str, nn.Module]) -> dict[str, tuple[str, str, str]]:
@@ -376,13 +379,21 @@ def left_as_found(
         functions: What else may hold generators, beside the modules.
     """
     state = ModuleState(roots)
-    gradients = [parameter.grad for parameter in parameters]
-    with kept([*all_generators(devices), *held_generators(*roots.values(), *functions)]):
+    with kept([*all_generators(devices), *held_generators(*roots.values(), *functions)]), gradients_kept(parameters):
         try:
-            for parameter in parameters:
-                parameter.grad = None
             yield state
         finally:
             state.put_back()
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def gradients_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """The gradients of these tensors are afterwards what they are now. They start empty."""
+    gradients = [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = gradient

@@ -23,12 +23,19 @@ from gradaccum.torch.buffers import choose_rules, tell_of_buffers
 from gradaccum.torch.equivalence.causes import counting_layers, suspicion, unusual_batch_norms
 from gradaccum.torch.equivalence.certificate import certify
 from gradaccum.torch.equivalence.kinds import GROUPS, Occasions, splits, telling_rows
-from gradaccum.torch.equivalence.outcome import LoweredScale, ModuleState, Outcome, left_as_found, owners_of_buffers
+from gradaccum.torch.equivalence.outcome import (
+    LoweredScale,
+    ModuleState,
+    Outcome,
+    left_as_found,
+    owners_of_buffers,
+    worst,
+)
 from gradaccum.torch.equivalence.row_randomness import Replay, watched
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.padding import what_is_cut
 
-__all__ = ["Gradients", "Proof"]
+__all__ = ["Gradients", "Proof", "eager"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -140,7 +147,7 @@ class Proof:
                 with (
                     contextlib.nullcontext() if self._exact else in_eval_mode(self.objective.model),
                     left_as_found(roots, own, [self.objective.device], [self.objective.evaluate]) as state,
-                    _eager(),
+                    eager(),
                     torch.enable_grad(),
                 ):
                     comparison = _Comparison(self, few, parameters, state, split)
@@ -299,12 +306,7 @@ class _Comparison:
         if not found:
             assert self._error is not None
             raise self._error
-        worst: dict[tuple[str, str], Difference] = {}
-        for difference in found:
-            key = difference.part, difference.name
-            if key not in worst or not difference.error <= worst[key].error:
-                worst[key] = difference
-        return list(worst.values())
+        return worst(found)
 
     def in_all_ways(self) -> list[Difference] | None:
         """The differences over all ways to split the rows."""
@@ -327,7 +329,7 @@ class _Comparison:
         return [d for d in wrong if allowed.get((d.part, d.name), -1.0) < 0]
 
     def _whole(self) -> Outcome:
-        with self._started(None):
+        with self._started():
             few = self._few.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)  # it may be edited
             loss = self._proof.objective.whole(few)
             self._proof.scale.scale(loss).backward()
@@ -346,14 +348,14 @@ class _Comparison:
 
     def _split(self, order: Tensor, sizes: list[int]) -> Outcome:
         batch = watched(self._few.take(order), lambda rows: self._replay.start(order[rows]))
-        with self._started(None):
+        with self._started():
             return self._outcome(self._proof._gradients(batch, sizes))
 
     @contextlib.contextmanager
-    def _started(self, rows: Tensor | None) -> Iterator[None]:
+    def _started(self) -> Iterator[None]:
         for parameter in self._parameters.values():
             parameter.grad = None
-        self._replay.start(rows)
+        self._replay.start(None)
         try:
             with self._replay:
                 yield
@@ -380,7 +382,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
-def _eager() -> contextlib.AbstractContextManager[Any]:
+def eager() -> contextlib.AbstractContextManager[Any]:
     """Compile nothing for a few rows. Where torch._dynamo, which takes long to load, is not loaded, nothing does."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter
 from gradaccum.on_torch.batch import Batch, has_rows, leaves
 from gradaccum.on_torch.buffers import as_found
 from gradaccum.on_torch.random_state import all_generators, kept, nothing_drawn
+from gradaccum.torch.equivalence import gradients_kept
 from gradaccum.torch.loss import Objective
 
 __all__ = ["LiveBytes", "batch_bytes", "bytes_of", "micro_batch_peak", "on_fakes", "optimizer_bytes"]
@@ -125,7 +126,9 @@ def on_fakes(
     except Exception:  # values were asked for, or an operator has no fake
         if meta or gathered is not None:
             raise
-        with _as_found(objective):
+        modules = _modules(objective)
+        own = [p for module in modules for p in module.parameters(recurse=False)]
+        with gradients_kept(own), as_found(modules, objective.device):
             return run(micro_batch)
 
 
@@ -201,22 +204,6 @@ def _fake_modules(objective: Objective, mode: FakeTensorMode, gathered: Mapping[
         for module, parameters, buffers in own:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
-
-
-@contextlib.contextmanager
-def _as_found(objective: Objective) -> Iterator[None]:
-    """Gradients, buffers and random numbers are afterwards what they were before."""
-    modules = _modules(objective)
-    parameters = list({id(p): p for m in modules for p in m._parameters.values() if p is not None}.values())
-    gradients = [p.grad for p in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        with as_found(modules, objective.device):
-            yield
-    finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
 
 
 def batch_bytes(batch: Batch) -> int:
