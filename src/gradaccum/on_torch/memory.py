@@ -5,10 +5,19 @@ from __future__ import annotations
 import gc
 
 import torch
+from torch import Tensor
 
 from gradaccum.sizes import container_limits, free_host_memory, parse_bytes, process_memory
 
-__all__ = ["Gauge", "container_limits", "free_host_memory", "is_out_of_memory", "parse_bytes", "process_memory"]
+__all__ = [
+    "Gauge",
+    "container_limits",
+    "free_host_memory",
+    "is_out_of_memory",
+    "local_part",
+    "parse_bytes",
+    "process_memory",
+]
 
 _MESSAGES = (
     "can't allocate memory",  # DefaultCPUAllocator
@@ -24,6 +33,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor: of a DTensor its part, in the same memory; of others all."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class Gauge:

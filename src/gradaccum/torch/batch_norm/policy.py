@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gradaccum.on_torch.arguments import checked_choice
 from gradaccum.torch.batch_norm.layers import batch_norms, frozen, warn_of_batch_norm
 from gradaccum.torch.batch_norm.statistics import PooledStatistics
 
@@ -39,12 +40,7 @@ def checked_batch_norm(batch_norm: Any) -> BatchNormChoice:
         >>> checked_batch_norm("pooled")
         'pooled'
     """
-    if not isinstance(batch_norm, str) or batch_norm not in get_args(BatchNormChoice):
-        raise ValueError(
-            f"`batch_norm` must be one of {', '.join(map(repr, get_args(BatchNormChoice)))}. "
-            f"Received: batch_norm={batch_norm!r}."
-        )
-    return batch_norm  # type: ignore[return-value]  # it is one of them
+    return checked_choice("batch_norm", batch_norm, get_args(BatchNormChoice))
 
 
 _NO_CONTEXT = contextlib.nullcontext()

@@ -5,7 +5,7 @@ from gradaccum.torch.layers.offload import OffloadChoice
 from gradaccum.torch.layers.options import UpdateChoice, check_in_backward, check_options
 from gradaccum.torch.layers.proof import proof_of
 from gradaccum.torch.layers.schedule import Layers
-from gradaccum.torch.layers.updates import Ahead, InTurn, turns
+from gradaccum.torch.layers.updates import Ahead, InTurn, Turns, turns
 from gradaccum.torch.layers.visits import BlocksOn
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "InTurn",
     "Layers",
     "OffloadChoice",
+    "Turns",
     "UpdateChoice",
     "check_in_backward",
     "check_options",

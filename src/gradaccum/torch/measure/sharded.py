@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from gradaccum.on_torch.batch import Batch
-from gradaccum.on_torch.memory import Gauge
+from gradaccum.on_torch.memory import Gauge, local_part
 from gradaccum.sizes import MARGIN, largest_size, readable_bytes
 from gradaccum.torch.distributed import SingleRank
 from gradaccum.torch.loss import Objective
@@ -43,7 +43,7 @@ def largest_fitting(
     if limit is None:
         return batch.rows
     new = [optimizer for optimizer in optimizers if not optimizer.state]
-    to_come = sum(optimizer_bytes(o, [_local(p) for group in o.param_groups for p in group["params"]]) for o in new)
+    to_come = sum(optimizer_bytes(o, [local_part(p) for group in o.param_groups for p in group["params"]]) for o in new)
     with ranks.alone() as gathered:
         dtypes = dict(gathered)
         gradients = sum(p.numel() * dtype.itemsize for p, dtype in dtypes.items() if p.requires_grad)
@@ -68,7 +68,3 @@ def largest_fitting(
         readable_bytes(int(limit)),
     )
     return size
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter

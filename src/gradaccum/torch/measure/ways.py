@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import Gauge
 from gradaccum.sizes import Piece, largest_size, readable_bytes
-from gradaccum.torch.layers import Layers, turns
+from gradaccum.torch.layers import Layers, Turns, turns
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure.fake_memory import LiveBytes, bytes_of, micro_batch_peak, on_fakes
 
@@ -186,32 +186,21 @@ class _Plan(list[Piece]):
     measuring = False
 
 
-class _Freeing:
+class _Freeing(Turns):
     """Frees gradients as updates in backward do, and notes the peak of each phase."""
 
     def __init__(self, live: LiveBytes, parameters: Sequence[Tensor], layers: Layers) -> None:
         self._live, self._parameters, self._layers = live, parameters, layers
         self.late, self.unlike = list[str](), list[str]()
         self.made: bool | None = None
-        self.looks_ahead = False
         self.phases: list[_Phase] = []
         self._freed = 0
         self._due: dict[int, list[Tensor]] = {}
-
-    def open(self) -> None:
-        """Nothing."""
 
     def begin(self, window: Any, reached: Mapping[int, int], *, rehearsal: bool = False) -> None:
         """All forward passes have run."""
         self._due = turns(self._parameters, self._layers.blocks, self._layers.model, reached)
         self._note()
-
-    def looked_at(self, place: int) -> None:
-        """Never called."""
-
-    def goes_on(self) -> bool:
-        """Never called."""
-        return True
 
     def finished(self, place: int) -> None:
         """So has a block, on all micro-batches."""
@@ -224,10 +213,3 @@ class _Freeing:
     def _note(self) -> None:
         self.phases.append(_Phase(self._live.peak, self._freed))
         self._live.peak = self._live.bytes
-
-    def explained(self, error: BaseException) -> BaseException:
-        """As it is."""
-        return error
-
-    def close(self) -> None:
-        """Nothing."""

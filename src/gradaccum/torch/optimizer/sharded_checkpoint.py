@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaccum.on_torch.memory import local_part
 from gradaccum.torch.distributed import SingleRank
 
 __all__ = ["is_initialisation", "pack", "release", "reserve", "unpack"]
@@ -131,8 +132,4 @@ def is_initialisation(optimizer: torch.optim.Optimizer) -> bool:
     if optimizer.state or any((isinstance(rate, Tensor) and rate.device.type != "cpu") or rate for rate in rates):
         return False
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    return all(g is not None and not _here(g).any() for g in gradients)
-
-
-def _here(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return all(g is not None and not local_part(g).any() for g in gradients)

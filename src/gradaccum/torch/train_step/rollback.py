@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.on_torch.batch import leaves
-from gradaccum.on_torch.memory import Gauge, is_out_of_memory
+from gradaccum.on_torch.memory import Gauge, is_out_of_memory, local_part
 
 __all__ = ["Rollback"]
 
@@ -168,9 +168,8 @@ class _Copies:
         self._tensors = tensors
         self._sharded = any([hasattr(tensor, "to_local") for tensor in tensors])
         alike: dict[Any, list[Tensor]] = defaultdict(list)
-        for tensor in tensors:
-            here = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a DTensor, in the same memory
-            alike[here.device, here.dtype].append(here)
+        for tensor in map(local_part, tensors):
+            alike[tensor.device, tensor.dtype].append(tensor)
         device = "cpu" if on_host else None
         self._pairs = [(group, [torch.empty_like(t, device=device) for t in group]) for group in alike.values()]
 

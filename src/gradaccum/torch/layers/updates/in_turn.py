@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.gradients import GradientSum, scale_
-from gradaccum.on_torch.memory import Gauge, is_out_of_memory
+from gradaccum.on_torch.memory import Gauge, is_out_of_memory, local_part
 from gradaccum.on_torch.private import without_global_step_hooks
 from gradaccum.sizes import readable_bytes
 from gradaccum.torch.layers.blocks import Block
@@ -45,8 +45,8 @@ class Window(Protocol):
         """Raise if the micro-batches don't add up to what was counted."""
 
 
-class Turns(Protocol):
-    """What is told whose gradients are complete."""
+class Turns:
+    """Is told whose gradients are complete. This one does nothing about it."""
 
     late: list[str]
     unlike: list[str]
@@ -55,6 +55,7 @@ class Turns(Protocol):
     @property
     def looks_ahead(self) -> bool:
         """Whether backward runs twice, to look at all gradients before the first is used."""
+        return False
 
     def open(self) -> None:
         """A window begins."""
@@ -67,12 +68,14 @@ class Turns(Protocol):
 
     def goes_on(self) -> bool:
         """The first run is over. Returns whether there is a second."""
+        return True
 
     def finished(self, place: int) -> None:
         """So are the gradients that wait for this block."""
 
     def explained(self, error: BaseException) -> BaseException:
         """The error to raise in place of one that comes in the middle."""
+        return error
 
     def close(self) -> None:
         """The window's passes are over."""
@@ -109,12 +112,7 @@ def turns(
     return due
 
 
-def _numel_here(parameter: Any) -> int:
-    """Of its numbers, how many are on this rank."""
-    return int((parameter.to_local() if hasattr(parameter, "to_local") else parameter).numel())
-
-
-class InTurn:
+class InTurn(Turns):
     """The user's own optimizers, each of whose steps is made in parts: for one block after the other.
 
     Args:
@@ -221,7 +219,7 @@ class InTurn:
             for group, bytes_ in zip(optimizer.param_groups, self._state_bytes[id(optimizer)], strict=True):
                 here = [p for p in group["params"] if p.requires_grad and p.device == self._gauge.device]
                 new = [p for p in here if p not in optimizer.state and not in_file(p)]
-                missing += sum(_numel_here(p) * min(bytes_, 4.0 * p.element_size()) for p in new)
+                missing += sum(local_part(p).numel() * min(bytes_, 4.0 * p.element_size()) for p in new)
         limit = self._gauge.limit() if missing else None
         if limit is not None and self._gauge.live() + missing > limit:
             raise torch.OutOfMemoryError(
