@@ -39,7 +39,7 @@ def test_what_the_loops_body_asks_for_is_done_on_ranks_whose_loop_is_over(ranks,
             "Ranks clip the gradient in different ways: [('clip_grad_norm_', [0, 1, 2, 3], [0.1], {})] on rank 0",
             0,
         ),
-        ("schedule", "Ranks have different hyperparameters: [{'lr': 0.0125,", 3),
+        ("schedule", "Ranks have different hyperparameters: lr is 0.0125 on rank 0, 0.025 on rank 1", 3),
         ("empty", "The loader yielded no batch. Received: loader of type list", 0),
     ],
 )

@@ -259,3 +259,39 @@ def flattened_unevenly(rank: int, which: str) -> None:
         Optimizer(optimizer, steps=1, model=sharded)
     else:
         TrainStep(sharded, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)
+
+
+def schedule_stepped_in_the_body(rank: int, engine: str) -> None:
+    """Rank 1's loop is over when two updates are to come, and an average's hook hides the line that says it."""
+    model, optimizer = wrap(network(), 1) if engine == "ddp" else built(steps=1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for rows in optimizer.batches(data([[4] * 3, [4] * 1])[rank]):
+        optimizer.zero_grad()
+        loss_of(model, rows).backward()
+        optimizer.step()
+        if optimizer.updated:
+            schedule.step()
+
+
+def different_hyperparameters(rank: int, name: str, values: Any, way: str) -> None:
+    """Ranks give a hyperparameter values of their own."""
+    model = network()
+    groups = [{"params": [p]} for p in model.parameters()]
+    inner = torch.optim.AdamW(groups, lr=torch.tensor(0.1), foreach=False)
+    inner.param_groups[2][name] = values[rank]
+    if way.startswith("layers"):
+        sharded = shard(model)
+        inner = torch.optim.AdamW([{"params": [p]} for p in sharded.parameters()])
+        inner.param_groups[2][name] = values[rank]
+        update: Any = "in_backward" if "in_backward" in way else "after_backward"
+        step = TrainStep(
+            sharded, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2, blocks=[sharded[0]], update=update
+        )
+        step(*data([[4]] * 2)[rank][0])
+    elif way == "step":
+        replica = DistributedDataParallel(model)
+        TrainStep(replica, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)(*data([[4]] * 2)[rank][0])
+    else:
+        replica = DistributedDataParallel(model)
+        step_all(replica, Optimizer(inner, steps=2, model=replica), data([[4] * 2] * 2)[rank])

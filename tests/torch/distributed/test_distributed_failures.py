@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -206,3 +207,32 @@ def test_a_batch_that_cannot_be_used_on_one_rank_is_an_error_on_the_others_at_on
     assert isinstance(first, Raised)
     assert first.kind == "WindowError"
     assert "Rank 1 left in the middle" in first.message
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_schedule_that_misses_updates_on_one_rank_is_named_on_all_with_both_values(
+    ranks: Processes, engine: str
+) -> None:
+    for result in ranks.try_run(failures.schedule_stepped_in_the_body, engine, limit=LIMIT):
+        assert isinstance(result, Raised)
+        assert result.kind == "WindowError"
+        assert "Ranks have different hyperparameters: lr is 0.025 on rank 0, 0.05 on rank 1" in result.message
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "way"),
+    [
+        ("betas", ((0.9, 0.99), (0.9, 0.95)), "optimizer"),
+        ("lr", (torch.tensor(0.5), torch.tensor(0.25)), "optimizer"),
+        ("weight_decay", (0.1, 0.2), "step"),
+        ("weight_decay", (0.1, 0.2), "layers, update='in_backward'"),
+    ],
+)
+def test_hyperparameters_that_differ_from_rank_to_rank_are_named_on_all_before_the_update(
+    ranks: Processes, name: str, values: tuple[Any, Any], way: str
+) -> None:
+    first, second = [[*v] if isinstance(v, tuple) else float(v) for v in values]
+    for result in ranks.try_run(failures.different_hyperparameters, name, values, way, limit=LIMIT):
+        assert isinstance(result, Raised)
+        assert result.kind == "WindowError"
+        assert f"{name} of group 2 is {first} on rank 0, {second} on rank 1. Nothing was updated" in result.message

@@ -1,14 +1,15 @@
 """What the loop's body asks for around an update: clipping and schedules, on every rank that makes the update.
 
 Ranks may have different numbers of micro-batches. A rank whose loop is over goes on making the others' updates, and no
-body asks for anything there. So before each update the ranks compare what was asked for, in one message of a number:
-who has asked for nothing clips as the others do, and whose schedule is behind takes over theirs.
+body asks for anything there. So what was asked for is a part of what the ranks compare at a window's end: who has asked
+for nothing clips as the others do, and whose schedule is behind takes over theirs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from gradaccum.errors import WindowError
+from gradaccum.torch.distributed import Settings, SingleRank, by_rank
 from gradaccum.torch.optim import Optimizer
 
 __all__ = ["CLIPPING", "LoopBody", "lead_schedules"]
@@ -25,6 +27,10 @@ CLIPPING: dict[str, Callable[..., Any]] = {
     "clip_grad_norm_": torch.nn.utils.clip_grad_norm_,
     "clip_grad_value_": torch.nn.utils.clip_grad_value_,
 }
+
+
+_Clip = tuple[str, list[Tensor], tuple[Any, ...], dict[str, Any]]
+"""Function, parameters, arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +42,12 @@ class _Asked:
     steps: list[int]
     """How far each schedule has come."""
     repeated: bool
-    """Whether a schedule was stepped here since the last update for a loop that was over."""
-    settings: list[dict[str, Any]]
+    """Whether a schedule was stepped here since the last window for a loop that was over."""
+    settings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Hyperparameters of each group."""
 
 
-class LoopBody:
+class LoopBody(Settings):
     """What the body of one prepared optimizer's loop has asked for, and its turn at each update.
 
     Args:
@@ -51,9 +57,10 @@ class LoopBody:
     """
 
     def __init__(self, accelerator: Accelerator, optimizer: Optimizer, prepared: Any) -> None:
+        super().__init__(lambda: optimizer.param_groups)
         self._accelerator, self._optimizer, self._prepared = accelerator, optimizer, prepared
         self._windows = optimizer._windows
-        self._clips: dict[tuple[Any, ...], tuple[str, list[Tensor], tuple[Any, ...], dict[str, Any]]] = {}
+        self._clips: dict[tuple[Any, ...], _Clip] = {}
         self._clips_of: list[float] | None = None
         """The weights of the window that the clips are of: another window has another list."""
         self._stepped: dict[int, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
@@ -63,6 +70,8 @@ class LoopBody:
         """Whether an update has begun in the running `step()` or `flush()`, or after the loop."""
         self.norm: Tensor | None = None
         """What the Accelerator's clipping has found at the last update."""
+        if self._windows.ranks.several:
+            self._windows.ranks.settings = self
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
@@ -89,17 +98,17 @@ class LoopBody:
     # At an update.
 
     def _before(self, *_: Any) -> None:
-        windows = self._windows
         self.updating, self.norm = True, None
-        if not windows.after_loop:
+        if not self._windows.after_loop:
             self._stepped.clear()
-        clips = [*self._clips.values()] if self._clips_of is windows.accumulation.window.weights else []
-        self._clips = {}
-        if windows.ranks.several:
-            clips = self._agree(clips)
+        clips, self._clips = self._asked_clips(), {}
         for name, parameters, args, keywords in clips:
             norm = CLIPPING[name](parameters, *args, **keywords)
             self.norm = self.norm if norm is None else norm
+
+    def _asked_clips(self) -> list[_Clip]:
+        """Those of the window that closes."""
+        return [*self._clips.values()] if self._clips_of is self._windows.accumulation.window.weights else []
 
     def _after(self, *_: Any) -> None:
         if not self._windows.after_loop:
@@ -112,58 +121,61 @@ class LoopBody:
         if not (self._stepped or hooks) and (any(stepped) or self._schedules()):
             self._windows.tell_of_schedule()
 
-    def _agree(self, mine: list[Any]) -> list[Any]:
-        """What all ranks clip by, and the hyperparameters of all of them in place."""
-        groups, schedules = self._optimizer.param_groups, self._schedules()
-        parameters = [*self._windows.parameters(), *self._prepared._sharded.values()]
-        places = {id(p): place for place, p in enumerate(parameters)}
-        asked = _Asked(
-            [
-                (
-                    name,
-                    [places[id(p)] for p in those],
-                    [*map(_plain, args)],
-                    {k: _plain(v) for k, v in keywords.items()},
-                )
-                for name, those, args, keywords in mine
-            ],
-            [getattr(s.scheduler, "last_epoch", 0) for s in schedules],
-            self._repeated,
-            [{k: _plain(v) for k, v in group.items() if _is_number(v)} for group in groups],
-        )
-        self._repeated = False
-        ranks = self._windows.ranks
-        everybody: list[_Asked] = ranks.gather_different(asked)
-        if len(everybody) == 1:
-            return mine
+    def number(self) -> float:
+        settings, repeated, self._repeated = super().number(), self._repeated, False
+        places = {id(p): place for place, p in enumerate(self._parameters())}
+        clips = [
+            (name, [places[id(p)] for p in those], [*map(_plain, args)], {k: _plain(v) for k, v in keywords.items()})
+            for name, those, args, keywords in self._asked_clips()
+        ]
+        steps = [getattr(s.scheduler, "last_epoch", 0) for s in self._schedules()]
+        self._asked = _Asked(clips, steps, repeated)
+        return settings + zlib.crc32(repr((clips, steps, repeated)).encode())
+
+    def settle(self, ranks: SingleRank) -> None:
+        """Take over what the others have asked for, where this rank's loop is over.
+
+        Raises:
+            WindowError: Loops that go on have asked for different things, or who is right can't be told.
+        """
+        everybody: list[_Asked] = ranks.gather(dataclasses.replace(self._asked, settings=self.hyperparameters()))
         furthest = max(one.steps for one in everybody)
         leader = next((i for i, one in enumerate(everybody) if one.steps == furthest and not one.repeated), None)
-        settings = [one.settings for one in everybody if one.steps == furthest]
-        if any(len(one.steps) != len(furthest) for one in everybody) or leader is None or _differ(settings):
+        ahead = [one.settings for one in everybody if one.steps == furthest]
+        if leader is None or any(theirs != ahead[0] for theirs in ahead):
+            self.check([one.settings for one in everybody])
+        if leader is None or any(len(one.steps) != len(furthest) for one in everybody):
             raise WindowError(
-                f"Ranks have different hyperparameters: {_by_rank([one.settings for one in everybody])}. Nothing was "
-                "updated. A schedule that is stepped in the loop's body misses updates that come after the loop, on "
-                "ranks that have fewer batches. A hook does not: optimizer.register_step_post_hook(lambda *_: "
-                "scheduler.step())."
+                f"Ranks have different schedules: {by_rank([one.steps for one in everybody])} (how far each has come). "
+                "Nothing was updated. Prepare and step the same ones on every rank."
             )
         if any(one.steps != furthest for one in everybody):
-            states = ranks.broadcast([s.state_dict() for s in schedules], leader)
-            if asked.steps != furthest:
-                for schedule, state in zip(schedules, states, strict=True):
-                    schedule.load_state_dict(state)
-                for group, values in zip(groups, everybody[leader].settings, strict=True):
-                    for key, value in values.items():
-                        _put(group, key, value)
+            self._take_over(everybody, leader, ranks)
         clips = [one.clips for one in everybody if one.clips]
-        if _differ(clips):
+        if any(theirs != clips[0] for theirs in clips):
             raise WindowError(
-                f"Ranks clip the gradient in different ways: {_by_rank([one.clips for one in everybody])} (function, "
-                "parameters by their place in the optimizer, arguments). Nothing was updated. Call the Accelerator's "
-                "clipping with the same arguments on every rank."
+                f"Ranks clip the gradient in different ways: {by_rank([one.clips or 'none' for one in everybody])} "
+                "(function, parameters by their place in the optimizer, arguments). Nothing was updated. Call the "
+                "Accelerator's clipping with the same arguments on every rank."
             )
-        if mine or not clips:
-            return mine
-        return [(name, [parameters[place] for place in at], args, keywords) for name, at, args, keywords in clips[0]]
+        if clips and not self._asked.clips:
+            parameters = self._parameters()
+            for name, places, args, keywords in clips[0]:
+                self.clip(name, [parameters[place] for place in places], tuple(args), keywords)
+
+    def _take_over(self, everybody: list[_Asked], leader: int, ranks: SingleRank) -> None:
+        """Have schedules and hyperparameters as that rank has them."""
+        schedules, theirs = self._schedules(), everybody[leader]
+        states = ranks.broadcast([s.state_dict() for s in schedules], leader)
+        if self._asked.steps != theirs.steps:
+            for schedule, state in zip(schedules, states, strict=True):
+                schedule.load_state_dict(state)
+            for group, values in zip(self._optimizer.param_groups, theirs.settings, strict=True):
+                for key, value in values.items():
+                    _put(group, key, value)
+
+    def _parameters(self) -> list[Tensor]:
+        return [*self._windows.parameters(), *self._prepared._sharded.values()]
 
 
 def lead_schedules(accelerator: Accelerator, bodies: Callable[[], list[LoopBody]]) -> None:
@@ -194,13 +206,6 @@ def lead_schedules(accelerator: Accelerator, bodies: Callable[[], list[LoopBody]
         led(schedule)
 
 
-def _is_number(value: Any) -> bool:
-    """Whether ranks can compare it without waiting for a device."""
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and value.device.type == "cpu"
-    return isinstance(value, bool | int | float) or (isinstance(value, tuple | list) and all(map(_is_number, value)))
-
-
 def _plain(value: Any) -> Any:
     """A number in place of a tensor."""
     if isinstance(value, tuple | list):
@@ -214,11 +219,3 @@ def _put(group: dict[str, Any], key: str, value: Any) -> None:
         old.fill_(value)
     else:
         group[key] = type(old)(value) if isinstance(old, tuple) else value
-
-
-def _differ(values: list[Any]) -> bool:
-    return any(value != values[0] for value in values)
-
-
-def _by_rank(values: list[Any]) -> str:
-    return ", ".join(f"{value or 'none'} on rank {rank}" for rank, value in enumerate(values))

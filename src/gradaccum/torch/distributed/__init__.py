@@ -2,14 +2,16 @@
 
 from gradaccum.torch.distributed.by_blocks import ByBlocks
 from gradaccum.torch.distributed.detect import check_detected, check_flattened, detect_ranks, leaving_on_error
-from gradaccum.torch.distributed.single_rank import Listener, SingleRank, Total
+from gradaccum.torch.distributed.single_rank import Listener, Settings, SingleRank, Total, by_rank
 from gradaccum.torch.distributed.together import run_by_blocks, run_together
 
 __all__ = [
     "ByBlocks",
     "Listener",
+    "Settings",
     "SingleRank",
     "Total",
+    "by_rank",
     "check_detected",
     "check_flattened",
     "detect_ranks",

@@ -21,7 +21,7 @@ from gradaccum.on_torch.private import default_store, timeout_of
 
 __all__ = ["WIDTH", "Channel", "Kind", "stay_away"]
 
-WIDTH = 14
+WIDTH = 15
 """Numbers in a message. All messages have the same size, so that even mismatched ones meet, and are told apart."""
 
 

@@ -18,7 +18,7 @@ from gradaccum.torch.distributed.channel import Channel, stay_away
 from gradaccum.torch.distributed.ddp import Replicas
 from gradaccum.torch.distributed.fsdp import Shards, is_sharded, members_of, sharded_modules
 from gradaccum.torch.distributed.ranks import Ranks
-from gradaccum.torch.distributed.single_rank import SingleRank
+from gradaccum.torch.distributed.single_rank import Settings, SingleRank
 
 __all__ = ["check_detected", "check_flattened", "detect_ranks", "leaving_on_error"]
 
@@ -30,7 +30,7 @@ P = ParamSpec("P")
 
 def detect_ranks(
     model: nn.Module | None,
-    parameters: Sequence[Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
     *,
     steps: int | None = None,
     by_hand: bool = False,
@@ -40,13 +40,18 @@ def detect_ranks(
 
     Args:
         model: The model, or None.
-        parameters: The optimizer's parameters.
+        optimizers: Those that make an update together.
         steps: The length of every window, or None if it varies.
         by_hand: No backward pass may reduce, since the sum is finished only afterwards.
         options: What else must be the same on every rank, by name; `accumulate_dtype` and `sync` among them.
     """
     if model is None or not (dist.is_available() and dist.is_initialized()):
         return SingleRank()
+
+    def groups() -> list[dict[str, Any]]:
+        return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+    parameters: list[Tensor] = [*dict.fromkeys(p for group in groups() for p in group["params"])]
     dtype, always = options["accumulate_dtype"], options["sync"] == "micro_batch"
     wide = dtype is not None and any(
         p.is_floating_point() and torch.finfo(p.dtype).bits < torch.finfo(dtype).bits for p in parameters
@@ -64,7 +69,7 @@ def detect_ranks(
             return Replicas(replicas, parameters, wide, on_forward, on_backward)
         return Shards(shards, always, on_forward, on_backward, on_pass)
 
-    return Ranks(engine, parameters, steps=steps, options=options, by_hand=by_hand, always=always)
+    return Ranks(engine, parameters, Settings(groups), steps=steps, options=options, by_hand=by_hand, always=always)
 
 
 def _data_parallel(model: nn.Module) -> tuple[list[DistributedDataParallel], list[nn.Module]]:

@@ -25,7 +25,7 @@ from gradaccum.torch.distributed.by_blocks import ByBlocks, ShardedByBlocks
 from gradaccum.torch.distributed.channel import Channel, Kind
 from gradaccum.torch.distributed.ddp import Replicas
 from gradaccum.torch.distributed.fsdp import Shards
-from gradaccum.torch.distributed.single_rank import Listener, RanOut, SingleRank, Total
+from gradaccum.torch.distributed.single_rank import Listener, RanOut, Settings, SingleRank, Total, by_rank
 from gradaccum.torch.distributed.together import DIFFERENT_PASSES, Together
 
 __all__ = ["Ranks"]
@@ -41,7 +41,8 @@ class Ranks(SingleRank):
     Args:
         engine: Makes what reduces the gradients. It takes three functions: to call when the forward pass of a closing
             micro-batch is done, when its backward pass starts, and when a sharded part's forward pass begins.
-        parameters: The optimizer's parameters.
+        parameters: The optimizers' parameters.
+        settings: What they make of the gradient.
         steps: The length of every window, or None if it varies.
         options: What else must be the same on every rank, by name.
         by_hand: No backward pass may reduce, since the sum is finished only afterwards.
@@ -55,6 +56,7 @@ class Ranks(SingleRank):
         self,
         engine: Callable[[Callable[[], None], Callable[[], None], Callable[[str], None]], Replicas | Shards],
         parameters: Sequence[Tensor],
+        settings: Settings,
         *,
         steps: int | None = None,
         options: Mapping[str, Any] | None = None,
@@ -63,7 +65,7 @@ class Ranks(SingleRank):
     ) -> None:
         self._always = always
         self._listener: Callable[[], Listener | None] = lambda: None
-        self._parameters = list(parameters)
+        self._parameters, self.settings = list(parameters), settings
         self._engine = engine(self._forward_done, self._backward_starts, self._pass_begins)
         weakref.finalize(self, self._engine.remove).atexit = False
         self.in_step = self._engine.in_step
@@ -95,13 +97,13 @@ class Ranks(SingleRank):
         messages = self._channel.exchange(Kind.START, steps or 0, zlib.crc32(repr(texts).encode()))
         lengths = [int(numbers[1]) for numbers in messages]
         if len({*lengths}) > 1:
-            raise ValueError(f"`steps` must be the same on every rank. Received: {_by_rank(lengths)}.")
+            raise ValueError(f"`steps` must be the same on every rank. Received: {by_rank(lengths)}.")
         if len({numbers[2] for numbers in messages}) > 1:
             everybody = self._channel.gather(texts)
             for name in dict.fromkeys(name for theirs in everybody for name in theirs):
                 values = [theirs.get(name, "none") for theirs in everybody]
                 if len({*values}) > 1:
-                    raise ValueError(f"`{name}` must be the same on every rank. Received: {_by_rank(values)}.")
+                    raise ValueError(f"`{name}` must be the same on every rank. Received: {by_rank(values)}.")
 
     # Passes.
 
@@ -125,7 +127,7 @@ class Ranks(SingleRank):
                 raise WindowError(
                     "A sharded model needs the same passes on every rank, and a rank whose batches are used up can "
                     "repeat its last micro-batch only if that has one backward pass, no GradScaler and no other "
-                    f"optimizer's batches. The last one has come: {_by_rank(lasts)}. Pad or drop batches "
+                    f"optimizer's batches. The last one has come: {by_rank(lasts)}. Pad or drop batches "
                     "(DistributedSampler does), or use DistributedDataParallel."
                 )
             if last:
@@ -214,20 +216,21 @@ class Ranks(SingleRank):
     def total(self, mine: Total) -> Total:
         # Sharded models reduce in every backward pass of this micro-batch.
         late = self._versions is not None and not self.in_step and self._versions != self._current_versions()
-        messages = list[list[float]]()
+        messages, settings = list[list[float]](), self.settings.number()
         if not self._announced and self.in_step:
             self._announce(Kind.WINDOW)
         elif not self._announced and isinstance(self._engine, Replicas):
-            messages = self._announce(Kind.FINISHED, *mine, late, self._engine.will_fill, self._engine.passes)
+            seen = late, self._engine.will_fill, self._engine.passes
+            messages = self._announce(Kind.FINISHED, *mine, *seen, settings)
         if self._versions is None:
             self._together.reduce() if self.in_step else self._engine.reduce()
         self._engine.prepare()
         self._restart()
         if not messages or any(numbers[0] != Kind.FINISHED for numbers in messages):
             seen = late, self._engine.filled, self._engine.passes
-            messages = self._channel.exchange(Kind.TOTAL, 0, self._last or self._all_last, *mine, *seen)
+            messages = self._channel.exchange(Kind.TOTAL, 0, self._last or self._all_last, *mine, *seen, settings)
             self._check_kinds(messages, Kind.TOTAL)
-        _, _, lasts, *totals, lates, filled, passes = zip(*messages)
+        _, _, lasts, *totals, lates, filled, passes, numbers_of_settings = zip(*messages)
         weights, given, largest, scales, next_scales, overflows, equal, idle = totals
         if len({*passes}) > 1:
             self._engine.settle()
@@ -252,9 +255,15 @@ class Ranks(SingleRank):
             ways = ["without a weight" if same else "weighed" if w else "none" for same, w in zip(equal, weights)]
             raise WindowError(
                 "Some ranks weigh their micro-batches, by batches() or backward(loss, weight=...), and others don't: "
-                f"{_by_rank(ways)}. Nothing was updated. Weigh them in the same way on every rank."
+                f"{by_rank(ways)}. Nothing was updated. Weigh them in the same way on every rank."
             )
+        if len({*numbers_of_settings}) > 1:
+            self.settings.settle(self)
         return Total(sum(weights), any(given), max(largest), min(used, default=0.0), self.loss_scale, overflow)
+
+    def compare_settings(self) -> None:
+        if len({*self._numbers(self.settings.number())}) > 1:
+            self.settings.settle(self)
 
     def _drop_unused(self) -> None:
         """What no rank has used in this window has no gradient, as on one device: an optimizer passes it over."""
@@ -356,7 +365,7 @@ class Ranks(SingleRank):
         self._check_kinds(messages, *((kind,) if kind is Kind.MICRO_BATCH else (*closing, Kind.NOTHING)))
         lengths = [int(numbers[1]) for numbers in messages]
         if len({*lengths} - {0}) > 1:
-            raise WindowError(f"`steps` must be the same on every rank. Received: {_by_rank(lengths)}.")
+            raise WindowError(f"`steps` must be the same on every rank. Received: {by_rank(lengths)}.")
         self._announced = bool(closing & kinds)
         return messages
 
@@ -374,10 +383,6 @@ class Ranks(SingleRank):
                 f"come on all ranks at once. (Rank {self._channel.rank} says this.)"
             )
         raise WindowError(
-            f"The ranks are at different places: {_by_rank([kind.name for kind in kinds])}. Call step(), flush() and "
+            f"The ranks are at different places: {by_rank([kind.name for kind in kinds])}. Call step(), flush() and "
             "batches() in the same order on every rank."
         )
-
-
-def _by_rank(values: Sequence[Any]) -> str:
-    return ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from gradaccum.errors import WindowError
 from gradaccum.torch.distributed.by_blocks import ByBlocks
 
-__all__ = ["Listener", "RanOut", "SingleRank", "Total"]
+__all__ = ["Listener", "RanOut", "Settings", "SingleRank", "Total", "by_rank"]
 
 
 class Total(NamedTuple):
@@ -63,6 +66,84 @@ class Listener(Protocol):
         """A backward pass has reduced the window's sum."""
 
 
+class Settings:
+    """What an update does beside the gradient, which must be the same on all ranks: its hyperparameters.
+
+    Args:
+        groups: Returns the groups of the optimizers that make it.
+    """
+
+    def __init__(self, groups: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
+        self._groups, self._compared = groups, 0
+        self._last, self._number = list[dict[str, Any]](), 0
+
+    def number(self) -> float:
+        """Goes with a window's message, and differs where these do. Waits for a device in windows 1, 2, 4, 8, ..."""
+        self._compared += 1
+        mine = self.hyperparameters(wait=self._compared & (self._compared - 1) == 0)
+        if mine != self._last:
+            self._last, self._number = mine, zlib.crc32(repr(mine).encode())
+        return self._number
+
+    def settle(self, ranks: SingleRank) -> None:
+        """The ranks' numbers differ, on all of them.
+
+        Raises:
+            WindowError: So do their hyperparameters.
+        """
+        self.check(ranks.gather(self.hyperparameters()))
+
+    def hyperparameters(self, *, wait: bool = True) -> list[dict[str, Any]]:
+        """The numbers and names in each group, as plain values; `wait`: tensors on a device, too."""
+        return [
+            {
+                name: plain
+                for name, value in group.items()
+                if (plain := value if type(value) in _PLAIN else _plain(value, wait)) is not None and name != "params"
+            }
+            for group in self._groups()
+        ]
+
+    @staticmethod
+    def check(everybody: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Compare the hyperparameters of all ranks.
+
+        Raises:
+            WindowError: They differ.
+        """
+        different = list[str]()
+        for place, groups in enumerate(itertools.zip_longest(*everybody, fillvalue={})):
+            for name in dict.fromkeys(name for group in groups for name in group):
+                values = [group.get(name, "none") for group in groups]
+                if any(value != values[0] for value in values):
+                    different.append(f"{name}{f' of group {place}' if place else ''} is {by_rank(values)}")
+        if different:
+            raise WindowError(
+                f"Ranks have different hyperparameters: {'; '.join(different)}. Nothing was updated. Change them "
+                "in the same way on every rank. A schedule that is stepped in the loop's body misses updates that come "
+                "after the loop, on ranks that have fewer batches. A hook does not: "
+                "optimizer.register_step_post_hook(lambda *_: scheduler.step())."
+            )
+
+
+_PLAIN = frozenset({bool, float, int, str, type(None)})
+
+
+def _plain(value: Any, wait: bool) -> Any:
+    """None for what is no number or name, or is not looked at."""
+    if isinstance(value, Tensor):
+        looked_at = value.numel() == 1 and not value.requires_grad and (wait or value.device.type == "cpu")
+        return value.item() if looked_at else None
+    if isinstance(value, tuple | list):  # betas; not parameters, or their names
+        return [v if type(v) in _PLAIN else _plain(v, wait) for v in value] if len(value) < 5 else None
+    return value.item() if getattr(value, "ndim", None) == 0 else None  # NumPy's numbers
+
+
+def by_rank(values: Sequence[Any]) -> str:
+    """Each rank's value, for a message."""
+    return ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+
+
 class SingleRank:
     """One device: there are no other ranks to agree with."""
 
@@ -77,6 +158,8 @@ class SingleRank:
     """The first rank whose micro-batches have run in the last window; None where they have on all ranks, or on none."""
     loss_scale = 0.0
     """The scale of a GradScaler that all ranks agreed upon at the last window's end."""
+    settings = Settings(list)
+    """What all ranks compare at a window's end."""
 
     def attach(self, listener: Listener) -> None:
         """Call this listener from now on. It is not kept alive."""
@@ -176,8 +259,19 @@ class SingleRank:
         return False
 
     def total(self, mine: Total) -> Total:
-        """Bring `p.grad` to its mean over the ranks, at the window's end. Returns what the window weighs on all."""
+        """Bring `p.grad` to its mean over the ranks, at the window's end. Returns what the window weighs on all.
+
+        Raises:
+            WindowError: A rank has left, or differs from the others in its `settings`, or in whether it weighs.
+        """
         return mine
+
+    def compare_settings(self) -> None:
+        """Compare `settings` by a message of their own, where an update begins before `total`.
+
+        Raises:
+            WindowError: They differ.
+        """
 
     def reduce_pending(self) -> None:
         """Have all that a sharded model's open window has added up in `p.grad`, to be saved. All ranks take part."""

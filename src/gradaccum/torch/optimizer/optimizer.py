@@ -128,7 +128,7 @@ class Optimizer(OptimizerProxy):
         parameters, step = functools.partial(parameters_of, inner), weakref.WeakMethod(self._step_inner)
         options = {**arguments, "sync": self._sync}
         by_hand = arguments["nonfinite"] == "skip_micro_batch"
-        ranks = detect_ranks(self._model, parameters(), steps=schedule.constant, by_hand=by_hand, options=options)
+        ranks = detect_ranks(self._model, [inner], steps=schedule.constant, by_hand=by_hand, options=options)
         accumulation = Accumulation(parameters, ranks=ranks, **arguments)
         self._loss_scale = accumulation.loss_scale
         self._windows = windows = Windows(inner, schedule, accumulation, step, check_steps)

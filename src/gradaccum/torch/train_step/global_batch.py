@@ -108,7 +108,7 @@ class GlobalBatch:
         """The loss over all ranks' rows; what the summed gradients are to be divided by; whether anything weighs.
 
         Raises:
-            WindowError: Another rank has dropped out.
+            WindowError: Another rank has dropped out, or has other hyperparameters.
         """
         if not self.ranks.several:
             return window.loss, window.divisor, not window.empty
@@ -171,11 +171,13 @@ class InAdvance:
 
         Raises:
             RanOut: Some have run out of memory in their forward passes.
+            WindowError: Some have other hyperparameters.
         """
         self._window.check()
         self._ranks.end_passes()  # the forward ones
         known = self._window.unit_and_weight()
         factor, weight = (1.0, 0.0) if known is None else known
+        self._ranks.compare_settings()
         given, total = self._ranks.sum_number(known is not None) > 0, self._ranks.sum_number(weight)
         sums, self.divisor, weighs = self._finished(self._window, factor, 1.0, total if given else None)
         self.loss, self.empty = sums.sum(), not weighs
@@ -206,7 +208,7 @@ def find_ranks(model: nn.Module, objective: Objective, update: Update, options: 
     """
     return detect_ranks(
         model,
-        update.parameters(),
+        update.optimizers,
         steps=1,
         by_hand=True,
         options={
