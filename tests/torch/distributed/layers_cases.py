@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.sizes import FixedSize, Rows
@@ -95,6 +96,19 @@ def against_the_large_batch(
             worst = max(worst, abs(step(*ranks[rank][i]).item() - expected) / expected)
         sent.append(dict(collectives.counts))
     return oracle.error(model), worst, sent
+
+
+def whole_at_once(rank: int, sync: str) -> int:
+    """How many blocks are whole at most while one runs."""
+    model, found = sharded_by_blocks(Network(blocks=5)), list[int]()
+    for layer in model.layers:
+        layer.place.register_forward_pre_hook(
+            lambda *_: found.append(sum(not isinstance(each.up.weight, DTensor) for each in model.layers))
+        )
+    step = step_of(model, sync=sync)
+    for rows in data(SIZES)[rank]:
+        step(*rows)
+    return max(found)
 
 
 def _network() -> nn.Sequential:
@@ -254,7 +268,7 @@ def dropout(rank: int) -> float:
     return relative_error(*found)
 
 
-def out_of_memory(rank: int, where: list[tuple[int, bool]]) -> list[tuple[float, int]]:
+def out_of_memory(rank: int, where: list[tuple[int, bool]], **options: Any) -> list[tuple[float, int]]:
     """Rank 1 runs out of memory, in these blocks, forward or backward. Returns (error, size)."""
     found = []
     for place, backward in where:
@@ -263,7 +277,7 @@ def out_of_memory(rank: int, where: list[tuple[int, bool]]) -> list[tuple[float,
         model = sharded_by_blocks(model)
         if rank == 1:
             model.layers[place].place.rows, model.layers[place].place.backward = 2, backward
-        step, ranks = step_of(model, "adam", micro_batch_size=4), data([[8, 6], [7, 9]])
+        step, ranks = step_of(model, "adam", micro_batch_size=4, **options), data([[8, 6], [7, 9]])
         oracle.see(ranks, 1)
         for rows in ranks[rank]:
             step(*rows)
@@ -271,12 +285,12 @@ def out_of_memory(rank: int, where: list[tuple[int, bool]]) -> list[tuple[float,
     return found
 
 
-def goes_on(rank: int, backward: bool) -> tuple[str, float]:
+def goes_on(rank: int, backward: bool, **options: Any) -> tuple[str, float]:
     """An error of rank 1's own in a block, and then a batch that is fine."""
     model = Network()
     oracle = Oracle(model)
     model = sharded_by_blocks(model)
-    step, ranks, said = step_of(model), data([[6, 5], [7, 4]]), ""
+    step, ranks, said = step_of(model, **options), data([[6, 5], [7, 4]]), ""
     place = model.layers[1].place
     if rank == 1:
         place.rows, place.backward, place.error = 0, backward, ArithmeticError("one rank's own")
@@ -293,7 +307,6 @@ def goes_on(rank: int, backward: bool) -> tuple[str, float]:
 def refusals(rank: int) -> dict[str, str]:
     """What is said of options and models that don't go with sharded blocks."""
     given: dict[str, Any] = {
-        "sync": lambda: step_of(sharded_by_blocks(Network()), sync="micro_batch"),
         "blocks_on": lambda: step_of(sharded_by_blocks(Network()), blocks_on="cpu"),
         "batch_norm": lambda: step_of(sharded_by_blocks(synchronised()), batch_norm="micro"),
         "fsdp1": lambda: find_blocks(FullyShardedDataParallel(Network(), device_id=torch.device("cpu")), "auto"),

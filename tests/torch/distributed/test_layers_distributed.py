@@ -33,6 +33,35 @@ def test_sharded_blocks_are_gathered_once_per_pass_and_reduced_once_per_update(
             assert counts["reduce_scatter"] == 3 + 1
 
 
+@pytest.mark.parametrize(("sync", "most"), [("window", 5), ("micro_batch", 2)])
+def test_all_sharded_blocks_are_whole_in_forward_passes_or_one_and_the_last(
+    ranks: Processes, sync: str, most: int
+) -> None:
+    assert ranks.run(cases.whole_at_once, sync, limit=LIMIT) == [most, most]
+
+
+@pytest.mark.parametrize(
+    ("options", "again"),
+    [
+        ({}, 2),
+        ({"shard": {"reshard_after_forward": False}}, 2),
+        ({"update": "in_backward"}, 2),
+        ({"update": "in_backward", "clip_grad_norm": 0.05}, 3 + 3 + 1),
+        ({"offload": True, "build": cases.frozen, "clip_grad_norm": 0.05}, 2),
+    ],
+    ids=["plain", "reshard_after_forward=False", "in backward", "in backward, clipped", "frozen, offloaded"],
+)
+def test_one_sharded_block_at_a_time_is_gathered_in_the_forward_passes(
+    ranks: Processes, options: dict[str, Any], again: int
+) -> None:
+    options = {"sync": "micro_batch", **options}
+    for error, loss_error, sent in ranks.run(cases.against_the_large_batch, limit=LIMIT, **options):
+        assert max(error, loss_error) <= FLOAT64
+        tail = not {"update", "clip_grad_norm"} <= options.keys()  # the last block runs forward once
+        for counts in sent:  # on the rank with most, three micro-batches
+            assert counts["all_gather"] == 1 + (2 if tail else 3) * 3 + tail + again
+
+
 def test_sharded_blocks_that_stay_gathered_after_forward_are_gathered_once_per_update(ranks: Processes) -> None:
     options = {"shard": {"reshard_after_forward": False}, "optimizer": "sgd"}
     for error, loss_error, sent in ranks.run(cases.against_the_large_batch, limit=LIMIT, **options):
@@ -101,18 +130,19 @@ def test_sharded_blocks_draw_the_dropout_masks_that_accumulation_draws(ranks: Pr
     assert max(ranks.run(cases.dropout, limit=LIMIT)) <= FLOAT64
 
 
-def test_a_rank_that_runs_out_of_memory_in_a_block_has_all_begin_again_exactly(ranks: Processes) -> None:
-    for outcomes in ranks.run(cases.out_of_memory, [(0, False), (1, True)], limit=LIMIT):
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+def test_a_rank_that_runs_out_of_memory_in_a_block_has_all_begin_again_exactly(ranks: Processes, sync: str) -> None:
+    for outcomes in ranks.run(cases.out_of_memory, [(0, False), (1, True)], limit=LIMIT, sync=sync):
         for error, size in outcomes:
             assert error <= FLOAT64
             assert size == 2
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("backward", "sync"), [(False, "window"), (True, "window"), (False, "micro_batch")])
 def test_an_error_of_one_rank_in_a_block_is_one_on_all_and_the_next_batch_is_exact(
-    ranks: Processes, backward: bool
+    ranks: Processes, backward: bool, sync: str
 ) -> None:
-    (first, error), (second, other) = ranks.run(cases.goes_on, backward, limit=LIMIT)
+    (first, error), (second, other) = ranks.run(cases.goes_on, backward, limit=LIMIT, sync=sync)
     assert second == "ArithmeticError: one rank's own"
     assert first.startswith("WindowError: Rank 1 left")
     assert max(error, other) <= FLOAT64
@@ -120,7 +150,6 @@ def test_an_error_of_one_rank_in_a_block_is_one_on_all_and_the_next_batch_is_exa
 
 def test_what_does_not_go_with_sharded_blocks_is_refused_by_name(ranks: Processes) -> None:
     for said in ranks.run(cases.refusals, limit=LIMIT):
-        assert 'sync="micro_batch" reduces gradients on every micro-batch' in said["sync"]
         assert "of a sharded model each rank has a part" in said["blocks_on"]
         assert "'layers.1.dropout' is a SyncBatchNorm, which waits for the other ranks" in said["batch_norm"]
         assert "FSDP1), and `blocks` doesn't know how to gather what it runs again" in said["fsdp1"]

@@ -22,6 +22,9 @@ class ByBlocks:
         """Around the passes of a window."""
         return contextlib.nullcontext()
 
+    def agree(self, passes: int) -> None:
+        """So many micro-batches come on this rank: all ranks are told, where they have to know."""
+
     def forward(self, *, frees: bool = False, tail: int | None = None) -> contextlib.AbstractContextManager[None]:
         """Around all forward passes.
 
@@ -29,6 +32,10 @@ class ByBlocks:
             frees: Whether blocks are sharded then that FSDP2 would keep gathered.
             tail: The place from which on blocks stay gathered: they have gradients by then.
         """
+        return contextlib.nullcontext()
+
+    def call(self, place: int) -> contextlib.AbstractContextManager[None]:
+        """Around a micro-batch's call of the block at this place, in a forward pass."""
         return contextlib.nullcontext()
 
     def backward(self, place: int, *, used: bool = False) -> contextlib.AbstractContextManager[None]:
@@ -53,7 +60,9 @@ class ShardedByBlocks(ByBlocks):
 
     All ranks come to the same collectives in the same order, whatever micro-batches they have, even none:
 
-        gather what stands outside of the blocks, and each block         before the forward passes
+        gather what stands outside of the blocks, and each block         before the forward passes; or, with
+                                                                         sync="micro_batch", a block for each of its
+                                                                         calls, as often as on the rank with most
         gather a block, if it isn't; its backward passes; reduce it      for each block, the last one first
         reduce what stands outside                                       at the end
 
@@ -70,11 +79,6 @@ class ShardedByBlocks(ByBlocks):
     """
 
     def __init__(self, ranks: Any, shards: Shards, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        if shards.always:
-            raise ValueError(
-                'sync="micro_batch" reduces gradients on every micro-batch, and with `blocks` a sharded model reduces '
-                "those of a block once, as soon as all its micro-batches are through. Leave out `sync`."
-            )
         for path, module in model.named_modules():
             if isinstance(module, nn.SyncBatchNorm):
                 raise ValueError(
@@ -84,6 +88,9 @@ class ShardedByBlocks(ByBlocks):
         self._ranks, self._shards, self._model, self._blocks = ranks, shards, model, [*blocks]
         self._groups: dict[int, list[ShardedGroup]] = {}
         """By the place of the block that they are gathered for; -1 stands for what is outside."""
+        self._one_by_one, self._due = shards.always, 0
+        """Whether a forward pass gathers one block at a time; how many such passes are to come."""
+        self._tail: int | None = None
 
     @contextlib.contextmanager
     def window(self) -> Iterator[None]:
@@ -111,15 +118,36 @@ class ShardedByBlocks(ByBlocks):
             group.gather()
         self._shards.watch(self._groups[place])
 
+    def agree(self, passes: int) -> None:
+        if self._one_by_one:
+            self._due = self._ranks.most_passes(passes)
+
     @contextlib.contextmanager
     def forward(self, *, frees: bool = False, tail: int | None = None) -> Iterator[None]:
-        """The blocks are gathered."""
-        for place in range(len(self._blocks)):
+        """The blocks are gathered, those of the tail at least."""
+        places, self._tail = range(len(self._blocks)), tail
+        for place in places[tail:] if self._one_by_one else places:
             self._gather(place)
         yield
-        for group in [group for place in range(len(self._blocks))[:tail] for group in self._groups[place]]:
+        for _ in range(self._due):  # other ranks have more micro-batches
+            for place in places[:tail]:
+                with self.call(place):
+                    pass
+        for group in [group for place in places[:tail] for group in self._groups[place]]:
             if frees or not group.stays_gathered:
                 group.shard()
+
+    @contextlib.contextmanager
+    def call(self, place: int) -> Iterator[None]:
+        """The block is gathered meanwhile."""
+        if not self._one_by_one or place not in range(len(self._blocks))[: self._tail]:
+            yield
+            return
+        self._gather(place)
+        yield
+        for group in self._groups[place]:
+            group.shard()
+        self._due -= place == 0
 
     @contextlib.contextmanager
     def backward(self, place: int, *, used: bool = False) -> Iterator[None]:

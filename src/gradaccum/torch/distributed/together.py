@@ -27,6 +27,7 @@ from gradaccum.errors import WindowError
 from gradaccum.on_torch.fitting import Fitting, StartOver, nothing_fits
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.sizes import Piece, Rows, Tokens
+from gradaccum.torch.distributed.by_blocks import ByBlocks
 from gradaccum.torch.distributed.fsdp import Shards
 from gradaccum.torch.distributed.single_rank import RanOut, SingleRank
 
@@ -181,11 +182,14 @@ def run_together(
     _begin_again(found, ranks, fitting, plan)
 
 
-def run_by_blocks(ranks: SingleRank, fitting: Fitting, plan: Rows | Tokens, run: Callable[[], None]) -> None:
+def run_by_blocks(
+    ranks: SingleRank, by_blocks: ByBlocks, fitting: Fitting, plan: Rows | Tokens, run: Callable[[], None]
+) -> None:
     """Run the micro-batches of a large batch block by block: ranks of a sharded model meet at blocks, not in passes.
 
     Args:
         ranks: All ranks.
+        by_blocks: What they do for the turns of blocks.
         fitting: Runs micro-batches.
         plan: Those of this rank: none of them, maybe.
         run: Runs all of them.
@@ -196,7 +200,9 @@ def run_by_blocks(ranks: SingleRank, fitting: Fitting, plan: Rows | Tokens, run:
     if not ranks.in_step:
         run()
         return
-    largest = max(plan, key=lambda piece: piece.tokens, default=Piece(slice(0, 0)))
+    pieces = list(plan)
+    largest = max(pieces, key=lambda piece: piece.tokens, default=Piece(slice(0, 0)))
+    by_blocks.agree(len(pieces))
     ranks.begin_passes()
     try:
         run()

@@ -31,6 +31,8 @@ logger = logging.getLogger("gradaccum")
 
 _LONG = ("python", "numpy")
 
+Around = Callable[[int], contextlib.AbstractContextManager[Any]]
+
 
 class FirstPasses:
     """The passes that tell the loss, and what they leave for those in which blocks run again.
@@ -54,14 +56,16 @@ class FirstPasses:
         self._drawn, self._learned = set[Any](), False
         self.open(len(blocks), proving=False, notes_leaves=False)
 
-    def open(self, tail: int, *, proving: bool, notes_leaves: bool) -> None:
+    def open(self, tail: int, *, proving: bool, notes_leaves: bool, around: Around = contextlib.nullcontext) -> None:
         """A window begins.
 
         Args:
             tail: The place of the block that the tail begins with; their number, where all of them run again.
             proving: Whether what blocks keep in attributes is noted.
             notes_leaves: Whether it is noted whose gradients come from graphs between blocks.
+            around: Called with a block's place. Returns a context around each of its calls.
         """
+        self._around = around
         self.tail, self._proving, self._notes_leaves = tail, proving, notes_leaves
         self.reached = dict[int, int]()
         """Of what graphs between blocks lead to, by id, after which block's turn its gradient is in."""
@@ -177,9 +181,11 @@ class FirstPasses:
         current.check_turn(place, self._blocks)
         if together is None and not torch.is_grad_enabled():
             current.calls.append(None)
-            return called(block.module, args, kwargs)
+            with self._around(place):
+                return called(block.module, args, kwargs)
         before = attributes_of(block.module) if self._proving else {}
-        outputs = (self._in_tail if place >= self.tail else self._without_graph)(place, inputs, current)
+        with self._around(place):
+            outputs = (self._in_tail if place >= self.tail else self._without_graph)(place, inputs, current)
         if self._proving:
             now = attributes_of(block.module)
             left = [name for name, value in now.items() if value is not before.get(name)]

@@ -95,7 +95,7 @@ class Layers:
         if in_turn is not None:
             in_turn.open()
         once = self.visits is None and not (in_turn is not None and in_turn.looks_ahead)
-        first.open(len(self.blocks) - once, proving=proving, notes_leaves=in_turn is not None)
+        first.open(len(self.blocks) - once, proving=proving, notes_leaves=in_turn is not None, around=self.ranks.call)
         with self.ranks.window(), intercepted([block.module for block in self.blocks], first.call):
             try:
                 if first.together is not None and take is not None and not plan.measuring:

@@ -72,7 +72,7 @@ class TrainStep:
         verify: Prove at the first update, on a few rows, that its micro-batches give what these rows give at once;
             again where a batch is of a new kind, and at updates 2, 4, 8, ..., 1024, 2048, 3072, ...
         sync: When ranks reduce their gradients: `"window"`, once per update; `"micro_batch"`, on every micro-batch, for
-            sharded models whose unsharded gradients don't fit.
+            sharded models whose unsharded gradients don't fit; with `blocks`, forward passes gather one at a time.
         blocks: Layer by layer: the model's blocks, an `nn.ModuleList`, its dotted path, a list of modules, or `"auto"`.
             Of a micro-batch only what the blocks are called with is kept; backward runs the blocks again, one after
             the other, each on all micro-batches. A sharded model gathers a block once per pass.
@@ -333,7 +333,7 @@ class TrainStep:
                 once = functools.partial(self._fitting.once if self.ranks.in_step else run, plan=plan, passes=passes)
                 losses = self.global_batch.of_all_ranks(window)
                 turns = functools.partial(layers.run, plan, once, self.gauge, losses, proving=self.proving, take=take)
-                run_by_blocks(self.ranks, self._fitting, plan, turns)
+                run_by_blocks(self.ranks, layers.ranks, self._fitting, plan, turns)
             elif self.ranks.in_step:
                 run_together(self.ranks, self._fitting, plan, passes, rows, self.cutting.least, at_once)
             elif at_once is not None:
