@@ -4,6 +4,7 @@ import copy
 import logging
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -811,6 +812,38 @@ def test_what_cannot_be_evaluated_is_said_once(caplog):
         step(X.repeat(2, 1), Y.repeat(2))
     (record,) = [record for record in caplog.records if "could not be proven" in record.message]
     assert "16 rows of this batch can't be evaluated" in record.message
+
+
+DRAWN = {
+    "NumPy's": lambda shape, own: np.random.standard_normal(shape),  # noqa: NPY002
+    "NumPy's, of its own": lambda shape, own: own.standard_normal(shape),
+    "Python's": lambda shape, own: [[random.random() for _ in range(shape[1])] for _ in range(shape[0])],
+}
+
+
+def noisy(draw, own, loss=CE):
+    return lambda model, x, y: loss(model(x + torch.as_tensor(draw(tuple(x.shape), own), dtype=x.dtype)), y)
+
+
+@pytest.mark.parametrize("whose", DRAWN)
+def test_random_numbers_of_numpy_and_python_that_follow_rows_are_no_accusation(whose, caplog):
+    compute_loss = noisy(DRAWN[whose], np.random.default_rng(0))
+    update(net(), compute_loss=compute_loss)
+    assert f"draws random numbers of {'its own' if 'own' in whose else whose}, which can't be given" in caplog.text
+    with pytest.raises(ValueError, match="which can't be given to their rows"):
+        check_equivalence(net(), (X, Y), compute_loss=compute_loss)
+
+
+@pytest.mark.parametrize("whose", DRAWN)
+def test_random_numbers_that_all_rows_share_are_compared_and_hide_no_wrong_loss(whose):
+    def draw(shape, own):
+        return DRAWN[whose]((1, 6), own)
+
+    own = np.random.default_rng(0)
+    update(net(), compute_loss=noisy(draw, own))
+    assert check_equivalence(net(), (X, Y), compute_loss=noisy(draw, own)).ok
+    centred = noisy(draw, own, lambda outputs, y: (outputs - outputs.mean(0)).square().mean())
+    assert "looks across the batch" in refused(net(), compute_loss=centred)
 
 
 WRONG = {

@@ -18,7 +18,7 @@ from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import BatchDims, leaves, map_leaves, number_of_rows, take
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.private import run_backward
-from gradaccum.on_torch.random_state import RandomState, all_generators, kept
+from gradaccum.on_torch.random_state import all_generators, kept
 from gradaccum.rounding import rounding
 from gradaccum.torch.buffers import LentBuffers
 from gradaccum.torch.chunking.gradients import gradient_leaf
@@ -97,12 +97,8 @@ def prove(
         fewer = max(2, count // 2)
         return prove(module, call_of, inputs, batch_dims, exact=exact, batch_norm=batch_norm, trims=trims, most=fewer)
     name = type(module).__name__
-    if wrong and comparison.drawn:
-        raise ValueError(
-            f"{name} draws random numbers of {', '.join(comparison.drawn)}, which can't be given to their rows, so "
-            "micro-batches can't be compared with the whole."
-        )
     if wrong:
+        comparison.noise.check(name)
         listing, sizes = "\n".join(wrong), " and ".join(map(str, dict.fromkeys(comparison.sizes)))
         raise NotEquivalentError(
             f"{name} is not per-row: {count} rows at once differ from the same in micro-batches of {sizes}.\n"
@@ -194,12 +190,11 @@ class _Comparison:
         halves = [rows // 2 + 1, rows - rows // 2 - 1] if rows > 2 else [1, 1]  # 5 and 3: in step with no period
         self.sizes = [1] * rows if trims else halves  # single rows: cut as much as any micro-batch cuts them
         self.noise = Replay(rows, neutral=neutral)
+        self.noise.holds(*generators_of(module, few))
         self.state = ModuleState(module)
         self.names = {id(parameter): name for name, parameter in module.named_parameters()}
         self.escaped = ""
         """What leaves by the side, and where; empty if nothing does."""
-        self.drawn: list[str] = []
-        """Whose random numbers don't follow their rows."""
         self.functional: list[str] = []
         self.remarks: list[str] = []
         self.outside: list[Tensor] = []
@@ -334,19 +329,12 @@ class _Comparison:
 
     def _whole(self, few: Inputs) -> Any:
         self.noise.start(None)
-        before = RandomState([*all_generators(), *generators_of(self.module, few)])
-        outputs = self.module(*few.args, **few.kwargs)
-        names = {"python": "Python's", "numpy": "NumPy's", "cpu": ""}
-        found = [names.get(g, "its own") if isinstance(g, str) else _owner(g) for g in before.moved()]
-        self.drawn = [name for name in found if name]
-        return outputs
+        return self.module(*few.args, **few.kwargs)
 
     def _in_micro_batches(self, few: Inputs) -> Any:
         order = itertools.cycle(torch.arange(self.rows).split(self.sizes))
-        own = RandomState(generators_of(self.module, few))
 
         def start(*_: Any) -> None:
-            own.put_back()
             self.noise.start(next(order))
 
         # Where the whole module runs in segments, there is no noise that follows rows.
@@ -384,10 +372,6 @@ class _Comparison:
         if self.functional:
             return f"torch.nn.functional.batch_norm is called in {_listed(self.functional)}: use GroupNorm there."
         return "It happens outside its layers. Do what looks across rows after the chunked module, on the whole batch."
-
-
-def _owner(generator: Any) -> str:  # none for those of PyTorch, which follow the rows
-    return "" if isinstance(generator, (torch.Generator, torch.device)) else "its own"
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:

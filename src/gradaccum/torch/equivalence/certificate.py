@@ -122,6 +122,7 @@ class _Certificate:
         self._allow_for_rounding(differences)
         if all(difference.error <= self.tolerance for difference in differences):
             return self._result(differences, [])
+        self.trial.replay.check("The model or the loss")
         if self.trial.hooks:
             wrong = [difference.name for difference in differences if not difference.error <= self.tolerance]
             hooked = [name for name in wrong if name in self.trial.hooks]

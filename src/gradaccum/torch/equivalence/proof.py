@@ -156,6 +156,8 @@ class Proof:
                     if wrong and split is not None:
                         differences = comparison.in_all_ways()
                         wrong = comparison.beyond_rounding(differences or [])
+                    if any(difference.part != "buffer" for difference in wrong):
+                        comparison.replay.check("the model or the loss")
                     chosen = self._choose_rules(comparison, wrong)
                 break
             except Exception as error:
@@ -277,13 +279,14 @@ class _Comparison:
         self._ways = self.splits = splits(few)
         if split is not None:
             self.splits = [self._ways[split % len(self._ways)]]
-        self._replay = Replay(few.rows, neutral=proof._exact)
+        self.replay = Replay(few.rows, neutral=proof._exact)
+        self.replay.holds(*proof.objective.modules.values(), proof.objective.evaluate)
         self._error: Exception | None = None
 
     @property
     def tolerance(self) -> float:
         """What is rounding in the narrowest dtype that was computed in."""
-        return rounding(str(self._replay.precision), self._proof.objective.device.type)
+        return rounding(str(self.replay.precision), self._proof.objective.device.type)
 
     def differences(self) -> list[Difference] | None:
         """The largest difference of each tensor over all splits; None without finite gradients to compare with."""
@@ -300,8 +303,8 @@ class _Comparison:
                     break  # otherwise it may be an overflow, which a GradScaler mends
         if not expected.finite:
             return None
-        if not (self._replay.replays or self._replay.neutral):
-            self._replay = Replay(self._few.rows, neutral=True)
+        if not (self.replay.replays or self.replay.neutral):
+            self.replay.neutral = True
             return self.differences()
         if not found:
             assert self._error is not None
@@ -318,7 +321,7 @@ class _Comparison:
         wrong = [d for d in differences if not d.error <= self.tolerance]
         if not wrong:
             return wrong
-        times = TIMES if self._replay.precision.itemsize > 2 else TIMES_IN_HALF
+        times = TIMES if self.replay.precision.itemsize > 2 else TIMES_IN_HALF
         moved = self._expected.moved_by_last_bits(list(self._parameters.values()), self._whole)
         allowed = {key: times * distance for key, distance in moved.items()}
         for split in self.splits:
@@ -347,7 +350,7 @@ class _Comparison:
             return []
 
     def _split(self, order: Tensor, sizes: list[int]) -> Outcome:
-        batch = watched(self._few.take(order), lambda rows: self._replay.start(order[rows]))
+        batch = watched(self._few.take(order), lambda rows: self.replay.start(order[rows]))
         with self._started():
             return self._outcome(self._proof._gradients(batch, sizes))
 
@@ -355,12 +358,12 @@ class _Comparison:
     def _started(self) -> Iterator[None]:
         for parameter in self._parameters.values():
             parameter.grad = None
-        self._replay.start(None)
+        self.replay.start(None)
         try:
-            with self._replay:
+            with self.replay:
                 yield
         finally:
-            self._replay.rewind()
+            self.replay.rewind()
             self._state.put_back()
 
     def _outcome(self, loss: Tensor) -> Outcome:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradaccum.on_torch import random_state
 from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.random_state import RandomState, all_generators, held_generators
 
 __all__ = ["Replay", "watched"]
 
@@ -41,6 +42,9 @@ class Replay(TorchDispatchMode):
         """Whether there were random numbers at all."""
         self.precision = torch.float64
         """The narrowest floating dtype that was computed in."""
+        self._drawn: set[str] = set()
+        self._own, self._begun = RandomState(()), RandomState(())
+        self._ends: dict[Any, RandomState] = {}
         self._shapes: dict[int, torch.Size] = {}
         self._taken: Tensor | None = None
         self._in_between = False
@@ -51,6 +55,7 @@ class Replay(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
+        self._look()
         Replay._active.remove(self)
         super().__exit__(*error)
 
@@ -67,14 +72,42 @@ class Replay(TorchDispatchMode):
 
     def start(self, taken: Tensor | None) -> None:
         """A forward pass begins: of these rows, or of the large batch (None), from the same random state each time."""
+        self._look()
         self._taken = taken
         random_state.seed(0)
         self.rewind()
+        self._begun = RandomState([*all_generators()[1:], *self._own.states])
+
+    def holds(self, *things: Any) -> None:
+        """These are what runs: every pass begins with their generators of NumPy's and Python's as they are now."""
+        held = [g for g in held_generators(*things) if not isinstance(g, torch.Generator)]
+        self._own.states |= RandomState(g for g in held if g not in self._own.states).states
 
     def rewind(self) -> None:
         """Set the user's own generators back to where they were found."""
+        self._own.put_back()
         for generator, state in self._generators:
             generator.set_state(state)
+
+    def _look(self) -> None:
+        """Numbers that aren't PyTorch's can't be cut. As many in each pass are the same; others follow its rows."""
+        now = RandomState(self._begun.states)
+        for generator in self._begun.moved(now):
+            if self._ends.setdefault(generator, now.only([generator])).moved(now):
+                self._drawn.add({"python": "Python's", "numpy": "NumPy's"}.get(str(generator), "its own"))
+        self._begun = RandomState(())
+
+    def check(self, name: str) -> None:
+        """Before a difference is taken for one.
+
+        Raises:
+            ValueError: Random numbers follow rows, and are another framework's.
+        """
+        if self._drawn:
+            raise ValueError(
+                f"{name} draws random numbers of {', '.join(sorted(self._drawn))}, which can't be given to their rows, "
+                "so micro-batches can't be compared with the whole. Draw them by torch, if they may be."
+            )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:

@@ -99,6 +99,7 @@ class Trial:
         things = _copy_all(self._things, dict(self._shared), lambda thing: thing)
         objective = _rebuilt(self.original, things, batch_dims)
         freezing = frozen(objective.model) if self.batch_norm == "frozen" else contextlib.nullcontext()
+        self.replay.holds(objective.model, objective.evaluate)
         with freezing, torch.enable_grad(), self.replay:
             self._state = ModuleState(objective.modules)
             yield objective
