@@ -1,5 +1,6 @@
 """The record of a check: its verdict, its error message, its files."""
 
+import dataclasses
 import json
 import math
 
@@ -22,6 +23,11 @@ def test_it_is_ok_if_nothing_differs_beyond_rounding():
     assert result.ok
     assert result.max_error == 1e-6
     assert result.raise_if_different() is result
+
+
+def test_two_orders_of_rows_in_the_same_sizes_are_said_once():
+    result = dataclasses.replace(record(), partitions=((5, 3), (5, 3), (4, 4)))
+    assert "8 rows at once against 5 + 3; 4 + 4 rows" in str(result)
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ class Equivalence:
             drawn = {line[1]: line[-1] for line in sorted(finite, key=lambda line: -line[-1])[:20]}
             blocks.append(Bars("Largest relative errors", drawn, log=True, limits={"allowed": self.tolerance}))
         if self.partitions:
-            sizes = "; ".join(" + ".join(map(str, sizes)) for sizes in self.partitions)
+            sizes = "; ".join(dict.fromkeys(" + ".join(map(str, sizes)) for sizes in self.partitions))
             blocks.append(
                 Text(f"{self.rows} rows at once against {sizes} rows, computed in {self.precision} on {self.device}.")
             )

@@ -305,6 +305,7 @@ def test_help_is_there(arguments):
     result = CliRunner().invoke(commands, arguments)
     assert "Usage: " in result.output
     assert "demo" in result.output
+    assert "..." not in result.output.split("Commands:")[-1]  # each command's sentence is there to its end
 
 
 def test_the_digits_take_more_epochs_unless_told(tmp_path, monkeypatch):

@@ -96,12 +96,18 @@ def test_a_limit_that_not_even_one_row_fits_is_exit_code_1(file):
     assert "Not even a micro-batch of one row fits" in result.stdout
 
 
+def test_a_batch_that_fits_as_it_is_takes_what_an_ordinary_step_takes(file):
+    _, second, _, _, _, plain, *_ = size(f"{file}:deep", "--memory", "1GiB").stdout.splitlines()
+    assert second.split(",")[0].split()[-2:] == plain.split()[-2:]
+
+
 @pytest.mark.parametrize("arguments", [("--memory", "lots"), ("--margin", "1")])
 def test_bad_input_is_one_clear_line_and_exit_code_2(file, arguments):
     result = size(f"{file}:make", *arguments)
     assert result.exit_code == 2
     (line,) = [line for line in result.stderr.strip().splitlines() if "own" not in line]
     assert line.startswith("Error: ")
+    assert arguments[0] in line
 
 
 def test_a_file_that_is_not_there_is_told():

@@ -13,15 +13,23 @@ from gradaccum.extras import require
 __all__ = ["check"]
 
 
-@click.command()
+@click.command(short_help="Is accumulation the large batch for a model, and if not, why?")
 @click.argument("target", required=False, metavar="FILE.py:MAKE")
 @click.option(
     "--micro-batch-size", type=click.IntRange(min=1), help="Rows of a micro-batch; ragged sizes are tried too."
 )
 @click.option("--framework", type=click.Choice(["torch", "keras", "jax"]), help="Default: what the model is of.")
 @click.option("--device", default="cpu", show_default=True, help="Where to compute, such as cuda.")
-@click.option("--json", is_flag=False, flag_value="-", help="Print the result as JSON, or write it to a file.")
-@click.option("--html", is_flag=False, flag_value="gradaccum-check.html", help="Write a report.")
+@click.option(
+    "--json", is_flag=False, flag_value="-", metavar="[FILE]", help="Print the result as JSON, or write it to FILE."
+)
+@click.option(
+    "--html",
+    is_flag=False,
+    flag_value="gradaccum-check.html",
+    metavar="[FILE]",
+    help="Write a report: to gradaccum-check.html, or to FILE.",
+)
 @click.pass_context
 def check(
     context: click.Context,

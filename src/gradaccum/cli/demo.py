@@ -17,7 +17,7 @@ DOUBLE_ROWS = 10_000
 """What float64 is shown on: no multiple of the batch's 64 rows, so the last window is a short one."""
 
 
-@click.command()
+@click.command(short_help="A large batch, accumulated ones and small ones, compared.")
 @click.option("--framework", type=click.Choice(["torch", "keras", "jax"]), default="torch", show_default=True)
 @click.option(
     "--dataset",

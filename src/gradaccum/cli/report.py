@@ -11,9 +11,9 @@ from gradaccum.cli.group import BadInput, checked_output, save
 __all__ = ["report"]
 
 
-@click.command()
+@click.command(short_help="Show what a Recorder has written.")
 @click.argument("file", type=click.Path(path_type=pathlib.Path))
-@click.option("--html", help="Write the report to this file, too.")
+@click.option("--html", metavar="FILE", help="Write the report to this file, too.")
 def report(file: pathlib.Path, html: str | None) -> None:
     """Show what a Recorder has written, as far as FILE can be read."""
     from gradaccum.report.run import read

@@ -8,15 +8,17 @@ import click
 
 from gradaccum.cli.group import DIFFERENT, BadInput, framework_of, require_framework, user_errors
 from gradaccum.cli.user_code import subject
-from gradaccum.sizes import MARGIN, DoesNotFit, Link, Scaling
+from gradaccum.sizes import MARGIN, DoesNotFit, Link, Scaling, parse_bytes
 
 __all__ = ["size"]
 
 
-@click.command()
+@click.command(short_help="Which micro-batch fits into a memory, and which way in.")
 @click.argument("target", metavar="FILE.py:MAKE")
 @click.option("--framework", type=click.Choice(["torch", "jax"]), help="Default: what the model is of.")
-@click.option("--memory", help="What the device has, such as 16GiB. Default: what is free on this one.")
+@click.option(
+    "--memory", metavar="BYTES", help="What the device has, such as 16GiB. Default: what is free on this one."
+)
 @click.option(
     "--margin",
     type=click.FloatRange(0, 1, max_open=True),
@@ -25,7 +27,7 @@ __all__ = ["size"]
     help="Part to leave free.",
 )
 @click.option("--ranks", type=click.IntRange(min=2), help="So many devices, a window on each.")
-@click.option("--link", help="What connects them: 25Gbit/s, or '25Gbit/s, 5us' with a latency.")
+@click.option("--link", metavar="SPEED", help="What connects them: 25Gbit/s, or '25Gbit/s, 5us' with a latency.")
 @click.option(
     "--seconds", type=click.FloatRange(0, min_open=True), help="What a micro-batch's passes take on a device."
 )
@@ -60,6 +62,10 @@ def size(
         between = Link.parse(link) if link else None
     except ValueError as error:
         raise BadInput(f"--link: {error}") from None
+    try:
+        limit = parse_bytes(memory)
+    except ValueError:
+        raise BadInput(f"--memory takes bytes, as in --memory 16GiB. Received: {memory}.") from None
     with user_errors(target):
         model, batch, keywords = subject(target)
         framework = framework_of(model, framework)
@@ -70,7 +76,8 @@ def size(
             )
         require_framework(framework)
         try:
-            estimate = _estimated(framework, model, batch, {"memory_limit": memory, "margin": margin} | keywords)
+            given = {"memory_limit": limit, "margin": margin} | keywords
+            estimate = _estimated(framework, model, batch, given)
             found, code = str(estimate), 0
             if ranks and between:
                 job = Scaling(seconds or 0.0, _gradient_bytes(framework, model), between)
@@ -78,7 +85,7 @@ def size(
         except DoesNotFit as error:
             found, code = str(error), DIFFERENT
         if framework == "torch":
-            ways = _ways(model, batch, {"memory_limit": memory, "margin": margin} | keywords)
+            ways = _ways(model, batch, given)
             found, code = f"{found}\n\n{ways}", 0 if any(way.fits for way in ways.ways) else DIFFERENT
     click.echo(found)
     context.exit(code)

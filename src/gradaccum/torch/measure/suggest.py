@@ -73,7 +73,7 @@ def estimate_size(model: nn.Module, batch: Any, *, margin: float = MARGIN, **key
     allowed = (1 - margin) * limit
 
     def peak(size: int) -> int:
-        return constant + micro_batch_peak(objective, batch, size)
+        return constant + micro_batch_peak(objective, batch, size, 1 if size == batch.rows else 2)
 
     size, needed = largest_size(peak, batch.rows, allowed)
     if needed > allowed:
