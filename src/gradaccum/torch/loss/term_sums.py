@@ -47,6 +47,13 @@ class TermSums(GradientSum):
         """The losses of the micro-batch in progress."""
         super().__init__(*arguments)
 
+    def prepare(self) -> None:
+        super().prepare()
+        beside = [held for term in self.terms.values() for held in (term.sums, term.restored)]
+        for held in (self.detached, self.restored, *beside):
+            if held:  # the parameters that were added come last
+                held += [None] * (len(self.parameters()) - len(held))
+
     @contextlib.contextmanager
     def reached(self, name: Hashable, accepting: Accepting) -> Iterator[None]:
         """Backward passes add to this term's sum."""

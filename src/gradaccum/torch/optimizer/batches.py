@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import operator
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradaccum.on_torch.batch import has_rows, leaves
+from gradaccum.torch.guard import are
 from gradaccum.torch.optimizer.rows import BatchWeight
 from gradaccum.torch.optimizer.windows import Windows
 
@@ -219,7 +219,7 @@ class _Contents:
     def __init__(self, batch: Any) -> None:
         self._batch = batch
         self._hold(_tensors(batch))
-        self._fixed = type(batch) is tuple and _are(batch, self._tensors)
+        self._fixed = type(batch) is tuple and are(batch, self._tensors)
         """Whether it cannot come to hold other tensors."""
 
     def _hold(self, tensors: list[Tensor]) -> None:
@@ -228,7 +228,7 @@ class _Contents:
 
     def remember(self, copied: bool) -> None:
         """As they are now they are to be found again."""
-        if not self._fixed and not _are(now := _tensors(self._batch), self._tensors):
+        if not self._fixed and not are(now := _tensors(self._batch), self._tensors):
             self._hold(now)
         self._versions = [tensor._version for tensor in self._tensors]
         self._copies = [tensor.clone() for tensor in self._tensors] if copied else None
@@ -272,11 +272,6 @@ def _tensors(batch: Any) -> list[Tensor]:
         elif hasattr(leaf, "__array_interface__") and has_rows(leaf) and leaf.dtype.kind in "biuf":
             found.append(torch.as_tensor(leaf))
     return found
-
-
-def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether both hold the same objects."""
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _span(tensor: Tensor) -> tuple[int, int] | None:

@@ -68,7 +68,7 @@ def window_state(windows: Windows) -> dict[str, Any]:
     """How far training has come, and the open window with its gradients: copies, so that a snapshot stays one.
 
     Raises:
-        WindowError: A gradient of a micro-batch that is not counted yet is in the sum.
+        WindowError: A gradient of a micro-batch that is not counted yet is in the sum; or its parameters are others.
     """
     open_ = windows.accumulation
     state: dict[str, Any] = {**windows.state_dict(), "window": open_.window.state_dict()}
@@ -76,6 +76,7 @@ def window_state(windows: Windows) -> dict[str, Any]:
         state["unit"], state["rank"] = open_.unit, open_.ranks.place
     if not open_.window.is_open:
         return state
+    windows.groups.check_parameters()
     open_.check_failed()
     if open_.ranks.in_step:
         open_.ranks.reduce_pending()

@@ -16,6 +16,7 @@ from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, ch
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
 from gradaccum.torch.distributed import check_detected, detect_ranks, leaving_on_error
+from gradaccum.torch.guard import parameters_of
 from gradaccum.torch.optimizer import checkpoint
 from gradaccum.torch.optimizer.accumulation import Accumulation, Nonfinite
 from gradaccum.torch.optimizer.batches import Batches
@@ -30,7 +31,6 @@ from gradaccum.torch.optimizer.proxy import (
     may_evaluate_again,
     needs_closure,
     overflows_easily,
-    parameters_of,
 )
 from gradaccum.torch.optimizer.windows import Windows, let_go
 from gradaccum.window import Reduction, checked_reduction
@@ -140,7 +140,7 @@ class Optimizer(OptimizerProxy):
         """Add parameters to the inner optimizer; their part of the open window's sum starts here."""
         if hasattr(self, "inner"):  # or behind a framework's imitation of this class
             self.inner.add_param_group(param_group)
-            self._windows.accumulation.parameters_added()
+            self._windows.parameters_added()
 
     # The window.
 

@@ -17,6 +17,7 @@ from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import global_step_hooks, without_global_step_hooks
 from gradaccum.schedule import Schedule
 from gradaccum.torch.distributed import check_flattened
+from gradaccum.torch.guard import parameters_of
 from gradaccum.torch.optimizer.loss_scale import LossScale
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
     "may_evaluate_again",
     "needs_closure",
     "overflows_easily",
-    "parameters_of",
 ]
 
 
@@ -154,10 +154,6 @@ class OptimizerProxy(torch.optim.Optimizer):
     @found_inf.deleter
     def found_inf(self) -> None:
         self._scaled = []
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:

@@ -104,7 +104,7 @@ def release(inner: torch.optim.Optimizer) -> None:
 
 
 def _is_reserved(inner: torch.optim.Optimizer) -> bool:
-    return KEY in inner.param_groups[0]
+    return any(KEY in group for group in inner.param_groups[:1])
 
 
 def _initialise(optimizer: torch.optim.Optimizer) -> None:
@@ -132,4 +132,4 @@ def is_initialisation(optimizer: torch.optim.Optimizer) -> bool:
     if optimizer.state or any((isinstance(rate, Tensor) and rate.device.type != "cpu") or rate for rate in rates):
         return False
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    return all(g is not None and not local_part(g).any() for g in gradients)
+    return bool(gradients) and all(g is not None and not local_part(g).any() for g in gradients)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,8 +15,8 @@ from gradaccum.errors import WindowError
 from gradaccum.noise import NoiseSchedule
 from gradaccum.on_torch.noise import inside_step
 from gradaccum.schedule import Schedule
+from gradaccum.torch.guard import ParameterGroups, parameters_of
 from gradaccum.torch.optimizer.accumulation import Accumulation
-from gradaccum.torch.optimizer.proxy import parameters_of
 from gradaccum.torch.optimizer.rows import RowsBeside
 from gradaccum.torch.optimizer.sharded_checkpoint import release
 
@@ -64,18 +63,22 @@ class Windows:
         self._step, self._check_steps = step, check_steps
         self._scheduled_for: tuple[int, int] | None = None
         self.noise_schedule = NoiseSchedule.of(schedule)
-        self._settings: list[dict[str, Any]] = []
-        """Each group's hyperparameters as the window began."""
+        self.groups = ParameterGroups(inner)
         self.fetched_ahead = False
         """Whether a loop of `batches()` is over whose first batch had no step."""
         self._rows_beside = RowsBeside(accumulation.window)
         self._said: set[str] = set()
-        self._warned_of_settings = self._told_of_schedule = False
+        self._told_of_schedule = False
         self.expect_next()
 
     def parameters(self) -> list[Tensor]:
         """The inner optimizer's, in the order of its groups."""
         return parameters_of(self.inner)
+
+    def parameters_added(self) -> None:
+        """Parameters have joined the inner optimizer on purpose: their part of an open window's sum starts here."""
+        self.groups.note_parameters()
+        self.accumulation.parameters_added()
 
     # How long they are.
 
@@ -151,8 +154,11 @@ class Windows:
             raise _fetched_ahead_error()
         if not window.weights:
             self._settle_steps()
-            self._note_settings()
+            if self.groups.note():
+                accumulation.parameters_added()
             guard.window_begins()
+        else:
+            self.groups.check_lists()
         untouched = guard.untouched
         if not (untouched and guard.arrivals) and self.schedule.constant != 1 and not self.ranks.in_step:
             self._check_micro_batch(accumulation)
@@ -275,7 +281,9 @@ class Windows:
     # The update.
 
     def _update(self) -> bool:
-        self._check_settings()
+        if self.accumulation.window.is_open:
+            self.groups.check_parameters()
+            self.groups.check_settings()
         try:
             if not self.accumulation.finish():
                 return False
@@ -299,29 +307,6 @@ class Windows:
         if followed is None or followed.learning_rate_factor == 1.0:
             return contextlib.nullcontext()
         return inside_step(self.inner, followed.scaled(self.inner.param_groups))
-
-    def _note_settings(self) -> None:
-        self._settings = list(map(dict, self.inner.param_groups))
-
-    def _check_settings(self) -> None:
-        """Hyperparameters belong to an update: warn, once, if one has changed inside the window."""
-        if self._warned_of_settings or not self.accumulation.window.is_open:
-            return
-        if not _differ(self.inner.param_groups, self._settings):  # next to always
-            return
-        changed = dict[str, str]()
-        for group, before in zip(self.inner.param_groups, self._settings):
-            for name, value in before.items():
-                if name != "params" and name in group and _differ(value, group[name]):
-                    changed.setdefault(name, f"{name} from {value} to {group[name]}")
-        if changed:
-            self._warned_of_settings = True
-            warnings.warn(
-                f"Hyperparameters changed, {', '.join(changed.values())} inside an open window: the update uses the "
-                "last ones. A scheduler steps once per update: `if optimizer.updated: scheduler.step()`; whatever "
-                "else changes them belongs there, too.",
-                stacklevel=5,
-            )
 
     def may_have_missed(self) -> None:
         """Updates came after the loop's body: say so where a learning-rate schedule may be stepped there."""
@@ -360,7 +345,7 @@ class Windows:
         self.restored = self.accumulation.window.is_open
         self._scheduled_for = (self.epoch, self.updates) if self.restored else None
         if self.restored:
-            self._note_settings()
+            self.groups.note()
         self.expect_next()
 
 
@@ -369,16 +354,6 @@ def let_go(windows: Windows) -> None:
     if windows.accumulation.window.is_open or windows.source is not None:
         windows.ranks.leave()
     windows.let_go()
-
-
-def _differ(one: Any, other: Any) -> bool:
-    """Whether two values of a hyperparameter differ; tensors that are not the same one do."""
-    if one is other:
-        return False
-    try:
-        return isinstance(one, Tensor) or isinstance(other, Tensor) or bool(one != other)
-    except (RuntimeError, TypeError, ValueError):  # arrays, or tensors inside of a tuple
-        return True
 
 
 def _counted_twice_error() -> WindowError:
