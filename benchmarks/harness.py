@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,11 @@ def seconds(function: Callable[[], object], clock: Callable[[], float] = time.pe
     return clock() - start
 
 
+Contenders = Mapping[str, Callable[[], object]]
+
+
 def ratios(
-    contenders: Mapping[str, Callable[[], object]],
+    contenders: Contenders | Callable[[], Contenders],
     rival: str,
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
@@ -99,23 +103,26 @@ def ratios(
     """Median over rounds of each contender's time over the rival's, all of them timed in every round.
 
     Args:
-        contenders: Functions that do the same work; each is called once before the first round.
+        contenders: Functions that do the same work; each is called once before the first round. Or what builds them,
+            anew for every third round: of small networks, where their memory happens to lie decides some per cent.
         rival: The one that the others are divided by.
         rounds: How often each is timed.
         clock: What times them: `time.process_time` counts what all threads of this process have computed, for what
             waits for nothing.
         about: What it is that they do, for the record.
     """
-    for function in contenders.values():
-        function()
-    shuffle = random.Random(0)
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name in shuffle.sample(list(contenders), len(contenders)):
-            times[name].append(seconds(contenders[name], clock))
+    shuffle, times = random.Random(0), defaultdict[str, list[float]](list)
+    built: Contenders = {}
+    for number in range(rounds):
+        if number == 0 or (number % 3 == 0 and callable(contenders)):
+            built = contenders() if callable(contenders) else contenders
+            for function in built.values():
+                function()
+        for name in shuffle.sample(list(built), len(built)):
+            times[name].append(seconds(built[name], clock))
     found = {
-        name: ratio_of([mine / theirs for mine, theirs in zip(taken, times[rival], strict=True)])
-        for name, taken in times.items()
+        name: ratio_of([mine / theirs for mine, theirs in zip(times[name], times[rival], strict=True)])
+        for name in built
     }
     return recorded(found, rival, rounds, about)
 
