@@ -56,7 +56,14 @@ def _entry(face: str, name: str, members: list[str]) -> str:
 
 def _reference(face: str) -> str:
     introduction = ast.get_docstring(TREES[face]) or ""
-    entries = [_entry(face, name, members) for name, members in sorted(public_names()[face].items())]
+
+    def order(name: str) -> tuple[bool, int, str]:
+        """What the introduction names first, in its order."""
+        place = introduction.find(f"`{name}`")
+        return place < 0, place, name
+
+    names = public_names()[face]
+    entries = [_entry(face, name, names[name]) for name in sorted(names, key=order)]
     return "\n".join([f"# `{face}`\n", introduction, "", *entries])
 
 
