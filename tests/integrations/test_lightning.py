@@ -33,6 +33,7 @@ with warnings.catch_warnings():
     from lightning.pytorch.plugins import MixedPrecision
 
     from gradaccum.integrations.lightning import GradientAccumulation
+    from tests.integrations.distributed.lightning_cases import SaveAt
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
@@ -557,15 +558,6 @@ class Resumable(DataLoader):
 
     def load_state_dict(self, state):
         self.start = state["batch"]
-
-
-class SaveAt(lightning.Callback):
-    def __init__(self, index, path):
-        self.index, self.path = index, path
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, index):
-        if index == self.index and trainer.current_epoch == 1:
-            trainer.save_checkpoint(self.path)
 
 
 @pytest.mark.parametrize("index", [4, 5, 7, 10])

@@ -2,6 +2,7 @@
 
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def rows_of(seed, rows, columns, size=6, dtype=torch.float64):
@@ -38,3 +39,15 @@ def plain_sigmoid(a, b, temperature, bias, positives=None, ignored=None):
 def same(of_a, of_b):
     """Pairs of rows with the same id, as a matrix."""
     return of_a[:, None] == of_b
+
+
+class Largest(TorchDispatchMode):
+    """How many numbers the largest tensor has that is made inside."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        found = [t.numel() for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, torch.Tensor)]
+        self.numbers = max(self.numbers, *found, 0)
+        return out

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from gradaccum.torch import chunked
 from gradaccum.torch.losses import info_nce, sigmoid_loss
 from tests.reference import FLOAT32, FLOAT64, relative_error
-from tests.torch.contrastive.problems import plain_info_nce, plain_sigmoid, rows_of, same
+from tests.torch.contrastive.problems import Largest, plain_info_nce, plain_sigmoid, rows_of, same
 
 ROWS, COLUMNS = 23, 31
 OF_A, OF_B = torch.arange(ROWS) % 7, torch.arange(COLUMNS) % 9  # some have several positives, ids 7 and 8 none
@@ -155,19 +155,6 @@ def test_rows_without_a_positive_are_left_out_and_a_batch_without_any_has_loss_0
 
 def test_memory_is_linear_in_the_rows():
     """Of everything that is made meanwhile nothing is larger than rows or a tile."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        numbers = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            found = [
-                t.numel() for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, torch.Tensor)
-            ]
-            self.numbers = max(self.numbers, *found, 0)
-            return out
-
     a, b = rows_of(10, 400, 500, size=4)
     with Largest() as largest:
         info_nce(

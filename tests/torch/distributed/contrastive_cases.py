@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum.torch import chunked
 from gradaccum.torch.losses import info_nce, sigmoid_loss
 from tests.reference import relative_error
-from tests.torch.contrastive.problems import plain_info_nce, plain_sigmoid, same
+from tests.torch.contrastive.problems import Largest, plain_info_nce, plain_sigmoid, same
 
 ROWS, COLUMNS = [5, 0, 8], [7, 2, 8]
 OF_A = [torch.arange(n) % 4 + rank for rank, n in enumerate(ROWS)]
@@ -165,19 +165,6 @@ def second_derivatives(rank):
 
 def largest_block(rank):
     """The most bytes in one tensor, on each rank."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        numbers = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            found = [
-                t.numel() for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, torch.Tensor)
-            ]
-            self.numbers = max(self.numbers, *found, 0)
-            return out
-
     a, b = copy.deepcopy(rows_of(rank, 50, size=8)).requires_grad_(), rows_of(rank + 3, 50, size=8).requires_grad_()
     with Largest() as largest:
         info_nce(a, b, tile=16, group=dist.group.WORLD).backward()

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils import checkpoint
 
 import gradaccum
 from gradaccum.torch import check_equivalence
+from tests.torch.equivalence.problems import Apply, Checkpointed, Codebook
 
 CE = nn.CrossEntropyLoss()
 
@@ -33,17 +33,6 @@ MASK = (torch.arange(7) < 2 + torch.arange(10)[:, None] % 6).long()
 LABELS = Y[:10]
 CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 4.0])
 SAMPLE_WEIGHTS = torch.rand(16, generator=torch.Generator().manual_seed(7))
-
-
-class Apply(nn.Module):
-    """A module of one function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 class Embedded(nn.Module):
@@ -86,18 +75,6 @@ class Tied(nn.Module):
 
     def forward(self, tokens):
         return self.head(self.embed(tokens)).mean(1)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.ReLU(inplace=True))
-        self.head = nn.Linear(8, 4)
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        x = x.clone().requires_grad_()
-        return self.head(checkpoint.checkpoint(self.body, x, use_reentrant=self.use_reentrant))
 
 
 class Counting(nn.Module):
@@ -150,22 +127,6 @@ def transformer(dropout=0.2):
 def transformer_first():
     layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.2)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-
-class Codebook(nn.Module):
-    """Vector quantisation whose codes follow an average of what they stand for."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("code", torch.randn(5, 8))
-
-    def forward(self, h):
-        nearest = torch.cdist(h, self.code).argmin(1)
-        quantised = self.code[nearest]
-        with torch.no_grad():
-            for index in nearest.unique():
-                self.code[index] = 0.9 * self.code[index] + 0.1 * h[nearest == index].mean(0)
-        return h + (quantised - h).detach()
 
 
 def keep_the_largest(x):

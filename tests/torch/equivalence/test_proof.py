@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils import checkpoint
 
 import gradaccum
 from gradaccum.on_torch.batch import Batch
 from gradaccum.torch import TrainStep, check_equivalence
 from gradaccum.torch.equivalence import proof
 from gradaccum.torch.equivalence.kinds import Kinds
+from tests.torch.equivalence.problems import Apply, Checkpointed, Codebook
 
 CE = nn.CrossEntropyLoss()
 ROWS = 24
@@ -49,15 +49,6 @@ def refused(*arguments, **keywords):
     with pytest.raises(gradaccum.NotEquivalentError) as raised:
         update(*arguments, **keywords)
     return str(raised.value)
-
-
-class Apply(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 @pytest.fixture
@@ -211,22 +202,6 @@ def test_a_hook_that_clamps_the_gradient_of_a_parameter_is_named():
     assert check_equivalence(model, (X, Y), loss_fn=CE).ok
 
 
-class Codebook(nn.Module):
-    """Vector quantisation whose codes follow an average of what they stand for."""
-
-    def __init__(self, persistent=True):
-        super().__init__()
-        self.register_buffer("code", torch.randn(5, 8), persistent=persistent)
-
-    def forward(self, h):
-        nearest = torch.cdist(h, self.code).argmin(1)
-        quantised = self.code[nearest]
-        with torch.no_grad():
-            for index in nearest.unique():
-                self.code[index] = 0.9 * self.code[index] + 0.1 * h[nearest == index].mean(0)
-        return h + (quantised - h).detach()
-
-
 class Centre(nn.Module):
     def __init__(self):
         super().__init__()
@@ -270,17 +245,6 @@ def test_what_moves_and_decides_nothing_is_said_by_name(caplog):
 
 
 # Nothing that is right is refused.
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.ReLU(inplace=True))
-        self.head = nn.Linear(8, 4)
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        return self.head(checkpoint.checkpoint(self.body, x.clone().requires_grad_(), use_reentrant=self.use_reentrant))
 
 
 def embedding():
