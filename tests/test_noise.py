@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from gradaccum.noise import Norms, effective_size, estimate
+from gradaccum.noise import Norms, estimate
 
 GRADIENT = np.array([1.0, -0.5, 0.25, 0.0, 0.5])
 NOISE = np.array([4.0, 1.0, 2.0, 3.0, 0.5])
@@ -22,7 +22,7 @@ def windows(seed: int, count: int, sizes=(4, 4, 4, 4), weights=None) -> list[Nor
     scale = np.sqrt(NOISE / sizes[:, None])
     gradients = GRADIENT + rng.normal(size=(count, len(sizes), len(NOISE))) * scale
     large = np.einsum("wkd,k->wd", gradients, weights / weights.sum())
-    large_size = effective_size(zip(weights, sizes))
+    large_size = weights.sum() ** 2 / (weights**2 / sizes).sum()
     first = gradients[:, 0]
     squares = (np.einsum("wd,wd->w", mean, mean).tolist() for mean in (first, large))
     return [Norms(small, sizes[0].item(), whole, large_size) for small, whole in zip(*squares)]

@@ -14,7 +14,7 @@ The simple noise scale is `B = tr(S) / |G|^2`, in rows. Both are averaged over w
 ratio of two averages has a bias that vanishes with their number, where the average of ratios keeps its own.
 
 Where rows weigh differently, a mean `sum_i w_i g_i / sum_i w_i` over micro-batches of `b_i` rows has the noise of
-`(sum_i w_i)^2 / sum_i (w_i^2 / b_i)` rows (`effective_size`), which takes the place of n and N.
+`(sum_i w_i)^2 / sum_i (w_i^2 / b_i)` rows, which takes the place of n and N.
 
 Source: McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training", 2018, appendix A.1.
 """
@@ -22,11 +22,11 @@ Source: McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Tr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["WINDOWS", "NoiseScale", "Norms", "effective_size", "estimate"]
+__all__ = ["WINDOWS", "NoiseScale", "Norms", "estimate"]
 
 WINDOWS = 500
 """How many windows are looked back on: the noise scale drifts."""
@@ -161,27 +161,6 @@ class NoiseScale:
             f"noise scale {_number(self.value)} {self.unit} ({_interval(self.interval, self.confidence)}), "
             f"measured over {self.updates} updates of {_number(self.batch_size)} {self.unit}"
         )
-
-
-def effective_size(parts: Iterable[tuple[float, float]]) -> float:
-    """How many equally weighted rows have the noise of this weighted mean of micro-batches.
-
-        (sum_i w_i)^2 / sum_i (w_i^2 / b_i)
-
-    Args:
-        parts: `(weight, rows)` of each micro-batch; `weight` is of the micro-batch as a whole.
-
-    Example:
-        >>> effective_size([(5, 5), (3, 3)])        # weights are rows: it is the rows
-        8.0
-        >>> effective_size([(1, 5), (1, 3)])        # an average of means over ragged micro-batches is noisier
-        7.5
-    """
-    weight = noise = 0.0
-    for w, rows in parts:
-        weight += w
-        noise += w * w / rows if w else 0.0
-    return weight * weight / noise if noise else 0.0
 
 
 def estimate(windows: Sequence[Norms], *, confidence: float = 0.95, unit: str = "rows") -> NoiseScale:

@@ -4,7 +4,7 @@ from gradaccum.jax.batch.arguments import argument_numbers, axes_of_each
 from gradaccum.jax.batch.jaxprs import drawn_shapes, equations
 from gradaccum.jax.batch.norms import squared_norm
 from gradaccum.jax.batch.rows import Batch, Group, spread
-from gradaccum.jax.batch.types import as_varying, devices_of, like, varying_axes, zeros
+from gradaccum.jax.batch.types import as_varying, like, varying_axes, zeros
 
 __all__ = [
     "Batch",
@@ -12,7 +12,6 @@ __all__ = [
     "argument_numbers",
     "as_varying",
     "axes_of_each",
-    "devices_of",
     "drawn_shapes",
     "equations",
     "like",

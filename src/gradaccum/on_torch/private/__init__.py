@@ -8,7 +8,6 @@ code relies on, such as `Tensor._version`, are used where they are needed.
 from gradaccum.on_torch.private.autograd import (
     accumulates,
     after_backward,
-    backward_engine,
     current_backward,
     hides_parameters,
     leaves_of,
@@ -43,7 +42,6 @@ __all__ = [
     "ShardedGroup",
     "accumulates",
     "after_backward",
-    "backward_engine",
     "casts_outputs",
     "communication_hooks",
     "current_backward",

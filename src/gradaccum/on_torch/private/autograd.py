@@ -12,7 +12,6 @@ from torch import Tensor
 __all__ = [
     "accumulates",
     "after_backward",
-    "backward_engine",
     "current_backward",
     "hides_parameters",
     "leaves_of",

@@ -2,7 +2,7 @@
 
 from gradaccum.torch.equivalence.causes import counting_layers
 from gradaccum.torch.equivalence.certificate import certify
-from gradaccum.torch.equivalence.outcome import Attributes, gradients_kept, left_as_found, relative_error
+from gradaccum.torch.equivalence.outcome import Attributes, gradients_kept, relative_error
 from gradaccum.torch.equivalence.proof import Proof, eager
 from gradaccum.torch.equivalence.row_randomness import Replay
 
@@ -14,6 +14,5 @@ __all__ = [
     "counting_layers",
     "eager",
     "gradients_kept",
-    "left_as_found",
     "relative_error",
 ]
