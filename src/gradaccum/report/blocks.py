@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradaccum.sizes import format_bytes
+
 __all__ = ["Bars", "Block", "Code", "Curve", "Curves", "Table", "Text", "format_bytes", "format_value"]
 
 
@@ -179,22 +181,6 @@ def format_value(value: Any) -> str:
         value = float(value)
         return f"{value:,.0f}" if math.isfinite(value) and 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
     return str(value)
-
-
-def format_bytes(number: float) -> str:
-    """A `number` of bytes with a binary unit.
-
-    Example:
-        >>> format_bytes(1536), format_bytes(3 * 2**30), format_bytes(-12)
-        ('1.5 KiB', '3.0 GiB', '-12 B')
-    """
-    if abs(number) < 1024:
-        return f"{number:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        number /= 1024
-        if abs(number) < 1024:
-            return f"{number:.1f} {unit}"
-    return f"{number / 1024:.1f} TiB"
 
 
 def _is_quantity(cell: Any) -> bool:

@@ -1,7 +1,7 @@
 """Rows into micro-batches: even sizes, the fastest that fits, what memory is free, what several ranks cost."""
 
 from gradaccum.sizes.by_shape import Sizers
-from gradaccum.sizes.estimate import DoesNotFit, SizeEstimate, largest_size, readable_bytes
+from gradaccum.sizes.estimate import DoesNotFit, SizeEstimate, format_bytes, largest_size
 from gradaccum.sizes.even import FixedSize, even_sizes
 from gradaccum.sizes.groups import Groups
 from gradaccum.sizes.host_memory import container_limits, free_host_memory, parse_bytes, process_memory
@@ -28,9 +28,9 @@ __all__ = [
     "Tokens",
     "container_limits",
     "even_sizes",
+    "format_bytes",
     "free_host_memory",
     "largest_size",
     "parse_bytes",
     "process_memory",
-    "readable_bytes",
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gradaccum.sizes.search import MemoryLine
 
-__all__ = ["DoesNotFit", "SizeEstimate", "largest_size", "readable_bytes"]
+__all__ = ["DoesNotFit", "SizeEstimate", "format_bytes", "largest_size"]
 
 
 class DoesNotFit(ValueError):
@@ -36,9 +36,9 @@ class SizeEstimate:
     def __str__(self) -> str:
         return (
             f"micro_batch_size: {self.micro_batch_size} of {self.rows} rows\n"
-            f"estimated peak:   {readable_bytes(self.peak)}, {readable_bytes(self.constant)} of it for parameters, "
+            f"estimated peak:   {format_bytes(self.peak)}, {format_bytes(self.constant)} of it for parameters, "
             "gradients, optimizer state and the batch\n"
-            f"memory limit:     {readable_bytes(self.limit)}, {100 * self.margin:.0f} % of it left free as a margin"
+            f"memory limit:     {format_bytes(self.limit)}, {100 * self.margin:.0f} % of it left free as a margin"
         )
 
 
@@ -69,10 +69,17 @@ def largest_size(peak: Callable[[int], int], rows: int, allowed: float) -> tuple
     return fits, known[fits]
 
 
-def readable_bytes(size: int) -> str:
-    """Bytes, KiB, MiB or GiB, with one decimal."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.1f} {unit}" if unit != "bytes" else f"{size} bytes"
-        size = size / 1024  # type: ignore[assignment]
-    return f"{size:.1f} GiB"
+def format_bytes(number: float) -> str:
+    """A `number` of bytes with a binary unit.
+
+    Example:
+        >>> format_bytes(1536), format_bytes(3 * 2**30), format_bytes(-12)
+        ('1.5 KiB', '3.0 GiB', '-12 B')
+    """
+    if abs(number) < 1024:
+        return f"{number:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        number /= 1024
+        if abs(number) < 1024:
+            return f"{number:.1f} {unit}"
+    return f"{number / 1024:.1f} TiB"

@@ -23,7 +23,7 @@ import math
 import random
 import re
 
-from gradaccum.sizes.estimate import readable_bytes
+from gradaccum.sizes.estimate import format_bytes
 
 __all__ = ["Link", "Scaling"]
 
@@ -157,7 +157,7 @@ class Scaling:
             window:           17 steps, 8,704 rows over all ranks, for 90 % of the time in passes; 1 step: 35 %
         """
         reduction = self.link.reduction_seconds(ranks, self.gradient_bytes)
-        sent, gradients = (readable_bytes(round(size)) for size in (self.sent_bytes(ranks, 1), self.gradient_bytes))
+        sent, gradients = (format_bytes(round(size)) for size in (self.sent_bytes(ranks, 1), self.gradient_bytes))
         first = f"an update sends:  {sent} from each of {ranks:,} ranks, {gradients} of gradients: {reduction:.3g} s"
         goal = f"for {100 * efficiency:.0f} % of the time in passes"
         if not self.seconds:

@@ -14,10 +14,10 @@ from gradaccum.sizes import (
     MARGIN,
     DoesNotFit,
     SizeEstimate,
+    format_bytes,
     free_host_memory,
     largest_size,
     parse_bytes,
-    readable_bytes,
 )  # fmt: skip
 
 __all__ = ["estimate_size"]
@@ -79,8 +79,8 @@ def estimate_size(
     size, needed = largest_size(peak, rows, allowed)
     if needed > allowed:
         raise DoesNotFit(
-            f"Not even a micro-batch of one row fits: it needs about {readable_bytes(needed)}, and "
-            f"{readable_bytes(int(allowed))} are there ({100 * margin:.0f} % of {readable_bytes(int(limit))} left "
+            f"Not even a micro-batch of one row fits: it needs about {format_bytes(needed)}, and "
+            f"{format_bytes(int(allowed))} are there ({100 * margin:.0f} % of {format_bytes(int(limit))} left "
             "free). Make the model smaller, shard it, or use jax.checkpoint or bfloat16."
         )
     return SizeEstimate(size, rows, int(limit), needed, sum(constant.values()), margin)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradaccum.on_torch.memory import is_out_of_memory
-from gradaccum.sizes import readable_bytes
+from gradaccum.sizes import format_bytes
 
 __all__ = ["OffloadChoice", "Store", "Waiting"]
 
@@ -100,9 +100,9 @@ class _InFile(Waiting):
             if is_out_of_memory(error):
                 raise
             there = self._folder.is_dir()
-            free = f"{readable_bytes(shutil.disk_usage(self._folder).free)} are free" if there else "it is gone"
+            free = f"{format_bytes(shutil.disk_usage(self._folder).free)} are free" if there else "it is gone"
             raise OSError(
-                f"An activation of {readable_bytes(self._nbytes)} could not be {what} the folder of "
+                f"An activation of {format_bytes(self._nbytes)} could not be {what} the folder of "
                 f"offload={str(self._folder)!r} ({free}): {error}. Give it a folder with more room, or offload=True."
             ) from error
 

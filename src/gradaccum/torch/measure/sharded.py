@@ -9,7 +9,7 @@ import torch
 
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import Gauge, local_part
-from gradaccum.sizes import MARGIN, largest_size, readable_bytes
+from gradaccum.sizes import MARGIN, format_bytes, largest_size
 from gradaccum.torch.distributed import SingleRank
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure.fake_memory import micro_batch_peak, optimizer_bytes
@@ -64,7 +64,7 @@ def largest_fitting(
         "micro_batch_size='auto': %d of %d rows, which are predicted to take %s at most, of %s.",
         size,
         batch.rows,
-        readable_bytes(int(needed)),
-        readable_bytes(int(limit)),
+        format_bytes(int(needed)),
+        format_bytes(int(limit)),
     )
     return size

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.on_torch.memory import Gauge, parse_bytes
-from gradaccum.sizes import MARGIN, DoesNotFit, SizeEstimate, largest_size, readable_bytes
+from gradaccum.sizes import MARGIN, DoesNotFit, SizeEstimate, format_bytes, largest_size
 from gradaccum.torch.layers import BlocksChoice, has_blocks
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure.fake_memory import batch_bytes, bytes_of, micro_batch_peak, optimizer_bytes
@@ -78,8 +78,8 @@ def estimate_size(model: nn.Module, batch: Any, *, margin: float = MARGIN, **key
     size, needed = largest_size(peak, batch.rows, allowed)
     if needed > allowed:
         raise DoesNotFit(
-            f"Not even a micro-batch of one row fits: it needs about {readable_bytes(needed)}, and "
-            f"{readable_bytes(int(allowed))} are there ({100 * margin:.0f} % of {readable_bytes(int(limit))} left "
+            f"Not even a micro-batch of one row fits: it needs about {format_bytes(needed)}, and "
+            f"{format_bytes(int(allowed))} are there ({100 * margin:.0f} % of {format_bytes(int(limit))} left "
             "free). Make the model smaller, shard it, or use gradient checkpointing or autocast=torch.bfloat16."
         )
     return SizeEstimate(size, batch.rows, int(limit), needed, constant + bytes_of(subject.trained), margin)

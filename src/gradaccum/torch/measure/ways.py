@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import Gauge
-from gradaccum.sizes import Piece, largest_size, readable_bytes
+from gradaccum.sizes import Piece, format_bytes, largest_size
 from gradaccum.torch.layers import Layers, Turns, turns
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure.fake_memory import LiveBytes, bytes_of, micro_batch_peak, on_fakes
@@ -62,7 +62,7 @@ class Ways:
         for way in self.ways:
             size = f"{way.micro_batch_size} rows" if way.micro_batch_size > 1 else "1 row"
             misfit = "" if way.fits else "   does not fit"
-            lines.append(f"{way.name:{width}}   {size:11} {readable_bytes(way.peak):>10}{misfit}")
+            lines.append(f"{way.name:{width}}   {size:11} {format_bytes(way.peak):>10}{misfit}")
         return "\n".join([*lines, *([self.note] if self.note else [])])
 
 

@@ -15,7 +15,7 @@ from gradaccum.errors import WindowError
 from gradaccum.on_torch.gradients import GradientSum, scale_
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory, local_part
 from gradaccum.on_torch.private import without_global_step_hooks
-from gradaccum.sizes import readable_bytes
+from gradaccum.sizes import format_bytes
 from gradaccum.torch.layers.blocks import Block
 from gradaccum.torch.layers.updates.ahead import Ahead
 from gradaccum.torch.layers.updates.one_by_one import check_one_by_one, check_own_step, limited_to
@@ -223,8 +223,8 @@ class InTurn(Turns):
         limit = self._gauge.limit() if missing else None
         if limit is not None and self._gauge.live() + missing > limit:
             raise torch.OutOfMemoryError(
-                f"The optimizers' state needs {readable_bytes(int(missing))}, and "
-                f"{readable_bytes(max(int(limit - self._gauge.live()), 0))} are free. Nothing has been updated. Use an "
+                f"The optimizers' state needs {format_bytes(int(missing))}, and "
+                f"{format_bytes(max(int(limit - self._gauge.live()), 0))} are free. Nothing has been updated. Use an "
                 "optimizer with less state."
             )
 

@@ -13,7 +13,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from gradaccum.sizes import readable_bytes
+from gradaccum.sizes import format_bytes
 
 __all__ = ["Files", "in_file"]
 
@@ -125,10 +125,10 @@ class Files:
             if file is not None:
                 file.close()
             there = self._folder.is_dir()
-            free = f"{readable_bytes(shutil.disk_usage(self._folder).free)} are free" if there else "it is gone"
+            free = f"{format_bytes(shutil.disk_usage(self._folder).free)} are free" if there else "it is gone"
             raise OSError(
                 f"{what} could not be put into the folder of {self._option}={str(self._folder)!r}: "
-                f"{readable_bytes(nbytes)} are needed, and {free} ({error}). Give it a folder with more room, or "
+                f"{format_bytes(nbytes)} are needed, and {free} ({error}). Give it a folder with more room, or "
                 f"{self._option}='cpu'."
             ) from error
         return file
