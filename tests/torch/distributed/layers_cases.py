@@ -58,9 +58,9 @@ class Network(nn.Module):
         return self.head(x)
 
 
-def sharded_by_blocks(model: Network, **options: Any) -> Any:
-    shape, names = ((2, 2), ("replicate", "shard")) if dist.get_world_size() == 4 else ((dist.get_world_size(),), None)
-    mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
+def sharded_by_blocks(model: Network, shape: tuple[int, ...] | None = None, **options: Any) -> Any:
+    shape = shape or ((2, 2) if dist.get_world_size() == 4 else (dist.get_world_size(),))
+    mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)

@@ -12,6 +12,7 @@ from tests.torch.distributed import layers_cases as cases
 from tests.torch.distributed.processes import Processes
 
 LIMIT = 40.0
+IN_BACKWARD = {"update": "in_backward"}
 
 
 def test_under_ddp_blocks_make_the_update_of_all_ranks_rows(ranks: Processes) -> None:
@@ -92,6 +93,16 @@ def test_hybrid_sharded_blocks_make_the_large_batchs_update(four_ranks: Processe
         assert max(error, loss_error) <= FLOAT64
 
 
+@pytest.mark.parametrize("clip_grad_norm", [None, 0.05])
+def test_a_model_that_fully_shard_replicates_is_updated_in_backward(
+    ranks: Processes, clip_grad_norm: float | None
+) -> None:
+    options = {"shard": {"shape": (2, 1)}, "clip_grad_norm": clip_grad_norm, **IN_BACKWARD}
+    for error, loss_error, sent in ranks.run(cases.against_the_large_batch, limit=LIMIT, **options):
+        assert max(error, loss_error) <= FLOAT64
+        assert [counts["all_gather"] + counts["reduce_scatter"] for counts in sent] == [0] * 3
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_sharded_blocks_take_weights_of_which_some_are_zero(ranks: Processes, told: bool) -> None:
     assert max(ranks.run(cases.with_weights, told, limit=LIMIT)) <= FLOAT64
@@ -158,9 +169,6 @@ def test_what_does_not_go_with_sharded_blocks_is_refused_by_name(ranks: Processe
 def test_weights_that_are_used_outside_of_their_sharded_block_are_an_error_that_names_it(ranks: Processes) -> None:
     for said in ranks.run(cases.borrowed, limit=LIMIT):
         assert "The block 'layers.2' got a gradient after its turn" in said
-
-
-IN_BACKWARD = {"update": "in_backward"}
 
 
 @pytest.mark.parametrize(

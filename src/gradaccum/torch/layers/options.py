@@ -53,7 +53,11 @@ def check_in_backward(*, closure: str | None, searched: bool, several: bool) -> 
     for wrong, why in (
         (closure, f"{closure} evaluates a closure, which needs all gradients and all parameters as they were"),
         (searched, "a size of micro-batches is searched for by their whole passes: give a `micro_batch_size` in rows"),
-        (several, "several ranks of a replicated model reduce their gradients when all are there"),
+        (
+            several,
+            "several ranks of a replicated model reduce their gradients when all are there; fully_shard with a mesh of "
+            "(ranks, 1) replicates it, too, and reduces by blocks",
+        ),
     ):
         if wrong:
             raise ValueError(
