@@ -164,6 +164,8 @@ MIXING: dict[str, Piece] = {
     "if the mean": lambda p, b, h: jnp.where(b["y"].mean() > 0.1, h, 2 * h),
     "cond on the mean": lambda p, b, h: lax.cond(b["y"].mean() > 0.1, jnp.sin, jnp.tanh, h),
     "if any": lambda p, b, h: jnp.where((b["ids"] > 6).any(), h, 0.5 * h),
+    "a number if any": lambda p, b, h: h * jnp.where((b["ids"] > 6).any(), 1.0, 0.5),
+    "a number by cond": lambda p, b, h: h * lax.cond((b["ids"] > 6).any(), lambda: 1.0, lambda: 0.5),
     "bins": lambda p, b, h: h * jnp.bincount(b["kinds"], length=WIDTH)[b["kinds"]][:, None, None],
     "ranks": lambda p, b, h: h * jnp.argsort(b["y"])[:, None, None],
     "normalised gradients": lambda p, b, h: normalised(h),

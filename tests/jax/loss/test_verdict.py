@@ -235,6 +235,12 @@ UNSURE = {
             x @ p, jax.lax.stop_gradient((x @ p).max())
         ), WIDE, X, "reduce_max",
     ),
+    "a number by what is in the batch": (
+        lambda p, x: jnp.where((x > 9).any(), 1.0, 2.0) * (x @ p).mean(), W, X, "reduce_or",
+    ),
+    "a branch by what is in the batch": (
+        lambda p, x: jax.lax.cond((x > 9).any(), lambda: 1.0, lambda: 2.0) * (x @ p).mean(), W, X, "`cond`",
+    ),
     "rows that are written down": (lambda p, x: (x.reshape(-1, 3, 4) @ p).mean(), W, X[:6], "can't be traced for"),
     "an unknown operation": (
         lambda p, x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x).mean() + p.sum(), W, X,
@@ -247,6 +253,8 @@ UNSURE = {
     "name",
     [
         "an unknown operation",
+        "a number by what is in the batch",
+        "a branch by what is in the batch",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("each row with itself", "a shift that cancels")),
     ],
 )

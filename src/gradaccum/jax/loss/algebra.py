@@ -137,8 +137,8 @@ def chosen(which: Known, cases: Sequence[Known], source: Source, number: Any) ->
     """Of `select_n`: one of several numbers, entry by entry."""
     if which.guard:
         kept = [case for case in cases if case.values is None]
-        if which.guard == FINITE or all(case.divides(which.guard) for case in kept):
-            return union(kept or cases)
+        if kept and (which.guard == FINITE or all(case.divides(which.guard) for case in kept)):
+            return union(kept)
     if which.terms and _one(which.terms) not in (Term(False), Term(True)):
         return function([which, *cases], source, number)
     own = any(term.own for term in which.terms)

@@ -205,7 +205,8 @@ def _branched(walk: Walk, equation: Equation, inputs: list[Value]) -> list[Value
         raise CannotTell("cond")
     found = [_run(walk, one, other, list(rest)) for one, other in pairs]
     known = [value for each in found for value in each if isinstance(value, Known) and value.values is None]
-    if which.guard and which.guard != FINITE and not all(value.divides(which.guard) for value in known):
+    guards = known and (which.guard == FINITE or all(value.divides(which.guard) for value in known))
+    if which.guard and not guards:
         raise MixesRows("cond")
     result = found[0]
     for each in found[1:]:
