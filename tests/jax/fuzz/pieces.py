@@ -16,6 +16,7 @@ from jax import lax
 __all__ = ["ENDINGS", "MIXING", "ROW_WISE", "TIME", "WIDTH", "data", "parameters"]
 
 TIME, WIDTH = 3, 4
+KEY = jax.random.key(0)
 Piece = Callable[[Any, Any, Any], Any]
 
 
@@ -120,6 +121,7 @@ ROW_WISE: dict[str, Piece] = {
     ),
     "maximum": lambda p, b, h: jnp.maximum(h, h.max(1, keepdims=True) - 0.5) * p["s"],
     "gradient": _penalty,
+    "a shared coin": lambda p, b, h: h * jax.random.uniform(KEY),
     "by target": lambda p, b, h: h * b["y"][:, None, None] + b["kinds"][:, None, None],
     "no NaN": lambda p, b, h: jnp.nan_to_num(h * p["s"]),
     "transposed": lambda p, b, h: jnp.einsum("btd,de->tbe", h, p["w"]).swapaxes(0, 1),

@@ -186,4 +186,4 @@ def _number(value: Any) -> Any:
 
 
 def _is_real(value: Any) -> bool:
-    return any(jnp.issubdtype(np.result_type(value), kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
+    return any(jnp.issubdtype(jnp.result_type(value), kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
