@@ -6,6 +6,7 @@ import warnings
 
 import torch
 
+from gradaccum import WindowError
 from tests.reference import relative_error, torch_updates
 from tests.torch.problems import mse, network, regression, sgd
 
@@ -139,3 +140,66 @@ def resume(rank, steps, index, folder):
     module = Module()
     trainer = fit(rank, steps, module, Rows(batches(rank), index + 1), checkpoint=path, max_epochs=3)
     return error(module, [*windows(steps)] * 3), trainer.global_step
+
+
+def save(rank, steps, index, path):
+    """Save in the second epoch, after this batch."""
+    fit(rank, steps, Module(), callbacks=[SaveAt(index, path)])
+
+
+def resume_alone(steps, index, path):
+    """What two ranks have saved goes on in this process, which has the rows of both. Returns (error, updates)."""
+    rows = [tuple(map(torch.cat, zip(*both, strict=True))) for both in zip(batches(0), batches(1), strict=True)]
+    module = Module()
+    trainer = lightning.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=3,
+        enable_model_summary=False, callbacks=[GradientAccumulation(steps)],
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, Rows(rows, index + 1), ckpt_path=path, weights_only=False)
+    return error(module, [*windows(steps)] * 3), trainer.global_step
+
+
+class Apart(Module):
+    """Rank 1 stops its epoch alone, fails alone, or has a schedule of its own."""
+
+    def __init__(self, rank, how):
+        super().__init__()
+        self.other, self.how = rank == 1, how
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        if self.how != "schedule":
+            return optimizer
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "rank"}}
+
+    def on_train_batch_start(self, batch, index):
+        return -1 if self.other and self.how == "-1" and index == 3 else None
+
+    def training_step(self, batch, index):
+        self.log("rank", float(self.current_epoch if self.other else -self.current_epoch), on_epoch=True)
+        if self.other and self.how == "error" and index == 3:
+            raise ArithmeticError("rank 1 failed")
+        return super().training_step(batch, index)
+
+
+class Unsized(torch.utils.data.IterableDataset):
+    def __init__(self, found):
+        self.found = found
+
+    def __iter__(self):
+        yield from self.found
+
+
+def apart(rank, how):
+    """What is said where ranks are not in the same place."""
+    rows, limit = batches(rank)[: 5 - 2 * rank if how in ("loader", "unsized", "limit") else 4], {}
+    if how == "limit":
+        limit = {"limit_train_batches": 4}
+    loader = torch.utils.data.DataLoader(Unsized(rows), batch_size=None) if how == "unsized" else Rows(rows)
+    try:
+        fit(rank, 2, Apart(rank, how), loader, max_epochs=3, **limit)
+    except (ArithmeticError, WindowError) as error:
+        return str(error)

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from gradaccum.errors import WindowError
-from gradaccum.torch.distributed import Settings, SingleRank, by_rank
+from gradaccum.torch.distributed import Meeting, Settings, by_rank
 from gradaccum.torch.optim import Optimizer
 
 __all__ = ["CLIPPING", "LoopBody", "lead_schedules"]
@@ -132,7 +132,7 @@ class LoopBody(Settings):
         self._asked = _Asked(clips, steps, repeated)
         return settings + zlib.crc32(repr((clips, steps, repeated)).encode())
 
-    def settle(self, ranks: SingleRank) -> None:
+    def settle(self, ranks: Meeting) -> None:
         """Take over what the others have asked for, where this rank's loop is over.
 
         Raises:
@@ -163,7 +163,7 @@ class LoopBody(Settings):
             for name, places, args, keywords in clips[0]:
                 self.clip(name, [parameters[place] for place in places], tuple(args), keywords)
 
-    def _take_over(self, everybody: list[_Asked], leader: int, ranks: SingleRank) -> None:
+    def _take_over(self, everybody: list[_Asked], leader: int, ranks: Meeting) -> None:
         """Have schedules and hyperparameters as that rank has them."""
         schedules, theirs = self._schedules(), everybody[leader]
         states = ranks.broadcast([s.state_dict() for s in schedules], leader)

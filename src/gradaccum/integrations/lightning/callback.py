@@ -20,7 +20,7 @@ from torch import Tensor
 from gradaccum.errors import WindowError
 from gradaccum.integrations.lightning.checks import Varying, check, check_optimizer, hyperparameters
 from gradaccum.integrations.lightning.frequencies import count_batches, count_updates
-from gradaccum.integrations.lightning.ranks import mean, over_ranks, reduce_
+from gradaccum.integrations.lightning.ranks import Ranks, mean, over_ranks, reduce_
 from gradaccum.on_torch.gradients import scale_
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
@@ -80,6 +80,9 @@ class GradientAccumulation(Callback):
         """What all ranks' sums are multiples of: the largest weight of the first batches."""
         self._trainer: Trainer | None = None
         self._guard: Guard | None = None
+        self._ranks: Ranks | None = None
+        self._total: float | None = None
+        """What the window that closes weighs on all ranks."""
         self._restored: dict[str, Any] | None = None
         self._expected = False
         """Whether the batch in use has had no backward pass."""
@@ -103,7 +106,7 @@ class GradientAccumulation(Callback):
         self._let_go()  # of training that has failed
         check(trainer, pl_module, self)
         logger.info("Lightning's Trainer with GA of %s steps", self._schedule)
-        self._trainer = trainer
+        self._trainer, self._ranks = trainer, Ranks(trainer)
         # Read by `estimated_stepping_batches` in configure_optimizers.
         constant = self._schedule.constant
         trainer.accumulate_grad_batches = constant if constant is not None else Varying()
@@ -151,9 +154,10 @@ class GradientAccumulation(Callback):
         if batch_idx % trainer.accumulate_grad_batches == 0 and self._window.is_open:
             self._discard("its last batch was None, or training_step returned None for it under a GradScaler")
         self._check_settings(trainer)
+        assert self._ranks is not None
         weight = self._weigh(batch)
+        largest = self._ranks.batch(weight, unknown=self._unit is None)
         if self._unit is None:
-            largest = over_ranks(trainer, torch.tensor(weight), "max").item()
             self._unit = self._window.unit = largest or None
         self._window.expect(weight, self._weigh.given)
         self._expected = True
@@ -167,6 +171,8 @@ class GradientAccumulation(Callback):
             )
         self._check_sum()
         factor = self._window.weigh()
+        if not trainer.fit_loop._should_accumulate():
+            self._close()
         if factor == 0:
             parameters = [p for p in self._parameters() if p.requires_grad]
             self._without = [p for p in parameters if p.grad is None]
@@ -234,11 +240,17 @@ class GradientAccumulation(Callback):
                 ", ".join(changed.values()),
             )
 
+    def _close(self, *, by_hand: bool = False) -> None:
+        """Tell the other ranks, before anybody waits in a reduction for one that won't come."""
+        assert self._ranks is not None
+        self._total = self._ranks.close(self._window.weight + (self._window.micro_batch.weight or 0.0), by_hand=by_hand)
+
     def _finish(self, trainer: Trainer) -> None:
         """Turn what Lightning and the ranks' reduction have left into the mean over all rows of the window."""
-        assert self._guard is not None
         window, ranks = self._window, trainer.world_size
-        total = over_ranks(trainer, torch.tensor(window.divisor, dtype=torch.float64), "sum").item()
+        if self._total is None:  # no backward pass has closed it
+            self._close(by_hand=True)
+        total = (self._total or 0.0) / (window.unit or 1.0)
         gradients = [p.grad for p in self._parameters() if p.grad is not None]
         if not total:
             logger.warning("No update: this window of %d micro-batches weighs nothing", window.micro_batches)
@@ -253,7 +265,7 @@ class GradientAccumulation(Callback):
     def _begin(self) -> None:
         """An empty window."""
         self._window.close()
-        self._window.unit, self._settings = self._unit, None
+        self._window.unit, self._settings, self._total = self._unit, None, None
         if self._guard is not None:
             self._guard.close()
 
@@ -262,6 +274,8 @@ class GradientAccumulation(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._window.is_open:  # training stops inside of it
             self._flush(trainer, schedulers=True)
+        if self._ranks is not None:
+            self._ranks.end_epoch()
 
     def _flush(self, trainer: Trainer, schedulers: bool = False) -> None:
         """Make the open window's update, short as it is, as Lightning makes that of an epoch's last batch."""
@@ -269,6 +283,7 @@ class GradientAccumulation(Callback):
         progress = loop.batch_progress
         last, progress.is_last_batch = progress.is_last_batch, True
         self._check_sum()
+        self._close(by_hand=True)
         if trainer.world_size > 1:
             reduce_(trainer, self._parameters())
         self._finish(trainer)
@@ -287,6 +302,8 @@ class GradientAccumulation(Callback):
         self._begin()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._ranks is not None:
+            self._ranks.leave()
         if self._window.is_open:  # which a checkpoint may still be taken of
             logger.warning(
                 "Training has ended inside an open window of %d micro-batches, which has made no update",
@@ -306,7 +323,7 @@ class GradientAccumulation(Callback):
             trainer.lightning_module.__dict__.pop("on_train_batch_start", None)
         if guard is not None:
             guard.remove()
-        self._guard = self._trainer = None
+        self._guard = self._trainer = self._ranks = None
 
     # Files.
 
@@ -329,6 +346,7 @@ class GradientAccumulation(Callback):
             "steps": trainer.accumulate_grad_batches,
             "micro_batches": self.micro_batches,
             "weight": weight.item(),
+            "ranks": trainer.world_size,
             "gradients": {index: gradient for index, gradient in enumerate(gradients) if gradient is not None},
         }
         return state
@@ -347,11 +365,12 @@ class GradientAccumulation(Callback):
                 "a checkpoint taken when a window was closed."
             )
         parameters = self._parameters()
+        share = window.get("ranks", trainer.world_size) / trainer.world_size  # of what all ranks had
         for index, gradient in window["gradients"].items():
             parameter = parameters[index]
-            parameter.grad = gradient.to(parameter.device).clone()
-        count = window["micro_batches"]
-        self._window.weights, self._window.weight = [window["weight"] / count] * count, window["weight"]
+            parameter.grad = gradient.to(parameter.device) * share
+        count, weight = window["micro_batches"], window["weight"] * share
+        self._window.weights, self._window.weight = [weight / count] * count, weight
         assert self._guard is not None
         self._guard.accept()
 

@@ -1,12 +1,124 @@
-"""Numbers and gradients of several ranks, through the Trainer's strategy."""
+"""Several ranks: where each of them is, over a process group of the callback's own; gradients, by the strategy."""
 
 from __future__ import annotations
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
-__all__ = ["mean", "over_ranks", "reduce_"]
+from gradaccum.errors import WindowError
+from gradaccum.torch.distributed import Channel, Kind, Settings, by_rank
+
+__all__ = ["Ranks", "mean", "over_ranks", "reduce_"]
+
+_PLACES = {
+    Kind.START: "at an epoch's first batch",
+    Kind.MICRO_BATCH: "at a batch",
+    Kind.WINDOW: "at a window's last batch",
+    Kind.FINISHED: "closing a window that is short",
+    Kind.NOTHING: "at an epoch's end",
+}
+
+
+class Ranks:
+    """All ranks of a Trainer, each of which says where it is before it waits for the others in a reduction.
+
+    Lightning's ranks wait for each other in every batch, so all must have as many. What keeps one from coming there is
+    an error on all of them.
+
+    Args:
+        trainer: Whose process group exists already. All ranks make this at the same time.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._channel = Channel(range(trainer.world_size)) if trainer.world_size > 1 else None
+        self._settings = Settings(lambda: [group for one in trainer.optimizers for group in one.param_groups])
+        self._epoch: int | None = None
+        self._sized = True
+
+    def batch(self, weight: float, *, unknown: bool) -> float:
+        """A batch begins. Returns the largest weight on any rank, where that is unknown.
+
+        Raises:
+            WindowError: Ranks have different numbers of batches.
+        """
+        trainer, largest = self._trainer, weight
+        if self._epoch != trainer.current_epoch or unknown:
+            self._epoch = trainer.current_epoch
+            loaders = CombinedLoader(trainer.train_dataloader).flattened
+            self._sized = all(sized_len(loader) is not None for loader in loaders)
+            messages = self._exchange(Kind.START, weight, float(trainer.num_training_batches), self._sized)
+            counts = [numbers[2] if numbers[3] else -1 for numbers in messages]
+            if len({*counts}) > 1:
+                raise _uneven_error([f"{count:g} batches" if count >= 0 else "an unknown number" for count in counts])
+            largest = max(numbers[1] for numbers in messages)
+        if not self._sized:
+            last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+            lasts = [bool(numbers[1]) for numbers in self._exchange(Kind.MICRO_BATCH, last)]
+            if len({*lasts}) > 1:
+                raise _uneven_error(["the last batch" if one else "further batches" for one in lasts])
+        return largest
+
+    def close(self, weight: float, *, by_hand: bool = False) -> float:
+        """A window closes, which has this weight here. Returns its weight on all ranks.
+
+        Args:
+            weight: This rank's.
+            by_hand: No backward pass reduces its gradients.
+
+        Raises:
+            WindowError: A rank is elsewhere, or has other hyperparameters.
+        """
+        if self._channel is None:
+            return weight
+        messages = self._exchange(Kind.FINISHED if by_hand else Kind.WINDOW, weight, self._settings.number())
+        if len({numbers[2] for numbers in messages}) > 1:
+            self._settings.settle(self._channel)
+        return sum(numbers[1] for numbers in messages)
+
+    def end_epoch(self) -> None:
+        """The epoch is over here.
+
+        Raises:
+            WindowError: It is not on other ranks.
+        """
+        self._exchange(Kind.NOTHING)
+        self._epoch = None
+
+    def leave(self) -> None:
+        """An error has ended training here. Waits for nobody."""
+        if self._channel is not None:
+            self._channel.post(Kind.LEFT)
+
+    def _exchange(self, kind: Kind, *numbers: float) -> list[list[float]]:
+        if self._channel is None:
+            return [[kind, *numbers]]
+        messages = self._channel.exchange(kind, *numbers)
+        kinds = [Kind(int(numbers[0])) for numbers in messages]
+        left = [rank for rank, one in enumerate(kinds) if one is Kind.LEFT]
+        if left:
+            raise WindowError(
+                f"Rank{'s' * (len(left) > 1)} {', '.join(map(str, left))} left training by an error, while other ranks "
+                "went on. Look at the error there."
+            )
+        if len({*kinds}) > 1:
+            raise WindowError(
+                f"The ranks are at different places: {by_rank([_PLACES[one] for one in kinds])}. Lightning's ranks "
+                "wait for each other in every batch. Stop training, or return -1 from on_train_batch_start, on all of "
+                "them at once: trainer.strategy.reduce_boolean_decision(stop, all=False)."
+            )
+        return messages
+
+
+def _uneven_error(found: list[str]) -> WindowError:
+    return WindowError(
+        f"Lightning's ranks wait for each other in every batch, and have different numbers of them: {by_rank(found)}. "
+        "Leave use_distributed_sampler=True, or cut all ranks' loaders to the shortest one; or wrap the optimizer in a "
+        "loop with Fabric, where optimizer.batches(loader) takes different numbers."
+    )
 
 
 def over_ranks(trainer: Trainer, number: Tensor, how: str) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradaccum.errors import WindowError
 from gradaccum.torch.distributed.by_blocks import ByBlocks
 
-__all__ = ["Listener", "RanOut", "Settings", "SingleRank", "Total", "by_rank"]
+__all__ = ["Listener", "Meeting", "RanOut", "Settings", "SingleRank", "Total", "by_rank"]
 
 
 class Total(NamedTuple):
@@ -66,6 +66,16 @@ class Listener(Protocol):
         """A backward pass has reduced the window's sum."""
 
 
+class Meeting(Protocol):
+    """Where all ranks are at the same time."""
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Every rank's object, by rank."""
+
+    def broadcast(self, mine: Any, source: int) -> Any:
+        """That rank's object, on every rank."""
+
+
 class Settings:
     """What an update does beside the gradient, which must be the same on all ranks: its hyperparameters.
 
@@ -85,7 +95,7 @@ class Settings:
             self._last, self._number = mine, zlib.crc32(repr(mine).encode())
         return self._number
 
-    def settle(self, ranks: SingleRank) -> None:
+    def settle(self, ranks: Meeting) -> None:
         """The ranks' numbers differ, on all of them.
 
         Raises:
