@@ -82,12 +82,12 @@ def require_framework(name: str) -> None:
         raise BadInput(f'{name} is not installed. Install it with: pip install "gradaccum[{name}]"')
 
 
-def framework_of(model: Any, told: str | None = None) -> str:
+def framework_of(model: Any, given: str | None = None) -> str:
     """`"keras"`, `"torch"` or `"jax"`: what the user said, or what the model is of.
 
     A Keras model may be a PyTorch module as well. For JAX it is the parameters, a pytree with arrays in it.
     """
-    return told or ("keras" if _is_keras(model) else "jax" if _has_jax_arrays(model) else "torch")
+    return given or ("keras" if _is_keras(model) else "jax" if _has_jax_arrays(model) else "torch")
 
 
 def _is_keras(model: Any) -> bool:

@@ -22,6 +22,7 @@ __all__ = [
     "as_found",
     "evaluated",
     "hold",
+    "put",
     "same",
     "set_to",
 ]
@@ -198,6 +199,16 @@ def set_to(tensor: Tensor, value: Tensor) -> None:
         tensor.data = value.clone()  # another size may not fit into its memory
     else:
         tensor.copy_(value)
+
+
+def put(holder: dict[str, Any], name: str, tensor: Tensor | None, value: Tensor) -> None:
+    """Have a buffer with this value there: this tensor, if it can take it."""
+    if tensor is None or (value.dtype, value.layout, value.device) != (tensor.dtype, tensor.layout, tensor.device):
+        holder[name] = value
+        return
+    holder[name] = tensor
+    # PyTorch's normalisation kernels don't count their moves as edits of what a graph has saved: told by name.
+    set_to(tensor.data if name.startswith("running_") else tensor, value)
 
 
 def _sample(tensor: Tensor) -> Tensor | None:

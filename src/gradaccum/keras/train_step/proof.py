@@ -48,10 +48,9 @@ class Proof:
     """Compares what a few rows of a batch give whole and in ragged micro-batches.
 
     Loss, gradients and moved variables are computed by the step that then makes the updates, with random numbers held
-    and BatchNormalization frozen, which has a warning of its own. The first batch of each `fit` is looked at, and each
-    batch that is of another kind or shows rows of another sort than were proved, that is the first one after the model
-    has been compiled anew, or with which an epoch begins after a variable has changed that the loss reads and that the
-    optimizer doesn't train.
+    and BatchNormalization frozen, which has a warning of its own. Looked at is the first batch of each `fit`, and each
+    batch of another kind, or with rows of another sort, than were proved. So is the first one after the model has been
+    compiled anew; and an epoch's first one, if a variable has changed that the loss reads and no optimizer trains.
 
     Differences above what rounding makes of the compared dtype are told from an ill-conditioned model's rounding: they
     must be larger than what moving the weights by one unit in the last place changes.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradaccum.on_torch.buffers import Moving, set_to
+from gradaccum.on_torch.buffers import Moving, put
 from gradaccum.torch.buffers.rules import Rule, ruled, rules_of
 
 __all__ = ["Move", "Moved", "move_all"]
@@ -121,9 +121,5 @@ def _move(move: Move) -> None:
     if end is None:
         if name in holder and tensor is not None:
             del holder[name]
-    elif tensor is not None and (end.dtype, end.layout, end.device) == (tensor.dtype, tensor.layout, tensor.device):
-        holder[name] = tensor
-        # PyTorch's normalisation kernels don't count their moves as edits of what a graph has saved: told by name.
-        set_to(tensor.data if name.startswith("running_") else tensor, end)
     else:
-        holder[name] = end
+        put(holder, name, tensor, end)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaccum.on_torch.buffers import HeldBuffer, same, set_to
+from gradaccum.on_torch.buffers import HeldBuffer, put, same
 
 __all__ = ["take_over"]
 
@@ -44,12 +44,7 @@ def take_over(
             own = now if before is None else before.tensor if before.copy is None else before.copy
             if (own is not None) if start is None else (own is None or not same(own, start.to(own.device))):
                 continue
-            end = end.to(device if on_device else "cpu")
-            if now is not None and (end.dtype, end.layout, end.device) == (now.dtype, now.layout, now.device):
-                # PyTorch's normalisation kernels don't count their moves either.
-                set_to(now.data if name.startswith("running_") else now, end)
-            else:
-                holder[name] = end
+            put(holder, name, now, end.to(device if on_device else "cpu"))
 
 
 def _moved(buffers: Buffers) -> dict[Key, dict[str, tuple[Tensor | None, Tensor, bool]]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.equivalence import Cause, Difference
 from gradaccum.on_torch.batch import Batch, children, rebuild, with_dims
@@ -26,8 +27,6 @@ __all__ = [
     "suspicion",
     "unusual_batch_norms",
 ]
-
-_NORMS = (nn.modules.batchnorm._BatchNorm,)
 
 
 def find_causes(
@@ -119,7 +118,7 @@ def _module_causes(trial: Trial, large: Trace, partitions: Sequence[Sequence[Ten
 
 
 def _failure(where: str, module: nn.Module | None, rows: int, error: Exception) -> Cause:
-    kind = "batch_norm" if isinstance(module, _NORMS) else "error"
+    kind = "batch_norm" if isinstance(module, _BatchNorm) else "error"
     shown = str(error).strip().splitlines()[0] if str(error).strip() else ""
     return Cause(
         kind,  # type: ignore[arg-type]  # one of two literals
@@ -131,7 +130,7 @@ def _failure(where: str, module: nn.Module | None, rows: int, error: Exception) 
 
 def _mixes(path: str, module: nn.Module) -> Cause:
     where = _where(path)
-    if isinstance(module, _NORMS):
+    if isinstance(module, _BatchNorm):
         return Cause(
             "batch_norm",
             where,
@@ -269,7 +268,7 @@ def _buffer_causes(
         if path in culprits:
             continue
         module = large.kinds.get(path)
-        if isinstance(module, _NORMS):  # behind a module that mixes rows itself, so that its inputs differ already
+        if isinstance(module, _BatchNorm):  # behind a module that mixes rows itself, so that its inputs differ already
             causes.append(_mixes(path, module))
             continue
         causes.append(

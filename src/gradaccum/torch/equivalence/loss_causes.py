@@ -37,7 +37,8 @@ class _Split:
     rows: tuple[Tensor, Tensor]
     whole: Tensor
     parts: tuple[Tensor, Tensor]
-    told: tuple[float | None, float | None]
+    weights: tuple[float | None, float | None]
+    """What `compute_loss` returned with the parts' losses."""
 
     @classmethod
     def of(cls, trial: Trial, rows: tuple[Tensor, Tensor], outputs: Outputs | None) -> _Split:
@@ -161,7 +162,7 @@ def _wrong_weight(trial: Trial, splits: list[_Split], shares: list[float]) -> Ca
 
 
 def _was(trial: Trial, split: _Split) -> str:
-    if split.told[0] is not None:
+    if split.weights[0] is not None:
         return "what `compute_loss` returns with the loss"
     if trial.original.weight is not None:
         return "what `weight` returns"
@@ -169,9 +170,9 @@ def _was(trial: Trial, split: _Split) -> str:
 
 
 def _declared(trial: Trial, split: _Split, part: int) -> float:
-    told = split.told[part]
-    if told is not None:
-        return told
+    own = split.weights[part]
+    if own is not None:
+        return own
     weight = trial.original.total(trial.batch.take(split.rows[part]))
     if isinstance(weight, dict):
         weight = weight.get(trial.term, 0.0)

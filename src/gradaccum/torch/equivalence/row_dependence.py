@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.on_torch.batch import leaves, map_leaves
+from gradaccum.torch.equivalence.row_randomness import row_dimension, rows_in
 
 __all__ = ["Outputs", "Trace", "mixing"]
 
@@ -154,9 +155,9 @@ def mixing(
         their_inputs, their_outputs = other.calls[path, call]
         if len(inputs) != len(their_inputs) or len(outputs) != len(their_outputs) or not inputs:
             continue
-        told = [differ(a, b) for a, b in zip(inputs, their_inputs)]
+        verdicts = [differ(a, b) for a, b in zip(inputs, their_inputs)]
         # An input of no rows (a mask, a number) that can't be compared is no reason to suspect the module.
-        if any(told) or all(verdict is None for verdict in told):
+        if any(verdicts) or all(verdict is None for verdict in verdicts):
             continue
         # An output without rows is a reduction over the batch, a loss say: whether that adds up is not asked here.
         pairs = [(a, b) for a, b in zip(outputs, their_outputs) if taken is None or a.shape != b.shape]
@@ -235,14 +236,11 @@ class Outputs:
             self._leaves.append(leaf.requires_grad_())
         if rows is None:
             return leaf.clone()
-        different = [dim for dim, (a, b) in enumerate(zip(leaf.shape, new.shape)) if a != b]
-        if leaf.dim() == new.dim() and len(different) == 1:
-            dim = different[0]
-            if leaf.shape[dim] % self.rows == 0 and leaf.shape[dim] // self.rows * len(rows) == new.shape[dim]:
-                split = leaf.unflatten(dim, (self.rows, -1))
-                return split.index_select(dim, rows.to(leaf.device)).flatten(dim, dim + 1)
-        self.complete = False
-        return new
+        dim = row_dimension(leaf.shape, new.shape, self.rows, rows)
+        if dim is None or dim < 0:
+            self.complete = False
+            return new
+        return rows_in(leaf, dim, self.rows, rows)
 
     def gradients(self) -> Tensor:
         """The gradient with respect to the whole of what was kept, in one vector."""

@@ -15,7 +15,7 @@ from gradaccum.on_torch import random_state
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.random_state import RandomState, all_generators, held_generators
 
-__all__ = ["Replay", "watched"]
+__all__ = ["Replay", "row_dimension", "rows_in", "watched"]
 
 
 class Replay(TorchDispatchMode):
@@ -144,7 +144,7 @@ class Replay(TorchDispatchMode):
         if self._taken is None:
             self._shapes[seed] = shape
         full = self._shapes.get(seed)
-        fitting = _row_dimension(full, shape, self.rows, self._taken) if full is not None else None
+        fitting = row_dimension(full, shape, self.rows, self._taken) if full is not None else None
         if self.neutral:
             return torch.full(shape, 0.5, dtype=torch.float64, device=device)
         source = torch.Generator(device).manual_seed(seed)
@@ -155,8 +155,7 @@ class Replay(TorchDispatchMode):
         if fitting < 0:
             return values
         assert self._taken is not None
-        split = values.unflatten(fitting, (self.rows, -1))
-        return split.index_select(fitting, self._taken.to(device)).flatten(fitting, fitting + 1)
+        return rows_in(values, fitting, self.rows, self._taken)
 
     def _seed(self, generator: torch.Generator | None) -> int:
         if generator is not None and all(generator is not known for known, _ in self._generators):
@@ -180,7 +179,7 @@ class _Noise:
         return torch.special.ndtri(self.uniform(template).clamp(min=2.0**-60))
 
 
-def _row_dimension(full: torch.Size, shape: torch.Size, rows: int, taken: Tensor | None) -> int | None:
+def row_dimension(full: torch.Size, shape: torch.Size, rows: int, taken: Tensor | None) -> int | None:
     """The dimension that holds the rows; -1 where the micro-batch shares all of it, None where neither fits."""
     if full == shape:
         return -1
@@ -192,6 +191,11 @@ def _row_dimension(full: torch.Size, shape: torch.Size, rows: int, taken: Tensor
         if full[dim] % rows == 0 and full[dim] // rows * len(taken) == shape[dim]:
             return dim
     return None
+
+
+def rows_in(values: Tensor, dim: int, rows: int, taken: Tensor) -> Tensor:
+    """What belongs to these rows, where a dimension holds so many."""
+    return values.unflatten(dim, (rows, -1)).index_select(dim, taken.to(values.device)).flatten(dim, dim + 1)
 
 
 def _template(given: dict[str, Any]) -> Tensor:
