@@ -5,7 +5,7 @@ from torch import nn
 
 from gradaccum.on_torch.buffers import evaluated
 from gradaccum.torch import TrainStep
-from gradaccum.torch.equivalence.outcome import ModuleState
+from gradaccum.torch.buffers import ModuleState
 
 
 class Quantised(torch.Tensor):

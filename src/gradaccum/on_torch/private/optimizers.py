@@ -1,4 +1,4 @@
-"""What is used of torch"s optimizers beyond their public API."""
+"""What is used of torch's optimizers beyond their public API."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.random_state import all_generators, kept
 from gradaccum.rounding import rounding
-from gradaccum.torch.buffers import LentBuffers
+from gradaccum.torch.buffers import Attributes, LentBuffers, gradients_kept
 from gradaccum.torch.chunking.gradients import gradient_leaf
 from gradaccum.torch.chunking.recompute import ModuleState, accelerators, parametrizations_computed
 from gradaccum.torch.chunking.trees import Inputs, as_leaf, copied, is_floating, tensors_of
@@ -33,7 +33,7 @@ from gradaccum.torch.chunking.watch import (
     noted,
     same_values,
 )
-from gradaccum.torch.equivalence import Attributes, Replay, counting_layers, eager, gradients_kept, relative_error
+from gradaccum.torch.equivalence import Replay, counting_layers, eager, relative_error
 
 __all__ = ["ROWS", "Findings", "prove"]
 

@@ -17,8 +17,9 @@ from gradaccum.on_torch.random_state import held_generators
 from gradaccum.rounding import IN_FLOAT64, rounding
 from gradaccum.sizes import Groups, even_sizes
 from gradaccum.torch.batch_norm import BatchNormChoice
+from gradaccum.torch.buffers import gradients_kept
 from gradaccum.torch.equivalence.causes import find_causes, hook_cause, input_cause, nondeterminism_cause
-from gradaccum.torch.equivalence.outcome import Outcome, gradients_kept, largest, worst
+from gradaccum.torch.equivalence.outcome import Outcome, largest, worst
 from gradaccum.torch.equivalence.trial import Accumulate, Trial
 from gradaccum.torch.loss import Objective
 

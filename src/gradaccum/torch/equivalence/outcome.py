@@ -1,37 +1,19 @@
-"""What passes through a model leave behind, how far apart two such outcomes are, and how to leave nothing behind."""
+"""What passes through a model leave behind, and how far apart two such outcomes are."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 
 from gradaccum.equivalence import Difference
-from gradaccum.on_torch.buffers import same, set_to
-from gradaccum.on_torch.random_state import all_generators, held_generators, kept
 
-__all__ = [
-    "Attributes",
-    "LoweredScale",
-    "ModuleState",
-    "Outcome",
-    "gradients_kept",
-    "largest",
-    "left_as_found",
-    "owners_of_buffers",
-    "relative_error",
-    "worst",
-]
-
-_SMALL = 1 << 20
-"""Bytes up to which a frozen parameter is copied: larger ones are pretrained weights, which stand still."""
+__all__ = ["LoweredScale", "Outcome", "largest", "relative_error", "worst"]
 
 
 @dataclass(frozen=True)
@@ -171,178 +153,6 @@ class LoweredScale:
         return loss if self._scaler is None else self._scaler.scale(loss) * self.factor
 
 
-class _Held(NamedTuple):
-    name: str
-    owner: dict[str, Any]
-    key: str
-    tensor: Tensor
-    copy: Tensor
-
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_CONTAINERS = (list, dict, set)
-_HOOKS = tuple(name for name in sorted(_OF_EVERY_MODULE) if "hooks" in name)
-
-
-class Attributes:
-    """What modules have as plain attributes, in the lists, dicts and sets among them, and as hooks at this moment.
-
-    All of it together: a flag that says whether hooks have been registered is right beside those hooks alone.
-
-    Args:
-        modules: The modules, each by itself.
-        hooked: Others, of which hooks are all that counts.
-
-    Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> found = Attributes([layer])
-        >>> handle, layer.ready = layer.register_forward_hook(print), True
-        >>> found.put_back()
-        >>> hasattr(layer, "ready"), len(layer._forward_hooks)
-        (False, 0)
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], hooked: Iterable[nn.Module] = ()) -> None:
-        self.held: list[tuple[nn.Module, dict[str, Any]]] = []
-        """Of each module, what is in its `__dict__`."""
-        self._containers: list[tuple[Any, Any]] = []
-        for module in modules:
-            if not isinstance(module, torch.jit.ScriptModule):
-                own = vars(module)
-                self.held.append((module, dict(own)))
-                self._keep(own, {name for name in own.keys() - _OF_EVERY_MODULE if type(own[name]) in _CONTAINERS})
-                self._keep(own, _HOOKS)
-        for module in hooked:
-            self._keep(vars(module), _HOOKS)
-
-    def _keep(self, own: dict[str, Any], names: Iterable[str]) -> None:
-        containers = [own[name] for name in names if name in own]
-        self._containers += [(found, found.copy() if found else ()) for found in containers]  # mostly they are empty
-
-    def put_back(self) -> None:
-        """Make it what it was."""
-        for module, attributes in self.held:
-            own = vars(module)
-            if list(own) == list(attributes) and all(map(is_, own.values(), attributes.values())):
-                continue
-            for key in own.keys() - attributes.keys():
-                del own[key]
-            own.update(attributes)
-        for container, content in self._containers:
-            if container or content:
-                container.clear()
-                (container.extend if isinstance(container, list) else container.update)(content)
-
-
-class ModuleState:
-    """The buffers, small frozen parameters and plain attributes of modules at this moment.
-
-    Args:
-        roots: The modules, by the prefix of their names.
-
-    Example:
-        >>> norm = nn.BatchNorm1d(2)
-        >>> state = ModuleState({"": norm})
-        >>> y = norm(torch.randn(3, 2))
-        >>> int(norm.num_batches_tracked), state.put_back(), int(norm.num_batches_tracked)
-        (1, None, 0)
-    """
-
-    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
-        self._held: list[_Held] = []
-        self._holders: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = []
-        self.made: dict[str, tuple[str, str, str]] = {}
-        """Of each buffer that a pass has made since, by its full name: path and kind of its module, its name there."""
-        self._dicts: set[int] = set()
-        self._paths: list[str] = []
-        seen: set[nn.Module] = set()
-        modules = []
-        for prefix, root in roots.items():
-            for path, module in root.named_modules(seen, prefix=prefix):
-                self._hold(path, dict(module.named_buffers(recurse=False)), module._buffers)
-                self._dicts.add(id(module._buffers))
-                if not isinstance(module, _BatchNorm):
-                    self._holders.append((path, type(module).__name__, module._buffers, dict(module._buffers)))
-                frozen = {name: p for name, p in module.named_parameters(recurse=False) if not p.requires_grad}
-                self._hold(path, {n: p for n, p in frozen.items() if p.nbytes <= _SMALL}, module._parameters)
-                if not isinstance(module, torch.jit.ScriptModule):
-                    self._paths.append(path)
-                    modules.append(module)
-                    self._hold(path, vars(module), vars(module))
-        self._attributes = Attributes(modules)
-
-    def _hold(self, path: str, found: Mapping[str, Any], owner: Any) -> None:
-        for key, value in found.items():
-            if isinstance(value, Tensor) and value.grad_fn is None and not value.is_meta:
-                name = f"{path}.{key}" if path else key
-                inner = {
-                    part: vars(value).get(part) for part in getattr(value, "__tensor_flatten__", lambda: ((), 0))()[0]
-                }
-                if inner and None not in inner.values():  # quantised: the tensor itself can't be compared or copied
-                    self._hold(name, inner, vars(value))
-                else:
-                    self._held.append(_Held(name, owner, key, value, value.detach().clone()))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Copies of what these tensors are now, by name; without attributes that are of another shape now."""
-        now = {}
-        for name, owner, key, tensor, _ in self._held:
-            found = owner.get(key)
-            alike = isinstance(found, Tensor) and (found.shape == tensor.shape or id(owner) in self._dicts)
-            if isinstance(found, Tensor) and found.grad_fn is None and alike:
-                now[name] = found.detach().clone()
-        for path, kind, owner, before in self._holders:
-            for key in owner.keys() if len(owner) != len(before) or None in before.values() else ():
-                if before.get(key) is None and owner[key] is not None:
-                    name = f"{path}.{key}" if path else key
-                    self.made[name] = path, kind, key
-                    now[name] = owner[key].detach().clone()
-        return now
-
-    def numbers(self) -> dict[str, Tensor]:
-        """What the numbers among the attributes are now, by name."""
-        now = {}
-        for path, (module, attributes) in zip(self._paths, self._attributes.held, strict=True):
-            for key, before in attributes.items():
-                value: Any = vars(module).get(key)
-                if type(before) in (int, float) and type(value) in (int, float):
-                    now[f"{path}.{key}" if path else key] = torch.tensor(float(value), dtype=torch.float64)
-        return now
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Make everything what it was."""
-        self._attributes.put_back()
-        for _, _, owner, before in self._holders:
-            if owner.keys() != before.keys() or None in before.values():
-                for key in owner.keys() - before.keys():
-                    del owner[key]
-                owner.update({key: None for key, buffer in before.items() if buffer is None})
-        for _, owner, key, tensor, copy in self._held:
-            if owner.get(key) is not tensor:
-                owner[key] = tensor
-            if not same(tensor, copy):
-                set_to(tensor, copy)
-
-
-def owners_of_buffers(roots: Mapping[str, nn.Module]) -> dict[str, tuple[str, str, str]]:
-    """Of each buffer, by its full name, the path and the kind of its module, and its name there.
-
-    Args:
-        roots: The modules, by the prefix of their names.
-
-    Example:
-        >>> owners_of_buffers({"": nn.Sequential(nn.BatchNorm1d(2))})["0.running_mean"]
-        ('0', 'BatchNorm1d', 'running_mean')
-    """
-    return {
-        f"{path}.{name}".lstrip("."): (path, type(layer).__name__, name)
-        for prefix, root in roots.items()
-        for path, layer in root.named_modules(prefix=prefix)
-        for name in layer._buffers
-    }
-
-
 @contextlib.contextmanager
 def _bits_flipped(parameters: Iterable[Tensor], mask: int) -> Iterator[None]:
     """These last bits of every number in these tensors are the others meanwhile."""
@@ -361,39 +171,3 @@ def _bits_flipped(parameters: Iterable[Tensor], mask: int) -> Iterator[None]:
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@contextlib.contextmanager
-def left_as_found(
-    roots: Mapping[str, nn.Module],
-    parameters: Sequence[Tensor],
-    devices: Iterable[torch.device] = (),
-    functions: Iterable[Any] = (),
-) -> Iterator[ModuleState]:
-    """Gradients, module state and random numbers are afterwards what they were before. Gradients start empty.
-
-    Args:
-        roots: The modules, by the prefix of their names.
-        parameters: What may receive a gradient.
-        devices: Whose random number generators are kept, besides the CPU's.
-        functions: What else may hold generators, beside the modules.
-    """
-    state = ModuleState(roots)
-    with kept([*all_generators(devices), *held_generators(*roots.values(), *functions)]), gradients_kept(parameters):
-        try:
-            yield state
-        finally:
-            state.put_back()
-
-
-@contextlib.contextmanager
-def gradients_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """The gradients of these tensors are afterwards what they are now. They start empty."""
-    gradients = [tensor.grad for tensor in tensors]
-    for tensor in tensors:
-        tensor.grad = None
-    try:
-        yield
-    finally:
-        for tensor, gradient in zip(tensors, gradients, strict=True):
-            tensor.grad = gradient

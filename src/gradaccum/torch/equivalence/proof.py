@@ -19,18 +19,11 @@ from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.rounding import rounding
 from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms, in_eval_mode
-from gradaccum.torch.buffers import choose_rules, tell_of_buffers
+from gradaccum.torch.buffers import ModuleState, choose_rules, left_as_found, owners_of_buffers, tell_of_buffers
 from gradaccum.torch.equivalence.causes import counting_layers, suspicion, unusual_batch_norms
 from gradaccum.torch.equivalence.certificate import certify
 from gradaccum.torch.equivalence.kinds import GROUPS, Occasions, splits, telling_rows
-from gradaccum.torch.equivalence.outcome import (
-    LoweredScale,
-    ModuleState,
-    Outcome,
-    left_as_found,
-    owners_of_buffers,
-    worst,
-)
+from gradaccum.torch.equivalence.outcome import LoweredScale, Outcome, worst
 from gradaccum.torch.equivalence.row_randomness import Replay, watched
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.padding import what_is_cut

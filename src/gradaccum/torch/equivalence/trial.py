@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.torch.batch_norm import BatchNormChoice, frozen
-from gradaccum.torch.equivalence.outcome import ModuleState, Outcome
+from gradaccum.torch.buffers import ModuleState
+from gradaccum.torch.equivalence.outcome import Outcome
 from gradaccum.torch.equivalence.row_dependence import Outputs, Trace
 from gradaccum.torch.equivalence.row_randomness import Replay
 from gradaccum.torch.loss import Objective, Terms, TermsAccumulator, Totals, accumulator, counted

@@ -16,9 +16,9 @@ from gradaccum.on_torch.fitting import StartOver, nothing_fits
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.random_state import all_generators, kept
 from gradaccum.sizes import Piece, Rows, Tokens
+from gradaccum.torch.buffers import Attributes
 from gradaccum.torch.chunking.recompute import accelerators, parametrizations_computed
 from gradaccum.torch.distributed import ByBlocks
-from gradaccum.torch.equivalence import Attributes
 from gradaccum.torch.layers.blocks import find_blocks
 from gradaccum.torch.layers.calls import MicroBatch
 from gradaccum.torch.layers.first_passes import FirstPasses

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 from gradaccum.on_torch.batch import Batch, has_rows, leaves
 from gradaccum.on_torch.buffers import as_found
 from gradaccum.on_torch.random_state import all_generators, kept, nothing_drawn
-from gradaccum.torch.equivalence import gradients_kept
+from gradaccum.torch.buffers import gradients_kept
 from gradaccum.torch.loss import Objective
 
 __all__ = ["LiveBytes", "batch_bytes", "bytes_of", "micro_batch_peak", "on_fakes", "optimizer_bytes"]

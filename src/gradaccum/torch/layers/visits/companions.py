@@ -14,9 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradaccum.on_torch.batch import Batch, leaves, map_leaves
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.random_state import is_generator
+from gradaccum.torch.buffers import Attributes
 from gradaccum.torch.chunking.recompute import Conditions, accelerators
 from gradaccum.torch.chunking.trees import Inputs, copied, tensors_of, with_tensors, without_tensors
-from gradaccum.torch.equivalence import Attributes, Replay
+from gradaccum.torch.equivalence import Replay
 from gradaccum.torch.layers.blocks import Block
 from gradaccum.torch.layers.calls import Reached, Ready
 from gradaccum.torch.layers.interception import called
