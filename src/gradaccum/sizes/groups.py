@@ -79,8 +79,7 @@ class Groups:
 
     def described(self, group: int) -> str:
         """A group, by name."""
-        rows = [row for row, own in enumerate(self.ids) if own == group]
-        return f"group {group} ({len(rows)} rows, {rows[0]} to {rows[-1]})"
+        return f"group {group} ({self.ids.count(group)} rows)"  # which ones: they may have been brought together
 
     @classmethod
     def of_size(cls, rows: int, size: int) -> Groups:

@@ -155,7 +155,7 @@ def test_a_group_that_does_not_fit_into_memory_is_named() -> None:
     step = TrainStep(
         model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=grpo, micro_batch_size=20, groups=IDS, verify=False
     )
-    with pytest.raises(torch.OutOfMemoryError, match=r"group (7|8) \(4 rows, \d+ to \d+\), whose rows stay together"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"group (7|8) \(4 rows\), whose rows stay together"):
         step(*answers(torch.arange(len(IDS)))[0])
 
 
@@ -224,9 +224,7 @@ def test_packing_by_tokens_keeps_groups_together(limit: int) -> None:
     step = TrainStep(
         model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=text, max_tokens=20, groups=2, verify=False
     )
-    with pytest.raises(
-        ValueError, match=r"group 0 \(2 rows, 0 to 1\) of up to 12 columns, 24 padded tokens, in max_tokens=20"
-    ):
+    with pytest.raises(ValueError, match=r"group 0 \(2 rows\) of up to 12 columns, 24 padded tokens, in max_tokens=20"):
         step(texts(0))
 
 
@@ -243,10 +241,16 @@ def test_terms_and_groups_go_together() -> None:
 # What is refused.
 
 WRONG: dict[str, tuple[Any, Any, str]] = {
-    "too many rows": (8, 4, r"group 0 \(8 rows, 0 to 7\) in micro_batch_size=4. Its rows stay together"),
+    "too many rows": (8, 4, r"group 0 \(8 rows\) in micro_batch_size=4. Its rows stay together"),
     "no multiple": (5, "auto", "groups=5 keeps 5 rows together, and the batch has 24"),
     "too few ids": (torch.arange(23), 4, "one whole number for each of the batch's 24 rows. Received: shape .23,."),
     "no whole numbers": (torch.rand(24), 4, "one whole number for each"),
+    "names": (
+        lambda x: ["a"] * 24,
+        4,
+        "one whole number for each of the batch's 24 rows. Received: .'a'.* Number them",
+    ),
+    "nothing": (lambda x: None, 4, "one whole number for each of the batch's 24 rows. Received: None of type NoneType"),
     "nothing of a row": (lambda x: x, 4, "one whole number for each of the batch's 24 rows. Received: shape .24, 5."),
 }
 
@@ -258,7 +262,7 @@ def test_groups_that_do_not_match_the_rows_are_an_error(case: str) -> None:
     step = TrainStep(
         model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=dpo, micro_batch_size=size, groups=groups
     )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         step(rows(24)[0])
 
 

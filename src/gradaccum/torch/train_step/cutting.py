@@ -211,7 +211,13 @@ def with_groups(batch: Batch, groups: GroupsChoice) -> Batch:
         batch.groups = torch.tensor(Groups.of_size(batch.rows, groups).ids, dtype=torch.long)
         return batch
     given = groups(*batch.tree) if callable(groups) else groups
-    ids = torch.as_tensor(given).detach().cpu()
+    try:
+        ids = torch.as_tensor(given).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"`groups` must give one whole number for each of the batch's {batch.rows} rows. Received: {given!r:.100} "
+            f"of type {type(given).__name__}. Number them, if they have names."
+        ) from None
     if ids.dim() != 1 or len(ids) != batch.rows or ids.is_floating_point() or ids.is_complex():
         raise ValueError(
             f"`groups` must give one whole number for each of the batch's {batch.rows} rows. Received: shape "
