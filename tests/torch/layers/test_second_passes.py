@@ -40,6 +40,33 @@ def test_hooks_that_a_loss_registers_and_removes_after_its_pass_see_each_pass_on
         assert not any(module._forward_hooks for module in model.modules())
 
 
+class Scaled(Network):
+    """With a graph between the blocks, which the loss goes through, too."""
+
+    skips = False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        shared, skipped = self.position(x), x
+        for layer in self.layers:
+            x = torch.tanh(x)
+            skipped = skipped + x if self.skips else skipped
+            x, shared = layer(x, shared)
+        return self.head(self.norm(x + skipped))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by torch.compile
+@pytest.mark.parametrize("kind", ["blocks", "between", "skips"])
+def test_compiled_blocks_make_the_large_batchs_update(kind: str) -> None:
+    torch.manual_seed(0)
+    model = (network() if kind == "blocks" else Scaled()).double()
+    model.skips = kind == "skips"
+    torch.compiler.reset()
+    for layer in model.layers if kind != "skips" else ():  # compiled ones refuse to retain what they donate
+        layer.compile(backend="aot_eager")
+    assert_same_updates(model, batches(count=2), loss_of, size=3)
+
+
 class Counting(Layer):
     """Counts its calls."""
 

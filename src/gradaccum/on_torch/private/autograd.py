@@ -13,6 +13,7 @@ __all__ = [
     "accumulates",
     "after_backward",
     "current_backward",
+    "graph_of",
     "hides_parameters",
     "leaves_of",
     "pass_for_parameter",
@@ -90,16 +91,17 @@ def accumulates(parameters: Sequence[Tensor]) -> bool:
 
 def hides_parameters(output: Tensor) -> bool:
     """Whether reentrant checkpointing runs backward passes of its own inside of the one from this output."""
-    return any(node.name() == "CheckpointFunctionBackward" for node in _graph_of(output))
+    return any(node.name() == "CheckpointFunctionBackward" for node in graph_of(output.grad_fn))
 
 
 def leaves_of(output: Tensor) -> set[int]:
     """The ids of the leaves that a backward pass from this output would reach."""
-    return {id(getattr(node, "variable", None)) for node in _graph_of(output)}
+    return {id(getattr(node, "variable", None)) for node in graph_of(output.grad_fn)}
 
 
-def _graph_of(output: Tensor) -> Iterator[Any]:
-    waiting, seen = [output.grad_fn], set[Any]()
+def graph_of(*ends: Any) -> Iterator[Any]:
+    """The nodes that a backward pass from these would run, each once."""
+    waiting, seen = [*ends], set[Any]()
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:

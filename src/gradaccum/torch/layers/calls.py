@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch, leaves
-from gradaccum.on_torch.private import run_backward
+from gradaccum.on_torch.private import graph_of, run_backward
 from gradaccum.torch.chunking.gradients import backward_roots
 from gradaccum.torch.chunking.recompute import Conditions
 from gradaccum.torch.chunking.trees import Inputs, is_floating, tensors_of, with_tensors, without_tensors
@@ -241,6 +241,11 @@ class _Boundary(torch.autograd.Function):
         return None, None, None
 
 
+def _ends(node: Any) -> bool:
+    """Whether a graph ends here, with nothing that a backward pass frees."""
+    return hasattr(node, "variable") or isinstance(getattr(node, "call", None), BlockCall)
+
+
 class Reached(BaseException):  # no error, and nothing that a loss would catch
     """The model has come to a block, which is far enough."""
 
@@ -307,6 +312,15 @@ class MicroBatch:
         """
         self.conditions, self.buffers, self.done = conditions, buffers, True
         self.objects = Objects()  # which would hold what the blocks have written to
+
+    def shares(self, loss: Tensor) -> bool:
+        """Whether its loss goes backward through what gradients of blocks have to go through later: between blocks.
+
+        Elsewhere a graph is not to be retained, which takes memory, and which modules that are compiled refuse.
+        """
+        edges = [edge for due in self._due.values() for edge in due.values() if not isinstance(edge, Tensor)]
+        later = [edge.node for edge in edges if not _ends(edge.node)]
+        return bool(later) and not all(map(_ends, {*graph_of(*later)}.intersection(graph_of(loss.grad_fn))))
 
     @property
     def drawn(self) -> set[Any]:

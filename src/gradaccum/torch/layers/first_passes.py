@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradaccum.on_torch.batch import Batch, leaves
 from gradaccum.on_torch.fitting import StartOver
@@ -151,6 +151,10 @@ class FirstPasses:
             )
             raise StartOver
         current.close(conditions, self._buffers[-1].moved(copies))
+
+    def shares(self, loss: Tensor) -> bool:
+        """As `MicroBatch.shares`, of the one that has come forward."""
+        return self._current is not None and self._current.shares(loss)
 
     def finish(self) -> MicroBatch:
         """The micro-batch's loss has gone backward. Returns what it has left."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.fitting import StartOver, nothing_fits
@@ -152,6 +152,10 @@ class Layers:
     ) -> contextlib.AbstractContextManager[None]:
         """Around a micro-batch's forward pass, as for `FirstPasses.micro_batch`."""
         return self._first.micro_batch(retake, forward)
+
+    def shares(self, loss: Tensor) -> bool:
+        """As `MicroBatch.shares`, of the one that has come forward."""
+        return self._first.shares(loss)
 
     def commit(self, piece: Any) -> None:
         """The micro-batch's loss has gone backward, so its blocks' gradients are due.

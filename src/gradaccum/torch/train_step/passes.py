@@ -70,7 +70,6 @@ class Passes:
         layers: Layers | None = None,
     ) -> None:
         self.window, self.take, self._layers = window, take, layers
-        window.retain_graph = layers is not None
         self._update, self._batch_norm = update, batch_norm
         self._ranks, self._transaction, self._around = ranks, fitting.transaction, fitting.around
         self._in_step = ranks.in_step and layers is None
@@ -96,6 +95,7 @@ class Passes:
         """The backward pass of a piece, which counts from here on."""
         loss, scaler, noise = weighted.loss, self._update.scaler, self._update.noise
         if loss is not None:
+            self.window.retain_graph = self._layers is not None and self._layers.shares(loss)
             self.window.backward(weighted, loss if scaler is None else scaler.scale(loss))
         elif self._in_step and weighted.weightless is not None:
             self._backward_of_nothing(weighted.weightless)
