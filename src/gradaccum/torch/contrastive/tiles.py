@@ -197,13 +197,9 @@ def _differentiable(ctx: Any, grad: Tensor, needed: tuple[bool, ...], *inputs: T
             "Leave out `group`, or gather the rows by torch.distributed.nn.functional.all_gather."
         )
     with torch.enable_grad():
-        own = [aliased(tensor) if is_needed else tensor for tensor, is_needed in zip(inputs, needed, strict=True)]
+        # Under names of their own, so that the user's hooks see finished gradients alone.
+        own = [t.view_as(t) if of_t and t is not None else t for t, of_t in zip(inputs, needed, strict=True)]
         loss = _value(ctx.scores, ctx.objective_of(), *own)  # type: ignore[arg-type]  # the bias alone may be None
     wanted = [tensor for tensor, is_needed in zip(own, needed, strict=True) if is_needed and tensor is not None]
     found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=True))
     return [next(found) if is_needed else None for is_needed in needed]
-
-
-def aliased(tensor: Tensor | None) -> Tensor | None:
-    """The same tensor under a name of its own, so that the hooks of the user's see its finished gradient alone."""
-    return None if tensor is None else tensor.view_as(tensor)

@@ -73,7 +73,7 @@ class Kinds:
                 continue
             look = first or leaf.is_cpu
             none_ignored, nearest = False, None
-            if _is_whole(leaf):
+            if leaf.dtype in _WHOLE:  # these may be targets
                 low, high = self._ranges.get(path, (math.inf, -math.inf))
                 arrived = None if look else self._arrived(path)
                 if look or (arrived is not None and not low <= arrived[0] <= arrived[1] <= high):
@@ -253,11 +253,6 @@ def _ways_to_vary(batch: Batch) -> Iterator[Callable[[], Tensor]]:
         if leaf.dtype is not torch.bool:
             for end in batch.ends(leaf):
                 yield functools.partial(_equal, leaf, dim, end)
-
-
-def _is_whole(leaf: Tensor) -> bool:
-    """Whether these are whole numbers that may be targets."""
-    return leaf.dtype in _WHOLE
 
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)

@@ -90,7 +90,8 @@ class Trial:
         return list(self._shared.values())
 
     def _convert(self, thing: Any) -> Any:
-        return thing.to(device=self.device, dtype=self.dtype if _floating(thing) else None)
+        floating = isinstance(thing, nn.Module) or thing.is_floating_point()
+        return thing.to(device=self.device, dtype=self.dtype if floating else None)
 
     @contextlib.contextmanager
     def _fresh(self, batch_dims: BatchDims | None = None) -> Iterator[Objective]:
@@ -277,10 +278,6 @@ def _rebuilt(original: Objective, things: tuple[Any, ...], batch_dims: BatchDims
     )
     new.found = original.found
     return new
-
-
-def _floating(thing: Any) -> bool:
-    return isinstance(thing, nn.Module) or thing.is_floating_point()
 
 
 def _copy_all(things: tuple[Any, ...], memo: dict[int, Any], convert: Callable[[Any], Any]) -> tuple[Any, ...]:

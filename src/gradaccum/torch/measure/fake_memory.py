@@ -14,13 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from gradaccum.on_torch.batch import Batch, has_rows, leaves
+from gradaccum.on_torch.batch import Batch, has_rows
 from gradaccum.on_torch.buffers import as_found
 from gradaccum.on_torch.random_state import all_generators, kept, nothing_drawn
 from gradaccum.torch.buffers import gradients_kept
 from gradaccum.torch.loss import Objective
 
-__all__ = ["LiveBytes", "batch_bytes", "bytes_of", "micro_batch_peak", "on_fakes", "optimizer_bytes"]
+__all__ = ["LiveBytes", "bytes_of", "micro_batch_peak", "on_fakes", "optimizer_bytes"]
 
 Found = TypeVar("Found")
 
@@ -204,8 +204,3 @@ def _fake_modules(objective: Objective, mode: FakeTensorMode, gathered: Mapping[
         for module, parameters, buffers in own:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
-
-
-def batch_bytes(batch: Batch) -> int:
-    """Bytes of a batch's tensors."""
-    return bytes_of(leaf for _, leaf in leaves(batch.tree))

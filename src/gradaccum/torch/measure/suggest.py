@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradaccum.on_torch.batch import Batch, BatchDims
+from gradaccum.on_torch.batch import Batch, BatchDims, leaves
 from gradaccum.on_torch.memory import Gauge, parse_bytes
 from gradaccum.sizes import MARGIN, DoesNotFit, SizeEstimate, format_bytes, largest_size
 from gradaccum.torch.layers import BlocksChoice, has_blocks
 from gradaccum.torch.loss import Objective
-from gradaccum.torch.measure.fake_memory import batch_bytes, bytes_of, micro_batch_peak, optimizer_bytes
+from gradaccum.torch.measure.fake_memory import bytes_of, micro_batch_peak, optimizer_bytes
 from gradaccum.torch.measure.ways import Ways, find_ways
 
 __all__ = ["SIZE_KEYWORDS", "DoesNotFit", "SizeEstimate", "estimate_size", "estimate_ways", "suggest_micro_batch_size"]
@@ -179,6 +179,6 @@ class _Subject(NamedTuple):
             bytes_of(parameters)
             + bytes_of(buffer for module in modules for buffer in module.buffers())
             + optimizer_bytes(optimizer, trained)
-            + batch_bytes(batch)
+            + bytes_of(leaf for _, leaf in leaves(batch.tree))
         )
         return cls(objective, batch, limit, constant, trained, functools.partial(optimizer_bytes, optimizer))
