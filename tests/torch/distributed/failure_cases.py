@@ -252,6 +252,12 @@ def never_built(rank: int) -> None:
     raise ArithmeticError("rank 1 failed")
 
 
+def evaluates_closures(rank: int, engine: str) -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))  # which two ranks split evenly
+    model = DistributedDataParallel(model) if engine == "ddp" else shard(model)
+    Optimizer(torch.optim.LBFGS(model.parameters()), steps=1, model=model)
+
+
 def flattened_unevenly(rank: int, which: str) -> None:
     sharded = shard(network())  # 7 and 3 rows of weights, over two ranks
     optimizer = torch.optim.LBFGS(sharded.parameters())

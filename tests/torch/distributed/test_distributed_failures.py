@@ -103,6 +103,15 @@ def test_lbfgs_on_an_unevenly_sharded_model_is_refused(ranks: Processes, which: 
         assert "LBFGS makes one long vector" in result.message
 
 
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_an_optimizer_that_evaluates_closures_is_refused_on_several_ranks(ranks: Processes, engine: str) -> None:
+    """Its gradients were each rank's own, and so were the parameters."""
+    for result in ranks.try_run(failures.evaluates_closures, engine, limit=LIMIT):
+        assert isinstance(result, Raised)
+        assert result.kind == "ValueError"
+        assert "LBFGS evaluates its closure by itself, and 2 ranks would each see" in result.message
+
+
 def test_ranks_that_disagree_about_steps_are_told_at_the_start(ranks: Processes) -> None:
     for result in ranks.try_run(failures.different_steps, False, limit=LIMIT):
         assert isinstance(result, Raised)

@@ -23,6 +23,7 @@ from gradaccum.torch.optimizer.batches import Batches
 from gradaccum.torch.optimizer.proxy import (
     OptimizerProxy,
     check_first_step,
+    check_ranks_of,
     check_steps_of,
     checked_inner,
     evaluated,
@@ -129,6 +130,7 @@ class Optimizer(OptimizerProxy):
         options = {**arguments, "sync": self._sync}
         by_hand = arguments["nonfinite"] == "skip_micro_batch"
         ranks = detect_ranks(self._model, [inner], steps=schedule.constant, by_hand=by_hand, options=options)
+        check_ranks_of(inner, ranks)
         accumulation = Accumulation(parameters, ranks=ranks, **arguments)
         self._loss_scale = accumulation.loss_scale
         self._windows = windows = Windows(inner, schedule, accumulation, step, check_steps)

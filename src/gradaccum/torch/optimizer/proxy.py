@@ -16,13 +16,14 @@ from torch import Tensor
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import global_step_hooks, without_global_step_hooks
 from gradaccum.schedule import Schedule
-from gradaccum.torch.distributed import check_flattened
+from gradaccum.torch.distributed import SingleRank, check_flattened
 from gradaccum.torch.guard import parameters_of
 from gradaccum.torch.optimizer.loss_scale import LossScale
 
 __all__ = [
     "OptimizerProxy",
     "check_first_step",
+    "check_ranks_of",
     "check_steps_of",
     "checked_inner",
     "evaluated",
@@ -253,6 +254,16 @@ def check_steps_of(inner: torch.optim.Optimizer, arguments: dict[str, Any], sche
         raise ValueError(
             f"{type(inner).__name__} re-evaluates its closure, which would have to run the whole window again. "
             f"Received: steps={schedule}. Use gradaccum.torch.TrainStep, which does that, or steps=1 without options."
+        )
+
+
+def check_ranks_of(inner: torch.optim.Optimizer, ranks: SingleRank) -> None:
+    """Raise if the inner optimizer evaluates closures, whose gradients ranks would have to put together each time."""
+    if needs_closure(inner) and ranks.size > 1:
+        raise ValueError(
+            f"{type(inner).__name__} evaluates its closure by itself, and {ranks.size} ranks would each see the "
+            "gradient of their own rows. Use gradaccum.torch.TrainStep, which gives each evaluation that of all ranks' "
+            "rows."
         )
 
 
