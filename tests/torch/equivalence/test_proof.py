@@ -810,6 +810,24 @@ def test_random_numbers_that_all_rows_share_are_compared_and_hide_no_wrong_loss(
     assert "looks across the batch" in refused(net(), compute_loss=centred)
 
 
+def test_the_proof_leaves_gradients_of_the_batch_alone_and_proves_with_them(caplog):
+    def compute_loss(model, x, y, prompt):
+        return CE(model(x + prompt), y)
+
+    def batch():
+        return X.clone().requires_grad_(), Y, torch.full((6,), 0.1, requires_grad=True)
+
+    keywords = {"compute_loss": compute_loss, "batch_dims": (0, 0, None)}
+    expected, found = batch(), batch()
+    compute_loss(net(), *expected).backward()
+    update(net(), found, **keywords)
+    for place in (0, 2):
+        assert torch.allclose(found[place].grad, expected[place].grad, rtol=1e-5, atol=1e-7)
+    assert "could not be proven" not in caplog.text
+    wrong = {**keywords, "compute_loss": lambda model, x, y, prompt: CE(model(x + prompt), y).sqrt()}
+    refused(net(), batch(), **wrong)
+
+
 WRONG = {
     "losses without weights": {"compute_loss": lambda model, x, y: {"one": CE(model(x), y)}},
     "a hook on an exact BatchNorm": {"loss_fn": CE, "batch_norm": "exact"},

@@ -267,7 +267,8 @@ class _Comparison:
     def __init__(
         self, proof: Proof, few: Batch, parameters: dict[str, Tensor], state: ModuleState, split: int | None
     ) -> None:
-        self._proof, self._few, self._parameters, self._state = proof, few, parameters, state
+        self._proof, self._parameters, self._state = proof, parameters, state
+        self._few = few.map(self._apart)
         self.made = state.made
         self._ways = self.splits = splits(few)
         if split is not None:
@@ -324,6 +325,12 @@ class _Comparison:
                         allowed[key] = -1.0
         return [d for d in wrong if allowed.get((d.part, d.name), -1.0) < 0]
 
+    def _apart(self, leaf: Any) -> Any:
+        """What a proof does to the gradients of a batch is nobody's; those of parameters are put back."""
+        if not isinstance(leaf, Tensor) or not leaf.requires_grad or any(leaf is p for p in self._parameters.values()):
+            return leaf
+        return leaf.detach().requires_grad_()
+
     def _whole(self) -> Outcome:
         with self._started():
             few = self._few.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)  # it may be edited
@@ -343,7 +350,7 @@ class _Comparison:
             return []
 
     def _split(self, order: Tensor, sizes: list[int]) -> Outcome:
-        batch = watched(self._few.take(order), lambda rows: self.replay.start(order[rows]))
+        batch = watched(self._few.take(order).map(self._apart), lambda rows: self.replay.start(order[rows]))
         with self._started():
             return self._outcome(self._proof._gradients(batch, sizes))
 
