@@ -72,10 +72,9 @@ class Replay(TorchDispatchMode):
 
     def start(self, taken: Tensor | None) -> None:
         """A forward pass begins: of these rows, or of the large batch (None), from the same random state each time."""
-        self._look()
+        self.rewind()
         self._taken = taken
         random_state.seed(0)
-        self.rewind()
         self._begun = RandomState([*all_generators()[1:], *self._own.states])
 
     def holds(self, *things: Any) -> None:
@@ -85,6 +84,7 @@ class Replay(TorchDispatchMode):
 
     def rewind(self) -> None:
         """Set the user's own generators back to where they were found."""
+        self._look()
         self._own.put_back()
         for generator, state in self._generators:
             generator.set_state(state)
