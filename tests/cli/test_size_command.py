@@ -120,7 +120,10 @@ def test_a_file_that_is_not_there_is_told():
     ("name", "parts"),
     [
         ("in_forward", ["in_forward: the model or its loss raised ValueError: no (mine.py, line 29)"]),
-        ("of_keras", ["estimates PyTorch models, and this is a Keras model", 'micro_batched(model, "auto")']),
+        (
+            "of_keras",
+            ["estimates models of PyTorch and JAX, and this is a Keras model", 'micro_batched(model, "auto")'],
+        ),
     ],
 )
 def test_an_error_is_one_line_with_its_reason(file, name, parts):

@@ -71,7 +71,7 @@ def size(
         framework = framework_of(model, framework)
         if framework == "keras":
             raise BadInput(
-                "gradaccum size estimates PyTorch models, and this is a Keras model. "
+                "gradaccum size estimates models of PyTorch and JAX, and this is a Keras model. "
                 'gradaccum.keras.micro_batched(model, "auto") finds its size when it trains.'
             )
         require_framework(framework)
