@@ -5,6 +5,8 @@ import struct
 
 import numpy as np
 
+from gradaccum.demo.data import Data
+
 NAMES = [f"{part}-{kind}-ubyte.gz" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 
 
@@ -16,6 +18,14 @@ def pictures(rows, seed):
     for image, label in zip(images, labels, strict=True):
         image[2 * label : 2 * label + 4] += 120
     return images.astype(np.uint8), labels.astype(np.uint8)
+
+
+def data(train=90, test=40):
+    """Such pictures as the experiment takes them."""
+    train_x, train_y = pictures(train, 0)
+    test_x, test_y = pictures(test, 1)
+    x = [images.reshape(len(images), -1) for images in (train_x, test_x)]
+    return Data("FashionMNIST", "here", x[0], train_y.astype(np.int64), x[1], test_y.astype(np.int64), scale=255.0)
 
 
 def idx(array):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradaccum.demo import processes
-from gradaccum.demo.data import Data, load
+from gradaccum.demo.data import load
 from gradaccum.demo.experiment import Epoch, Outcome, Run, Setup, initial_parameters, perform, plans
 from gradaccum.demo.findings import findings
 from gradaccum.demo.processes import RunError, Work
@@ -22,10 +22,7 @@ from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
 
 @pytest.fixture(scope="module")
 def data():
-    train_x, train_y = fashion_mnist.pictures(90, 0)
-    test_x, test_y = fashion_mnist.pictures(40, 1)
-    x = [images.reshape(len(images), -1) for images in (train_x, test_x)]
-    return Data("FashionMNIST", "here", x[0], train_y.astype(np.int64), x[1], test_y.astype(np.int64), scale=255.0)
+    return fashion_mnist.data()
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ import torch
 from click.testing import CliRunner
 
 from gradaccum.cli import commands
-from gradaccum.demo.data import Data
 from gradaccum.demo.experiment import Setup, in_a_process, initial_parameters, plans
 from gradaccum.demo.progress import Progress
 from gradaccum.demo.torch_experiment import train
@@ -16,10 +15,7 @@ from tests.reference import FLOAT64, relative_error
 
 def test_two_ranks_make_the_updates_of_one_process():
     # 7 micro-batches of 4 rows: in the last window the second rank has none
-    train_x, train_y = fashion_mnist.pictures(44, 0)
-    test_x, test_y = fashion_mnist.pictures(10, 1)
-    x = [images.reshape(len(images), -1) for images in (train_x, test_x)]
-    data = Data("FashionMNIST", "here", x[0], train_y.astype(np.int64), x[1], test_y.astype(np.int64), scale=255.0)
+    data = fashion_mnist.data(44, 10)
     setup = Setup(batch_size=16, steps=4, epochs=2, dtype="float64", ranks=2)
     one_process, two_ranks, _ = plans(setup)
     threads = torch.get_num_threads()

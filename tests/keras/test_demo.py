@@ -10,18 +10,13 @@ sys.path.insert(0, {str(ROOT)!r})
 """
     + """
 import keras
-import numpy as np
 from tests.demo import fashion_mnist
 from tests.reference import FLOAT32, FLOAT64, relative_error
 
 from gradaccum.demo import keras_experiment, torch_experiment
-from gradaccum.demo.data import Data
 from gradaccum.demo.experiment import Setup, initial_parameters, plans
 
-train_x, train_y = fashion_mnist.pictures(90, 0)
-test_x, test_y = fashion_mnist.pictures(40, 1)
-x = [images.reshape(len(images), -1) for images in (train_x, test_x)]
-data = Data("FashionMNIST", "here", x[0], train_y.astype(np.int64), x[1], test_y.astype(np.int64), scale=255.0)
+data = fashion_mnist.data()
 setup = Setup("keras", batch_size=32, steps=4, epochs=2, dtype="float64", learning_rate=0.05)
 initial = initial_parameters(784, setup.seed)
 large = None
