@@ -41,7 +41,7 @@ def one_buffer():
 def one_array():
     x, y = (t.clone().numpy() for t in PARTS[0])
     for new_x, new_y in PARTS:
-        x[:], y[:] = new_x, new_y
+        x[:], y[:] = new_x.numpy(), new_y.numpy()
         yield torch.from_numpy(x), torch.from_numpy(y)
 
 
@@ -55,7 +55,7 @@ def one_list():
 def one_of_numpys_arrays():
     batch = np.zeros((2, 5))
     for x, _ in PARTS:
-        batch[:] = x
+        batch[:] = x.numpy()
         yield batch
 
 
