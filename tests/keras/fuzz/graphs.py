@@ -64,7 +64,8 @@ def _graph(s: Scenario, hidden: Any) -> Any:
         "group norm": lambda h: layers.GroupNormalization(2)(h),
         "conv": lambda h: layers.Conv1D(SIZE, 3, padding="same", activation="tanh")(h),
         "gru": lambda h: layers.GRU(SIZE, return_sequences=True)(h),
-        "attention": lambda h: layers.MultiHeadAttention(2, 3)(h, h),
+        # Asked for its scores, or JAX computes their softmax in float32 whatever is set.
+        "attention": lambda h: layers.MultiHeadAttention(2, 3)(h, h, return_attention_scores=True)[0],
         "distributed": lambda h: layers.TimeDistributed(dense())(h),
         "residual": lambda h: layers.Add()([h, before]),
         "own": lambda h: Own()(h),
@@ -93,7 +94,9 @@ def _model(s: Scenario, wrap: Callable[[Any], Any]) -> Any:
     shape, dtype = ((STEPS,), "int32") if s.tokens else ((STEPS, 3), None)
     outer, inner = layers.Input(shape, dtype=dtype), layers.Input(shape, dtype=dtype)
     if s.tokens:
-        hidden = layers.Embedding(9, SIZE, mask_zero=s.masked)(inner)
+        # On TensorFlow plain `fit` clips the gradient of each occurrence of a row, if nothing else adds to it.
+        regularizer = "l2" if s.optimizer == "clipped" else None
+        hidden = layers.Embedding(9, SIZE, mask_zero=s.masked, embeddings_regularizer=regularizer)(inner)
     else:
         hidden = layers.Dense(SIZE, activation="tanh")(layers.Masking()(inner) if s.masked else inner)
     hidden = layers.GlobalAveragePooling1D()(_graph(s, hidden))
