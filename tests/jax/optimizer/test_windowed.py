@@ -379,3 +379,14 @@ def test_inside_shard_map_with_parameters_in_parts():
     found = jax.jit(jax.shard_map(two_updates, mesh=mesh, in_specs=part, out_specs=part))(params)
     expected, _ = jax.jit(optax.adam(0.1).update)(params * jnp.repeat(jnp.arange(4), 2), optax.adam(0.1).init(params))
     assert tree_error(found, params + expected) <= FLOAT64
+
+
+def test_parameters_and_an_inner_state_that_are_pythons_numbers():
+    counting = optax.GradientTransformation(lambda params: {"calls": 0}, lambda g, s, p=None: (g, {"calls": 1}))
+    optimizer = windowed(optax.chain(counting, optax.sgd(0.5)), 2)
+    params = {"w": 1.0}
+    state = optimizer.init(params)
+    for gradient in (1.0, 3.0):
+        updates, state = optimizer.update({"w": gradient}, state, params)
+    assert updates["w"] == -1.0
+    assert state.inner_state[0]["calls"] == 1

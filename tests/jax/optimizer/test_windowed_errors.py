@@ -144,3 +144,11 @@ def test_updated_of_a_state_that_has_none_or_two():
         updated((one, one))
     with pytest.raises(ValueError, match="with 0 of them"):
         updated(optax.adam(0.1).init(ONES))
+
+
+def test_an_inner_state_that_changes_its_structure():
+    monitor = optax.GradientTransformation(lambda params: {}, lambda g, s, p=None: (g, {"norm": g.sum()}))
+    optimizer = windowed(optax.chain(monitor, optax.sgd(0.1)), 2)
+    state = optimizer.init(ONES)
+    with pytest.raises(ValueError, match="another structure.*Leave such a part out"):
+        jax.jit(optimizer.update)(ONES, state, ONES)

@@ -181,11 +181,12 @@ class _Window:
 
         def update() -> tuple[Any, Any, Any]:
             mean = jax.tree.map(
-                lambda total, g: None if total is None else (total / state.weight.astype(total.dtype)).astype(g.dtype),
+                lambda total, g: (
+                    None if total is None else (total / state.weight.astype(total.dtype)).astype(jnp.result_type(g))
+                ),
                 state.sums, like, is_leaf=_is_none,
             )  # fmt: skip
             updates, inner_state = self._inner_update(mean, state.inner_state, params, extra)
-            inner_state = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), inner_state, state.inner_state)
             noise = None if state.noise is None else close_window(state.noise, mean, state.weight)
             return updates, inner_state, noise
 
@@ -203,7 +204,7 @@ class _Window:
 
     def _inner_update(self, mean: Any, inner_state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
         try:
-            return self.inner.update(mean, inner_state, params, **extra)
+            updates, new = self.inner.update(mean, inner_state, params, **extra)
         except TypeError as error:
             missing = re.search(r"missing .* argument: '(\w+)'", str(error))
             if missing is None or missing[1] in extra:
@@ -213,6 +214,14 @@ class _Window:
                 f"The inner optimizer needs `{name}`. Pass it with every micro-batch, update(grads, state, params, "
                 f"{name}=...): which of them closes the window is known in the compiled program alone."
             ) from error
+        structures = [jax.tree.structure(tree) for tree in (inner_state, new)]
+        if structures[0] != structures[1]:
+            raise ValueError(
+                "The inner optimizer's update must give a state of the structure that it got, as micro-batches that "
+                f"don't close a window keep it. Received: another structure, {structures[1]}; expected: "
+                f"{structures[0]}. Leave such a part out (optax.monitor), or put it around windowed()."
+            )
+        return updates, jax.tree.map(lambda each, old: jnp.asarray(each, jnp.result_type(old)), new, inner_state)
 
     def _empty_sum(self, path: Any, leaf: Any) -> jax.Array:
         dtype = jnp.result_type(leaf)
