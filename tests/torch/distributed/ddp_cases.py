@@ -38,6 +38,23 @@ from tests.torch.distributed.problems import (
 )
 
 
+def train_two(rank: int, sizes: Sequence[Sequence[int]], steps: int) -> tuple[list[float], list[int]]:
+    """Two models in one loop, whose windows close in turns. Returns (errors, updates)."""
+    models = [network(), network()]
+    oracles, ranks = [Oracle(model) for model in models], data(sizes)
+    replicas, optimizers = zip(*(wrap(model, steps) for model in models), strict=True)
+    for _ in range(2):
+        for rows in optimizers[1].batches(optimizers[0].batches(ranks[rank])):
+            for replica, optimizer in zip(replicas, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss_of(replica, rows).backward()
+                optimizer.step()
+        for oracle in oracles:
+            oracle.see(ranks, steps)
+    errors = [oracle.error(model) for oracle, model in zip(oracles, models, strict=True)]
+    return errors, [optimizer.updates for optimizer in optimizers]
+
+
 def train(
     rank: int,
     sizes: Sequence[Sequence[int]],
@@ -277,13 +294,13 @@ def unreached_penalty(rank: int) -> float:
 def counted(ranks: Any) -> list[int]:
     """How many messages this rank has sent, as the last number of a list that counts on."""
     channel, messages = ranks._channel, [0]
-    exchange = channel.exchange
+    send = channel.send
 
     def counting(*numbers: float) -> Any:
         messages[-1] += 1
-        return exchange(*numbers)
+        return send(*numbers)
 
-    channel.exchange = counting
+    channel.send = counting
     return messages
 
 

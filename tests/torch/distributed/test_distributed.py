@@ -41,6 +41,17 @@ def test_ddp_as_users_configure_it(ranks: Processes, keywords: dict[str, object]
         assert reductions == updates == 6
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("sizes", [UNEVEN, [[], [4, 2, 3]]], ids=["uneven", "empty"])
+def test_two_optimizers_that_share_batches_close_their_windows_in_turns_whatever_the_ranks_have(
+    ranks: Processes, sizes: list[list[int]], steps: int
+) -> None:
+    most = max(map(len, sizes))
+    for errors, updates in ranks.run(cases.train_two, sizes, steps, limit=25.0):
+        assert max(errors) <= FLOAT64
+        assert updates == [2 * -(-most // steps)] * 2
+
+
 def test_one_micro_batch_per_window_is_plain_ddp_and_ragged_rows_are_exact(ranks: Processes) -> None:
     for error, reductions, updates in ranks.run(cases.train, RAGGED, 1):
         assert error <= FLOAT64

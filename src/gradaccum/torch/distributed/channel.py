@@ -83,22 +83,25 @@ class Channel:
         Raises:
             WindowError: A rank is gone, or has not answered within the process group's timeout.
         """
-        work, received = self._send(*numbers)
-        return self._receive(work, received)
+        return self.receive(self.send(*numbers))
+
+    def arrived(self, message: tuple[Any, torch.Tensor]) -> bool:
+        """Whether every rank has answered what `send` returned, or one is gone."""
+        return self.line is None or bool(message[0].is_completed())
 
     def post(self, *numbers: float) -> None:
         """Send these numbers without waiting for the others; `posted` returns theirs later."""
         if self.line is not None:
             # Where the process group is gone, nobody can receive them.
             with contextlib.suppress(WindowError, ValueError, AssertionError):
-                self.line.posted.append(self._send(*numbers))
+                self.line.posted.append(self.send(*numbers))
 
     def posted(self) -> list[list[list[float]]]:
         """What all ranks sent in the exchanges that `post` began, each once."""
         if self.line is None:
             return []
         messages, self.line.posted = self.line.posted, []
-        return [self._receive(*message) for message in messages]
+        return [self.receive(message) for message in messages]
 
     def gather(self, mine: Any) -> list[Any]:
         """Every rank's object, by rank: anything that can be pickled."""
@@ -116,7 +119,8 @@ class Channel:
             self.line.met += 1
         return objects[0]
 
-    def _send(self, *numbers: float) -> tuple[Any, torch.Tensor]:
+    def send(self, *numbers: float) -> tuple[Any, torch.Tensor]:
+        """Begin an exchange, which `receive` ends."""
         mine = torch.tensor([*numbers, *[0.0] * (WIDTH - len(numbers))], dtype=torch.float64)
         if self.line is None:
             return None, mine[None]
@@ -126,7 +130,9 @@ class Channel:
         except RuntimeError as error:
             raise self._gone(error) from error
 
-    def _receive(self, work: Any, received: torch.Tensor) -> list[list[float]]:
+    def receive(self, message: tuple[Any, torch.Tensor]) -> list[list[float]]:
+        """What `exchange` returns."""
+        work, received = message
         if self.line is not None:
             try:
                 work.wait()

@@ -81,6 +81,7 @@ class Ranks(SingleRank):
         self.by_hand = by_hand or self._engine.by_hand
         self._closes = self._restored = self._uncounted = self._told = False
         self._last = self._all_last = False  # whether this rank's epoch is over, and every rank's
+        self._offered: Any = None  # a message that this rank has nothing, which not all have answered
         self._steps = 0
         self._restart()
         self._engine.hold(False, False)
@@ -314,9 +315,13 @@ class Ranks(SingleRank):
     def end_epoch(self) -> None:
         self._last = True
 
-    def others_continue(self) -> bool:
+    def others_continue(self, *, wait: bool = True) -> bool | None:
         while not self._all_last:
-            messages = self._announce(Kind.NOTHING)
+            if self._offered is None:
+                self._offered = self._begin(Kind.NOTHING)
+            if not (wait or self._channel.arrived(self._offered)):
+                return None
+            messages, self._offered = self._hear(Kind.NOTHING, self._offered), None
             if self._announced:
                 return True
             self._all_last = all(numbers[2] for numbers in messages)
@@ -330,7 +335,7 @@ class Ranks(SingleRank):
             self._engine.forget()
 
     def leave(self, *, told: bool = False) -> None:
-        self._told = told
+        self._told, self._offered = told, None
         if self.in_step:
             self._together.leave()
         if not self._all_last and not self._announced:
@@ -354,19 +359,26 @@ class Ranks(SingleRank):
 
     def _announce(self, kind: Kind, *total: float) -> list[list[float]]:
         """Say that a reduction is about to begin, and on which terms."""
-        closing = {Kind.WINDOW, Kind.FINISHED}
-        steps = self._steps if kind is not Kind.NOTHING else 0
+        return self._hear(kind, self._begin(kind, *total))
+
+    def _begin(self, kind: Kind, *total: float) -> Any:
         self._check_posted()
-        self._announced = kind in closing
-        messages = self._channel.exchange(kind, steps, self._last or (self._all_last and self._announced), *total)
+        steps = self._steps if kind is not Kind.NOTHING else 0
+        self._announced = kind in (Kind.WINDOW, Kind.FINISHED)
+        return self._channel.send(kind, steps, self._last or (self._all_last and self._announced), *total)
+
+    def _hear(self, kind: Kind, sent: Any) -> list[list[float]]:
+        messages = self._channel.receive(sent)
         kinds = {numbers[0] for numbers in messages}
         if Kind.LEFT in kinds and kinds <= {Kind.LEFT, Kind.NOTHING} and self._last:
             return messages
-        self._check_kinds(messages, *((kind,) if kind is Kind.MICRO_BATCH else (*closing, Kind.NOTHING)))
+        self._check_kinds(
+            messages, *((kind,) if kind is Kind.MICRO_BATCH else (Kind.WINDOW, Kind.FINISHED, Kind.NOTHING))
+        )
         lengths = [int(numbers[1]) for numbers in messages]
         if len({*lengths} - {0}) > 1:
             raise WindowError(f"`steps` must be the same on every rank. Received: {by_rank(lengths)}.")
-        self._announced = bool(closing & kinds)
+        self._announced = not kinds.isdisjoint((Kind.WINDOW, Kind.FINISHED))
         return messages
 
     def _check_kinds(self, messages: list[list[float]], *expected: Kind) -> None:

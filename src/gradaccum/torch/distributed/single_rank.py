@@ -328,8 +328,12 @@ class SingleRank:
     def end_epoch(self) -> None:
         """This rank's epoch is over."""
 
-    def others_continue(self) -> bool:
-        """Whether other ranks close one more window, in which this one takes part with nothing."""
+    def others_continue(self, *, wait: bool = True) -> bool | None:
+        """Whether other ranks close one more window, in which this one takes part with nothing.
+
+        Args:
+            wait: For the answer; else None may be returned as long as there is none.
+        """
         return False
 
     def begin_epoch(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -125,10 +126,31 @@ class Batches:
             if ahead.is_over:
                 break
         self._handed_out, self._loader_state = 0, None
-        took_part = [member.end(self) for member in self.members if ahead.failure is None]
+        took_part = self._end() if ahead.failure is None else []
         if ahead.is_empty and not resumed and not any(took_part):
             raise _empty_error(self.loader)
         return ahead
+
+    def _end(self) -> list[bool]:
+        """The loop has used the last batch. Returns for each optimizer whether the epoch had one, on any rank.
+
+        Other ranks may go on, and close the windows of several optimizers in turns, of which this one knows nothing.
+        """
+        ending = [member for member in self.members if member.windows.source is self]
+        updates = [member.windows.updates for member in ending]
+        for member in ending:
+            member.end()
+        waiting = [member.windows for member in ending]
+        while waiting:
+            answers = [(windows, windows.ranks.others_continue(wait=len(waiting) == 1)) for windows in waiting]
+            for windows, goes_on in answers:
+                if goes_on:
+                    windows.take_part()
+            waiting = [windows for windows, goes_on in answers if goes_on is not False]
+            if all(goes_on is None for _, goes_on in answers):
+                time.sleep(1e-4)
+        others = [True] * (len(self.members) - len(ending))  # another loop has begun since
+        return others + [member.close(before) for member, before in zip(ending, updates, strict=True)]
 
     def _others_may_have_rows(self) -> bool:
         """Whether the epoch may be one of other ranks alone: not with an iterator, which may have been used before."""
@@ -331,11 +353,9 @@ class _Member:
             self._first_unused = accumulation.window.micro_batch.announced
         accumulation.skip()
 
-    def end(self, batches: Batches) -> bool:
-        """The loop has used the last batch. Returns whether the epoch had one, on any rank."""
-        windows, before = self.windows, self.windows.updates
-        if windows.source is not batches:
-            return True  # another loop has begun since
+    def end(self) -> None:
+        """The loop has used the last batch."""
+        windows = self.windows
         windows.fetched_ahead, windows.after_loop = bool(self._first_unused), True
         while not self._over:  # the other ranks of a sharded model need this one in their passes
             self._expect(0.0, False, True)
@@ -345,10 +365,13 @@ class _Member:
         windows.ranks.end_epoch()
         if windows.accumulation.window.is_open:
             windows.flush()  # the last micro-batch was skipped
-        windows.keep_up()
+
+    def close(self, updates: int) -> bool:
+        """The epoch is over on all ranks. Returns whether it had a batch on any; `updates` were made before its end."""
+        windows = self.windows
         in_epoch = windows.in_epoch
         windows.end_epoch()
-        if windows.updates > before:
+        if windows.updates > updates:
             windows.may_have_missed()
         return in_epoch
 

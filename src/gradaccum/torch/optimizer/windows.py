@@ -271,12 +271,16 @@ class Windows:
     def keep_up(self, once: bool = False) -> None:
         """Take part in the windows that other ranks still make in this epoch, and in their updates."""
         while self.ranks.others_continue():
-            self.in_epoch = True
-            self.accumulation.empty()
-            self.updated = self._update() or self.updated
-            self.accumulation.empty()
+            self.take_part()
             if once:
                 break
+
+    def take_part(self) -> None:
+        """Make the update of a window that other ranks close."""
+        self.in_epoch = True
+        self.accumulation.empty()
+        self.updated = self._update() or self.updated
+        self.accumulation.empty()
 
     # The update.
 
