@@ -110,7 +110,7 @@ class Companions:
         if len(retakes) < 2:
             return
         if any(isinstance(module, _BatchNorm) and module.training for module in self._model.modules()):
-            self._tell("Each block", "of a model with BatchNorm moves statistics in each pass")
+            self._tell("Each block", "is in a model with BatchNorm, whose statistics move in each pass")
             return
         self._coming = {index: Companion(retake, self._device) for index, retake in enumerate(retakes) if index}
         self._base = Conditions((), accelerators([torch.empty(0, device=self._device)]))
