@@ -70,3 +70,9 @@ def test_an_error_on_one_rank_is_an_error_on_the_others(ranks: Processes) -> Non
     assert second.kind == "ValueError"
     assert isinstance(first, Raised)
     assert "Rank 1 left" in first.message
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_each_evaluation_of_a_closure_is_that_of_all_ranks_rows(ranks: Processes, engine: str) -> None:
+    """With a rank that has none in one of the batches."""
+    assert max(ranks.run(cases.train_step_with_closures, engine, [[4, 2, 3], [3, 5, 0]])) <= FLOAT64
