@@ -128,6 +128,7 @@ EXACT = {
         lambda p, b: ((b[0] @ p) * jax.vmap(lambda k: jax.random.bernoulli(k, 0.5))(b[1])).mean(), W,
         (X, jax.random.split(KEY, 8)),
     ),
+    "buckets": (lambda p, x: ((x @ p) * jnp.searchsorted(jnp.arange(3.0), x[:, 0])).mean(), W, X),
     "a coin that all rows share": (lambda p, x: jax.random.uniform(KEY) * (x @ p).mean(), W, X),
     "noise on parameters": (lambda p, x, k: ((x @ (p + jax.random.normal(k, p.shape))) ** 2).mean(), W, X, {}, KEY),
 }  # fmt: skip
