@@ -240,12 +240,11 @@ ENTRY_RULES: dict[str, Rule] = {
         name: _rule(_function)
         for name in (
             "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
-            "bitcast_convert_type", "cbrt",
-            "ceil", "clamp", "clz", "complex", "cos", "cosh", "digamma", "erf", "erf_inv", "erfc", "exp", "exp2",
-            "expm1", "floor", "igamma", "igammac", "imag", "le_to", "lgamma", "log", "log1p", "logistic", "lt_to", "nextafter", "not",
-            "or", "population_count", "random_seed", "rem", "round", "shift_left", "shift_right_arithmetic",
-            "shift_right_logical", "sign", "sin", "sinh", "tan", "tanh", "xor", "polygamma", "zeta",
-            "regularized_incomplete_beta",
+            "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "cos", "cosh", "digamma", "erf",
+            "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "igamma", "igammac", "imag", "le_to", "lgamma", "log",
+            "log1p", "logistic", "lt_to", "nextafter", "not", "or", "population_count", "random_seed", "rem", "round",
+            "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "tan", "tanh", "xor",
+            "polygamma", "zeta", "regularized_incomplete_beta",
         )
     },
 }  # fmt: skip
