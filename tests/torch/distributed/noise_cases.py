@@ -24,18 +24,23 @@ def several(model: nn.Module, engine: str) -> nn.Module:
     return DistributedDataParallel(model) if engine == "ddp" else shard(model)
 
 
-def wrapped(rank: int, engine: str, scaled: bool) -> tuple[Found, Found]:
+def normalised() -> nn.Module:
+    """The network behind a layer that normalises."""
+    return nn.Sequential(nn.LayerNorm(5, dtype=torch.float64), network())
+
+
+def wrapped(rank: int, engine: str, scaled: bool, noise_scale: Any = True) -> tuple[Found, Found]:
     """The noise scale of this rank, and of one process whose windows begin with this rank's first micro-batch."""
-    ranks = data(SIZES)
-    model = network()
-    alone = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=2 * STEPS, noise_scale=True)
+    ranks, build = data(SIZES), normalised if noise_scale == "layer_norm" else network
+    model = build()
+    alone = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=2 * STEPS, model=model, noise_scale=noise_scale)
     order = [rank, 1 - rank]
     for rows in alone.batches([b for w in range(3) for r in order for b in ranks[r][STEPS * w : STEPS * (w + 1)]]):
         alone.zero_grad()
         loss_of(model, rows).backward()
         alone.step()
-    model = several(network(), engine)
-    optimizer = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=STEPS, model=model, noise_scale=True)
+    model = several(build(), engine)
+    optimizer = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=STEPS, model=model, noise_scale=noise_scale)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2, enabled=scaled)
     for rows in optimizer.batches(ranks[rank]):
         optimizer.zero_grad()

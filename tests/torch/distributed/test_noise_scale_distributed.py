@@ -30,6 +30,11 @@ def test_each_rank_finds_what_one_process_finds_whose_windows_begin_with_its_mic
     assert not same(first[0], second[0])  # each is an estimate of its own
 
 
+def test_normalization_layers_tell_each_rank_what_they_tell_one_process(ranks: Processes) -> None:
+    for here, there in ranks.run(cases.wrapped, "ddp", True, "layer_norm"):
+        assert same(here, there)
+
+
 @pytest.mark.parametrize("engine", [pytest.param("ddp", marks=SLOW), "fsdp2"])
 def test_train_step_finds_what_one_process_finds(ranks: Processes, engine: str) -> None:
     first, second = ranks.run(cases.train_step, engine)

@@ -47,7 +47,7 @@ class Accumulation:
         accumulate_dtype: What narrower parameters' gradients are summed in, or None.
         nonfinite: What to do about NaN and infinity.
         ranks: What keeps this window together with those of other ranks.
-        noise_scale: Whether to measure the noise scale.
+        noise: Measures the noise scale, or None.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class Accumulation:
         clip_grad_norm: float | None = None,
         accumulate_dtype: torch.dtype | None = None,
         nonfinite: Nonfinite = "propagate",
-        noise_scale: bool | None = None,
+        noise: NoiseMeter | None = None,
     ) -> None:
         self.window = Window(reduction=reduction)
         self.ranks = SingleRank() if ranks is None else ranks
         self.unit = 1.0
         """What all ranks' sums are multiples of, when they are reduced."""
-        self.noise = NoiseMeter() if noise_scale else None
+        self.noise = noise
         self.clip_grad_norm, self.nonfinite = clip_grad_norm, nonfinite
         self.screened = ScreenedGradientSum(parameters, accumulate_dtype) if nonfinite == "skip_micro_batch" else None
         self.by_name = None if self.screened is not None else TermSums(parameters, accumulate_dtype)
@@ -251,10 +251,11 @@ class Accumulation:
 
     def _measure(self, noise: NoiseMeter) -> None:
         """Show the meter the sum so far: unscaled and over the weight, it is the mean of the micro-batches so far."""
-        noise.unit = "rows" if self.window.weights_given or self.window.micro_batch.in_batches else "micro-batches"
-        weight, scale = self.window.weight, self.loss_scale.scale
+        told, rows, weight = self.window.weights_given, self.window.micro_batch.in_batches, self.window.weight
+        noise.unit, noise.counts_rows = "rows" if told or rows else "micro-batches", rows and not told
+        scale = 1.0 if self.loss_scale.scale is None else self.loss_scale.scale.double()
         held = [g for g in self.sums.held() if g is not None] or self.ranks.pending()
-        noise.micro_batch(held, weight, weight / (self.window.unit or 1.0) * (1.0 if scale is None else scale.double()))
+        noise.micro_batch(held, weight, weight / (self.window.unit or 1.0) * scale)
 
     def skip(self) -> None:
         """The micro-batch that was expected is over, counted or not: if not, it must not have left a gradient."""
@@ -306,10 +307,8 @@ class Accumulation:
             logger.warning("No update: the gradient of this window is not finite")
             return False
         if self.noise is not None:
-            weight = self.window.weight
-            self.noise.window(
-                self.sums.gradients(), weight, weight / (self.window.unit or 1) / divisor / self.ranks.size
-            )
+            weight, unit = self.window.weight, self.window.unit or 1
+            self.noise.window(self.sums.gradients(), weight, weight / unit / divisor / self.ranks.size)
         if self.clip_grad_norm is not None:
             self.grad_norm = clip_norm_(self.sums.gradients(), self.clip_grad_norm)
         return True

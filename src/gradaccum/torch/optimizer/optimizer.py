@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gradaccum.noise import AnySteps, NoiseScale, NoiseSchedule, schedule_of
 from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_model, checked_norm
+from gradaccum.on_torch.noise import NoiseChoice, checked_noise, noise_meter
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
 from gradaccum.torch.distributed import check_detected, detect_ranks, leaving_on_error
@@ -65,7 +66,7 @@ class Optimizer(OptimizerProxy):
         nonfinite: `"propagate"` NaN and infinity as a plain loop does; `"skip_window"`: no update from a gradient that
             is not finite; `"skip_micro_batch"`: leave such a micro-batch out and keep the other rows exact, for one
             more copy of the gradients.
-        noise_scale: Measure the gradient noise scale while training, for `noise_scale`.
+        noise_scale: Measure the noise scale, for `noise_scale`; `"layer_norm"`: by `model`'s normalization layers.
         sync: `"window"`: data-parallel ranks reduce once per window; `"micro_batch"`: once per micro-batch, for sharded
             models whose unsharded gradients don't fit.
 
@@ -97,7 +98,7 @@ class Optimizer(OptimizerProxy):
         clip_grad_norm: float | None = None,
         accumulate_dtype: torch.dtype | None = None,
         nonfinite: Nonfinite = "propagate",
-        noise_scale: bool = False,
+        noise_scale: NoiseChoice = False,
         sync: Sync = "window",
     ) -> None:
         self._accumulation_arguments: dict[str, Any] = {
@@ -105,7 +106,7 @@ class Optimizer(OptimizerProxy):
             "clip_grad_norm": checked_norm(clip_grad_norm),
             "accumulate_dtype": checked_dtype(accumulate_dtype),
             "nonfinite": checked_choice("nonfinite", nonfinite, get_args(Nonfinite)),
-            "noise_scale": noise_scale or isinstance(steps, NoiseSchedule) or None,
+            "noise_scale": checked_noise(noise_scale, nonfinite) or isinstance(steps, NoiseSchedule) or None,
         }
         self._model = None if model is None else checked_model(model)
         schedule = schedule_of(steps)
@@ -131,7 +132,8 @@ class Optimizer(OptimizerProxy):
         by_hand = arguments["nonfinite"] == "skip_micro_batch"
         ranks = detect_ranks(self._model, [inner], steps=schedule.constant, by_hand=by_hand, options=options)
         check_ranks_of(inner, ranks)
-        accumulation = Accumulation(parameters, ranks=ranks, **arguments)
+        noise = noise_meter(arguments.pop("noise_scale"), self._model)
+        accumulation = Accumulation(parameters, ranks=ranks, noise=noise, **arguments)
         self._loss_scale = accumulation.loss_scale
         self._windows = windows = Windows(inner, schedule, accumulation, step, check_steps)
         self._rates = windows.rates

@@ -16,7 +16,7 @@ from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, ch
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.on_torch.fitting import Fitting, StartOver
 from gradaccum.on_torch.memory import Gauge, parse_bytes
-from gradaccum.on_torch.noise import NoiseMeter
+from gradaccum.on_torch.noise import NoiseChoice, checked_noise, noise_meter
 from gradaccum.on_torch.transaction import Transaction
 from gradaccum.sizes import Rows, Tokens
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
@@ -68,7 +68,8 @@ class TrainStep:
             update, pooled over the window), `"frozen"`, or `"exact"`.
         offload: Keep in host memory what crosses exact BatchNorm layers or lies between `blocks`; a folder: in files.
         memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
-        noise_scale: Measure the gradient noise scale while training, for `noise_scale`.
+        noise_scale: Measure the gradient noise scale while training, for `noise_scale`; `"layer_norm"`: by the rows'
+            gradients of normalization layers alone.
         verify: Prove at the first update, on a few rows, that its micro-batches give what these rows give at once;
             again where a batch is of a new kind, and at updates 2, 4, 8, ..., 1024, 2048, 3072, ...
         sync: When ranks reduce their gradients: `"window"`, once per update; `"micro_batch"`, on every micro-batch, for
@@ -118,7 +119,7 @@ class TrainStep:
         batch_norm: BatchNormChoice = "warn",
         offload: OffloadChoice = False,
         memory_limit: int | str | None = None,
-        noise_scale: bool = False,
+        noise_scale: NoiseChoice = False,
         verify: bool = True,
         sync: Sync = "window",
         blocks: BlocksChoice = None,
@@ -132,7 +133,7 @@ class TrainStep:
         self.sync = checked_choice("sync", sync, get_args(Sync))
         self._whole: WholeBatch | None = None
         check_exact(self.batch_norm.choice, offload, max_tokens, groups, blocks)
-        check_options(blocks, update, blocks_on, batch_norm=batch_norm, noise_scale=noise_scale)
+        check_options(blocks, update, blocks_on, batch_norm=batch_norm, noise_scale=bool(noise_scale))
         if self.batch_norm.choice == "exact":
             self._whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=bool(offload))
             micro_batch_size = EXACT_MICRO_BATCH_SIZE if micro_batch_size == "auto" else micro_batch_size
@@ -147,7 +148,7 @@ class TrainStep:
             clip_grad_norm=checked_norm(clip_grad_norm),
             scaler=scaler,
             accumulate_dtype=checked_dtype(accumulate_dtype),
-            noise=NoiseMeter() if noise_scale else None,
+            noise=noise_meter(checked_noise(noise_scale), model),
         )
         plain = self.objective.on(inside(model))
         self.cutting = Cutting(plain, self.gauge, micro_batch_size, max_tokens, pack, groups=groups, judge=verify)

@@ -162,6 +162,7 @@ class Update:
     def measure(self, multiple: float | Tensor, rows: int) -> None:
         """A micro-batch of so many rows is in, and the sum is this multiple of its mean gradient."""
         if self.noise is not None and self.noise.waiting:
+            self.noise.counts_rows = True
             self.noise.micro_batch(self.sums.gradients(), rows, self._scale() * multiple)
 
     def _scale(self) -> float | Tensor:

@@ -1,0 +1,235 @@
+"""noise_scale="layer_norm": the noise of rows, as normalization layers see it."""
+
+import copy
+import gc
+import math
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import gradaccum.torch
+from gradaccum import NoiseSchedule
+from gradaccum.torch import TrainStep
+from tests.torch.problems import sgd
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+loss_fn = nn.MSELoss()
+
+
+class GemmaRMSNorm(nn.Module):
+    """As in transformers: what it multiplies with is one more than its weight."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width))
+
+    def forward(self, hidden):
+        return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + self.weight)
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.inner, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+        self.first, self.second, self.last = nn.LayerNorm(8), nn.RMSNorm([5, 8]), GemmaRMSNorm(8)
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for _ in range(2):  # the first is called twice
+            x = x + torch.tanh(self.inner(self.first(x)))
+        return self.head(self.last(self.second(x)).mean(1))
+
+
+def weights(model):
+    layers = (model.first, model.second, model.last)
+    return [p for layer in layers for p in layer.parameters() if p.requires_grad]
+
+
+def square(model, x, y):
+    gradients = torch.autograd.grad(loss_fn(model(x), y), weights(model))
+    return sum(g.square().sum().item() for g in gradients)
+
+
+def data(rows=20):
+    torch.manual_seed(1)
+    return torch.randn(rows, 5, 6), torch.randn(rows, 1)
+
+
+def by_optimizer(model, x, y, size, **options):
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), 3, model=model, **options)
+    for batch in optimizer.batches(list(zip(x.split(size), y.split(size), strict=True))):
+        optimizer.zero_grad()
+        loss_fn(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+    return optimizer
+
+
+def by_backward(model, x, y, size, **options):
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), 3, model=model, **options)
+    for rows, targets in zip(x.split(size), y.split(size), strict=True):
+        optimizer.zero_grad()
+        optimizer.backward(loss_fn(model(rows), targets), weight=len(rows))
+        optimizer.step()
+    return optimizer
+
+
+def by_scaler(model, x, y, size, **options):
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), 3, model=model, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    for batch in optimizer.batches(list(zip(x.split(size), y.split(size), strict=True))):
+        optimizer.zero_grad()
+        scaler.scale(loss_fn(model(batch[0]), batch[1])).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return optimizer
+
+
+def by_step(model, x, y, size, **options):
+    step = TrainStep(model, sgd(model.parameters()), loss_fn=loss_fn, micro_batch_size=size, **options)
+    step(x, y)
+    return step
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1e-3}], ids=["plain", "clipped"])
+@pytest.mark.parametrize("way", [by_optimizer, by_backward, by_scaler, by_step])
+def test_it_measures_the_gradient_of_each_row_of_the_first_micro_batch_and_that_of_the_window(way, options):
+    (x, y), model, size = data(), Network(), 8  # windows of 8, 8 and 4, or 7, 7 and 6
+    reference = copy.deepcopy(model)
+    (measured,) = way(model, x, y, size, noise_scale="layer_norm", **options).noise_scale.measured
+    first = range(7 if way is by_step else 8)
+    rows = [square(reference, x[i : i + 1], y[i : i + 1]) for i in first]
+    assert measured.small == pytest.approx(sum(rows) / len(first), rel=1e-12)
+    assert measured.large == pytest.approx(square(reference, x, y), rel=1e-12)
+    assert (measured.small_size, measured.large_size) == (1, 20)
+
+
+def test_a_window_of_one_micro_batch_is_measured_and_weights_may_count_tokens():
+    (x, y), model = data(8), Network()
+    reference = copy.deepcopy(model)
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), 1, model=model, noise_scale="layer_norm")
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.backward(loss_fn(model(x), y), weight=40)
+        optimizer.step()
+    first, _ = optimizer.noise_scale.measured
+    assert (first.small_size, first.large_size) == (5, 40)
+    assert first.large == pytest.approx(square(reference, x, y), rel=1e-12)
+
+
+def test_windows_to_which_another_backward_pass_has_added_are_left_out_with_a_line(caplog):
+    (x, y), model = data(8), Network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), 2, model=model, noise_scale="layer_norm")
+    for window in range(4):
+        for half in (slice(0, 4), slice(4, 8)):
+            optimizer.zero_grad()
+            if window == 1 and half.start == 0:  # as many rows
+                torch.autograd.grad(loss_fn(model(x[4:]), y[4:]), weights(model))
+            if window == 2 and half.start == 0:  # other ones
+                torch.autograd.grad(loss_fn(model(x), y), weights(model))
+            loss_fn(model(x[half]), y[half]).backward()
+            optimizer.step()
+    assert optimizer.noise_scale.updates == 2
+    assert "2 of 4 windows are left out of the noise scale" in caplog.text
+
+
+def test_steps_may_follow_it_and_go_on_from_a_checkpoint():
+    def training():
+        steps = NoiseSchedule(2, 8, every=3, scale_learning_rate=None)
+        return Network(), steps
+
+    (x, y), states = data(16), []
+    for resumed in (False, True):
+        model, steps = training()
+        optimizer = gradaccum.torch.optim.Optimizer(
+            sgd(model.parameters()), steps, model=model, noise_scale="layer_norm"
+        )
+        for number in range(12):
+            if resumed and number == 5:
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+                model, steps = training()
+                optimizer = gradaccum.torch.optim.Optimizer(
+                    sgd(model.parameters()), steps, model=model, noise_scale="layer_norm"
+                )
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+            optimizer.zero_grad()
+            rows = slice(number % 4 * 4, number % 4 * 4 + 4)
+            optimizer.backward(loss_fn(model(x[rows]), y[rows]), weight=4)
+            optimizer.step()
+        states.append(optimizer.noise_scale.measured)
+    assert len(states[0]) > 2
+    for one, other in zip(*states, strict=True):
+        assert one == pytest.approx(other, rel=1e-12)
+
+
+def test_it_leaves_the_model_as_it_was_and_copies_and_pickles_tell_nobody():
+    (x, y), model = data(8), Network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), 2, model=model, noise_scale="layer_norm")
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        loss_fn(other(x), y).backward()
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+    assert math.isfinite(optimizer.noise_scale.squared_gradient) is False  # one update
+    assert optimizer.noise_scale.updates == 1
+    del optimizer
+    gc.collect()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+class Sideways(Network):
+    """Rows come second in its layers."""
+
+    def forward(self, x):
+        x = self.first(self.stem(x).transpose(0, 1))
+        return self.head(x.mean(0))
+
+
+def sharded():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(Network())
+        TrainStep(model, sgd(model.parameters()), loss_fn=loss_fn, noise_scale="layer_norm", micro_batch_size=4)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: by_step(Sideways(), *data(), 8, noise_scale="layer_norm"),
+            "Received: 5 there, and a micro-batch of 7 rows",
+        ),
+        (
+            lambda: by_optimizer(Sideways(), *data(), 8, noise_scale="layer_norm"),
+            "Received: 5 there, and a micro-batch of 8 rows",
+        ),
+        (
+            lambda: by_step(nn.Linear(6, 1), *data(), 8, noise_scale="layer_norm"),
+            "the model has no LayerNorm or RMSNorm",
+        ),
+        (lambda: by_step(Network(), *data(), 8, noise_scale="rows"), "must be a bool or 'layer_norm'. Received"),
+        (
+            lambda: gradaccum.torch.optim.Optimizer(sgd(Network().parameters()), 2, noise_scale="layer_norm"),
+            "Pass `model` as well",
+        ),
+        (
+            lambda: by_optimizer(Network(), *data(), 8, noise_scale="layer_norm", nonfinite="skip_micro_batch"),
+            'nonfinite="skip_micro_batch" keeps the sum beside it',
+        ),
+        (sharded, "of a sharded model each rank has a part"),
+    ],
+    ids=["rows second", "under batches()", "no layer", "another word", "no model", "skip_micro_batch", "sharded"],
+)
+def test_what_it_cannot_measure_is_refused_by_name(make, said):
+    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+        make()
