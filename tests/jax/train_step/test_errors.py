@@ -1,7 +1,5 @@
 """Bad input is an error when the function is made or traced, and the message names the argument."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,7 +95,6 @@ def test_a_batch_that_is_passed_by_keyword_is_an_error_that_names_it():
         grad_fn(1.0, batch=X)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors take notes since Python 3.11")
 @pytest.mark.parametrize("verify", [True, False])
 def test_an_error_of_the_loss_names_what_has_as_many_entries_as_the_batch_has_rows_and_was_not_cut(verify):
     def loss_fn(w, x, y, scale=1.0):

@@ -123,6 +123,22 @@ def test_a_window_of_one_micro_batch_is_measured_and_weights_may_count_tokens():
     assert first.large == pytest.approx(square(reference, x, y), rel=1e-12)
 
 
+def test_only_weights_of_the_optimizers_own_count():
+    """Others' gradients are not divided at the window's end: they may be another optimizer's."""
+    (x, y), model = data(8), Network()
+    reference, own = copy.deepcopy(model), [*model.stem.parameters(), *model.second.parameters()]
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(own), 2, model=model, noise_scale="layer_norm")
+    for half in (slice(0, 4), slice(4, 8)):
+        loss_fn(model(x[half]), y[half]).backward()
+        optimizer.step()
+    (measured,) = optimizer.noise_scale.measured
+    weight = [reference.second.weight]
+    rows = [torch.autograd.grad(loss_fn(reference(x[i : i + 1]), y[i : i + 1]), weight)[0] for i in range(4)]
+    assert measured.small == pytest.approx(sum(g.square().sum().item() for g in rows) / 4, rel=1e-12)
+    (whole,) = torch.autograd.grad(loss_fn(reference(x), y), weight)
+    assert measured.large == pytest.approx(whole.square().sum().item(), rel=1e-12)
+
+
 def test_windows_to_which_another_backward_pass_has_added_are_left_out_with_a_line(caplog):
     (x, y), model = data(8), Network()
     optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), 2, model=model, noise_scale="layer_norm")
