@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.on_torch.buffers import SMALL, Held, HeldBuffer, Holders, Moving, Place, hold
-from gradaccum.on_torch.random_state import Draws, RandomState, held_generators
+from gradaccum.on_torch.held import held_generators
+from gradaccum.on_torch.random_state import Draws, RandomState
 
 __all__ = ["Transaction"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradaccum.equivalence import Cause, Difference, Equivalence
 from gradaccum.on_torch import random_state
 from gradaccum.on_torch.batch import Batch
-from gradaccum.on_torch.random_state import held_generators
+from gradaccum.on_torch.held import held_generators
 from gradaccum.rounding import IN_FLOAT64, rounding
 from gradaccum.sizes import Groups, even_sizes
 from gradaccum.torch.batch_norm import BatchNormChoice

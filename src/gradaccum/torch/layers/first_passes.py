@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from gradaccum.on_torch.batch import Batch, leaves
 from gradaccum.on_torch.fitting import StartOver
+from gradaccum.on_torch.held import held_generators
 from gradaccum.on_torch.private import leaves_of
-from gradaccum.on_torch.random_state import all_generators, held_generators
+from gradaccum.on_torch.random_state import all_generators
 from gradaccum.torch.chunking.recompute import Conditions, ModuleState, accelerators
 from gradaccum.torch.chunking.trees import Inputs, tensors_of
 from gradaccum.torch.chunking.watch import attributes_of

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from gradaccum.on_torch.random_state import MOST, names_of
+from gradaccum.on_torch.held import MOST, names_of
 
 __all__ = ["held_modules"]
 

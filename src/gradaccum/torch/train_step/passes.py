@@ -15,8 +15,8 @@ from gradaccum.on_torch import random_state
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.buffers import as_found
 from gradaccum.on_torch.fitting import Fitting, OneRow, StartOver
+from gradaccum.on_torch.held import held_generators
 from gradaccum.on_torch.memory import is_out_of_memory
-from gradaccum.on_torch.random_state import held_generators
 from gradaccum.sizes import Piece, Rows, Tokens
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.buffers import WindowBuffers
