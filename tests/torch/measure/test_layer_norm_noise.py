@@ -123,6 +123,33 @@ def test_a_window_of_one_micro_batch_is_measured_and_weights_may_count_tokens():
     assert first.large == pytest.approx(square(reference, x, y), rel=1e-12)
 
 
+class Direct(Network):
+    """One layer's weight is used without a call of the layer."""
+
+    def forward(self, x):
+        return self.head(self.last.forward(self.second(self.stem(x))).mean(1))
+
+
+def test_a_layer_that_is_not_called_counts_in_neither_of_the_two_gradients():
+    (x, y), model = data(8), Direct()
+    reference = copy.deepcopy(model)
+    (measured,) = by_step(model, x, y, 4, noise_scale="layer_norm").noise_scale.measured
+    rows = [
+        torch.autograd.grad(loss_fn(reference(x[i : i + 1]), y[i : i + 1]), reference.second.weight) for i in range(4)
+    ]
+    (whole,) = torch.autograd.grad(loss_fn(reference(x), y), reference.second.weight)
+    assert measured.small == pytest.approx(sum(g.square().sum().item() for (g,) in rows) / 4, rel=1e-12)
+    assert measured.large == pytest.approx(whole.square().sum().item(), rel=1e-12)
+
+
+class NoRow(Network):
+    """One layer is called on no row, as an expert without any."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(torch.cat([self.second(x), self.first(x[:0])]).mean(1))
+
+
 def test_only_weights_of_the_optimizers_own_count():
     """Others' gradients are not divided at the window's end: they may be another optimizer's."""
     (x, y), model = data(8), Network()
@@ -225,6 +252,7 @@ def sharded():
             lambda: by_step(Sideways(), *data(), 8, noise_scale="layer_norm"),
             "Received: 5 there, and a micro-batch of 7 rows",
         ),
+        (lambda: by_step(NoRow(), *data(8), 4, noise_scale="layer_norm"), "0 there, and 4 in another layer"),
         (
             lambda: by_optimizer(Sideways(), *data(), 8, noise_scale="layer_norm"),
             "Received: 5 there, and a micro-batch of 8 rows",
@@ -244,7 +272,16 @@ def sharded():
         ),
         (sharded, "of a sharded model each rank has a part"),
     ],
-    ids=["rows second", "under batches()", "no layer", "another word", "no model", "skip_micro_batch", "sharded"],
+    ids=[
+        "rows second",
+        "no row",
+        "under batches()",
+        "no layer",
+        "another word",
+        "no model",
+        "skip_micro_batch",
+        "sharded",
+    ],
 )
 def test_what_it_cannot_measure_is_refused_by_name(make, said):
     with pytest.raises(ValueError, match=said.replace("(", r"\(")):

@@ -100,7 +100,8 @@ class NormalizationMeter(NoiseMeter):
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         for name, weight in weights.items():
             rows = wide if name == "bias" else wide * normalised
-            rows = rows.reshape(len(rows), -1, *weight.shape).sum(1)
+            between = tuple(range(1, rows.dim() - weight.dim()))
+            rows = rows.sum(between) if between else rows
             before = self._rows.get(weight, rows.new_zeros(()))
             fits = not before.dim() or before.shape == rows.shape  # else another pass has left something
             self._rows[weight] = before + rows if fits else torch.full_like(rows, torch.nan)
