@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.harness import Ratio, arguments, on_ranks, publish, ratio_of, recorded, table
-from gradaccum.sizes import Tokens
+from gradaccum.core.sizes import Tokens
 from gradaccum.torch import TrainStep
 from gradaccum.torch.distributed.fsdp import Shards
 
@@ -120,7 +120,7 @@ def measured(rank: int, rounds: int, windows: int) -> tuple[dict[str, list[float
 
 def idling(windows: list[list[list[int]]], name: str) -> float:
     """The part of all ranks' passes in which a rank has fewer tokens to compute than the one with the most."""
-    from gradaccum.sizes import TokenBudget
+    from gradaccum.core.sizes import TokenBudget
 
     worked = waited = 0
     for lengths in windows:

@@ -80,24 +80,6 @@ def test_links_to_files_and_headings_lead_somewhere(path):
             assert heading in anchors, f"{path.name} links to {target}"
 
 
-def test_the_map_names_every_module_and_no_other():
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    (lines,) = re.findall(r"^src/gradaccum/ .*?(?=^compat/)", text, re.MULTILINE | re.DOTALL)
-    parts = re.split(r"^ *([\w/]+/)  ", lines, flags=re.MULTILINE)[1:]
-    shells, named, shell = {"torch/", "keras/", "jax/", "integrations/"}, {}, ""
-    for folder, content in zip(parts[::2], parts[1::2], strict=True):
-        shell = folder if folder in shells else "" if folder in ("cli/", "demo/", "report/") else shell
-        place = folder if folder in shells or not shell else shell + folder
-        named[place.removeprefix("src/gradaccum/")] = set(re.findall(r"\w+", content.rpartition(":")[2]))
-    source = ROOT / "src" / "gradaccum"
-    modules = {folder: set() for folder in named}
-    for path in source.rglob("*.py"):
-        if path.stem != "__init__":
-            folder = path.parent.relative_to(source).as_posix() + "/"
-            modules.setdefault(folder.removeprefix("./"), set()).add(path.stem)
-    assert named == modules
-
-
 @pytest.mark.parametrize("path", EVERY_PAGE, ids=name)
 def test_the_files_that_a_page_names_are_there(path):
     text = path.read_text(encoding="utf-8") if path.name != "CHANGELOG.md" else ""

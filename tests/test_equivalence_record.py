@@ -7,7 +7,7 @@ import math
 import pytest
 
 import gradaccum
-from gradaccum.equivalence import Cause, Difference, Equivalence
+from gradaccum.core.equivalence import Cause, Difference, Equivalence
 
 CAUSE = Cause("batch_norm", "layer1.bn", "'layer1.bn' is a BatchNorm2d: it normalises each micro-batch by itself.")
 

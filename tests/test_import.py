@@ -42,7 +42,7 @@ def loaded_by(statement, before=""):
         "import gradaccum",
         "import gradaccum.report",
         "import gradaccum.integrations",
-        "import gradaccum.schedule, gradaccum.sizes, gradaccum.window",
+        "import gradaccum.schedule, gradaccum.core.sizes, gradaccum.core.window",
         "from gradaccum import Schedule, steps_for, WindowError, NotEquivalentError",
     ],
 )
@@ -107,14 +107,14 @@ def test_a_framework_would_be_seen():
     assert names & FRAMEWORKS == {"numpy"}
 
 
-@pytest.mark.parametrize("slow", ["import gradaccum.noise", "import dataclasses", "gradaccum.steps_for"])
+@pytest.mark.parametrize("slow", ["import gradaccum.core.noise", "import dataclasses", "gradaccum.steps_for"])
 def test_an_import_that_takes_time_would_be_seen(slow):
     assert modules_of(f"import gradaccum; {slow}") - BARE
 
 
 def test_a_way_in_that_is_loaded_too_soon_would_be_seen():
     framework = "sys.modules['torch'] = type(sys)('torch')"
-    loaded = modules_of("import gradaccum.torch; import gradaccum.sizes", before=framework)
+    loaded = modules_of("import gradaccum.torch; import gradaccum.core.sizes", before=framework)
     assert {module for module in loaded if module.startswith("gradaccum")} - BARE_TORCH
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from gradaccum.noise import Norms, estimate
+from gradaccum.core.noise import Norms, estimate
 
 GRADIENT = np.array([1.0, -0.5, 0.25, 0.0, 0.5])
 NOISE = np.array([4.0, 1.0, 2.0, 3.0, 0.5])

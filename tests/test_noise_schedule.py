@@ -9,7 +9,7 @@ import pytest
 
 import gradaccum
 from gradaccum import NoiseSchedule, Schedule
-from gradaccum.noise import NoiseScale, Norms, estimate
+from gradaccum.core.noise import NoiseScale, Norms, estimate
 
 
 def measured(value: float, rows: float, *, wobble: float = 0.01, updates: int = 100) -> NoiseScale:

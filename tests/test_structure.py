@@ -1,13 +1,11 @@
-"""The house: no circles of imports, arrows in one direction, small modules and wings, declared names."""
-
-import re
+"""The package: no import cycles, imports that lead downward only, modules and folders of a size, declared names."""
 
 import pytest
 
 from tests.documents import ROOT
 from tests.source import PATHS, TREES, declared, imported
 
-MOST_LINES, MOST_MODULES = 400, 9
+MOST_LINES, MOST_MODULES = 700, 12
 
 ARROWS = {module: {to for to, _ in imported(tree)} for module, tree in TREES.items()}
 
@@ -27,34 +25,29 @@ def circles():
     return {" ".join(sorted(group)) for group in groups.values() if group}
 
 
-def floors(begin):
-    """The line `begin a | b -> c` of CONTRIBUTING.md as `{"a": 0, "b": 0, "c": 1}`."""
-    (line,) = re.findall(rf"^{re.escape(begin)}(.*->.*)$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE)
-    return {name.strip(): floor for floor, names in enumerate(line.split("->")) for name in names.split("|")}
+LAYERS = {
+    name: layer
+    for layer, names in enumerate(
+        (("integrations", "compat", "cli"), ("demo",), ("torch", "keras", "jax"), ("on_torch", "on_jax"), ("core",))
+    )
+    for name in names
+}
 
 
-def rooms(module):
-    """`(plan, room)` for each plan that the module is on: the house's, and its shell's or the centre's."""
-    _, area, wing, *_ = [*module.split("."), "", ""]
-    if module.startswith("runai"):
-        return [("house", "compat")]
-    if area in ("torch", "keras", "jax"):
-        return [("house", area), (area, wing if wing in PLANS[area] else "faces")]
-    if area in PLANS["house"] or area == "__main__":
-        return [("house", area.replace("__main__", "cli"))]
-    return [("house", "centre"), ("centre", area)]
+def layer(module):
+    """Where a module stands: its subpackage if that is a layer of its own, else the core."""
+    _, area, *_ = [*module.split("."), ""]
+    area = "compat" if module.startswith("runai") else area.replace("__main__", "cli")
+    return area if area in LAYERS else "core"
 
 
-PLANS = {name: floors(f"{name}: ") for name in ("house", "torch", "keras", "jax", "centre")}
-
-
-def wrong_arrows():
-    """Imports between two rooms of a plan that do not lead to the right."""
+def upward_imports():
+    """Imports that lead to a layer above, or to another one beside: the shells never see each other."""
     for module, targets in ARROWS.items():
         for to in targets - {"gradaccum"} if module != "gradaccum" else ():  # its version, its folder, its errors
-            for (plan, a), (other, b) in zip(rooms(module), rooms(to), strict=False):
-                if plan == other and a != b and PLANS[plan][a] >= PLANS[plan][b]:
-                    yield f"{module} -> {to}"
+            a, b = layer(module), layer(to)
+            if a != b and LAYERS[a] >= LAYERS[b]:
+                yield f"{module} -> {to}"
 
 
 def undeclared_names():
@@ -65,10 +58,10 @@ def undeclared_names():
 
 
 FOUND = {
-    "circles": circles,
-    "arrows": wrong_arrows,
+    "import cycles": circles,
+    "upward imports": upward_imports,
     "long modules": lambda: (m for m, path in PATHS.items() if len(path.read_text("utf-8").splitlines()) > MOST_LINES),
-    "large wings": lambda: (
+    "crowded folders": lambda: (
         str(folder.relative_to(ROOT))
         for folder in {path.parent for path in PATHS.values()}
         if len([p for p in folder.glob("*.py") if p.stem != "__init__"]) > MOST_MODULES
@@ -78,5 +71,5 @@ FOUND = {
 
 
 @pytest.mark.parametrize("rule", FOUND)
-def test_the_house_has_no(rule):
+def test_the_package_has_no(rule):
     assert set(FOUND[rule]()) == set()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradaccum import WindowError
-from gradaccum.window import Window, checked_reduction, checked_weight
+from gradaccum.core.window import Window, checked_reduction, checked_weight
 
 WEIGHTS = st.integers(0, 10**6).map(float)
 

@@ -9,13 +9,13 @@ from gradaccum.lazy import when_used
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from gradaccum.noise import NoiseSchedule
+    from gradaccum.core.noise import NoiseSchedule
     from gradaccum.schedule import Schedule, steps_for
 else:
     __getattr__, __dir__ = when_used(
         __name__,
         {
-            "NoiseSchedule": "gradaccum.noise",
+            "NoiseSchedule": "gradaccum.core.noise",
             "Schedule": "gradaccum.schedule",
             "steps_for": "gradaccum.schedule",
         },

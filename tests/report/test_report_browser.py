@@ -11,7 +11,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from gradaccum.equivalence import Cause, Difference, Equivalence
+from gradaccum.core.equivalence import Cause, Difference, Equivalence
 from gradaccum.report import Bars, Code, Curve, Curves, Report, Table, Text
 from gradaccum.report.run import parse
 

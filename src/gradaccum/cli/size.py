@@ -8,7 +8,7 @@ import click
 
 from gradaccum.cli.group import DIFFERENT, BadInput, framework_of, require_framework, user_errors
 from gradaccum.cli.user_code import subject
-from gradaccum.sizes import MARGIN, DoesNotFit, Link, Scaling, parse_bytes
+from gradaccum.core.sizes import MARGIN, DoesNotFit, Link, Scaling, parse_bytes
 
 __all__ = ["size"]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradaccum.contrastive import Described, check_pairs
+from gradaccum.core.contrastive import Described, check_pairs
 from gradaccum.schedule import checked_count
 
 __all__ = ["info_nce"]

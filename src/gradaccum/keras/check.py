@@ -10,14 +10,14 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from gradaccum.equivalence import Difference, Equivalence
+from gradaccum.core.equivalence import Difference, Equivalence
+from gradaccum.core.rounding import rounding
+from gradaccum.core.sizes import even_sizes
 from gradaccum.keras.batch_norm import BatchNorm
 from gradaccum.keras.equivalence import Outcome, find_causes, precision_of
 from gradaccum.keras.private import build_symbolically, torch_device
 from gradaccum.keras.train_step import MicroBatchedStep, has_rows, ragged_size, rows_of, step_class
-from gradaccum.rounding import rounding
 from gradaccum.schedule import checked_count
-from gradaccum.sizes import even_sizes
 
 __all__ = ["check_equivalence"]
 

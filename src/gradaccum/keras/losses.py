@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from gradaccum.contrastive import Described, check_pairs
+from gradaccum.core.contrastive import Described, check_pairs
 from gradaccum.keras.chunking import Body, two_passes
 from gradaccum.keras.private import is_symbolic
 from gradaccum.schedule import checked_count

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gradaccum.core.sizes import Piece, Rows, Tokens
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.transaction import Transaction
-from gradaccum.sizes import Piece, Rows, Tokens
 
 __all__ = ["Fitting", "OneRow", "Passes", "StartOver", "nothing_fits"]
 

@@ -7,7 +7,7 @@ import gc
 import torch
 from torch import Tensor
 
-from gradaccum.sizes import container_limits, free_host_memory, parse_bytes, process_memory
+from gradaccum.core.sizes import container_limits, free_host_memory, parse_bytes, process_memory
 
 __all__ = [
     "Gauge",

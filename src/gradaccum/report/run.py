@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradaccum.noise import NoiseScale
+from gradaccum.core.noise import NoiseScale
 from gradaccum.report.blocks import Block, Curve, Curves, Table, Text, format_bytes, format_value
 from gradaccum.report.report import Report
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradaccum.equivalence import Equivalence
+from gradaccum.core.equivalence import Equivalence
+from gradaccum.core.rounding import IN_FLOAT64
 from gradaccum.on_torch.arguments import checked_model
 from gradaccum.on_torch.batch import Batch, BatchDims
-from gradaccum.rounding import IN_FLOAT64
 from gradaccum.schedule import checked_count
 from gradaccum.torch.batch_norm import BatchNormChoice, checked_batch_norm
 from gradaccum.torch.equivalence import certify

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gradaccum.noise import AnySteps, NoiseSchedule, schedule_of
+from gradaccum.core.noise import AnySteps, NoiseSchedule, schedule_of
 from gradaccum.schedule import Schedule, signature_with_steps
 from gradaccum.torch.optimizer import Optimizer
 

@@ -5,7 +5,7 @@ from typing import Any, Literal, overload
 import torch
 from torch.optim.optimizer import ParamsT
 
-from gradaccum.noise import AnySteps as Steps
+from gradaccum.core.noise import AnySteps as Steps
 from gradaccum.torch.optimizer import Optimizer as Optimizer
 
 __all__ = ["Optimizer"]

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import gradaccum.jax
-from gradaccum.sizes import even_sizes
+from gradaccum.core.sizes import even_sizes
 from tests.jax.fuzz.pieces import ENDINGS, MIXING, ROW_WISE, data, parameters
 
 ROUNDING = 1e-8

@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from gradaccum.cli import commands
+from gradaccum.core.sizes import DoesNotFit
 from gradaccum.jax import value_and_grad
 from gradaccum.jax.measure import estimate_size
-from gradaccum.sizes import DoesNotFit
 
 PARAMS = {"a": jnp.zeros((64, 256)), "b": jnp.zeros((256, 1))}
 X = jnp.zeros((512, 64))

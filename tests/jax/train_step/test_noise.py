@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradaccum.jax
-from gradaccum.noise import Norms
+from gradaccum.core.noise import Norms
 from tests.jax.problems import at_once, in_micro_batches, network, outputs, rows, squared_error, tree_error
 from tests.reference import FLOAT64
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradaccum.sizes import FixedSize, Rows
+from gradaccum.core.sizes import FixedSize, Rows
 from gradaccum.torch import TrainStep
 from gradaccum.torch.layers.blocks import find_blocks
 from tests.reference import relative_error, torch_updates

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradaccum.noise import NoiseScale, NoiseSchedule
+from gradaccum.core.noise import NoiseScale, NoiseSchedule
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 from tests.torch.distributed.problems import OPTIMIZERS, concatenated, data, loss_of, network, shard

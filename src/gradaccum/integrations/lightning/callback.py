@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+from gradaccum.core.window import Window
 from gradaccum.errors import WindowError
 from gradaccum.integrations.lightning.checks import Varying, check, check_optimizer, hyperparameters
 from gradaccum.integrations.lightning.frequencies import count_batches, count_updates
@@ -26,7 +27,6 @@ from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
 from gradaccum.torch.guard import Guard
 from gradaccum.torch.optimizer import BatchWeight
-from gradaccum.window import Window
 
 __all__ = ["GradientAccumulation"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gradaccum.core.sizes import even_sizes
 from gradaccum.jax.batch.types import devices_of
-from gradaccum.sizes import even_sizes
 
 __all__ = ["Batch", "Group", "spread"]
 

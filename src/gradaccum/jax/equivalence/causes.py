@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum.equivalence import Cause, Difference
+from gradaccum.core.equivalence import Cause, Difference
 from gradaccum.jax.batch import drawn_shapes
 from gradaccum.jax.equivalence.trial import Outcome, Trial
 from gradaccum.jax.loss import Verdict

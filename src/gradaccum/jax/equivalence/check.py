@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from gradaccum.equivalence import Cause, Difference, Equivalence
+from gradaccum.core.equivalence import Cause, Difference, Equivalence
+from gradaccum.core.rounding import rounding
+from gradaccum.core.sizes import even_sizes
 from gradaccum.jax.equivalence.causes import find_causes
 from gradaccum.jax.equivalence.trial import Trial
 from gradaccum.jax.train_step import known_exact
-from gradaccum.rounding import rounding
 from gradaccum.schedule import checked_count
-from gradaccum.sizes import even_sizes
 
 __all__ = ["check_equivalence"]
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum.equivalence import Difference
+from gradaccum.core.equivalence import Difference
 from gradaccum.jax.batch import Batch, argument_numbers, axes_of_each, equations
 from gradaccum.jax.equivalence.held_keys import held
 from gradaccum.jax.loss import Verdict

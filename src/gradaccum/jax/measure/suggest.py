@@ -8,9 +8,7 @@ from typing import Any
 import jax
 import optax
 
-from gradaccum.jax.batch import Batch, argument_numbers, axes_of_each
-from gradaccum.jax.train_step import value_and_grad
-from gradaccum.sizes import (
+from gradaccum.core.sizes import (
     MARGIN,
     DoesNotFit,
     SizeEstimate,
@@ -19,6 +17,8 @@ from gradaccum.sizes import (
     largest_size,
     parse_bytes,
 )  # fmt: skip
+from gradaccum.jax.batch import Batch, argument_numbers, axes_of_each
+from gradaccum.jax.train_step import value_and_grad
 
 __all__ = ["estimate_size"]
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradaccum.core.noise import NoiseScale, Norms, estimate
 from gradaccum.jax.batch import squared_norm
 from gradaccum.jax.optimizer.state import found_state
-from gradaccum.noise import NoiseScale, Norms, estimate
 
 __all__ = ["NoiseState", "add_micro_batch", "close_window", "empty_noise", "noise_scale"]
 
@@ -23,7 +23,7 @@ class NoiseState(NamedTuple):
 
     Args:
         first, first_size: Of the open window; 0 before there is one.
-        windows: `(KEEP, 4)`: a `gradaccum.noise.Norms` per window, the oldest overwritten first.
+        windows: `(KEEP, 4)`: a `gradaccum.core.noise.Norms` per window, the oldest overwritten first.
         measured: Windows that were measured.
         weighed: Whether a micro-batch came with its weight, so that sizes are rows.
     """
@@ -76,7 +76,7 @@ def noise_scale(state: Any) -> NoiseScale:
             returned: a list with those of each update, or what `lax.scan` made of them.
 
     Returns:
-        A `gradaccum.noise.NoiseScale`, with `.value`, `.interval` and `.advice()`.
+        A `gradaccum.core.noise.NoiseScale`, with `.value`, `.interval` and `.advice()`.
 
     Raises:
         ValueError: The state has none: the optimizer was made without `noise_scale=True`.

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradaccum.core.window import checked_weight
 from gradaccum.jax.batch import zeros
 from gradaccum.jax.optimizer.length import steps_of
 from gradaccum.jax.optimizer.noise import add_micro_batch, close_window, empty_noise
 from gradaccum.jax.optimizer.state import WindowedState, refuse_accumulating
 from gradaccum.schedule import Schedule, Steps
-from gradaccum.window import checked_weight
 
 __all__ = ["WindowedOptimizer", "windowed"]
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from gradaccum.core.sizes import MARGIN, MemoryLine, free_host_memory
 from gradaccum.jax.train_step.call import Call
-from gradaccum.sizes import MARGIN, MemoryLine, free_host_memory
 
 __all__ = ["AutoSize", "Trial", "fastest"]
 

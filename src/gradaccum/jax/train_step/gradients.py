@@ -69,8 +69,8 @@ def value_and_grad(
         memory_limit: For `micro_batch_size="auto"`: bytes, or a string such as `"4GiB"`, that XLA may state for the
             arguments, the results and all between, on a device. Default: what the device has free.
         noise_scale: Measure the gradient noise scale: a third result, after value and gradients, is the
-            `gradaccum.noise.Norms` of this update, four numbers. `gradaccum.jax.noise_scale` estimates it from those of
-            some updates, in a list or stacked by `lax.scan`.
+            `gradaccum.core.noise.Norms` of this update, four numbers. `gradaccum.jax.noise_scale` estimates it from
+            those of some updates, in a list or stacked by `lax.scan`.
         verify: Look at what the loss computes when it is traced. If it is certain that micro-batches don't give the
             large batch's gradient, it is an error that says why and where; if it can't be told, there is a line in
             the log.

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gradaccum.core.noise import Norms
 from gradaccum.jax.batch import Group, as_varying, squared_norm
 from gradaccum.jax.train_step.call import Call
-from gradaccum.noise import Norms
 
 __all__ = ["First", "NoiseMeter", "norms_of_one"]
 

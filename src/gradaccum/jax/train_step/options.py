@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gradaccum.core.sizes import parse_bytes
 from gradaccum.jax.batch import argument_numbers, axes_of_each
 from gradaccum.schedule import checked_count
-from gradaccum.sizes import parse_bytes
 
 __all__ = ["AUX", "Options", "checked_options"]
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from gradaccum.core.sizes import even_sizes
 from gradaccum.keras.chunking.body import Body, Result
 from gradaccum.keras.loops.loop_jax import by_device, devices_of, like, loop, stacks
-from gradaccum.sizes import even_sizes
 
 __all__ = ["two_passes"]
 

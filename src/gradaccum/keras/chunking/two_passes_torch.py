@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from gradaccum.core.sizes import even_sizes
 from gradaccum.keras.chunking.body import Body, Result
 from gradaccum.keras.private import uncast_values
 from gradaccum.on_torch.random_state import RandomState, all_generators, every_device, kept
-from gradaccum.sizes import even_sizes
 
 __all__ = ["two_passes"]
 

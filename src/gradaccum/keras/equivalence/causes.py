@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from gradaccum.equivalence import Cause, Difference
+from gradaccum.core.equivalence import Cause, Difference
 from gradaccum.keras.batch_norm import BatchNorm, batch_norms_of, during_micro_batch
 from gradaccum.keras.equivalence.layer_calls import LayerCall, recorded_calls, same_rows
 from gradaccum.keras.equivalence.outcome import relative_error

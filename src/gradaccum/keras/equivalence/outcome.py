@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from gradaccum.equivalence import Difference
+from gradaccum.core.equivalence import Difference
 from gradaccum.keras.equivalence.layer_calls import dotted
 from gradaccum.keras.equivalence.random_numbers import Draws
 from gradaccum.keras.private import compiled_losses, layers_in, loss_entries

@@ -17,7 +17,7 @@ __all__ = ["Cut"]
 class Cut:
     """A batch and how it is cut: `count` micro-batches of `size` rows, the first `larger` of them of one row more.
 
-    As `gradaccum.sizes.even_sizes` cuts it; but while TensorFlow traces, the number of rows is mostly a tensor.
+    As `gradaccum.core.sizes.even_sizes` cuts it; but while TensorFlow traces, the number of rows is mostly a tensor.
     """
 
     def __init__(self, data: Any, rows: int | None, micro_batch_size: int, static: bool) -> None:

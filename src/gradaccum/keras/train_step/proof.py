@@ -12,14 +12,14 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from gradaccum.equivalence import Equivalence
+from gradaccum.core.equivalence import Equivalence
+from gradaccum.core.rounding import last_place, rounding
+from gradaccum.core.sizes import even_sizes
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras.batch_norm import batch_norms_of
 from gradaccum.keras.equivalence import Outcome, find_causes, precision_of
 from gradaccum.keras.private import compiled_losses, recorded_reads
 from gradaccum.keras.train_step.data import Sorts, dealt, few_rows, has_rows, rows_of, unpack
-from gradaccum.rounding import last_place, rounding
-from gradaccum.sizes import even_sizes
 
 __all__ = ["Proof", "ragged_size"]
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import keras
 from keras import tree
 
+from gradaccum.core.sizes import even_sizes
 from gradaccum.keras.batch_norm import BatchNorm, Pool, during_micro_batch
 from gradaccum.keras.equivalence import Draws, Outcome, as_array, held
 from gradaccum.keras.loops.loop_jax import by_device, devices_of, first, joined, like, loop, stacks
@@ -26,7 +27,6 @@ from gradaccum.keras.loss import divisors_of, update_trackers, weighed_losses
 from gradaccum.keras.private import compiled_metrics, has_value, loss_tracker, put_value
 from gradaccum.keras.train_step.data import rows_of, unpack
 from gradaccum.keras.train_step.step import MicroBatchedStep, Plan
-from gradaccum.sizes import even_sizes
 
 __all__ = ["JaxStep"]
 

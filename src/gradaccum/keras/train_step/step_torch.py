@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from keras import tree
 
+from gradaccum.core.sizes import Piece, Rows, Sizers
 from gradaccum.keras.batch_norm import Pool, during_micro_batch
 from gradaccum.keras.equivalence import Outcome, as_array, held
 from gradaccum.keras.loss import divisors_of, update_trackers, weighed_losses
@@ -34,7 +35,6 @@ from gradaccum.on_torch.fitting import Fitting, StartOver, nothing_fits
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.transaction import Transaction
-from gradaccum.sizes import Piece, Rows, Sizers
 
 __all__ = ["TorchStep"]
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradaccum.noise import WINDOWS, NoiseScale, Norms, estimate
+from gradaccum.core.noise import WINDOWS, NoiseScale, Norms, estimate
 from gradaccum.on_torch.gradients import clip_norm_
 
 __all__ = ["Measured", "NoiseMeter", "inside_step"]
@@ -50,9 +50,9 @@ class NoiseMeter:
     """Two squared norms per window: of its first micro-batch's gradient, and of the finished mean.
 
     Autograd adds into `p.grad`, so only the first micro-batch's gradient is ever there by itself. Its norm and the
-    window's give unbiased estimates of `|G|^2` and `tr(S)` (see `gradaccum.noise`). The norm of every micro-batch would
-    sharpen `tr(S)` at the cost of a pass over all gradients each; but for windows up to the noise scale, where the
-    answer matters, the error is that of `|G|^2`, which only more windows lower. The norms stay on the device until
+    window's give unbiased estimates of `|G|^2` and `tr(S)` (see `gradaccum.core.noise`). The norm of every micro-batch
+    would sharpen `tr(S)` at the cost of a pass over all gradients each; but for windows up to the noise scale, where
+    the answer matters, the error is that of `|G|^2`, which only more windows lower. The norms stay on the device until
     `estimate` is called, so the host never waits.
 
     The first micro-batch must be a random sample of the window's rows: where rows are sorted, by length say, the

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gradaccum.noise import WINDOWS, Norms
+from gradaccum.core.noise import WINDOWS, Norms
 from gradaccum.on_torch.batch import map_leaves
 from gradaccum.on_torch.noise.meter import Measured, NoiseMeter
 

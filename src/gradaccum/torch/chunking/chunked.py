@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradaccum.core.sizes import TokenBudget, even_sizes
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import BatchDims, number_of_rows, take
 from gradaccum.schedule import checked_count
-from gradaccum.sizes import TokenBudget, even_sizes
 from gradaccum.torch.batch_norm import (
     BatchNormChoice,
     BatchNormPolicy,

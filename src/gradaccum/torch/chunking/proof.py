@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import TensorWeakRef
 
+from gradaccum.core.rounding import rounding
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import BatchDims, leaves, map_leaves, number_of_rows, take
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.random_state import all_generators, kept
-from gradaccum.rounding import rounding
 from gradaccum.torch.buffers import Attributes, LentBuffers, gradients_kept
 from gradaccum.torch.chunking.gradients import gradient_leaf
 from gradaccum.torch.chunking.recompute import ModuleState, accelerators, parametrizations_computed

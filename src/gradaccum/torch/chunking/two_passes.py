@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gradaccum.core.rounding import rounding
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import BatchDims, concatenate, described, has_rows, leaves, take
 from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.random_state import RandomState, all_generators, is_generator, kept
-from gradaccum.rounding import rounding
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.buffers import LentBuffers
 from gradaccum.torch.chunking.gradients import (

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
+from gradaccum.core.sizes import Piece, Rows, Tokens
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.fitting import Fitting, StartOver, nothing_fits
 from gradaccum.on_torch.memory import is_out_of_memory
-from gradaccum.sizes import Piece, Rows, Tokens
 from gradaccum.torch.distributed.by_blocks import ByBlocks
 from gradaccum.torch.distributed.fsdp import Shards
 from gradaccum.torch.distributed.single_rank import RanOut, SingleRank

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradaccum.equivalence import Cause, Difference
+from gradaccum.core.equivalence import Cause, Difference
 from gradaccum.on_torch.batch import Batch, children, rebuild, with_dims
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.equivalence.loss_causes import loss_cause

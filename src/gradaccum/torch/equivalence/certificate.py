@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradaccum.equivalence import Cause, Difference, Equivalence
+from gradaccum.core.equivalence import Cause, Difference, Equivalence
+from gradaccum.core.rounding import IN_FLOAT64, rounding
+from gradaccum.core.sizes import Groups, even_sizes
 from gradaccum.on_torch import random_state
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.held import held_generators
-from gradaccum.rounding import IN_FLOAT64, rounding
-from gradaccum.sizes import Groups, even_sizes
 from gradaccum.torch.batch_norm import BatchNormChoice
 from gradaccum.torch.buffers import gradients_kept
 from gradaccum.torch.equivalence.causes import find_causes, hook_cause, input_cause, nondeterminism_cause

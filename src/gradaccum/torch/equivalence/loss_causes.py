@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradaccum.equivalence import Cause
+from gradaccum.core.equivalence import Cause
 from gradaccum.on_torch.batch import leaves
 from gradaccum.torch.equivalence.row_dependence import Outputs
 from gradaccum.torch.equivalence.trial import Trial

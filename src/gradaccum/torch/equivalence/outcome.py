@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaccum.equivalence import Difference
+from gradaccum.core.equivalence import Difference
 
 __all__ = ["LoweredScale", "Outcome", "largest", "relative_error", "worst"]
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradaccum.equivalence import Cause, Difference, Equivalence
+from gradaccum.core.equivalence import Cause, Difference, Equivalence
+from gradaccum.core.rounding import rounding
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import is_out_of_memory
-from gradaccum.rounding import rounding
 from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms, in_eval_mode
 from gradaccum.torch.buffers import ModuleState, choose_rules, left_as_found, owners_of_buffers, tell_of_buffers
 from gradaccum.torch.equivalence.causes import counting_layers, suspicion, unusual_batch_norms

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradaccum.core.sizes import format_bytes
 from gradaccum.on_torch.memory import is_out_of_memory
-from gradaccum.sizes import format_bytes
 
 __all__ = ["OffloadChoice", "Store", "Waiting"]
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradaccum.core.sizes import Piece, Rows, Tokens
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.fitting import StartOver, nothing_fits
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.random_state import all_generators, kept
-from gradaccum.sizes import Piece, Rows, Tokens
 from gradaccum.torch.buffers import Attributes
 from gradaccum.torch.chunking.recompute import accelerators, parametrizations_computed
 from gradaccum.torch.distributed import ByBlocks

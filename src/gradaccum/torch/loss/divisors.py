@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradaccum.core.window import checked_weight
 from gradaccum.on_torch.batch import Batch
-from gradaccum.window import checked_weight
 
 __all__ = [
     "Weight",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradaccum.core.window import checked_reduction
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.torch.loss.divisors import (
     Weight,
@@ -27,7 +28,6 @@ from gradaccum.torch.loss.divisors import (
 )
 from gradaccum.torch.loss.held_modules import held_modules
 from gradaccum.torch.loss.terms import Found, Terms, Totals, added, checked_scalar, terms_of, totals_of
-from gradaccum.window import checked_reduction
 
 __all__ = ["Objective", "one_weight"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaccum.core.window import checked_weight
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.gradients import GradientSum, all_finite, scale_
 from gradaccum.torch.loss.terms import checked_scalar, no_terms_error
-from gradaccum.window import checked_weight
 
 Accepting = Callable[[], contextlib.AbstractContextManager[None]]
 """Returns a context in which the sum may be changed."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaccum.window import Reduction
+from gradaccum.core.window import Reduction
 
 __all__ = ["WindowLoss"]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from gradaccum.core.sizes import MARGIN, format_bytes, largest_size
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import Gauge, local_part
-from gradaccum.sizes import MARGIN, format_bytes, largest_size
 from gradaccum.torch.distributed import SingleRank
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure.fake_memory import micro_batch_peak, optimizer_bytes

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gradaccum.core.sizes import MARGIN, DoesNotFit, SizeEstimate, format_bytes, largest_size
 from gradaccum.on_torch.batch import Batch, BatchDims, leaves
 from gradaccum.on_torch.memory import Gauge, parse_bytes
-from gradaccum.sizes import MARGIN, DoesNotFit, SizeEstimate, format_bytes, largest_size
 from gradaccum.torch.layers import BlocksChoice, has_blocks
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure.fake_memory import bytes_of, micro_batch_peak, optimizer_bytes

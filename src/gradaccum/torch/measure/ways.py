@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gradaccum.core.sizes import Piece, format_bytes, largest_size
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import Gauge
-from gradaccum.sizes import Piece, format_bytes, largest_size
 from gradaccum.torch.layers import Layers, Turns, turns
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure.fake_memory import LiveBytes, bytes_of, micro_batch_peak, on_fakes

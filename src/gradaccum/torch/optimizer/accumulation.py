@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from gradaccum.core.window import Reduction, Window, mixed_error
 from gradaccum.on_torch.gradients import Arrivals, GradientSum, ScreenedGradientSum, all_finite, clip_norm_, scale_
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.torch.distributed import SingleRank, Total
@@ -25,7 +26,6 @@ from gradaccum.torch.loss import (
     unscaled_terms_error,
 )
 from gradaccum.torch.optimizer.loss_scale import LossScale, unscaled_error
-from gradaccum.window import Reduction, Window, mixed_error
 
 __all__ = ["Accumulation", "Nonfinite"]
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaccum.core.window import uncounted_error
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.batch import map_leaves
 from gradaccum.torch.optimizer import sharded_checkpoint as sharded
 from gradaccum.torch.optimizer.windows import Windows
-from gradaccum.window import uncounted_error
 
 __all__ = ["KEY", "initialise", "is_initialisation", "load", "state_dict"]
 

@@ -11,7 +11,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from gradaccum.noise import AnySteps, NoiseScale, NoiseSchedule, schedule_of
+from gradaccum.core.noise import AnySteps, NoiseScale, NoiseSchedule, schedule_of
+from gradaccum.core.window import Reduction, checked_reduction
 from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.on_torch.noise import NoiseChoice, checked_noise, noise_meter
 from gradaccum.schedule import Schedule, Steps
@@ -35,7 +36,6 @@ from gradaccum.torch.optimizer.proxy import (
     overflows_easily,
 )
 from gradaccum.torch.optimizer.windows import Windows, let_go
-from gradaccum.window import Reduction, checked_reduction
 
 __all__ = ["Nonfinite", "Optimizer"]
 

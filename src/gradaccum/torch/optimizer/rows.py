@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from gradaccum.core.window import Window, checked_weight
 from gradaccum.on_torch.batch import children, has_rows, number_of_rows
-from gradaccum.window import Window, checked_weight
 
 __all__ = ["BatchWeight", "RowsBeside"]
 

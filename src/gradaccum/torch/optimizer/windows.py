@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaccum.core.noise import NoiseSchedule
 from gradaccum.errors import WindowError
-from gradaccum.noise import NoiseSchedule
 from gradaccum.on_torch.noise import inside_step
 from gradaccum.schedule import Schedule
 from gradaccum.torch.guard import ParameterGroups, parameters_of

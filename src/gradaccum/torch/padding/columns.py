@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from gradaccum.core.sizes import Piece
 from gradaccum.on_torch.batch import Batch, has_rows, leaves, map_leaves
-from gradaccum.sizes import Piece
 
 __all__ = [
     "IGNORED",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradaccum.sizes import TokenBudget, Tokens
+from gradaccum.core.sizes import TokenBudget, Tokens
 from gradaccum.torch.padding.columns import Left, cut, extents, kept_columns, mask_of, text_of
 
 __all__ = ["Packs"]

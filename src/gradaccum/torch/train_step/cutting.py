@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaccum.equivalence import Cause
+from gradaccum.core.equivalence import Cause
+from gradaccum.core.sizes import FixedSize, GivenSizes, Groups, Piece, Rows, Sizers, Tokens, even_sizes
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import Gauge
 from gradaccum.schedule import checked_count
-from gradaccum.sizes import FixedSize, GivenSizes, Groups, Piece, Rows, Sizers, Tokens, even_sizes
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.distributed import SingleRank
 from gradaccum.torch.loss import Objective

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from gradaccum.core.sizes import Piece, Rows
 from gradaccum.on_torch.batch import BatchDims
 from gradaccum.on_torch.fitting import Fitting, Passes, StartOver
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
-from gradaccum.sizes import Piece, Rows
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.chunking import chunked
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradaccum.equivalence import Cause
+from gradaccum.core.equivalence import Cause
+from gradaccum.core.rounding import rounding
+from gradaccum.core.sizes import Groups, Joined, Piece, TokenBudget, Tokens
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch, leaves
 from gradaccum.on_torch.buffers import evaluated
 from gradaccum.on_torch.memory import is_out_of_memory
-from gradaccum.rounding import rounding
-from gradaccum.sizes import Groups, Joined, Piece, TokenBudget, Tokens
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.padding import (
     IGNORED,

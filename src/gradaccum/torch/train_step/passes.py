@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradaccum.core.sizes import Piece, Rows, Tokens
 from gradaccum.errors import WindowError
 from gradaccum.on_torch import random_state
 from gradaccum.on_torch.batch import Batch
@@ -17,7 +18,6 @@ from gradaccum.on_torch.buffers import as_found
 from gradaccum.on_torch.fitting import Fitting, OneRow, StartOver
 from gradaccum.on_torch.held import held_generators
 from gradaccum.on_torch.memory import is_out_of_memory
-from gradaccum.sizes import Piece, Rows, Tokens
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.buffers import WindowBuffers
 from gradaccum.torch.distributed import SingleRank

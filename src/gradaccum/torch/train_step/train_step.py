@@ -11,14 +11,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from gradaccum.noise import NoiseScale
+from gradaccum.core.noise import NoiseScale
+from gradaccum.core.sizes import Rows, Tokens
 from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.on_torch.fitting import Fitting, StartOver
 from gradaccum.on_torch.memory import Gauge, parse_bytes
 from gradaccum.on_torch.noise import NoiseChoice, checked_noise, noise_meter
 from gradaccum.on_torch.transaction import Transaction
-from gradaccum.sizes import Rows, Tokens
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
 from gradaccum.torch.buffers import WindowBuffers
 from gradaccum.torch.distributed import SingleRank, leaving_on_error, run_by_blocks, run_together

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaccum.core.rounding import rounding
 from gradaccum.on_torch.gradients import norms, scale_, total_norm
-from gradaccum.rounding import rounding
 
 __all__ = ["Ahead"]
 

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from gradaccum.core.sizes import format_bytes
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.gradients import GradientSum, scale_
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory, local_part
 from gradaccum.on_torch.private import without_global_step_hooks
-from gradaccum.sizes import format_bytes
 from gradaccum.torch.layers.blocks import Block
 from gradaccum.torch.layers.updates.ahead import Ahead
 from gradaccum.torch.layers.updates.one_by_one import check_one_by_one, check_own_step, limited_to

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradaccum.core.rounding import rounding
 from gradaccum.on_torch.batch import leaves
 from gradaccum.on_torch.private import without_global_step_hooks
-from gradaccum.rounding import rounding
 from gradaccum.torch.equivalence import relative_error
 
 __all__ = ["bytes_of_state", "check_one_by_one", "check_own_step", "limited_to", "state_bytes_of"]

@@ -13,7 +13,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from gradaccum.sizes import format_bytes
+from gradaccum.core.sizes import format_bytes
 
 __all__ = ["Files", "in_file"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradaccum.sizes import FixedSize, Groups, Rows, TokenBudget, Tokens
+from gradaccum.core.sizes import FixedSize, Groups, Rows, TokenBudget, Tokens
 
 runs = st.lists(st.integers(1, 6), min_size=1, max_size=12)
 

@@ -1,7 +1,7 @@
 """How many rows an update can use: the gradient noise scale, and windows that follow it."""
 
-from gradaccum.noise.scale import WINDOWS, NoiseScale, Norms, estimate
-from gradaccum.noise.schedule import AnySteps, NoiseSchedule, schedule_of
+from gradaccum.core.noise.scale import WINDOWS, NoiseScale, Norms, estimate
+from gradaccum.core.noise.schedule import AnySteps, NoiseSchedule, schedule_of
 
 __all__ = [
     "WINDOWS",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradaccum.sizes.search import MemoryLine
+from gradaccum.core.sizes.search import MemoryLine
 
 __all__ = ["DoesNotFit", "SizeEstimate", "format_bytes", "largest_size"]
 

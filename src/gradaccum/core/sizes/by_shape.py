@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from gradaccum.core.sizes.even import FixedSize
+from gradaccum.core.sizes.pieces import Sizer
+from gradaccum.core.sizes.search import SizeSearch
 from gradaccum.schedule import checked_count
-from gradaccum.sizes.even import FixedSize
-from gradaccum.sizes.pieces import Sizer
-from gradaccum.sizes.search import SizeSearch
 
 __all__ = ["Sizers"]
 

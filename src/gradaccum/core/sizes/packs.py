@@ -6,7 +6,7 @@ import bisect
 import itertools
 from collections.abc import Sequence
 
-from gradaccum.sizes.pieces import Piece, TokenBudget, Tokens
+from gradaccum.core.sizes.pieces import Piece, TokenBudget, Tokens
 
 __all__ = ["Joined", "best_fit"]
 

@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from gradaccum.core.sizes.even import FixedSize, even_sizes, packed
+from gradaccum.core.sizes.groups import Groups
+from gradaccum.core.sizes.search import SizeSearch
 from gradaccum.schedule import checked_count
-from gradaccum.sizes.even import FixedSize, even_sizes, packed
-from gradaccum.sizes.groups import Groups
-from gradaccum.sizes.search import SizeSearch
 
 __all__ = ["GivenSizes", "Piece", "Rows", "Sizer", "TokenBudget", "Tokens"]
 

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol, get_args
 
-from gradaccum.noise.scale import NoiseScale
+from gradaccum.core.noise.scale import NoiseScale
 from gradaccum.schedule import Schedule, Steps, checked_count
 
 __all__ = ["AnySteps", "NoiseSchedule", "schedule_of"]
@@ -142,7 +142,7 @@ class NoiseSchedule:
             scale: Measured over `every` updates at least, of which the last ones decide.
 
         Example:
-            >>> from gradaccum.noise import Norms, estimate
+            >>> from gradaccum.core.noise import Norms, estimate
             >>> measured = estimate([Norms(600 + wobble, 8, 301 - wobble, 16) for wobble in (-1, 1) * 50])
             >>> NoiseSchedule(2, 32).vote(measured)  # 2,393 rows, well above 16
             1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 
-from gradaccum.sizes.even import even_size
+from gradaccum.core.sizes.even import even_size
 
 __all__ = ["MARGIN", "MemoryLine", "SizeSearch"]
 
