@@ -142,11 +142,13 @@ def train_by_hand(optimizer: Any, variables: list[Any], gradients: Sequence[Sequ
     if not optimizer.built:
         optimizer.build(variables)
     tensors = [[None if g is None else _tensor(g) for g in some] for some in gradients]
-    if BACKEND == "jax" and by != "eager":
-        import jax
-
+    if by == "stateless" or (BACKEND == "jax" and by != "eager"):
         if optimizer not in _STEPS:
-            _STEPS[optimizer] = jax.jit(optimizer.stateless_apply)
+            _STEPS[optimizer] = optimizer.stateless_apply
+            if BACKEND == "jax":
+                import jax
+
+                _STEPS[optimizer] = jax.jit(optimizer.stateless_apply)
         step = _STEPS[optimizer]
         weights, state = [v.value for v in variables], [v.value for v in optimizer.variables]
         for some in tensors:

@@ -18,6 +18,7 @@ from gradaccum.extras import PrivateName
 
 __all__ = [
     "NAMES",
+    "averages_of",
     "build_symbolically",
     "compiled_losses",
     "compiled_metrics",
@@ -25,12 +26,14 @@ __all__ = [
     "embedding_table",
     "functional_of",
     "has_value",
+    "in_stateless_scope",
     "is_built_for",
     "is_of_keras",
     "is_symbolic",
     "keras_mask",
     "layers_in",
     "layout_of",
+    "lend_averages",
     "loss_entries",
     "loss_tracker",
     "metric_function",
@@ -198,6 +201,11 @@ def outside_of_scopes() -> Any:
 def is_symbolic() -> bool:
     """Whether a layer is called for the shapes of its outputs alone."""
     return _module("keras.src.backend.common.global_state").get_global_attribute("symbolic_scope") is not None
+
+
+def in_stateless_scope() -> bool:
+    """Whether variables are given values by a `keras.StatelessScope`, which keeps what is assigned."""
+    return _module("keras.src.backend.common.global_state").get_global_attribute("stateless_scope") is not None
 
 
 def uncast_values(variables: Iterable[Any]) -> list[Any]:
@@ -380,6 +388,16 @@ def layout_of(variable: Any) -> Any:
 def is_built_for(optimizer: Any, variables: Sequence[Any]) -> bool:
     """Whether an optimizer that is built trains these variables, in this order."""
     return [id(variable) for variable in optimizer._trainable_variables] == [id(variable) for variable in variables]
+
+
+def averages_of(optimizer: Any) -> Any:
+    """The moving averages that `use_ema` keeps of the variables; None where there are none."""
+    return vars(optimizer).get("_model_variables_moving_average")
+
+
+def lend_averages(optimizer: Any, averages: Any) -> None:
+    """Let SwapEMAWeights find these where it looks, past Keras' tracking of attributes."""
+    vars(optimizer)["_model_variables_moving_average"] = averages
 
 
 def strategy_of(optimizer: Any) -> Any:

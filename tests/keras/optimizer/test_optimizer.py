@@ -140,9 +140,13 @@ def test_callbacks_read_and_set_the_learning_rate(fit_bound):
 
 
 @compiled_on("jax")
-def test_swap_ema_weights_finds_the_average(fit_bound):
+@pytest.mark.parametrize("scaled", [False, True])
+def test_swap_ema_weights_finds_the_average(scaled, fit_bound):
+    def make():
+        optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
+        return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0) if scaled else optimizer
+
     x, y = regression(32)
-    make = lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)  # noqa: E731
     model, expected = network(), network()
     for one, optimizer, batch_size in ((model, Optimizer(make(), steps=4), 4), (expected, make(), 16)):
         one.compile(optimizer=optimizer, loss="mse")
@@ -358,6 +362,11 @@ def test_an_optimizer_that_accumulates_by_itself_is_refused():
             Optimizer(optimizer, 4)
     with pytest.raises(ValueError, match="gradient_accumulation_steps=4"):
         gradaccum.keras.optimizers.Adam(steps=4, gradient_accumulation_steps=4)
+    if hasattr(keras.optimizers, "MultiOptimizer"):
+        of_all = keras.optimizers.MultiOptimizer(lambda variable: itself)
+        for optimizer in (of_all, keras.optimizers.LossScaleOptimizer(of_all)):
+            with pytest.raises(ValueError, match="gradient_accumulation_steps=4"):
+                Optimizer(optimizer, 4).build(variables_like(SHAPES))
 
 
 @pytest.mark.parametrize("other", ["adam", None, 0.1])

@@ -11,6 +11,7 @@ import gradaccum.keras
 from gradaccum.keras.callbacks import GradientAccumulation
 from gradaccum.keras.optimizers import Optimizer
 from tests.keras.problems import (
+    BACKEND,
     SHAPES,
     Batches,
     adam,
@@ -210,15 +211,45 @@ def test_layer_normalization_is_not_named():
     model.fit(*regression(8), batch_size=4, verbose=0, callbacks=[GradientAccumulation()])
 
 
-def test_what_overwrites_its_variable_is_the_largest_of_the_window(bound):
+WAYS = [("", "eager"), ("inside", "eager"), ("outside", "eager")]
+if BACKEND == "jax":
+    WAYS.pop()  # Keras can't: it assigns inside of a branch
+if BACKEND != "tensorflow":
+    WAYS += [("", "stateless"), ("inside", "stateless"), ("outside", "stateless")]
+
+
+@pytest.mark.parametrize(("scaled", "by"), WAYS)
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_overwrites_its_variable_is_the_largest_of_the_window(scaled, alone, by):
     amax = keras.Variable([0.0, 0.0], name="amax")
     amax.overwrite_with_gradient = True
-    weight = keras.Variable([0.0], name="weight")
-    optimizer = Optimizer(keras.optimizers.SGD(1.0), 3)
-    optimizer.build([amax, weight])
+    variables = [amax] if alone else [amax, keras.Variable([0.0], name="weight")]
+    loss_scale = lambda optimizer: keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)  # noqa: E731
+    inner = keras.optimizers.SGD(1.0)
+    optimizer = wrapped = Optimizer(loss_scale(inner) if scaled == "inside" else inner, 3)
+    if scaled == "outside":
+        optimizer = loss_scale(wrapped)
+    optimizer.build(variables)
     for rows, largest in ((None, [1.0, 5.0]), (2, [3.0, 2.0]), (2, [2.0, 4.0])):
-        gradients = [[np.array(largest), np.array([6.0])]]
-        with optimizer.window.with_rows(0, rows):
-            train_by_hand(optimizer, [amax, weight], gradients, by="eager")
+        gradients = [np.array(largest), np.array([48.0 if scaled else 6.0])][: len(variables)]
+        with wrapped.window.with_rows(0, rows):
+            train_by_hand(optimizer, variables, [gradients], by=by)
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(amax.value), [3.0, 5.0])
-    np.testing.assert_allclose(keras.ops.convert_to_numpy(weight.value), [-6.0], rtol=1e-6)
+    if not alone:
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(variables[1].value), [-6.0], rtol=1e-6)
+
+
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="TensorFlow refuses stateless_apply")
+def test_an_optimizer_may_keep_the_gradient_that_it_is_given(bound):
+    class Keeps(keras.optimizers.SGD):
+        def build(self, variables):
+            super().build(variables)
+            self.last = [self.add_variable_from_reference(v, name="last") for v in variables]
+
+        def update_step(self, gradient, variable, learning_rate):
+            self.assign(self.last[self._get_variable_index(variable)], gradient)
+
+    inner, variables = Keeps(1.0), [keras.Variable([0.0], name="weight")]
+    gradients = [[np.array([value])] for value in (1.0, 2.0, 6.0, 4.0)]
+    train_by_hand(Optimizer(inner, 2), variables, gradients, by="stateless")
+    assert float(keras.ops.convert_to_numpy(inner.last[0].value)[0]) == 5.0

@@ -9,6 +9,7 @@ import keras
 import torch
 
 from gradaccum.keras.optimizer.window import Counts, Window, is_overwritten
+from gradaccum.keras.private import in_stateless_scope
 
 __all__ = ["accumulate", "beside", "close", "host", "place_of", "put", "replica", "total"]
 
@@ -16,9 +17,14 @@ __all__ = ["accumulate", "beside", "close", "host", "place_of", "put", "replica"
 @torch.no_grad()
 def accumulate(window: Window, gradients: list[Any], rows: Any) -> None:
     """Add a micro-batch's gradients to the window, and close it if it is full."""
+    if in_stateless_scope():  # what the caller gave stays as it is
+        for variable in [*window.sums, window.counts, window.touched]:
+            variable.assign(variable.value.clone())
     counts, weight, rescale, closes = window.rule.add(_read(window), rows)
     if rescale not in (None, 1):
-        torch._foreach_mul_([t.value for t, v in zip(window.sums, window.variables) if not is_overwritten(v)], rescale)
+        scaled = [t.value for t, v in zip(window.sums, window.variables) if not is_overwritten(v)]
+        if scaled:
+            torch._foreach_mul_(scaled, rescale)
     plain: tuple[list[Any], list[Any]] = ([], [])
     for index, (total, gradient) in enumerate(zip(window.sums, gradients)):
         if gradient is None:
@@ -42,7 +48,7 @@ def close(window: Window) -> None:
     inner, variables = window.inner, window.variables
     counts, sums = _read(window), [total.value for total in window.sums]
     mean = [t for t, v in zip(sums, variables) if not is_overwritten(v)]
-    if counts.weight != 1:
+    if counts.weight != 1 and mean:
         torch._foreach_div_(mean, counts.weight)  # in place: the sums are emptied below
     touched = window.touched.value.tolist()
     gradients = [
@@ -54,7 +60,11 @@ def close(window: Window) -> None:
     if any(touched):
         inner.apply(gradients, variables)
     updated = int(not window.may_skip or int(inner.iterations) != before)
-    torch._foreach_zero_(sums)
+    if in_stateless_scope():  # where assigning keeps the tensor: these may be the new values of something
+        for total in window.sums:
+            total.assign(torch.zeros_like(total.value))
+    else:
+        torch._foreach_zero_(sums)
     window.touched.value.zero_()
     _write(window, window.rule.closed(counts, updated))
 

@@ -15,7 +15,7 @@ from keras.optimizers import Optimizer as KerasOptimizer
 from gradaccum.keras import private
 from gradaccum.keras.optimizer import checkpoint
 from gradaccum.keras.optimizer.accumulation import accumulation
-from gradaccum.keras.optimizer.proxy import OptimizerProxy
+from gradaccum.keras.optimizer.proxy import OptimizerProxy, check_inner, inside
 from gradaccum.keras.optimizer.window import StepsRule, Window
 from gradaccum.schedule import Schedule, Steps
 
@@ -146,6 +146,7 @@ class Optimizer(OptimizerProxy):
         self.window.rule.check_variables(variables)
         if not inner.built:
             inner.build(variables)
+            check_inner(inner)  # a MultiOptimizer with a function has its optimizers only now
         elif not private.is_built_for(inner, variables):
             raise ValueError(
                 f"The inner optimizer {inner.name!r} was built for other variables than this model's trainable ones. "
@@ -276,6 +277,13 @@ class LossScaledOptimizer(Optimizer, keras.optimizers.LossScaleOptimizer):
 
     It is one of those too, for `compile` would otherwise put a second one around it under `mixed_float16`.
     """
+
+    def build(self, variables: Sequence[Any]) -> None:
+        super().build(variables)
+        # SwapEMAWeights asks the optimizer inside of this one for the averages.
+        for inner in inside(self.inner_optimizer):
+            if private.averages_of(inner) is not None:
+                private.lend_averages(self.inner_optimizer, private.averages_of(inner))
 
 
 def _batch_norms_by_name(variables: Sequence[Any]) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 from keras.optimizers import Optimizer as KerasOptimizer
 
-__all__ = ["OptimizerProxy", "check_inner"]
+__all__ = ["OptimizerProxy", "check_inner", "inside"]
 
 
 def _of_inner(name: str) -> Any:
@@ -86,8 +87,7 @@ def check_inner(optimizer: Any) -> None:
             f"`optimizer` must be a keras.optimizers.Optimizer of the {keras.backend.backend()} backend. Received: "
             f"{optimizer!r} of type {where}.{hint}"
         )
-    inside = [optimizer, getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", [])]
-    for inner in inside:
+    for inner in inside(optimizer):
         if isinstance(inner, OptimizerProxy):
             raise ValueError(f"`optimizer` accumulates already, over {inner.schedule} steps. Wrap it once.")
         if getattr(inner, "gradient_accumulation_steps", None):
@@ -96,3 +96,11 @@ def check_inner(optimizer: Any) -> None:
                 f"{type(inner).__name__}(gradient_accumulation_steps={inner.gradient_accumulation_steps}). "
                 "Leave that argument out, and pass `steps` here."
             )
+
+
+def inside(optimizer: Any) -> Iterator[Any]:
+    """An optimizer and those that it is made of; of a `MultiOptimizer` with a function, those of variables so far."""
+    yield optimizer
+    for inner in [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", [])]:
+        if inner is not None:
+            yield from inside(inner)
