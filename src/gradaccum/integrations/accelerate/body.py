@@ -70,7 +70,7 @@ class LoopBody(Settings):
         """Whether an update has begun in the running `step()` or `flush()`, or after the loop."""
         self.norm: Tensor | None = None
         """What the Accelerator's clipping has found at the last update."""
-        if self._windows.ranks.several:
+        if self._windows.ranks.is_distributed:
             self._windows.ranks.settings = self
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)

@@ -18,7 +18,7 @@ _PLACES = {
     Kind.MICRO_BATCH: "at a batch",
     Kind.WINDOW: "at a window's last batch",
     Kind.FINISHED: "closing a window that is short",
-    Kind.NOTHING: "at an epoch's end",
+    Kind.IDLE: "at an epoch's end",
 }
 
 
@@ -85,20 +85,20 @@ class Ranks:
         Raises:
             WindowError: It is not on other ranks.
         """
-        self._exchange(Kind.NOTHING)
+        self._exchange(Kind.IDLE)
         self._epoch = None
 
     def leave(self) -> None:
         """An error has ended training here. Waits for nobody."""
         if self._channel is not None:
-            self._channel.post(Kind.LEFT)
+            self._channel.post(Kind.ABORTED)
 
     def _exchange(self, kind: Kind, *numbers: float) -> list[list[float]]:
         if self._channel is None:
             return [[kind, *numbers]]
         messages = self._channel.exchange(kind, *numbers)
         kinds = [Kind(int(numbers[0])) for numbers in messages]
-        left = [rank for rank, one in enumerate(kinds) if one is Kind.LEFT]
+        left = [rank for rank, one in enumerate(kinds) if one is Kind.ABORTED]
         if left:
             raise WindowError(
                 f"Rank{'s' * (len(left) > 1)} {', '.join(map(str, left))} left training by an error, while other ranks "

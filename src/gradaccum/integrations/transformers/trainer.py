@@ -172,8 +172,8 @@ class MicroBatchTrainer(transformers.Trainer):
         )
         if state:
             new.load_state_dict(state)
-        self._denominator.exchanges = new.ranks.several
-        self._denominator.idle = new.ranks.in_step
+        self._denominator.exchanges = new.ranks.is_distributed
+        self._denominator.idle = new.ranks.sharded
         self._step = new
         return new
 

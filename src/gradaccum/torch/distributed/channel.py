@@ -30,9 +30,9 @@ class Kind(enum.IntEnum):
 
     WINDOW = 1
     """A window is about to be reduced, and this rank takes part."""
-    NOTHING = 2
+    IDLE = 2
     """This rank has nothing to reduce, and takes part if others have."""
-    LEFT = 3
+    ABORTED = 3
     """This rank has dropped out."""
     TOTAL = 4
     """What the window weighs, where that was not known on every rank before the reduction."""
@@ -42,7 +42,7 @@ class Kind(enum.IntEnum):
     """A micro-batch begins, or an open window is about to be reduced as far as it has come."""
     NUMBER = 7
     """Something to add up over the ranks."""
-    PASS = 8
+    FORWARD = 8
     """The forward pass of a sharded part begins, or all of them are done."""
     FINISHED = 9
     """A window's sum is finished and about to be reduced; what it weighs."""
@@ -75,7 +75,7 @@ class Channel:
                     "least one of them is gone, or took longer than the process group's timeout. Build it on every "
                     f"rank; look at the others' own messages. ({error})"
                 ) from error
-            weakref.finalize(self, self.line.lay_down).atexit = False
+            weakref.finalize(self, self.line.release).atexit = False
 
     def exchange(self, *numbers: float) -> list[list[float]]:
         """Send these numbers, and wait for every rank's: a row of `WIDTH` numbers for each.
@@ -176,7 +176,7 @@ class Line:
         self.begun += 1
         return group
 
-    def lay_down(self) -> None:
+    def release(self) -> None:
         """The channel is gone. Where ranks may not have met in all that was begun, nobody uses the group again."""
         for work, _ in self.posted:
             with contextlib.suppress(RuntimeError):

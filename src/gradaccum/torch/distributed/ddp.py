@@ -47,7 +47,7 @@ class Replicas:
         on_backward: Called when its backward pass starts.
     """
 
-    in_step = False
+    sharded = False
     """Whether all ranks must run the same passes."""
     passes = 0
 
@@ -65,7 +65,7 @@ class Replicas:
         _check_covered(self.models, parameters)
         self.flat = wide or not hasattr(self.models[0].reducer, "_autograd_hook")
         # Reductions of several models would start in the order of backward: by hand, every rank keeps one order.
-        self.by_hand = self.flat or len(self.models) > 1 or any(model.static_graph for model in self.models)
+        self.manual_reduce = self.flat or len(self.models) > 1 or any(model.static_graph for model in self.models)
         for model in self.models:
             _check_hooks(model)
             _without_static_graph(model)

@@ -33,7 +33,7 @@ def detect_ranks(
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     steps: int | None = None,
-    by_hand: bool = False,
+    manual_reduce: bool = False,
     options: Mapping[str, Any],
 ) -> SingleRank:
     """What keeps the windows of this model together with those of the other ranks, if there are any.
@@ -42,7 +42,7 @@ def detect_ranks(
         model: The model, or None.
         optimizers: Those that make an update together.
         steps: The length of every window, or None if it varies.
-        by_hand: No backward pass may reduce, since the sum is finished only afterwards.
+        manual_reduce: No backward pass may reduce, since the sum is finished only afterwards.
         options: What else must be the same on every rank, by name; `accumulate_dtype` and `sync` among them.
     """
     if model is None or not (dist.is_available() and dist.is_initialized()):
@@ -69,7 +69,9 @@ def detect_ranks(
             return Replicas(replicas, parameters, wide, on_forward, on_backward)
         return Shards(shards, always, on_forward, on_backward, on_pass)
 
-    return Ranks(engine, parameters, Settings(groups), steps=steps, options=options, by_hand=by_hand, always=always)
+    return Ranks(
+        engine, parameters, Settings(groups), steps=steps, options=options, manual_reduce=manual_reduce, always=always
+    )
 
 
 def _data_parallel(model: nn.Module) -> tuple[list[DistributedDataParallel], list[nn.Module]]:
@@ -89,7 +91,7 @@ def leaving_on_error(construct: Callable[Concatenate[Self, P], None]) -> Callabl
         except BaseException:
             model = kwargs.get("model", args[0] if args else None)
             if Channel.made > made:  # the others have got theirs, and know, or learn it in the first window
-                getattr(self, "ranks", SingleRank()).leave()
+                getattr(self, "ranks", SingleRank()).abort()
             elif isinstance(model, nn.Module) and dist.is_available() and dist.is_initialized():
                 replicas, shards = _data_parallel(model)
                 if replicas:
@@ -145,12 +147,12 @@ def check_flattened(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_detected(model: nn.Module | None, parameters: Sequence[Tensor], ranks: SingleRank, steps: int | None) -> None:
-    """Raise, or warn, if these parameters are data-parallel, and the optimizer was not told so.
+    """Raise, or warn, if these parameters are data-parallel, and the optimizer was not message so.
 
     Raises:
         ValueError: `model` was wrapped or sharded after the optimizer was built, or not given.
     """
-    if ranks.several or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if ranks.is_distributed or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     own = {id(parameter) for parameter in parameters}
     if model is not None and parameters and not any(id(parameter) in own for parameter in model.parameters()):
@@ -171,23 +173,23 @@ def check_detected(model: nn.Module | None, parameters: Sequence[Tensor], ranks:
             "Optimizer(..., model=ddp)."
         )
     if replicated:
-        told = (
+        message = (
             "The parameters belong to a DistributedDataParallel model that the optimizer does not know: it reduces on "
             "every micro-batch, and all ranks weigh the same whatever their rows. Pass model=ddp."
         )
     elif not any(map(is_sharded, parameters)):
-        told = (
+        message = (
             "The parameters belong to a FullyShardedDataParallel model (FSDP1), which the optimizer does not know: all "
             "ranks weigh the same whatever their rows. Shard the model with fully_shard, and pass model=."
         )
     else:
-        told = (
+        message = (
             "The parameters belong to a sharded model (fully_shard) that the optimizer does not know: it reduces on "
             "every micro-batch, and all ranks weigh the same whatever their rows. Pass model=, the sharded model."
         )
     if steps != 1:
-        raise ValueError(told)
-    logger.warning(told)
+        raise ValueError(message)
+    logger.warning(message)
 
 
 def _wrappers() -> tuple[type, ...]:

@@ -110,7 +110,7 @@ class Shards:
             the first window and in micro-batches that some ranks repeat.
     """
 
-    in_step = True
+    sharded = True
     """Whether all ranks must run the same passes."""
     finds_unused = False
     alone_now = asking_now = False
@@ -126,7 +126,7 @@ class Shards:
     ) -> None:
         self.modules: list[Any] = list(modules)
         self.always = always
-        self.by_hand = False
+        self.manual_reduce = False
         self._groups = [group for module in self.modules for group in sharded_groups(module)]
         mesh = self._groups[0].mesh
         self.members = members_of(self.modules)

@@ -45,12 +45,12 @@ class Ranks(SingleRank):
         settings: What they make of the gradient.
         steps: The length of every window, or None if it varies.
         options: What else must be the same on every rank, by name.
-        by_hand: No backward pass may reduce, since the sum is finished only afterwards.
+        manual_reduce: No backward pass may reduce, since the sum is finished only afterwards.
         always: Reduce on every micro-batch. Part of the sum is then the ranks' mean already; its mean over the ranks is
             itself, so nothing else changes.
     """
 
-    several = True
+    is_distributed = True
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Ranks(SingleRank):
         *,
         steps: int | None = None,
         options: Mapping[str, Any] | None = None,
-        by_hand: bool = False,
+        manual_reduce: bool = False,
         always: bool = False,
     ) -> None:
         self._always = always
@@ -68,7 +68,7 @@ class Ranks(SingleRank):
         self._parameters, self.settings = list(parameters), settings
         self._engine = engine(self._forward_done, self._backward_starts, self._pass_begins)
         weakref.finalize(self, self._engine.remove).atexit = False
-        self.in_step = self._engine.in_step
+        self.sharded = self._engine.sharded
         if isinstance(self._engine, Shards):
             self._together = Together(self._engine, self._exchange_of_passes)
         try:
@@ -78,8 +78,8 @@ class Ranks(SingleRank):
             self._engine.remove()
             raise
         self.size, self.rank = self._channel.size, self._channel.rank
-        self.by_hand = by_hand or self._engine.by_hand
-        self._closes = self._restored = self._uncounted = self._told = False
+        self.manual_reduce = manual_reduce or self._engine.manual_reduce
+        self._closes = self._restored = self._uncounted = self._notified = False
         self._last = self._all_last = False  # whether this rank's epoch is over, and every rank's
         self._offered: Any = None  # a message that this rank has nothing, which not all have answered
         self._steps = 0
@@ -113,7 +113,7 @@ class Ranks(SingleRank):
         self._restart()
         # DDP remembers which parameters a micro-batch used, although its gradient is taken out of the sum.
         self._uncounted |= not counts and self._engine.finds_unused
-        waits = self.by_hand or self._restored or self._uncounted or not (counts or self.in_step)
+        waits = self.manual_reduce or self._restored or self._uncounted or not (counts or self.sharded)
         self._engine.hold(closes and not waits, self._always and not waits)
 
     def agree_on_last(self, last: bool, repeatable: bool = True) -> bool:
@@ -144,7 +144,7 @@ class Ranks(SingleRank):
         self._engine.scale(factor, idle)
 
     def continue_window(self) -> None:
-        if self._always and not self.by_hand and not self.reduced:
+        if self._always and not self.manual_reduce and not self.reduced:
             self._announce(Kind.MICRO_BATCH)
             self._engine.reduce()
             self._engine.continues()
@@ -185,7 +185,7 @@ class Ranks(SingleRank):
     def _backward_starts(self) -> None:
         if (listener := self._listener()) is not None:
             listener.backward_starts()
-        if not (self._closes or self._always) or self.by_hand:
+        if not (self._closes or self._always) or self.manual_reduce:
             return
         if not self._reducing:
             self._announce(Kind.WINDOW if self._closes else Kind.MICRO_BATCH)
@@ -216,15 +216,15 @@ class Ranks(SingleRank):
 
     def total(self, mine: Total) -> Total:
         # Sharded models reduce in every backward pass of this micro-batch.
-        late = self._versions is not None and not self.in_step and self._versions != self._current_versions()
+        late = self._versions is not None and not self.sharded and self._versions != self._current_versions()
         messages, settings = list[list[float]](), self.settings.number()
-        if not self._announced and self.in_step:
+        if not self._announced and self.sharded:
             self._announce(Kind.WINDOW)
         elif not self._announced and isinstance(self._engine, Replicas):
             seen = late, self._engine.will_fill, self._engine.passes
             messages = self._announce(Kind.FINISHED, *mine, *seen, settings)
         if self._versions is None:
-            self._together.reduce() if self.in_step else self._engine.reduce()
+            self._together.reduce() if self.sharded else self._engine.reduce()
         self._engine.prepare()
         self._restart()
         if not messages or any(numbers[0] != Kind.FINISHED for numbers in messages):
@@ -240,7 +240,7 @@ class Ranks(SingleRank):
             # Another backward pass came after the one that reduced. Its gradients stand beside the mean over the ranks,
             # and the mean of that sum is right. From now on the reduction waits until step().
             self._engine.reduce()
-            self.by_hand = True
+            self.manual_reduce = True
         if any(filled) or any(lates):
             self._drop_unused()
         source = idle.index(False) if False in idle else 0
@@ -276,7 +276,7 @@ class Ranks(SingleRank):
         self._drop_unused()
 
     def restored(self, parameters: Sequence[Tensor]) -> None:
-        self._restored = not self.in_step
+        self._restored = not self.sharded
         if isinstance(self._engine, Shards):
             self._engine.restored(parameters)
 
@@ -293,7 +293,7 @@ class Ranks(SingleRank):
         return {name: self.sum_number(mine.get(name, 0.0)) for name in names}
 
     def most_passes(self, passes: int) -> int:
-        return int(max(self._numbers(passes))) if self.in_step else passes
+        return int(max(self._numbers(passes))) if self.sharded else passes
 
     def gather(self, mine: Any) -> list[Any]:
         return self._channel.gather(mine)
@@ -318,10 +318,10 @@ class Ranks(SingleRank):
     def others_continue(self, *, wait: bool = True) -> bool | None:
         while not self._all_last:
             if self._offered is None:
-                self._offered = self._begin(Kind.NOTHING)
+                self._offered = self._begin(Kind.IDLE)
             if not (wait or self._channel.arrived(self._offered)):
                 return None
-            messages, self._offered = self._hear(Kind.NOTHING, self._offered), None
+            messages, self._offered = self._hear(Kind.IDLE, self._offered), None
             if self._announced:
                 return True
             self._all_last = all(numbers[2] for numbers in messages)
@@ -334,12 +334,12 @@ class Ranks(SingleRank):
         if isinstance(self._engine, Shards):
             self._engine.forget()
 
-    def leave(self, *, told: bool = False) -> None:
-        self._told, self._offered = told, None
-        if self.in_step:
-            self._together.leave()
+    def abort(self, *, notified: bool = False) -> None:
+        self._notified, self._offered = notified, None
+        if self.sharded:
+            self._together.abort()
         if not self._all_last and not self._announced:
-            self._channel.post(Kind.LEFT, 0, True)
+            self._channel.post(Kind.ABORTED, 0, True)
 
     # Messages.
 
@@ -348,14 +348,14 @@ class Ranks(SingleRank):
         return self._channel.exchange(kind, *numbers)
 
     def _exchange_of_passes(self, *numbers: float) -> list[list[float]]:
-        messages = self._exchange(Kind.PASS, *numbers)
-        self._check_kinds(messages, Kind.PASS)
+        messages = self._exchange(Kind.FORWARD, *numbers)
+        self._check_kinds(messages, Kind.FORWARD)
         return messages
 
     def _check_posted(self) -> None:
         for earlier in self._channel.posted():
-            if not self._told:
-                self._check_kinds(earlier, Kind.LEFT, Kind.NOTHING)
+            if not self._notified:
+                self._check_kinds(earlier, Kind.ABORTED, Kind.IDLE)
 
     def _announce(self, kind: Kind, *total: float) -> list[list[float]]:
         """Say that a reduction is about to begin, and on which terms."""
@@ -363,18 +363,16 @@ class Ranks(SingleRank):
 
     def _begin(self, kind: Kind, *total: float) -> Any:
         self._check_posted()
-        steps = self._steps if kind is not Kind.NOTHING else 0
+        steps = self._steps if kind is not Kind.IDLE else 0
         self._announced = kind in (Kind.WINDOW, Kind.FINISHED)
         return self._channel.send(kind, steps, self._last or (self._all_last and self._announced), *total)
 
     def _hear(self, kind: Kind, sent: Any) -> list[list[float]]:
         messages = self._channel.receive(sent)
         kinds = {numbers[0] for numbers in messages}
-        if Kind.LEFT in kinds and kinds <= {Kind.LEFT, Kind.NOTHING} and self._last:
+        if Kind.ABORTED in kinds and kinds <= {Kind.ABORTED, Kind.IDLE} and self._last:
             return messages
-        self._check_kinds(
-            messages, *((kind,) if kind is Kind.MICRO_BATCH else (Kind.WINDOW, Kind.FINISHED, Kind.NOTHING))
-        )
+        self._check_kinds(messages, *((kind,) if kind is Kind.MICRO_BATCH else (Kind.WINDOW, Kind.FINISHED, Kind.IDLE)))
         lengths = [int(numbers[1]) for numbers in messages]
         if len({*lengths} - {0}) > 1:
             raise WindowError(f"`steps` must be the same on every rank. Received: {by_rank(lengths)}.")
@@ -386,7 +384,7 @@ class Ranks(SingleRank):
         kinds = [Kind(int(numbers[0])) for numbers in messages]
         if all(kind in expected for kind in kinds):
             return
-        left = [rank for rank, kind in enumerate(kinds) if kind is Kind.LEFT]
+        left = [rank for rank, kind in enumerate(kinds) if kind is Kind.ABORTED]
         if left:
             self._announced = True  # this rank's message has met theirs: it needs no other one to leave
             raise WindowError(

@@ -157,12 +157,12 @@ def by_rank(values: Sequence[Any]) -> str:
 class SingleRank:
     """One device: there are no other ranks to agree with."""
 
-    several = False
-    in_step = False
+    is_distributed = False
+    sharded = False
     """Whether all ranks must run the same forward and backward passes, as sharded models do."""
     size = 1
     rank = 0
-    by_hand = False
+    manual_reduce = False
     """Whether the reduction waits until the window's sum is finished, rather than run in the last backward pass."""
     buffers_from: int | None = None
     """The first rank whose micro-batches have run in the last window; None where they have on all ranks, or on none."""
@@ -339,9 +339,9 @@ class SingleRank:
     def begin_epoch(self) -> None:
         """The epoch is over on all ranks: the next one may begin."""
 
-    def leave(self, *, told: bool = False) -> None:
+    def abort(self, *, notified: bool = False) -> None:
         """This rank drops out in the middle of an epoch: the others must not wait for it.
 
         Args:
-            told: Whoever called has an error of this rank's own, and may go on with all ranks.
+            notified: Whoever called has an error of this rank's own, and may go on with all ranks.
         """

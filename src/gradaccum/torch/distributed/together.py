@@ -121,7 +121,7 @@ class Together:
         self._stop()
         self.shards.start_over()
 
-    def leave(self) -> None:
+    def abort(self) -> None:
         """An error: the passes will not be finished."""
         if self.shards.asks:
             self.start_over()
@@ -178,7 +178,7 @@ def run_together(
         ranks.end_passes()
         return
     except Exception as error:
-        found = _told(error, ranks, plan, running)
+        found = _what_ranks_know(error, ranks, plan, running)
     _begin_again(found, ranks, fitting, plan)
 
 
@@ -197,7 +197,7 @@ def run_by_blocks(
     Raises:
         StartOver, torch.OutOfMemoryError: As `run_together`.
     """
-    if not ranks.in_step:
+    if not ranks.sharded:
         run()
         return
     pieces = list(plan)
@@ -209,11 +209,11 @@ def run_by_blocks(
         ranks.end_passes()
         return
     except Exception as error:
-        found = _told(error, ranks, plan, largest)
+        found = _what_ranks_know(error, ranks, plan, largest)
     _begin_again(found, ranks, fitting, plan)
 
 
-def _told(error: Exception, ranks: SingleRank, plan: Rows | Tokens, running: Piece) -> RanOut:
+def _what_ranks_know(error: Exception, ranks: SingleRank, plan: Rows | Tokens, running: Piece) -> RanOut:
     """What the ranks know of each other, now that this error has ended passes on this one.
 
     Raises:

@@ -70,7 +70,7 @@ class Accumulation:
         self.screened = ScreenedGradientSum(parameters, accumulate_dtype) if nonfinite == "skip_micro_batch" else None
         self.by_name = None if self.screened is not None else TermSums(parameters, accumulate_dtype)
         self.sums: GradientSum = self.screened or self.by_name  # type: ignore[assignment]  # one of the two is there
-        self.guard = Guard(parameters, whole=not self.ranks.in_step, pending=self.ranks.pending)
+        self.guard = Guard(parameters, whole=not self.ranks.sharded, pending=self.ranks.pending)
         self.loss_scale = LossScale(self.sums, self.guard)
         self.arrivals = Arrivals(parameters)
         self.sums.attach(self.ranks.pending)
@@ -83,7 +83,7 @@ class Accumulation:
     def begin(self) -> None:
         """An empty window; where a backward pass will reduce it, its unit must be the other ranks', too."""
         self.window.close()
-        if self.ranks.several and not self.ranks.by_hand:
+        if self.ranks.is_distributed and not self.ranks.manual_reduce:
             self.window.unit = self.unit
 
     def parameters_added(self) -> None:
@@ -112,14 +112,14 @@ class Accumulation:
         window.expect(weight, given, last)
         arriving = 1.0
         if weight == 0:
-            if self.ranks.in_step:
+            if self.ranks.sharded:
                 arriving = 0.0  # the other ranks need this one's passes
             else:
                 self.check_sum()
                 self.sums.detach()
                 self.guard.restart()
         elif window.reduction == "mean" and weight != window.unit and not (self.by_name and self.by_name.terms):
-            if self.ranks.several and not self.ranks.by_hand:
+            if self.ranks.is_distributed and not self.ranks.manual_reduce:
                 assert window.unit is not None
                 arriving = weight / window.unit
             else:  # a gradient that comes through loss.backward() joins the sum as it is, so the sum takes its unit
@@ -145,7 +145,7 @@ class Accumulation:
             if weight is None and one.default_given:
                 weight = one.default
         factor = window.weigh(weight)
-        if one.weight == 0 and not self.ranks.in_step:
+        if one.weight == 0 and not self.ranks.sharded:
             self.loss_scale.rescale_()  # no backward pass will do it
             with self.guard.accepting():
                 self.sums.reach(loss)
@@ -157,7 +157,7 @@ class Accumulation:
     def _backward_terms(self, terms: list[NamedLoss], **how: Any) -> None:
         """The backward passes of several losses, each to a sum of its own."""
         window, one, sums = self.window, self.window.micro_batch, self.by_name
-        if sums is None or self.noise is not None or self.ranks.several or one.default_given:
+        if sums is None or self.noise is not None or self.ranks.is_distributed or one.default_given:
             raise not_by_name_error()
         if not sums.terms and (window.weight > 0 or one.weight is not None or self.guard.arrivals):
             raise mixed_terms_error()
@@ -178,19 +178,19 @@ class Accumulation:
         """The backward pass of a loss, with the factor of its gradient."""
         before, one = self.guard.arrivals, self.window.micro_batch
         try:
-            if self.ranks.in_step:
+            if self.ranks.sharded:
                 self.ranks.scale(1.0 if one.weight else 0.0)
             with self.arrivals.muted():
                 loss.backward(None if factor == 1.0 else torch.full_like(loss, factor), **how)
         except BaseException as error:
             self._failure = error
-            self.ranks.leave()
+            self.ranks.abort()
             raise
         one.weighed += self.guard.arrivals - before
 
     def _scale_arrivals(self, factor: float) -> None:
         """What comes through `loss.backward()` cannot be multiplied there, so it is on its way to the sum."""
-        (self.ranks if self.ranks.in_step else self.arrivals).scale(factor)
+        (self.ranks if self.ranks.sharded else self.arrivals).scale(factor)
 
     def add(self, scaled: Sequence[Any] = (), untouched: bool = False) -> bool:
         """Count the micro-batch. Returns whether the window closes with it.
@@ -233,12 +233,12 @@ class Accumulation:
             self.sums.join_restored()
             guard.accept()
         closes = window.add()
-        if self.ranks.in_step or self.arrivals.factor != 1.0:
+        if self.ranks.sharded or self.arrivals.factor != 1.0:
             self._scale_arrivals(1.0)
         if self.screened is not None:
             self.screened.add()
             guard.accept()  # its gradient has moved into the sum
-        if one.weight and not self.ranks.in_step:
+        if one.weight and not self.ranks.sharded:
             guard.counted(window.closes_next)
         else:
             guard.arrivals = 0  # what arrives from now on belongs to the next micro-batch
@@ -273,7 +273,7 @@ class Accumulation:
                 raise unscaled_terms_error()
             if scale is None and not self.window.closes_next:
                 raise unscaled_error()
-            if self.window.micro_batch.weight or self.loss_scale.in_use or self.ranks.several:
+            if self.window.micro_batch.weight or self.loss_scale.in_use or self.ranks.is_distributed:
                 self.loss_scale.add(scale, found_inf, in_reach)
                 self.guard.accept()
         elif scale is not None:
@@ -291,10 +291,10 @@ class Accumulation:
             self.sums.join_restored(self.loss_scale.scale)
         if self.screened is not None:
             self._screen(self.screened)
-        if self._reduce() if self.ranks.several else self.loss_scale.overflowed():
+        if self._reduce() if self.ranks.is_distributed else self.loss_scale.overflowed():
             logger.info("No update: a gradient of this window overflowed the loss scale")
             return False
-        if not self.ranks.several:
+        if not self.ranks.is_distributed:
             self.loss_scale.unscale_()
         if self.window.weight == 0:
             logger.warning("No update: this window of %d micro-batches weighs nothing", self.window.micro_batches)
@@ -324,8 +324,8 @@ class Accumulation:
     def _reduce(self) -> bool:
         """Make the sum and its weight those of all ranks. Returns whether a gradient has overflowed."""
         window, ranks, scale = self.window, self.ranks, self.loss_scale
-        by_hand = not ranks.reduced
-        if by_hand:
+        manual_reduce = not ranks.reduced
+        if manual_reduce:
             if window.reduction == "mean":
                 self.sums.scale_(window.rescale(self.unit))
             scale.bring_to(ranks.loss_scale)
@@ -336,7 +336,7 @@ class Accumulation:
         self.unit = total.largest or self.unit
         if total.scale and not total.overflow:
             self.sums.scale_(1 / total.scale)
-            return by_hand and ranks.in_step and not self._finite()  # the scaler has not seen what FSDP kept
+            return manual_reduce and ranks.sharded and not self._finite()  # the scaler has not seen what FSDP kept
         return total.overflow
 
     # What `ranks` calls: a `gradaccum.torch.distributed.Listener`.
@@ -353,7 +353,7 @@ class Accumulation:
 
     def _finite(self) -> bool:
         finite = all_finite(self.sums.gradients())
-        if self.ranks.in_step:  # each rank has looked at its shard
+        if self.ranks.sharded:  # each rank has looked at its shard
             return self.ranks.sum((~finite).double()).item() == 0
         return bool(finite.item())
 

@@ -87,7 +87,7 @@ class Batches:
             ahead = yield from self._epoch()
         except Exception:  # the batches cannot be used, or a window cannot be closed
             for member in self.members:
-                member.windows.ranks.leave()
+                member.windows.ranks.abort()
             raise
         if ahead.failure is not None:
             try:
@@ -104,7 +104,7 @@ class Batches:
             ahead = self._left_over() or _Ahead(self.loader, to_skip, resumed, self._others_may_have_rows())
         except Exception:
             for member in self.members:
-                if member.windows.ranks.several:  # the others wait for this one to begin, and then learn that it left
+                if member.windows.ranks.is_distributed:  # the others wait until it begins, then learn it left
                     member.begin(self, resumed)
             raise
         for member in self.members:
@@ -155,7 +155,7 @@ class Batches:
     def _others_may_have_rows(self) -> bool:
         """Whether the epoch may be one of other ranks alone: not with an iterator, which may have been used before."""
         ranks = [member.windows.ranks for member in self.members]
-        return all(one.several and not one.in_step for one in ranks) and not isinstance(self.loader, Iterator)
+        return all(one.is_distributed and not one.sharded for one in ranks) and not isinstance(self.loader, Iterator)
 
     def _left_over(self) -> _Ahead | None:
         """What the last loop over this iterator had fetched when it was broken off."""
@@ -339,11 +339,11 @@ class _Member:
     def _expect(self, weight: float, given: bool, last: bool) -> None:
         windows, ranks = self.windows, self.windows.ranks
         self._over = last
-        if ranks.several:
+        if ranks.is_distributed:
             alone = not isinstance(windows.source, Batches) or len(windows.source.members) == 1
             self._over = ranks.agree_on_last(last, alone and not windows.accumulation.loss_scale.known)
         windows.accumulation.expect(weight, given, self._over)
-        if ranks.several:
+        if ranks.is_distributed:
             windows.expect_next(counts=weight > 0)
 
     def pass_on(self) -> None:
@@ -380,7 +380,7 @@ class _Member:
         windows, window = self.windows, self.windows.accumulation.window
         if windows.source is not batches:
             return
-        windows.ranks.leave()
+        windows.ranks.abort()
         if window.is_open or window.micro_batch.weight is not None:
             windows.discard()
         windows.end_epoch()

@@ -26,7 +26,7 @@ KEY = "gradaccum"
 def state_dict(windows: Windows) -> dict[str, Any]:
     """The inner optimizer's state and the window."""
     window = window_state(windows)
-    if windows.ranks.in_step:
+    if windows.ranks.sharded:
         return sharded.pack(windows.inner, window, windows.ranks)
     return {**windows.inner.state_dict(), KEY: window}
 
@@ -40,7 +40,7 @@ def initialise(windows: Windows) -> None:
     """Have the inner optimizer make its state."""
     if not windows.accumulation.window.is_open:
         windows.inner.step()
-        if windows.ranks.in_step and not windows.updates:
+        if windows.ranks.sharded and not windows.updates:
             sharded.reserve(windows.inner)
     for parameter in windows.parameters():
         parameter.grad = None
@@ -72,13 +72,13 @@ def window_state(windows: Windows) -> dict[str, Any]:
     """
     open_ = windows.accumulation
     state: dict[str, Any] = {**windows.state_dict(), "window": open_.window.state_dict()}
-    if open_.ranks.several:
+    if open_.ranks.is_distributed:
         state["unit"], state["rank"] = open_.unit, open_.ranks.place
     if not open_.window.is_open:
         return state
     windows.groups.check_parameters()
     open_.check_failed()
-    if open_.ranks.in_step:
+    if open_.ranks.sharded:
         open_.ranks.reduce_pending()
         open_.guard.arrivals = 0  # of the reduction
     elif open_.sums.detached is None and open_.guard.arrivals:

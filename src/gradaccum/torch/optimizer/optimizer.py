@@ -129,8 +129,10 @@ class Optimizer(OptimizerProxy):
         # Nothing holds this object: without cycles it goes as soon as an error ends its loop, and other ranks know.
         parameters, step = functools.partial(parameters_of, inner), weakref.WeakMethod(self._step_inner)
         options = {**arguments, "sync": self._sync}
-        by_hand = arguments["nonfinite"] == "skip_micro_batch"
-        ranks = detect_ranks(self._model, [inner], steps=schedule.constant, by_hand=by_hand, options=options)
+        manual_reduce = arguments["nonfinite"] == "skip_micro_batch"
+        ranks = detect_ranks(
+            self._model, [inner], steps=schedule.constant, manual_reduce=manual_reduce, options=options
+        )
         check_ranks_of(inner, ranks)
         noise = noise_meter(arguments.pop("noise_scale"), self._model)
         accumulation = Accumulation(parameters, ranks=ranks, noise=noise, **arguments)
@@ -271,7 +273,9 @@ class Optimizer(OptimizerProxy):
         windows, self._answer, result = self._windows, (), None
         if closure is not None:
             again = may_evaluate_again(self.inner)
-            plain = windows.steps == 1 and not (has_options(self._accumulation_arguments) or windows.ranks.several)
+            plain = windows.steps == 1 and not (
+                has_options(self._accumulation_arguments) or windows.ranks.is_distributed
+            )
             if needs_closure(self.inner) or (again and plain):
                 return windows.evaluate(functools.partial(self._step_inner, closure))
             with torch.enable_grad():

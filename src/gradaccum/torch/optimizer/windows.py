@@ -121,7 +121,7 @@ class Windows:
 
     def expect_next(self, counts: bool = True) -> None:
         """Say what comes next, one micro-batch ahead: DDP looks at it in the forward pass."""
-        if self.ranks.several:
+        if self.ranks.is_distributed:
             self.ranks.expect(self.closes_next, self.steps, self.accumulation.window.micro_batch.last, counts)
 
     @property
@@ -160,7 +160,7 @@ class Windows:
         else:
             self.groups.check_lists()
         untouched = guard.untouched
-        if not (untouched and guard.arrivals) and self.schedule.constant != 1 and not self.ranks.in_step:
+        if not (untouched and guard.arrivals) and self.schedule.constant != 1 and not self.ranks.sharded:
             self._check_micro_batch(accumulation)
         closes = accumulation.add(scaled, untouched)
         if not one.in_batches and self._rows_beside.any:
@@ -168,7 +168,7 @@ class Windows:
         self.in_epoch, self.updated = True, False
         if closes:
             self.updated = self._update()
-        if self.ranks.several:
+        if self.ranks.is_distributed:
             if not closes:
                 self.ranks.continue_window()
             self.expect_next()
@@ -356,7 +356,7 @@ class Windows:
 def let_go(windows: Windows) -> None:
     """The optimizer is gone: if in the middle of a window, or of a loop of `batches()`, an error has ended its loop."""
     if windows.accumulation.window.is_open or windows.source is not None:
-        windows.ranks.leave()
+        windows.ranks.abort()
     windows.let_go()
 
 

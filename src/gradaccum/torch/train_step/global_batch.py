@@ -57,25 +57,25 @@ class GlobalBatch:
             batch: This rank's rows.
             count: Runs forward passes to find the terms of the loss; None where that must not be, or need not.
         """
-        mine = objective.total(batch) if self.ranks.several or objective.weight is not None else None
+        mine = objective.total(batch) if self.ranks.is_distributed or objective.weight is not None else None
         if isinstance(mine, dict):
             return self._of_terms(objective, batch, mine, None)
-        unknown = self.ranks.several and not self._met
+        unknown = self.ranks.is_distributed and not self._met
         if objective.weight is None and (objective.found.terms or unknown):
             forwarded = count()
             totals = None if forwarded is None else counted(objective, forwarded if objective.found.terms else [])
             if objective.found.terms and totals is None:
-                if self.ranks.several:
+                if self.ranks.is_distributed:
                     raise ValueError(_NOT_COUNTED)
                 return TermsAccumulator(objective, batch, None)
             window = self._of_terms(objective, batch, totals or {}, totals)
             if window.totals or objective.found.terms:
                 objective.found.terms = True
                 return window
-        if not self.ranks.several:
+        if not self.ranks.is_distributed:
             return LossAccumulator(objective, batch)
         # What a sharded model adds up over the ranks on the way has one unit from the start.
-        unit = 1.0 if self.ranks.in_step else None
+        unit = 1.0 if self.ranks.sharded else None
         total = None if mine is None else self.ranks.sum_number(float(mine))
         return LossAccumulator(objective, batch, total, unit)
 
@@ -87,7 +87,7 @@ class GlobalBatch:
         Raises:
             ValueError: What several losses divide by, over all ranks, would have to be exchanged.
         """
-        if not self.ranks.several:
+        if not self.ranks.is_distributed:
             new = self.open(objective, batch, count)
             new.attempts = window.attempts
             return new
@@ -98,7 +98,7 @@ class GlobalBatch:
 
     def _of_terms(self, objective: Objective, batch: Batch, mine: Totals, own: Totals | None) -> TermsAccumulator:
         self._met = True
-        if not self.ranks.several:
+        if not self.ranks.is_distributed:
             return TermsAccumulator(objective, batch, mine, own)
         totals = self.ranks.sum_by_name({name: float(total) for name, total in mine.items()})
         rows = self.ranks.sum_number(batch.rows) if totals else 0.0
@@ -110,18 +110,18 @@ class GlobalBatch:
         Raises:
             WindowError: Another rank has dropped out, or has other hyperparameters.
         """
-        if not self.ranks.several:
+        if not self.ranks.is_distributed:
             return window.loss, window.divisor, not window.empty
         known = window.unit_and_weight()
         factor, weight = (1.0, 0.0) if known is None else known
-        if known is not None and not self.ranks.in_step:
+        if known is not None and not self.ranks.sharded:
             self._sums.scale_(factor / self._unit)
         mine = Total(weight, given=known is not None, largest=weight, idle=not window.ran)
         total = self.ranks.total(mine)
         if (source := self.ranks.buffers_from) is not None:
             broadcast, gives = functools.partial(self.ranks.broadcast, source=source), self.ranks.rank == source
             take_over(transaction.buffers(), transaction.device, broadcast, gives=gives, takes=not window.ran)
-        unit, self._unit = self._unit, 1.0 if self.ranks.in_step else total.largest or self._unit
+        unit, self._unit = self._unit, 1.0 if self.ranks.sharded else total.largest or self._unit
         sums, divisor, weighs = self._finished(window, factor, unit, total.weight if total.given else None)
         if isinstance(window, TermsAccumulator):
             window.take(sums)
@@ -148,7 +148,7 @@ class GlobalBatch:
 
     def of_all_ranks(self, window: Window) -> InAdvance | Window:
         """The window, as those see it who use gradients of blocks before all of them are reduced."""
-        return InAdvance(window, self.ranks, self._finished) if self.ranks.several else window
+        return InAdvance(window, self.ranks, self._finished) if self.ranks.is_distributed else window
 
 
 class InAdvance:
@@ -192,7 +192,7 @@ def check_members(model: nn.Module, parameters: Sequence[Tensor], ranks: SingleR
     check_detected(model, parameters, ranks, steps=1)
     own = set(map(id, parameters))
     outside = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
-    if outside and ranks.several:
+    if outside and ranks.is_distributed:
         logger.warning(
             "%d parameters that require a gradient are in none of TrainStep's optimizers: their gradients are not "
             "reduced over the ranks.",
@@ -210,7 +210,7 @@ def find_ranks(model: nn.Module, objective: Objective, update: Update, options: 
         model,
         update.optimizers,
         steps=1,
-        by_hand=True,
+        manual_reduce=True,
         options={
             "reduction": objective.reduction,
             "weight": objective.weight and "given",
@@ -233,7 +233,7 @@ def spans_ranks(model: nn.Module, ranks: SingleRank, *, exact: bool, verify: boo
         verify: Whether to say that a rank can't prove anything by itself.
     """
     layers = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
-    spans = ranks.in_step or (ranks.several and exact and layers)
+    spans = ranks.sharded or (ranks.is_distributed and exact and layers)
     if verify and spans:
         logger.warning(
             "Whether micro-batches make the large batch's update is not proven here: in this model the ranks wait "

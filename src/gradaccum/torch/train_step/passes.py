@@ -72,7 +72,7 @@ class Passes:
         self.window, self.take, self._layers = window, take, layers
         self._update, self._batch_norm = update, batch_norm
         self._ranks, self._transaction, self._around = ranks, fitting.transaction, fitting.around
-        self._in_step = ranks.in_step and layers is None
+        self._sharded = ranks.sharded and layers is None
         self._buffers, self._rows = buffers, rows
         buffers.open()
 
@@ -97,9 +97,9 @@ class Passes:
         if loss is not None:
             self.window.retain_graph = self._layers is not None and self._layers.shares(loss)
             self.window.backward(weighted, loss if scaler is None else scaler.scale(loss))
-        elif self._in_step and weighted.weightless is not None:
+        elif self._sharded and weighted.weightless is not None:
             self._backward_of_nothing(weighted.weightless)
-        elif self._in_step:
+        elif self._sharded:
             self.idle(self.take(piece))
         if self._layers is not None:
             self._layers.commit(piece)

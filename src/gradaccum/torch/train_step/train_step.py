@@ -165,7 +165,7 @@ class TrainStep:
         self._verify = verify and not self._spans and (self._layers is None or self._layers.proves)
         self.global_batch = GlobalBatch(self.ranks, self.update.sums)
         self.update.sums.attach(self.ranks.pending)
-        if self.ranks.in_step:
+        if self.ranks.sharded:
             self.cutting.without_trying(self.update.optimizers, self.ranks, proves=verify)
         if self._layers is not None:
             self.update.take_turns(self._layers, update, self.ranks, searched=self.cutting.searches)
@@ -238,11 +238,11 @@ class TrainStep:
             with contextlib.nullcontext() if self._layers is None else self._layers.reachable(self.update.optimizers):
                 return self._guarded(self.objective.batch(arguments), run)
         except BaseException:
-            self.ranks.leave(told=True)
+            self.ranks.abort(notified=True)
             raise
 
     def _guarded(self, batch: Batch, run: Callable[[Batch], Tensor]) -> Tensor:
-        if batch.rows == 0 and not self.ranks.several:
+        if batch.rows == 0 and not self.ranks.is_distributed:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
         batch = self.cutting.grouped(batch)
         if not self._checked:
@@ -330,12 +330,12 @@ class TrainStep:
         if self._whole is not None and self._all_at_once and isinstance(plan, Rows) and rows:
             at_once = functools.partial(run_at_once, self._whole, rows, plan, passes, self._fitting, self.gauge)
         with self.batch_norm.window():
-            if layers is not None and (rows or self.ranks.in_step):
-                once = functools.partial(self._fitting.once if self.ranks.in_step else run, plan=plan, passes=passes)
+            if layers is not None and (rows or self.ranks.sharded):
+                once = functools.partial(self._fitting.once if self.ranks.sharded else run, plan=plan, passes=passes)
                 losses = self.global_batch.of_all_ranks(window)
                 turns = functools.partial(layers.run, plan, once, self.gauge, losses, proving=self.proving, take=take)
                 run_by_blocks(self.ranks, layers.ranks, self._fitting, plan, turns)
-            elif self.ranks.in_step:
+            elif self.ranks.sharded:
                 run_together(self.ranks, self._fitting, plan, passes, rows, self.cutting.least, at_once)
             elif at_once is not None:
                 at_once()
@@ -347,10 +347,10 @@ class TrainStep:
 
     def _count(self, batch: Batch, sizes: Sequence[int] | None, first: bool) -> list[Terms] | None:
         """What several losses divide by, counted; None where the micro-batches' own passes tell in time."""
-        if self.ranks.several and (self._all_at_once or self._spans):
+        if self.ranks.is_distributed and (self._all_at_once or self._spans):
             return None  # it would have to run on all ranks at once
         plan = functools.partial(self.cutting.without_measuring, batch, sizes)
-        if not self.ranks.several and (self._all_at_once or (first and len(list(plan())) == 1)):
+        if not self.ranks.is_distributed and (self._all_at_once or (first and len(list(plan())) == 1)):
             return None
         objective, take = self.objective.on(inside(self.objective.model)), functools.partial(self.cutting.take, batch)
         return count_terms(objective, take, plan, self._fitting, self.batch_norm, self._modules())

@@ -123,17 +123,17 @@ class Update:
             ValueError: The optimizers, the options or the model need all gradients at once; or a sharded model's
                 blocks live elsewhere.
         """
-        if ranks.in_step and layers.visits is not None:
+        if ranks.sharded and layers.visits is not None:
             raise ValueError(
                 "`blocks_on` keeps whole blocks elsewhere, and of a sharded model each rank has a part. Use "
                 "fully_shard(..., offload_policy=CPUOffloadPolicy()), which keeps those parts in host memory."
             )
-        layers.waits = ranks.in_step
+        layers.waits = ranks.sharded
         layers.ranks = ranks.by_blocks(layers.model, [block.module for block in layers.blocks])
         if update != "in_backward":
             return
         closure = next((type(o).__name__ for o in self.optimizers if needs_closure(o)), None)
-        check_in_backward(closure=closure, searched=searched, several=ranks.several and not ranks.in_step)
+        check_in_backward(closure=closure, searched=searched, several=ranks.is_distributed and not ranks.sharded)
         ahead = Ahead(self.clip_grad_norm, self.scaler)
         visits = layers.visits
         settle = len if visits is None else functools.partial(visits.updated, optimizers=self.optimizers)
@@ -145,7 +145,7 @@ class Update:
             self._gauge,
             ahead,
             settle,
-            several=ranks.several,
+            several=ranks.is_distributed,
         )
         layers.in_turn = self.in_turn
         self.in_turn.open()
