@@ -20,15 +20,15 @@ def checked_model(model: Any) -> nn.Module:
     return model
 
 
-def checked_norm(norm: Any) -> float | None:
-    """`clip_grad_norm`, if it is a number > 0 or None."""
-    if norm is None:
+def checked_norm(limit: Any, name: str = "clip_grad_norm") -> float | None:
+    """`clip_grad_norm`, or another limit, if it is a number > 0 or None."""
+    if limit is None:
         return None
-    if isinstance(norm, bool) or not isinstance(norm, (int, float)):
-        raise TypeError(f"`clip_grad_norm` must be a number > 0. Received: clip_grad_norm={norm!r}.")
-    if not norm > 0:
-        raise ValueError(f"`clip_grad_norm` must be a number > 0. Received: clip_grad_norm={norm!r}.")
-    return float(norm)
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)):
+        raise TypeError(f"`{name}` must be a number > 0. Received: {name}={limit!r}.")
+    if not limit > 0:
+        raise ValueError(f"`{name}` must be a number > 0. Received: {name}={limit!r}.")
+    return float(limit)
 
 
 def checked_dtype(dtype: Any) -> torch.dtype | None:

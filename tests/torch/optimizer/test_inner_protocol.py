@@ -7,7 +7,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import gradaccum.torch
 from gradaccum import WindowError
-from gradaccum.on_torch import gradients
+from gradaccum.on_torch import grad_buffer
 from tests.reference import FLOAT64, relative_error
 from tests.torch.problems import adam, mse, network, regression, sgd
 
@@ -225,7 +225,7 @@ def test_the_sum_of_float16_gradients_does_not_overflow_where_their_mean_does_no
 
 
 def test_a_torch_that_cannot_sum_in_another_dtype_is_named(monkeypatch):
-    monkeypatch.setattr(gradients, "_SUMS_WIDE", False)
+    monkeypatch.setattr(grad_buffer, "_SUMS_WIDE", False)
     model = network(dtype=torch.bfloat16)
     Optimizer(sgd(model.parameters()), steps=2)
     with pytest.raises(ValueError, match=r"cannot be summed in torch.float32: torch .* has no `grad_dtype`"):

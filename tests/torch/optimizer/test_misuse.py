@@ -195,6 +195,7 @@ def test_a_missing_steps_is_named():
         ({"clip_grad_norm": 0}, ValueError),
         ({"clip_grad_norm": float("nan")}, ValueError),
         ({"clip_grad_norm": "1"}, TypeError),
+        ({"clip_grad_value": -1.0}, ValueError),
         ({"sync": "never"}, ValueError),
         ({"model": torch.optim}, TypeError),
     ],

@@ -22,7 +22,7 @@ from gradaccum.errors import WindowError
 from gradaccum.integrations.lightning.checks import Varying, check, check_optimizer, hyperparameters
 from gradaccum.integrations.lightning.frequencies import count_batches, count_updates
 from gradaccum.integrations.lightning.ranks import Ranks, mean, over_ranks, reduce_
-from gradaccum.on_torch.gradients import scale_
+from gradaccum.on_torch.foreach import scale_
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
 from gradaccum.torch.guard import Guard

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.core.noise import WINDOWS, NoiseScale, Norms, estimate
-from gradaccum.on_torch.gradients import clip_norm_
+from gradaccum.on_torch.foreach import clip_norm_
 
 __all__ = ["Measured", "NoiseMeter", "inside_step"]
 

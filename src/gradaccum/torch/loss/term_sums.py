@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gradaccum.core.window import checked_weight
 from gradaccum.errors import WindowError
-from gradaccum.on_torch.gradients import GradientSum, all_finite, scale_
+from gradaccum.on_torch.foreach import all_finite, scale_
+from gradaccum.on_torch.grad_buffer import GradientBuffer
 from gradaccum.torch.loss.terms import checked_scalar, no_terms_error
 
 Accepting = Callable[[], contextlib.AbstractContextManager[None]]
@@ -31,11 +32,11 @@ __all__ = [
 ]
 
 
-class TermSums(GradientSum):
+class TermSums(GradientBuffer):
     """The sum in `p.grad`; with several losses that of the first one, and beside it a sum for each other one.
 
     What a window of several losses divides by is known when it closes, and is another number for each. Where there is
-    one loss, or none that came by name, all is as it is in a `GradientSum`.
+    one loss, or none that came by name, all is as it is in a `GradientBuffer`.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -62,15 +63,15 @@ class TermSums(GradientSum):
             yield
             return
         with accepting():
-            self._aside = self.held()
-            self.hold(term.sums or [None] * len(self._aside))
+            self._aside = self.get()
+            self.set(term.sums or [None] * len(self._aside))
             term.sums = []
         try:
             yield
         finally:
             with accepting():
-                term.sums = self.held()
-                self.hold(self._aside)
+                term.sums = self.get()
+                self.set(self._aside)
                 self._aside = None
 
     @property
@@ -131,8 +132,8 @@ class TermSums(GradientSum):
                 continue
             scale_([s for s in term.sums if s is not None], total)
             with torch.no_grad():
-                held = zip(self.held(), term.sums or [None] * len(self.parameters()), strict=True)
-                self.hold(s if a is None else a if s is None else _added(a, s) for a, s in held)
+                held = zip(self.get(), term.sums or [None] * len(self.parameters()), strict=True)
+                self.set(s if a is None else a if s is None else _added(a, s) for a, s in held)
             term.sums = []
         return bool(self.terms)
 

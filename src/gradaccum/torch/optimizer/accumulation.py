@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from gradaccum.core.window import Reduction, Window, mixed_error
-from gradaccum.on_torch.gradients import Arrivals, GradientSum, ScreenedGradientSum, all_finite, clip_norm_, scale_
+from gradaccum.on_torch.foreach import all_finite, scale_
+from gradaccum.on_torch.grad_buffer import Arrivals, GradientBuffer, ScreenedBuffer
 from gradaccum.on_torch.noise import NoiseMeter
+from gradaccum.on_torch.stages import Stage, Unscale, WindowTotal, gradient_stages, run_stages
 from gradaccum.torch.distributed import SingleRank, Total
 from gradaccum.torch.guard import Guard, failed_error, tampering_error, untouched_error
 from gradaccum.torch.loss import (
@@ -44,6 +46,7 @@ class Accumulation:
         parameters: Called whenever the parameters are needed, in the order of the optimizer's groups.
         reduction: What the losses are, `"mean"` or `"sum"`.
         clip_grad_norm: Largest 2-norm of the finished gradient, or None.
+        clip_grad_value: Largest absolute value of its entries, or None.
         accumulate_dtype: What narrower parameters' gradients are summed in, or None.
         nonfinite: What to do about NaN and infinity.
         ranks: What keeps this window together with those of other ranks.
@@ -57,6 +60,7 @@ class Accumulation:
         ranks: SingleRank | None = None,
         reduction: Reduction = "mean",
         clip_grad_norm: float | None = None,
+        clip_grad_value: float | None = None,
         accumulate_dtype: torch.dtype | None = None,
         nonfinite: Nonfinite = "propagate",
         noise: NoiseMeter | None = None,
@@ -66,10 +70,10 @@ class Accumulation:
         self.unit = 1.0
         """What all ranks' sums are multiples of, when they are reduced."""
         self.noise = noise
-        self.clip_grad_norm, self.nonfinite = clip_grad_norm, nonfinite
-        self.screened = ScreenedGradientSum(parameters, accumulate_dtype) if nonfinite == "skip_micro_batch" else None
+        self.clip_grad_norm, self.clip_grad_value, self.nonfinite = clip_grad_norm, clip_grad_value, nonfinite
+        self.screened = ScreenedBuffer(parameters, accumulate_dtype) if nonfinite == "skip_micro_batch" else None
         self.by_name = None if self.screened is not None else TermSums(parameters, accumulate_dtype)
-        self.sums: GradientSum = self.screened or self.by_name  # type: ignore[assignment]  # one of the two is there
+        self.sums: GradientBuffer = self.screened or self.by_name  # type: ignore[assignment]  # one of the two is there
         self.guard = Guard(parameters, whole=not self.ranks.sharded, pending=self.ranks.pending)
         self.loss_scale = LossScale(self.sums, self.guard)
         self.arrivals = Arrivals(parameters)
@@ -254,7 +258,7 @@ class Accumulation:
         told, rows, weight = self.window.weights_given, self.window.micro_batch.in_batches, self.window.weight
         noise.unit, noise.counts_rows = "rows" if told or rows else "micro-batches", rows and not told
         scale = 1.0 if self.loss_scale.scale is None else self.loss_scale.scale.double()
-        held = [g for g in self.sums.held() if g is not None] or self.ranks.pending()
+        held = [g for g in self.sums.get() if g is not None] or self.ranks.pending()
         noise.micro_batch(held, weight, weight / (self.window.unit or 1.0) * scale)
 
     def skip(self) -> None:
@@ -283,46 +287,62 @@ class Accumulation:
 
     def finish(self) -> bool:
         """Turn the sum into the mean gradient, clipped, in `p.grad`. Returns whether there is one to update with."""
-        (self.sums.cast if (finished := self._finish()) else self.sums.clear)()
-        return finished
-
-    def _finish(self) -> bool:
         if self.sums.restored is not None or (self.by_name is not None and self.by_name.terms):
             self.sums.join_restored(self.loss_scale.scale)
-        if self.screened is not None:
-            self._screen(self.screened)
-        if self._reduce() if self.ranks.is_distributed else self.loss_scale.overflowed():
-            logger.info("No update: a gradient of this window overflowed the loss scale")
+        window, scale = self.window, self.loss_scale
+        total = WindowTotal(self.sums, window.divisor, window.weight, window.micro_batches, scale.scale)
+        self._weigh(total)
+        total.overflow = False if scale.overflow is None else scale.overflow
+        if not run_stages(self.stages(), total):
+            self.sums.clear()
             return False
-        if not self.ranks.is_distributed:
-            self.loss_scale.unscale_()
-        if self.window.weight == 0:
-            logger.warning("No update: this window of %d micro-batches weighs nothing", self.window.micro_batches)
-            return False
-        # The ranks' reduction leaves a mean over them.
-        by_name = self.by_name is not None and self.by_name.terms and self.by_name.fold()
-        divisor = 1.0 if by_name else self.window.divisor / self.ranks.size
-        self.sums.finish(divisor)
-        if self.nonfinite == "skip_window" and not self._finite():
-            logger.warning("No update: the gradient of this window is not finite")
-            return False
-        if self.noise is not None:
-            weight, unit = self.window.weight, self.window.unit or 1
-            self.noise.window(self.sums.gradients(), weight, weight / unit / divisor / self.ranks.size)
-        if self.clip_grad_norm is not None:
-            self.grad_norm = clip_norm_(self.sums.gradients(), self.clip_grad_norm)
+        self.grad_norm = self.grad_norm if total.grad_norm is None else total.grad_norm
         return True
 
-    def _screen(self, sums: ScreenedGradientSum) -> None:
-        """Leave out what was not finite, and have the sum of the rest in `p.grad`."""
-        counted = sums.present()
+    def stages(self) -> list[Stage]:
+        """What happens to the gradients at the window's end."""
+        named = self.by_name is not None and self.by_name.terms
+        return gradient_stages(
+            self._screen if self.screened is not None else None,
+            self._fold if named else None,
+            self._reduce if self.ranks.is_distributed else None,
+            Unscale() if self.loss_scale.in_use or self.ranks.is_distributed else None,
+            skip_nonfinite=self.nonfinite == "skip_window",
+            sum_over_ranks=self.ranks.sum if self.ranks.sharded else None,
+            noise=self.noise,
+            clip_grad_norm=self.clip_grad_norm,
+            clip_grad_value=self.clip_grad_value,
+            accumulates_wide=self.sums.dtype is not None,
+        )
+
+    def _screen(self, total: WindowTotal) -> bool:
+        """A stage: leave out micro-batches that were not finite, and have the sum of the rest in `p.grad`."""
+        assert self.screened is not None
+        counted = self.screened.present()
         self.loss.dropped = {index for index, counts in enumerate(counted) if not counts}
         if self.loss.dropped:
             logger.warning("Left out %d of %d micro-batches: gradient not finite", counted.count(False), len(counted))
         self.window.weight = math.fsum(w for w, counts in zip(self.window.weights, counted, strict=True) if counts)
+        self._weigh(total)
+        return True
 
-    def _reduce(self) -> bool:
-        """Make the sum and its weight those of all ranks. Returns whether a gradient has overflowed."""
+    def _weigh(self, total: WindowTotal) -> None:
+        """What the window weighs has become known."""
+        window, size = self.window, self.ranks.size
+        # The ranks' reduction leaves a mean over them.
+        total.weight, total.divisor = window.weight, window.divisor / size
+        weight = window.weight / (window.unit or 1)
+        total.rows, total.multiple = window.weight, weight / total.divisor / size if total.divisor else 1.0
+
+    def _fold(self, total: WindowTotal) -> bool:
+        """A stage: put the sums of losses by name together."""
+        assert self.by_name is not None
+        self.by_name.fold()
+        total.divisor = None
+        return True
+
+    def _reduce(self, total: WindowTotal) -> bool:
+        """A stage: make the sum and its weight those of all ranks."""
         window, ranks, scale = self.window, self.ranks, self.loss_scale
         manual_reduce = not ranks.reduced
         if manual_reduce:
@@ -330,14 +350,17 @@ class Accumulation:
                 self.sums.scale_(window.rescale(self.unit))
             scale.bring_to(ranks.loss_scale)
         weights = window.weight, window.weights_given, window.largest
-        total = ranks.total(Total(*weights, *scale.agreement(), window.equal, idle=not window.micro_batches))
+        everybody = ranks.total(Total(*weights, *scale.agreement(), window.equal, idle=not window.micro_batches))
         scale.agree(ranks.loss_scale)
-        window.weight, window.weights_given = total.weight, total.given
-        self.unit = total.largest or self.unit
-        if total.scale and not total.overflow:
-            self.sums.scale_(1 / total.scale)
-            return manual_reduce and ranks.sharded and not self._finite()  # the scaler has not seen what FSDP kept
-        return total.overflow
+        window.weight, window.weights_given = everybody.weight, everybody.given
+        self.unit = everybody.largest or self.unit
+        total.scale, total.overflow = everybody.scale or None, everybody.overflow
+        if everybody.scale and manual_reduce and ranks.sharded and not everybody.overflow:
+            # The scaler has not seen what FSDP kept; each rank has looked at its shard.
+            finite = all_finite(self.sums.gradients())
+            total.overflow = ranks.sum((~finite).double()).item() > 0
+        self._weigh(total)
+        return True
 
     # What `ranks` calls: a `gradaccum.torch.distributed.Listener`.
 
@@ -350,12 +373,6 @@ class Accumulation:
 
     def reduced(self) -> None:
         self.guard.accept()
-
-    def _finite(self) -> bool:
-        finite = all_finite(self.sums.gradients())
-        if self.ranks.sharded:  # each rank has looked at its shard
-            return self.ranks.sum((~finite).double()).item() == 0
-        return bool(finite.item())
 
     def close(self) -> None:
         """The update is made, or given up: the next micro-batch is the first of a new window."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
-from gradaccum.on_torch.gradients import GradientSum
+from gradaccum.on_torch.grad_buffer import GradientBuffer
 from gradaccum.torch.guard import Guard, all_require_grad
 
 __all__ = ["LossScale", "unscaled_error"]
@@ -36,7 +36,7 @@ class LossScale:
 
     neutral = _Neutral()
 
-    def __init__(self, sums: GradientSum, guard: Guard) -> None:
+    def __init__(self, sums: GradientBuffer, guard: Guard) -> None:
         self._sums = sums
         self._guard = guard
         self._live: Tensor | None = None

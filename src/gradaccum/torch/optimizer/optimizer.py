@@ -61,6 +61,7 @@ class Optimizer(OptimizerProxy):
         reduction: `"mean"`: losses are means over their micro-batch. `"sum"`: they are sums, divided by the window's
             total weight where weights are given, by nothing where not.
         clip_grad_norm: Largest 2-norm of the finished gradient. `grad_norm` is its norm before clipping.
+        clip_grad_value: Largest absolute value of an entry of the finished gradient; after `clip_grad_norm`.
         accumulate_dtype: What gradients of narrower parameters are summed in, such as `torch.float32` for bfloat16.
             Those of float16 always are, as their sum may overflow.
         nonfinite: `"propagate"` NaN and infinity as a plain loop does; `"skip_window"`: no update from a gradient that
@@ -96,6 +97,7 @@ class Optimizer(OptimizerProxy):
         model: nn.Module | None = None,
         reduction: Reduction = "mean",
         clip_grad_norm: float | None = None,
+        clip_grad_value: float | None = None,
         accumulate_dtype: torch.dtype | None = None,
         nonfinite: Nonfinite = "propagate",
         noise_scale: NoiseChoice = False,
@@ -104,6 +106,7 @@ class Optimizer(OptimizerProxy):
         self._accumulation_arguments: dict[str, Any] = {
             "reduction": checked_reduction(reduction),
             "clip_grad_norm": checked_norm(clip_grad_norm),
+            "clip_grad_value": checked_norm(clip_grad_value, "clip_grad_value"),
             "accumulate_dtype": checked_dtype(accumulate_dtype),
             "nonfinite": checked_choice("nonfinite", nonfinite, get_args(Nonfinite)),
             "noise_scale": checked_noise(noise_scale, nonfinite) or isinstance(steps, NoiseSchedule) or None,

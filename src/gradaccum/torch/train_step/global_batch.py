@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.on_torch.batch import Batch
-from gradaccum.on_torch.gradients import GradientSum
+from gradaccum.on_torch.grad_buffer import GradientBuffer
 from gradaccum.on_torch.transaction import Transaction
 from gradaccum.torch.buffers import take_over
 from gradaccum.torch.distributed import SingleRank, Total, check_detected, detect_ranks
@@ -40,7 +40,7 @@ class GlobalBatch:
         sums: The gradients of this rank's micro-batches.
     """
 
-    def __init__(self, ranks: SingleRank, sums: GradientSum) -> None:
+    def __init__(self, ranks: SingleRank, sums: GradientBuffer) -> None:
         self.ranks = ranks
         self._sums = sums
         self._unit = 1.0

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.arguments import checked_scaler
-from gradaccum.on_torch.gradients import GradientSum, clip_norm_, scale_
+from gradaccum.on_torch.grad_buffer import GradientBuffer
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.noise import NoiseMeter
+from gradaccum.on_torch.stages import WindowTotal, gradient_stages, run_stages
 from gradaccum.torch.distributed import SingleRank, check_flattened
 from gradaccum.torch.layers import Ahead, InTurn, Layers, UpdateChoice, check_in_backward
 from gradaccum.torch.optimizer import needs_closure
@@ -67,7 +68,7 @@ class Update:
                 "Leave `scaler` out, and use autocast=torch.bfloat16."
             )
         self.clip_grad_norm = clip_grad_norm
-        self.sums = GradientSum(self.parameters, accumulate_dtype)
+        self.sums = GradientBuffer(self.parameters, accumulate_dtype)
         self.grad_norm: Tensor | None = None
         self.in_turn: InTurn | None = None
         """Makes the update block by block, where that is wanted."""
@@ -182,22 +183,26 @@ class Update:
             mean: Whether the result is a mean over the rows, not a sum.
             outside: Gradients of parameters that no optimizer here has; they are divided, too.
         """
-        if isinstance(divisor, Tensor):
-            scale_([*self.sums.gradients(), *outside], torch.where(divisor > 0, 1.0 / divisor, 0.0))
-        elif divisor is not None:
-            self.sums.finish(divisor)
-            scale_(outside, 1.0 / divisor)
+        total = WindowTotal(self.sums, divisor, rows=rows, outside=outside)
         if self.noise is not None:
-            self.noise.window(self.sums.gradients(), rows, self._scale() * (1.0 if mean else float(rows)))
-        if self.clip_grad_norm is not None and self.in_turn is not None:
-            self.grad_norm = self.in_turn.grad_norm
-        elif self.clip_grad_norm is not None:
-            if self.scaler is not None:
-                self._scaler_involved = True
-                for optimizer in self.optimizers:
-                    self.scaler.unscale_(optimizer)
-            self.grad_norm = clip_norm_(self.sums.gradients(), self.clip_grad_norm)
-        self.sums.cast()
+            total.multiple = self._scale() * (1.0 if mean else float(rows))
+        stages = gradient_stages(
+            before_clipping=[] if self.scaler is None or self.clip_grad_norm is None else [self._unscale],
+            noise=self.noise,
+            clip_grad_norm=self.clip_grad_norm if self.in_turn is None else None,
+            accumulates_wide=self.sums.dtype is not None,
+        )
+        run_stages(stages, total)
+        if self.clip_grad_norm is not None:
+            self.grad_norm = total.grad_norm if self.in_turn is None else self.in_turn.grad_norm
+
+    def _unscale(self, total: WindowTotal) -> bool:
+        """A stage: the scaler divides what each optimizer has by its scale."""
+        if self.in_turn is None:
+            self._scaler_involved = True
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
+        return True
 
     def step(self, loss: Tensor, window: Callable[[], Tensor]) -> bool:
         """Run every optimizer on the finished gradients. Returns whether an update was made (an overflow makes none).

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.core.rounding import rounding
-from gradaccum.on_torch.gradients import norms, scale_, total_norm
+from gradaccum.on_torch.foreach import norms, scale_, total_norm
 
 __all__ = ["Ahead"]
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from gradaccum.core.sizes import format_bytes
 from gradaccum.errors import WindowError
-from gradaccum.on_torch.gradients import GradientSum, scale_
+from gradaccum.on_torch.foreach import divide_, scale_
+from gradaccum.on_torch.grad_buffer import GradientBuffer
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory, local_part
 from gradaccum.on_torch.private import without_global_step_hooks
 from gradaccum.torch.layers.blocks import Block
@@ -132,7 +133,7 @@ class InTurn(Turns):
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
-        sums: GradientSum,
+        sums: GradientBuffer,
         blocks: Sequence[Block],
         model: nn.Module,
         gauge: Gauge,
@@ -333,13 +334,13 @@ class InTurn(Turns):
             if isinstance(self._divisor, Tensor):
                 scale_(sums.gradients(), torch.where(self._divisor > 0, 1.0 / self._divisor, 0.0))
             elif self._divisor is not None:
-                sums.finish(self._divisor)
+                divide_(sums.gradients(), self._divisor)
         for optimizer in self._optimizers if self.ahead.scaled else ():
             own = {id(p) for group in optimizer.param_groups for p in group["params"]}
             self.ahead.unscale([p for p in parameters if id(p) in own], optimizer)
 
     @contextlib.contextmanager
-    def _sums_of(self, parameters: Sequence[Tensor]) -> Iterator[GradientSum]:
+    def _sums_of(self, parameters: Sequence[Tensor]) -> Iterator[GradientBuffer]:
         """The sums of these parameters alone."""
         held = self._sums.parameters, self._sums.pending
         self._sums.parameters, self._sums.pending = lambda: [*parameters], list

@@ -1,10 +1,8 @@
-"""The sum of a window's gradients: where it lives, and how it becomes the mean that the update sees."""
+"""The gradient buffer: the sum of a window's gradients, in `p.grad` or beside it, in the parameters' dtype or wider."""
 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,21 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradaccum.on_torch.foreach import all_finite, scale_
 from gradaccum.on_torch.private import leaves_of
 
-__all__ = [
-    "Arrivals",
-    "GradientSum",
-    "ScreenedGradientSum",
-    "all_finite",
-    "clip_norm_",
-    "norms",
-    "scale_",
-    "total_norm",
-]
+__all__ = ["Arrivals", "GradientBuffer", "ScreenedBuffer"]
 
 
-class GradientSum:
+class GradientBuffer:
     """The sum that autograd adds up in `p.grad`: no second copy of the gradients, no operation per micro-batch.
 
     Args:
@@ -37,7 +27,6 @@ class GradientSum:
     def __init__(self, parameters: Callable[[], list[Tensor]], dtype: torch.dtype | None = None) -> None:
         self.parameters = parameters
         self.dtype = dtype
-        self._operands: dict[tuple[float, torch.dtype], Tensor] = {}
         self.detached: list[Tensor | None] | None = None
         """The sum, while it is out of reach of backward passes."""
         self.restored: list[Tensor | None] | None = None
@@ -86,18 +75,18 @@ class GradientSum:
         """The gradients that are there."""
         return [g for p in self.parameters() if (g := p.grad) is not None] + self.pending()
 
-    def held(self) -> list[Tensor | None]:
+    def get(self) -> list[Tensor | None]:
         """The sum of each parameter, None where nothing has arrived."""
         return [p.grad for p in self.parameters()]
 
-    def hold(self, sums: Iterable[Tensor | None]) -> None:
+    def set(self, sums: Iterable[Tensor | None]) -> None:
         """Go on from these sums, in the order of the parameters."""
         for parameter, gradient in zip(self.parameters(), sums, strict=True):
             parameter.grad = gradient
 
     def copies(self, scale: Tensor | None) -> dict[int, Tensor]:
         """The sum by the parameters' numbers, copied and divided by its scale: a power of two, which rounds nothing."""
-        scale, sums = (None, self.restored) if self.restored is not None else (scale, self.detached or self.held())
+        scale, sums = (None, self.restored) if self.restored is not None else (scale, self.detached or self.get())
         return {
             index: (s.clone() if scale is None else s * scale.reciprocal().to(s.device, s.dtype)).detach()
             for index, s in enumerate(sums)
@@ -130,15 +119,15 @@ class GradientSum:
         if scale is not None:
             scale_([s for s in restored if s is not None], scale)
         with torch.no_grad():
-            self.hold(
+            self.set(
                 r if a is None else a if r is None else a.add_(r.to(a.dtype))
-                for a, r in zip(self.held(), restored, strict=True)
+                for a, r in zip(self.get(), restored, strict=True)
             )
 
     def detach(self) -> None:
         """Keep the sum out of reach of the next backward pass, whose gradient shall not count. Moves no data."""
         if self.detached is None:
-            held, restored = self.held(), self.restored
+            held, restored = self.get(), self.restored
             self.clear()
             self.detached, self.restored = held, restored
 
@@ -159,24 +148,6 @@ class GradientSum:
             if id(parameter) in reached and parameter.grad is None:
                 dtype = self.dtype if id(parameter) in narrow else parameter.dtype
                 parameter.grad = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-
-    def finish(self, divisor: float) -> None:
-        """Divide: from here on `p.grad` is the window's mean gradient, in the dtype it was summed in."""
-        if divisor == 1.0:
-            return
-        exact = 2 <= divisor < 2**64 and math.frexp(divisor)[0] == 0.5  # times 1/4 is divided by 4, in less time
-        number, operation = (1.0 / divisor, torch._foreach_mul_) if exact else (divisor, torch._foreach_div_)
-        for alike in _alike(self.gradients()):
-            operation(alike, self._as_operand(number, alike[0]))
-
-    def _as_operand(self, number: float, gradient: Tensor) -> float | Tensor:
-        """On CPU a number would be made into a tensor once for each gradient, at half of a small division's cost."""
-        if not gradient.is_cpu or gradient.dtype not in (torch.float32, torch.float64):
-            return number
-        key = number, gradient.dtype
-        if key not in self._operands:
-            self._operands = {key: torch.tensor(number, dtype=gradient.dtype)}
-        return self._operands[key]
 
     def cast(self) -> None:
         """Give the finished gradients their parameter's own dtype, which is all that optimizers accept."""
@@ -240,7 +211,7 @@ class Arrivals:
             self._muted = False
 
 
-class ScreenedGradientSum(GradientSum):
+class ScreenedBuffer(GradientBuffer):
     """The sum of those micro-batches whose gradient is finite, beside `p.grad`: costs one more gradient copy.
 
     Whether a micro-batch counts is decided on the device; the host learns it once per window, from `counted`.
@@ -252,10 +223,10 @@ class ScreenedGradientSum(GradientSum):
         self._finite: list[Tensor] = []
         super().__init__(parameters, dtype)
 
-    def held(self) -> list[Tensor | None]:
+    def get(self) -> list[Tensor | None]:
         return [self._sums.get(p) for p in self.parameters()]
 
-    def hold(self, sums: Iterable[Tensor | None]) -> None:
+    def set(self, sums: Iterable[Tensor | None]) -> None:
         self._sums = {p: s for p, s in zip(self.parameters(), sums, strict=True) if s is not None}
 
     def everything(self) -> list[Tensor]:
@@ -286,7 +257,7 @@ class ScreenedGradientSum(GradientSum):
     def restore(self, sums: dict[int, Tensor], counted: Sequence[bool] = ()) -> None:
         super().restore(sums)
         assert self.restored is not None
-        self.hold(self.restored)
+        self.set(self.restored)
         self.restored = None
         self._finite = [torch.tensor(counts) for counts in counted]
         self._reached = {parameter: {*range(len(counted))} for parameter in self._sums}
@@ -335,66 +306,3 @@ def _give(parameter: Tensor, dtype: torch.dtype) -> None:
     parameter.grad_dtype = dtype
     if gradient is not None:
         parameter.grad = gradient.to(dtype)
-
-
-def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Lists of tensors of one device, dtype and layout, which `torch._foreach_*` handles in one kernel."""
-    groups: dict[Any, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        if type(tensor) is not Tensor and hasattr(tensor, "to_local"):  # a DTensor: what is here, in the same memory
-            tensor = tensor.to_local()
-        groups[tensor.device, tensor.dtype, tensor.layout].append(tensor)
-    return groups.values()
-
-
-@torch.no_grad()
-def scale_(tensors: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiply each tensor in place; a tensor factor stays on its device."""
-    for alike in _alike(tensors):
-        here = factor.to(alike[0].device, alike[0].dtype) if isinstance(factor, Tensor) else factor
-        torch._foreach_mul_(alike, here)
-
-
-@torch.no_grad()
-def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Whether every entry is finite: a bool tensor of no dimensions. Waits for no device; few operators for many."""
-    found = []
-    for alike in _alike(t.coalesce().values() if t.is_sparse else t for t in tensors):
-        filled = [t for t in alike if t.numel()]
-        # On CPU a 2-norm takes a tenth of the largest entry's time. One that isn't finite may itself have overflowed.
-        norms = torch._foreach_norm(filled, 2.0) if filled and filled[0].is_cpu else ()
-        if filled and not (norms and math.isfinite(torch.stack(norms).sum().item())):
-            found.append(torch.stack(torch._foreach_norm(filled, math.inf)).isfinite().all())
-    return torch.stack([one.to(found[0].device) for one in found]).all() if found else torch.tensor(True)
-
-
-@torch.no_grad()
-def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Each tensor's 2-norm, in no order; of a sharded one, what its rank knows of it."""
-    alike: dict[Any, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        dense = tensor.coalesce().values() if tensor.is_sparse else tensor
-        alike[dense.device, dense.dtype, hasattr(dense, "to_local")].append(dense)
-    return [norm for group in alike.values() for norm in torch._foreach_norm(group, 2.0)]
-
-
-@torch.no_grad()
-def total_norm(each: Sequence[Tensor]) -> Tensor:
-    """The joint 2-norm of tensors that have these norms, as of `torch.nn.utils.get_total_norm`."""
-    if not each:
-        return torch.tensor(0.0)
-    norm: Any = torch.linalg.vector_norm(torch.stack([one.to(each[0].device) for one in each]), 2.0)
-    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # each rank has summed its shards
-    return whole
-
-
-@torch.no_grad()
-def clip_norm_(tensors: list[Tensor], max_norm: float | None) -> Tensor:
-    """Scale tensors so that their joint 2-norm is at most `max_norm` (None: leave them). Returns the norm before.
-
-    Source: `torch.nn.utils.clip_grad_norm_`, whose formula this is: factor min(1, max_norm / (norm + 1e-6)).
-    """
-    norm = total_norm(norms(tensors))
-    if max_norm is not None and tensors:
-        scale_(tensors, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-    return norm

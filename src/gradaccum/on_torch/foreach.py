@@ -1,0 +1,106 @@
+"""Norms, scaling, clipping and finite checks of many gradients at once, by PyTorch's `_foreach` operators."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["all_finite", "clip_norm_", "clip_value_", "divide_", "local_groups", "norms", "scale_", "total_norm"]
+
+
+def local_groups(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    """Lists of tensors of one device, dtype and layout, which `torch._foreach_*` handles in one kernel."""
+    kinds = {(type(t), t.device, t.dtype, t.layout) for t in tensors}
+    if len(kinds) == 1 and kinds.pop()[0] is Tensor:  # as nearly always; calls nothing for each tensor
+        return (list(tensors),)
+    groups: dict[Any, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if type(tensor) is not Tensor and hasattr(tensor, "to_local"):  # a DTensor: what is here, in the same memory
+            tensor = tensor.to_local()
+        groups[tensor.device, tensor.dtype, tensor.layout].append(tensor)
+    return groups.values()
+
+
+@torch.no_grad()
+def scale_(tensors: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply each tensor in place; a tensor factor stays on its device."""
+    for group in local_groups(list(tensors)):
+        here = factor.to(group[0].device, group[0].dtype) if isinstance(factor, Tensor) else factor
+        torch._foreach_mul_(group, here)
+
+
+@torch.no_grad()
+def divide_(tensors: Sequence[Tensor], divisor: float) -> None:
+    """Divide each tensor in place."""
+    if divisor == 1.0:
+        return
+    exact = 2 <= divisor < 2**64 and math.frexp(divisor)[0] == 0.5  # times 1/4 is divided by 4, in less time
+    number, operation = (1.0 / divisor, torch._foreach_mul_) if exact else (divisor, torch._foreach_div_)
+    for group in local_groups(tensors):
+        first = group[0]
+        # On CPU a number would be made into a tensor once for each gradient, at half of a small division's cost.
+        as_tensor = first.is_cpu and first.dtype in (torch.float32, torch.float64)
+        operation(group, torch.tensor(number, dtype=first.dtype) if as_tensor else number)
+
+
+@torch.no_grad()
+def clip_value_(tensors: Sequence[Tensor], limit: float) -> None:
+    """Clamp each entry to `-limit` and `limit`."""
+    for sparse in [t for t in tensors if t.is_sparse]:
+        merged = sparse.coalesce()
+        merged.values().clamp_(-limit, limit)
+        if merged is not sparse:
+            sparse.copy_(merged)
+    for group in local_groups([t for t in tensors if not t.is_sparse]):
+        torch._foreach_clamp_min_(group, -limit)
+        torch._foreach_clamp_max_(group, limit)
+
+
+@torch.no_grad()
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Whether every entry is finite: a bool tensor of no dimensions. Waits for no device; few operators for many."""
+    found = []
+    for group in local_groups([t.coalesce().values() if t.is_sparse else t for t in tensors]):
+        filled = [t for t in group if t.numel()]
+        # On CPU a 2-norm takes a tenth of the largest entry's time. One that isn't finite may itself have overflowed.
+        norms = torch._foreach_norm(filled, 2.0) if filled and filled[0].is_cpu else ()
+        if filled and not (norms and math.isfinite(torch.stack(norms).sum().item())):
+            found.append(torch.stack(torch._foreach_norm(filled, math.inf)).isfinite().all())
+    return torch.stack([one.to(found[0].device) for one in found]).all() if found else torch.tensor(True)
+
+
+@torch.no_grad()
+def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Each tensor's 2-norm, in no order; of a sharded one, what its rank knows of it."""
+    groups: dict[Any, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        dense = tensor.coalesce().values() if tensor.is_sparse else tensor
+        groups[dense.device, dense.dtype, hasattr(dense, "to_local")].append(dense)
+    return [norm for group in groups.values() for norm in torch._foreach_norm(group, 2.0)]
+
+
+@torch.no_grad()
+def total_norm(each: Sequence[Tensor]) -> Tensor:
+    """The joint 2-norm of tensors that have these norms, as of `torch.nn.utils.get_total_norm`."""
+    if not each:
+        return torch.tensor(0.0)
+    norm: Any = torch.linalg.vector_norm(torch.stack([one.to(each[0].device) for one in each]), 2.0)
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # each rank has summed its shards
+    return whole
+
+
+@torch.no_grad()
+def clip_norm_(tensors: list[Tensor], max_norm: float | None) -> Tensor:
+    """Scale tensors so that their joint 2-norm is at most `max_norm` (None: leave them). Returns the norm before.
+
+    Source: `torch.nn.utils.clip_grad_norm_`, whose formula this is: factor min(1, max_norm / (norm + 1e-6)).
+    """
+    norm = total_norm(norms(tensors))
+    if max_norm is not None and tensors:
+        scale_(tensors, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm

@@ -1,0 +1,79 @@
+"""What a window ends with: the stages that were asked for, in their order, and what each does to the gradients."""
+
+import pytest
+import torch
+from torch import nn
+
+import gradaccum.torch
+from gradaccum.on_torch.foreach import clip_value_
+from gradaccum.on_torch.grad_buffer import GradientBuffer
+from gradaccum.on_torch.noise import NoiseMeter
+from gradaccum.on_torch.stages import Unscale, WindowTotal, gradient_stages, run_stages
+from tests.reference import FLOAT64, relative_error, windows_of
+from tests.torch.problems import join, mse, network, regression, sgd, split
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+ASKED_FOR = {
+    "a plain loop": ({}, "Divide"),
+    "a GradScaler": ({"first": [Unscale()]}, "Unscale Divide"),
+    "clipping": ({"clip_grad_norm": 1.0, "clip_grad_value": 1.0}, "Divide ClipNorm ClipValue"),
+    "skip_window and bfloat16": ({"skip_nonfinite": True, "accumulates_wide": True}, "Divide Finite Cast"),
+    "everything": (
+        {
+            "first": [Unscale()],
+            "skip_nonfinite": True,
+            "noise": NoiseMeter(),
+            "clip_grad_norm": 1.0,
+            "clip_grad_value": 1.0,
+            "accumulates_wide": True,
+        },
+        "Unscale Divide Finite MeasureNoise ClipNorm ClipValue Cast",
+    ),
+}
+
+
+@pytest.mark.parametrize(("asked", "names"), ASKED_FOR.values(), ids=ASKED_FOR)
+def test_the_list_holds_what_was_asked_for_in_one_order(asked, names):
+    stages = gradient_stages(*asked.pop("first", ()), **asked)
+    assert " ".join(type(stage).__name__ for stage in stages) == names
+
+
+def test_a_stage_that_finds_nothing_to_update_with_ends_the_list():
+    seen = []
+    total = WindowTotal(GradientBuffer(list), 1.0)
+    stages = [lambda total: not seen.append(1), lambda total: False, lambda total: not seen.append(2)]
+    assert not run_stages(stages, total)
+    assert seen == [1]
+    assert not run_stages(gradient_stages(), WindowTotal(GradientBuffer(list), 1.0, weight=0))
+    assert not run_stages([Unscale()], WindowTotal(GradientBuffer(list), 1.0, overflow=torch.tensor(True)))
+
+
+@pytest.mark.parametrize("norm", [None, 0.3])
+def test_clipping_by_value_sees_the_finished_gradient_once(norm):
+    sizes = [3, 1, 4, 2, 2]
+    micro_batches = split(regression(sum(sizes)), sizes)
+    model, plain = network(), network()
+    options = {"clip_grad_value": 0.01, "clip_grad_norm": norm}
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3, **options)
+    for x, y in optimizer.batches(micro_batches):
+        optimizer.zero_grad()
+        mse(model, x, y).backward()
+        optimizer.step()
+    inner = sgd(plain.parameters())
+    for window in windows_of(micro_batches, 3):
+        inner.zero_grad()
+        mse(plain, *join(window)).backward()
+        if norm is not None:
+            nn.utils.clip_grad_norm_(plain.parameters(), norm)
+        nn.utils.clip_grad_value_(plain.parameters(), 0.01)
+        inner.step()
+    assert relative_error(model.parameters(), plain.parameters()) <= FLOAT64
+
+
+def test_clipping_by_value_takes_sparse_gradients():
+    dense = torch.tensor([[0.0, 0.0], [3.0, -0.5]])
+    sparse = dense.to_sparse()
+    clip_value_([sparse, dense], 1.0)
+    assert torch.equal(sparse.to_dense(), dense)
+    assert dense[1].tolist() == [1.0, -0.5]
