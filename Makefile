@@ -1,4 +1,4 @@
-# make demo         the guide's experiment on this machine, set-up included
+# make demo         memory and exactness on this machine, set-up included: two to four minutes after the downloads
 # make test         set up, then all checks and tests
 # make docs         the documentation's site, into site/
 # make bench        speed and memory against rivals, into bench-results/; QUICK=1: two minutes; WRITE=1: into docs/ too
@@ -29,8 +29,6 @@ SUITES := test-torch test-jax test-keras-tensorflow test-ranks test-centre test-
 	test-keras-torch
 SELECT := not slow and not gpu and not fuzz
 PYTEST = $(BIN)/python -m pytest -q -m "$(SELECT)"
-# Have no examples to run, and would import what tests/keras and tests/jax are for.
-OTHERS_DEMOS := src/gradaccum/demo/keras_experiment.py src/gradaccum/demo/jax_experiment.py
 RANKS := tests/torch/distributed tests/integrations/distributed
 # The core of every area: equality with the large batch, on small problems.
 QUICK_TORCH := $(filter-out tests/test_site.py,$(wildcard tests/test_[!d]*.py)) tests/core tests/compat/test_runai_torch.py tests/cli/test_check_command.py \
@@ -44,7 +42,7 @@ QUICK_JAX := tests/jax/train_step/test_value_and_grad.py::test_ragged_micro_batc
 .PHONY: bench demo docs test test-quick test-slow test-gpu test-fuzz quick-torch quick-keras quick-jax install install-dev clean lint $(SUITES)
 
 demo: install
-	$(BIN)/gradaccum demo
+	$(BIN)/python -m examples.demo
 
 test: install-dev
 	$(IN_PARALLEL) $(SUITES) lint
@@ -92,8 +90,7 @@ test-centre:
 	$(PYTEST) tests src/gradaccum benchmarks/harness.py --ignore=tests/torch --ignore=src/gradaccum/torch \
 		--ignore=src/gradaccum/on_torch --ignore=tests/keras --ignore=src/gradaccum/keras \
 		--ignore=tests/integrations --ignore=src/gradaccum/integrations \
-		--ignore=tests/jax --ignore=src/gradaccum/jax --ignore=src/gradaccum/on_jax \
-		$(OTHERS_DEMOS:%=--ignore=%) || test $$? = 5
+		--ignore=tests/jax --ignore=src/gradaccum/jax --ignore=src/gradaccum/on_jax || test $$? = 5
 
 # Nothing is downloaded: models are built from their configs.
 test-integrations:

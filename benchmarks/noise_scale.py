@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Callable
 
 import torch
+from examples.demo.data import load
+from examples.demo.progress import Progress
 from torch import nn
 
 import gradaccum.torch
 from benchmarks.harness import arguments, keep_freed_memory, publish, ratios, seconds, table
-from gradaccum.demo.data import load
-from gradaccum.demo.progress import Progress
 from gradaccum.on_torch.noise import NoiseChoice
 
 loss_function = nn.CrossEntropyLoss()

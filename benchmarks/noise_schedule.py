@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from examples.demo.data import load
+from examples.demo.progress import Progress
 from torch import Tensor, nn
 
 import gradaccum.torch
 from benchmarks.harness import arguments, publish, table
 from gradaccum import NoiseSchedule
-from gradaccum.demo.data import load
-from gradaccum.demo.progress import Progress
 
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "noise_schedule.png"
 ROWS = 16

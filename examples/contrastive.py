@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,9 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
-from gradaccum.demo.data import load
-from gradaccum.demo.progress import Progress
 from gradaccum.torch import chunked
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))  # where `examples.demo` is found
+from examples.demo.data import load
+from examples.demo.progress import Progress
 
 FASHION = ["t-shirt top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"]
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]

@@ -191,9 +191,8 @@ def scaling() -> str:
 
 def loss() -> str:
     """How the three loops of the demo's attention network part, or don't."""
-    from gradaccum.demo.text import TextSetup
-    from gradaccum.demo.text.decoder import train
-    from gradaccum.demo.text.loops import python_text
+    from examples.demo.text import TextSetup, python_text
+    from examples.demo.text_torch import train
 
     setup = TextSetup()
     rows = python_text(setup.length)
@@ -206,10 +205,10 @@ def loss() -> str:
 def memory() -> str:
     """Bytes of tensors alive over one window of a transformer: whole, accumulated, chunked, layer by layer."""
     import torch
+    from examples.demo.guide_torch import CountBytes
     from torch import nn
 
     import gradaccum.torch
-    from gradaccum.demo.torch_experiment import CountBytes
 
     class Trace(CountBytes):
         """Keeps what is alive after each operation."""

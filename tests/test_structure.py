@@ -28,7 +28,7 @@ def circles():
 LAYERS = {
     name: layer
     for layer, names in enumerate(
-        (("integrations", "compat", "cli"), ("demo",), ("torch", "keras", "jax"), ("on_torch", "on_jax"), ("core",))
+        (("integrations", "compat", "cli"), ("torch", "keras", "jax"), ("on_torch", "on_jax"), ("core",))
     )
     for name in names
 }

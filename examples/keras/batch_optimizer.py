@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import pathlib
+import sys
 
 os.environ.setdefault("JAX_ENABLE_X64", "1")  # JAX has no float64 otherwise
 
@@ -19,8 +21,10 @@ import keras  # JAX reads the environment when it starts
 import numpy as np
 
 import gradaccum.keras
-from gradaccum.demo.data import Data, load
-from gradaccum.demo.progress import Progress
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))  # where `examples.demo` is found
+from examples.demo.data import Data, load
+from examples.demo.progress import Progress
 
 SIZES = [(16, 256), (32, 128), (12, 240), (30, 120)]  # maximum and desired batch size
 

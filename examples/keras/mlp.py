@@ -7,12 +7,16 @@ KERAS_BACKEND=jax python examples/keras/mlp.py --quick    # some seconds on scik
 from __future__ import annotations
 
 import argparse
+import pathlib
+import sys
 
 import keras
 
 import gradaccum.keras
-from gradaccum.demo.data import load
-from gradaccum.demo.progress import Progress
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))  # where `examples.demo` is found
+from examples.demo.data import load
+from examples.demo.progress import Progress
 
 
 def network(features: int) -> keras.Model:

@@ -13,13 +13,17 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import pathlib
+import sys
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradaccum.demo.text.loops import python_text
 from gradaccum.torch import TrainStep
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))  # where `examples.demo` is found
+from examples.demo.text import python_text
 
 Batch = dict[str, Tensor]
 

@@ -9,13 +9,17 @@ One line differs from plain training: the optimizer is wrapped.
 from __future__ import annotations
 
 import argparse
+import pathlib
+import sys
 
 import torch
 from torch import nn
 
 import gradaccum.torch
-from gradaccum.demo.data import Data, load
-from gradaccum.demo.progress import Progress
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))  # where `examples.demo` is found
+from examples.demo.data import Data, load
+from examples.demo.progress import Progress
 
 
 def tensors(data: Data, part: str) -> torch.utils.data.TensorDataset:

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import argparse
 import copy
+import pathlib
+import sys
 
 import torch
 from torch import Tensor, nn
 
-from gradaccum.demo.data import load
-from gradaccum.demo.progress import Progress
 from gradaccum.torch import TrainStep
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))  # where `examples.demo` is found
+from examples.demo.data import load
+from examples.demo.progress import Progress
 
 
 class Block(nn.Module):

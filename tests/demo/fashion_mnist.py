@@ -4,8 +4,7 @@ import gzip
 import struct
 
 import numpy as np
-
-from gradaccum.demo.data import Data
+from examples.demo.data import Data
 
 NAMES = [f"{part}-{kind}-ubyte.gz" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 

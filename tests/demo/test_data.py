@@ -7,10 +7,10 @@ import numpy as np
 import pooch
 import pytest
 import requests
+from examples.demo import data as module
+from examples.demo.data import DataError, load, read_idx
+from examples.demo.progress import Progress
 
-from gradaccum.demo import data as module
-from gradaccum.demo.data import DataError, load, read_idx
-from gradaccum.demo.progress import Progress
 from tests.demo import fashion_mnist
 
 

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 import torch
+from examples.demo.findings import findings
+from examples.demo.progress import Progress
+from examples.demo.text import LARGE, OURS, WRITTEN, Loop, TextOutcome, TextSetup, perform, python_text
+from examples.demo.text_torch import Decoder, loss_of, padded, train
 
-from gradaccum.demo.findings import findings
-from gradaccum.demo.progress import Progress
-from gradaccum.demo.text.decoder import Decoder, loss_of, padded, train
-from gradaccum.demo.text.loops import LARGE, OURS, WRITTEN, Loop, TextOutcome, TextSetup, perform, python_text
-from gradaccum.report import Bars, Curves
+from gradaccum.report import Bars, Curves, Table
 from tests.demo.test_experiment import outcome
 from tests.reference import FLOAT64
 
@@ -70,23 +70,27 @@ def as_if(distance):
     return TextOutcome(TextSetup(), loops)
 
 
-def test_the_key_number_is_the_reports_first_and_bars_have_one_scale():
-    report = findings(outcome(1e-13), None, as_if(4e-16))
+def test_the_memory_is_the_reports_first_number_and_its_bars_have_one_scale():
+    report = findings(as_if(4e-16), outcome(1e-13))
     assert report.ok
-    assert report.title == "Gradient accumulation on text and FashionMNIST, with PyTorch"
-    assert report.summary.startswith("15.0 times less memory, the same training: 30.0 MiB")
-    bars, distances, losses = report.blocks[:3]
+    assert report.summary.startswith(
+        "Attention network: 15.0 times less memory, the same training. A whole batch takes 30"
+    )
+    table, bars, distances, losses = report.blocks[:4]
+    assert isinstance(table, Table)
     assert isinstance(bars, Bars)
     assert list(bars.values.values()) == [30.0, 2.0]
     assert isinstance(distances, Curves)
     assert [curve.y[-1] for curve in distances.curves] == pytest.approx([0.0, 4e-14, 30.0])
     assert isinstance(losses, Curves)
     assert losses.curves[2].y[-1] == pytest.approx(30.0)
+    first = findings(as_if(4e-16))
+    assert [type(block) for block in first.blocks[:4]] == [Table, Bars, Curves, Curves], "the first part by itself"
 
 
 @pytest.mark.parametrize("distance", [1e-9, float("nan")])
 def test_ours_that_differs_is_the_verdict(distance):
-    report = findings(outcome(1e-13), None, as_if(distance))
+    report = findings(as_if(distance), outcome(1e-13))
     assert not report.ok
     assert "but ANOTHER training" in report.summary.splitlines()[0]
 

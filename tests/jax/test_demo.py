@@ -14,22 +14,21 @@ import numpy as np
 from tests.demo import fashion_mnist
 from tests.reference import FLOAT64, relative_error
 
-from gradaccum.demo import jax_experiment
-from gradaccum.demo.experiment import Setup, initial_parameters, plans
+from examples.demo import guide_jax
+from examples.demo.guide import Setup, initial_parameters, plans
 
 data = fashion_mnist.data()
 setup = Setup("jax", batch_size=32, steps=4, epochs=2, dtype="float64", learning_rate=0.05)
 runs, notified = {}, []
 for plan in plans(setup):
-    runs[plan.key] = jax_experiment.train(
+    runs[plan.key] = guide_jax.train(
         setup, data, plan, initial_parameters(784, setup.seed), notified.append
     )
-large, accumulated, small = runs.values()
-assert notified == [epoch for run in runs.values() for epoch in run.epochs] and len(notified) == 6
-assert [run.updates for run in runs.values()] == [6, 6, 24]
+large, accumulated = runs.values()
+assert notified == [epoch for run in runs.values() for epoch in run.epochs] and len(notified) == 4
+assert [run.updates for run in runs.values()] == [6, 6]
 assert relative_error(accumulated.parameters, large.parameters) <= FLOAT64
 assert relative_error(accumulated.first_gradients, large.first_gradients) <= FLOAT64
-assert relative_error(small.parameters, large.parameters) > 1e-3
 
 # The large batch, written out: two layers of ReLU, plain SGD.
 w = [p.copy() for p in initial_parameters(784, setup.seed)]

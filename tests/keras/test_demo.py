@@ -13,8 +13,8 @@ import keras
 from tests.demo import fashion_mnist
 from tests.reference import FLOAT32, FLOAT64, relative_error
 
-from gradaccum.demo import keras_experiment, torch_experiment
-from gradaccum.demo.experiment import Setup, initial_parameters, plans
+from examples.demo import guide_keras, guide_torch
+from examples.demo.guide import Setup, initial_parameters, plans
 
 data = fashion_mnist.data()
 setup = Setup("keras", batch_size=32, steps=4, epochs=2, dtype="float64", learning_rate=0.05)
@@ -22,11 +22,11 @@ initial = initial_parameters(784, setup.seed)
 large = None
 for plan in plans(setup):
     notified = []
-    ours = keras_experiment.train(setup, data, plan, initial, notified.append)
+    ours = guide_keras.train(setup, data, plan, initial, notified.append)
     single = ours.single_precision  # then it is compared with its own large batch
     assert not single or keras.backend.backend() == "torch"  # where later versions of Keras multiply so
     assert list(ours.epochs) == notified and len(notified) == 2
-    theirs = torch_experiment.train(setup, data, plan, initial, lambda epoch: None)
+    theirs = guide_torch.train(setup, data, plan, initial, lambda epoch: None)
     assert ours.updates == theirs.updates, (plan, ours.updates)
     large = large or ours
     if single:

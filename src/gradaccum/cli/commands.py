@@ -6,7 +6,6 @@ import click
 
 import gradaccum
 from gradaccum.cli.check import check
-from gradaccum.cli.demo import demo
 from gradaccum.cli.group import Commands
 from gradaccum.cli.report import report
 from gradaccum.cli.size import size
@@ -20,5 +19,5 @@ def commands() -> None:
     """Train with the batch size you want on the memory you have, and get the same update."""
 
 
-for command in (demo, check, size, report):
+for command in (check, size, report):
     commands.add_command(command)

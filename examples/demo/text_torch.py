@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from examples.demo.guide_torch import CountBytes
+from examples.demo.text import LARGE, OURS, WRITTEN, Loop, TextSetup
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradaccum.torch
-from gradaccum.demo.text.loops import LARGE, OURS, WRITTEN, Loop, TextSetup
-from gradaccum.demo.torch_experiment import CountBytes
 
 __all__ = ["Decoder", "loss_of", "padded", "train"]
 

@@ -18,8 +18,8 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradaccum.demo.processes import Work, call
-from gradaccum.demo.progress import Progress
+from examples.demo.processes import call
+from examples.demo.progress import Progress
 
 __all__ = ["LARGE", "OURS", "WRITTEN", "Loop", "TextOutcome", "TextSetup", "perform", "python_text"]
 
@@ -101,8 +101,9 @@ def perform(setup: TextSetup, progress: Progress) -> TextOutcome:
     """
     rows = python_text(setup.length)
     progress.start("attention network on text", total=3 * setup.epochs)
-    work = Work("gradaccum.demo.text.decoder", "train", (setup, rows[: setup.rows], rows[setup.rows :][:32]))
-    outcome = TextOutcome(setup, call("The text", work, lambda name: progress.advance(1, name)))
+    arguments = (setup, rows[: setup.rows], rows[setup.rows :][:32])
+    loops = call("The text", "examples.demo.text_torch", "train", arguments, lambda name: progress.advance(1, name))
+    outcome = TextOutcome(setup, loops)
     progress.done(f"{outcome.memory_ratio:.1f} times less memory")
     return outcome
 

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from examples.demo.data import Data
+from examples.demo.guide import Epoch, Notify, Plan, Run, Setup
 
-from gradaccum.demo.data import Data
-from gradaccum.demo.experiment import Epoch, Notify, Plan, Run, Setup
 from gradaccum.jax import updated, windowed
 
 __all__ = ["train"]

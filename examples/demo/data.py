@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from examples.demo.progress import Progress
 
-from gradaccum.demo.progress import Progress
 from gradaccum.extras import require
 from gradaccum.report import format_bytes
 

@@ -11,10 +11,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow greets at lengt
 
 import keras
 import numpy as np
+from examples.demo.data import Data
+from examples.demo.guide import Epoch, Notify, Plan, Run, Setup
 
 import gradaccum.keras
-from gradaccum.demo.data import Data
-from gradaccum.demo.experiment import Epoch, Notify, Plan, Run, Setup
 
 __all__ = ["train"]
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from examples.demo.data import Data
+from examples.demo.guide import Epoch, Notify, Plan, Run, Setup
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import gradaccum.torch
-from gradaccum.demo.data import Data
-from gradaccum.demo.experiment import Epoch, Notify, Plan, Run, Setup
 
 __all__ = ["CountBytes", "train"]
+
+NOTIFY_EVERY = 100
+"""Micro-batches."""
 
 
 def train(setup: Setup, data: Data, plan: Plan, initial: Sequence[np.ndarray], notify: Notify) -> Run:
@@ -32,23 +32,18 @@ def train(setup: Setup, data: Data, plan: Plan, initial: Sequence[np.ndarray], n
     x, test_x = (torch.tensor(part, dtype=dtype) / data.scale for part in (data.train_x, data.test_x))
     y, test_y = torch.tensor(data.train_y), torch.tensor(data.test_y)
     model: nn.Module = _network(initial, dtype)
-    if plan.ranks > 1:
-        dist.init_process_group("gloo")
     first = _first_window(setup, plan, model, x, y)
 
-    model = _on_ranks(plan, model)
     optimizer = _optimizer(setup, plan, model)
     epochs, seconds = [], 0.0
     for _ in range(setup.epochs):
         start = time.perf_counter()
-        train_loss = _epoch(plan, model, optimizer, x, y)
+        train_loss = _epoch(plan, model, optimizer, x, y, notify)
         seconds += time.perf_counter() - start
         epochs.append(Epoch(train_loss, *_test(model, test_x, test_y)))
         notify(epochs[-1])
     parameters = [p.detach().numpy().T.copy() for p in model.parameters()]
-    updates = setup.epochs * -(-len(x) // (plan.micro_batch_size * plan.steps * plan.ranks))
-    if plan.ranks > 1:
-        dist.destroy_process_group()
+    updates = setup.epochs * -(-len(x) // (plan.micro_batch_size * plan.steps))
     return Run(plan, epochs, seconds, updates, parameters, *first)
 
 
@@ -65,26 +60,23 @@ def _network(initial: Sequence[np.ndarray], dtype: torch.dtype) -> nn.Sequential
 
 def _optimizer(setup: Setup, plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=setup.learning_rate)
-    if plan.steps > 1 or plan.ranks > 1:
+    if plan.steps > 1:
         optimizer = gradaccum.torch.optim.Optimizer(optimizer, steps=plan.steps, model=model)
     return optimizer
 
 
-def _on_ranks(plan: Plan, model: nn.Module) -> nn.Module:
-    return model if plan.ranks == 1 else DistributedDataParallel(model)
-
-
-def _epoch(plan: Plan, model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> float:
-    """The training loop, the same for all three runs. Returns the mean loss over all rows."""
+def _epoch(plan: Plan, model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, notify: Notify) -> float:
+    """The training loop, the same for both runs. Returns the mean loss over all rows."""
     total = torch.zeros((), dtype=x.dtype)
-    for inputs, labels in _batches(optimizer, _Slices(x, y, plan)):
+    loader = _slices(x, y, plan)
+    for i, (inputs, labels) in enumerate(_batches(optimizer, loader), start=1):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(inputs), labels)
         loss.backward()
         optimizer.step()
         total += loss.detach() * len(inputs)
-    if plan.ranks > 1:
-        dist.all_reduce(total)
+        if i % NOTIFY_EVERY == 0:
+            notify(NOTIFY_EVERY / len(loader))
     return float(total) / len(x)
 
 
@@ -93,19 +85,9 @@ def _batches(optimizer: Any, loader: Any) -> Any:
     return optimizer.batches(loader) if hasattr(optimizer, "batches") else loader
 
 
-class _Slices:
-    """A loader that slices the rows in memory, in their order; of each window, a rank has its own part."""
-
-    def __init__(self, x: Tensor, y: Tensor, plan: Plan) -> None:
-        rank = dist.get_rank() if plan.ranks > 1 else 0
-        pairs = list(zip(x.split(plan.micro_batch_size), y.split(plan.micro_batch_size), strict=True))
-        self._pairs = [pair for i, pair in enumerate(pairs) if i // plan.steps % plan.ranks == rank]
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return iter(self._pairs)
+def _slices(x: Tensor, y: Tensor, plan: Plan) -> list[tuple[Tensor, Tensor]]:
+    """A loader: the rows in memory, sliced in their order."""
+    return list(zip(x.split(plan.micro_batch_size), y.split(plan.micro_batch_size), strict=True))
 
 
 @torch.no_grad()
@@ -123,10 +105,10 @@ def _first_window(
     the interpreter, PyTorch and the data it moves by megabytes from run to run. Nor is this counted during the run
     itself: that would slow it down.
     """
-    model = _on_ranks(plan, copy.deepcopy(model))
+    model = copy.deepcopy(model)
     optimizer = _optimizer(setup, plan, model)
     activations = 0
-    batches = list(itertools.islice(_Slices(x, y, plan), plan.steps))
+    batches = _slices(x, y, plan)[: plan.steps]
     with CountBytes(model.parameters()) as count:
         for views in _batches(optimizer, batches):
             optimizer.zero_grad()

@@ -1,0 +1,1 @@
+"""The demo that `make demo` runs: what accumulation saves and what it must not change, on this machine."""
