@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from benchmarks.harness import arguments, keep_freed_memory, publish, ratios, table
-from gradaccum.torch import TrainStep
+from gradaccum.torch import Blocks, TrainStep
 from gradaccum.torch.measure.fake_memory import LiveBytes
 
 SIZE, DEPTH, VOCABULARY, ROWS, LENGTH, MICRO_BATCH = 256, 12, 4096, 32, 16, 4
@@ -46,8 +46,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "accumulation": {},
     "accumulation, each block checkpointed": {"checkpointed": True},
     "blocks=": {"blocks": "layers"},
-    'blocks=, update="in_backward"': {"blocks": "layers", "update": "in_backward"},
-    "... with `clip_grad_norm`": {"blocks": "layers", "update": "in_backward", "clip_grad_norm": 1.0},
+    'blocks=Blocks(..., update="in_backward")': {"blocks": Blocks("layers", update="in_backward")},
 }
 FLOOR = "accumulation, and its blocks forward once more"
 

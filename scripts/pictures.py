@@ -244,7 +244,7 @@ def memory() -> str:
         "whole batch": {"micro_batch_size": 64},
         "16 micro-batches": {"micro_batch_size": 4},
         "chunked": {"micro_batch_size": 64},
-        "layer by layer": {"micro_batch_size": 4, "blocks": "blocks", "update": "in_backward"},
+        "layer by layer": {"micro_batch_size": 4, "blocks": gradaccum.torch.Blocks("blocks", update="in_backward")},
     }
     ids = torch.randint(128, (64, 16), generator=torch.Generator().manual_seed(0))
     curves = []

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradaccum.torch import TrainStep
+from gradaccum.torch import Blocks, TrainStep
 from tests.fuzz.loaders import loader_of, parts_of_batch
 from tests.fuzz.problem import (
     OPTIMIZERS,
@@ -66,9 +66,7 @@ class _Split:
             sync=scenario.sync,  # type: ignore[arg-type]  # one of the two
             batch_norm=scenario.norm or "warn",  # type: ignore[arg-type]  # one of the five
             batch_dims=_dims(scenario),
-            blocks="layers" if scenario.blocks else None,
-            update=scenario.blocks or "after_backward",  # type: ignore[arg-type]  # one of the two
-            blocks_on=scenario.blocks_on or None,  # type: ignore[arg-type]  # or "cpu"
+            blocks=Blocks("layers", update=scenario.blocks, on=scenario.blocks_on or None) if scenario.blocks else None,  # type: ignore[arg-type]  # what they take
             **self._loss(),
         )
 

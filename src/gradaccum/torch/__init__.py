@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gradaccum.torch.buffers import combine_buffers
     from gradaccum.torch.check import check_equivalence
     from gradaccum.torch.chunking import chunked
+    from gradaccum.torch.layers import Blocks
     from gradaccum.torch.measure import Recorder, suggest_micro_batch_size
     from gradaccum.torch.train_step import TrainStep
 else:
@@ -31,6 +32,7 @@ else:
     __getattr__, __dir__ = when_used(
         __name__,
         {
+            "Blocks": "gradaccum.torch.layers",
             "Recorder": "gradaccum.torch.measure",
             "TrainStep": "gradaccum.torch.train_step",
             "check_equivalence": "gradaccum.torch.check",
@@ -44,6 +46,7 @@ else:
     )
 
 __all__ = [
+    "Blocks",
     "Recorder",
     "TrainStep",
     "check_equivalence",

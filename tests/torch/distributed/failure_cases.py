@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.errors import WindowError
-from gradaccum.torch import TrainStep
+from gradaccum.torch import Blocks, TrainStep
 from gradaccum.torch.optim import Optimizer
 from tests.torch.distributed.problems import OPTIMIZERS, built, data, lines_of, loss_of, network, shard, wrap
 
@@ -292,7 +292,11 @@ def different_hyperparameters(rank: int, name: str, values: Any, way: str) -> No
         inner.param_groups[2][name] = values[rank]
         update: Any = "in_backward" if "in_backward" in way else "after_backward"
         step = TrainStep(
-            sharded, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2, blocks=[sharded[0]], update=update
+            sharded,
+            inner,
+            loss_fn=nn.CrossEntropyLoss(),
+            micro_batch_size=2,
+            blocks=Blocks([sharded[0]], update=update),
         )
         step(*data([[4]] * 2)[rank][0])
     elif way == "step":

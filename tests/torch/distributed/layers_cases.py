@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.core.sizes import FixedSize, Rows
 from gradaccum.torch import TrainStep
-from gradaccum.torch.layers.blocks import find_blocks
+from gradaccum.torch.layers.blocks import Blocks, find_blocks
 from tests.reference import relative_error, torch_updates
 from tests.torch.distributed.problems import (
     OPTIMIZERS,
@@ -24,6 +24,7 @@ from tests.torch.distributed.problems import (
     windows,
 )
 from tests.torch.distributed.together_cases import NoMemory
+from tests.torch.layers.test_blocks import in_blocks
 
 
 class Block(nn.Module):
@@ -71,7 +72,7 @@ def step_of(model: nn.Module, optimizer: str = "sgd", **options: Any) -> TrainSt
     if "compute_loss" in options:
         del options["loss_fn"]
     trained = [p for p in model.parameters() if p.requires_grad]
-    return TrainStep(model, OPTIMIZERS[optimizer](trained), **options)
+    return TrainStep(model, OPTIMIZERS[optimizer](trained), **in_blocks(options))
 
 
 SIZES = [[8, 3, 9], [5, 7, 0]]
@@ -137,7 +138,7 @@ def under_ddp(rank: int, sizes: list[int]) -> tuple[float, str]:
     for x, y in data:
         step(x[start : start + sizes[rank]], y[start : start + sizes[rank]])
     try:
-        TrainStep(ddp, _sgd(ddp), loss_fn=loss_fn, micro_batch_size=2, blocks="auto", update="in_backward")
+        TrainStep(ddp, _sgd(ddp), loss_fn=loss_fn, micro_batch_size=2, blocks=Blocks("auto", update="in_backward"))
     except ValueError as error:
         return relative_error(model.parameters(), reference.parameters()), str(error)
     return float("nan"), ""
@@ -307,7 +308,7 @@ def goes_on(rank: int, backward: bool, **options: Any) -> tuple[str, float]:
 def refusals(rank: int) -> dict[str, str]:
     """What is said of options and models that don't go with sharded blocks."""
     given: dict[str, Any] = {
-        "blocks_on": lambda: step_of(sharded_by_blocks(Network()), blocks_on="cpu"),
+        "on": lambda: step_of(sharded_by_blocks(Network()), on="cpu"),
         "batch_norm": lambda: step_of(sharded_by_blocks(synchronised()), batch_norm="micro"),
         "fsdp1": lambda: find_blocks(FullyShardedDataParallel(Network(), device_id=torch.device("cpu")), "auto"),
     }

@@ -47,10 +47,9 @@ def test_all_sharded_blocks_are_whole_in_forward_passes_or_one_and_the_last(
         ({}, 2),
         ({"shard": {"reshard_after_forward": False}}, 2),
         ({"update": "in_backward"}, 2),
-        ({"update": "in_backward", "clip_grad_norm": 0.05}, 3 + 3 + 1),
         ({"offload": True, "build": cases.frozen, "clip_grad_norm": 0.05}, 2),
     ],
-    ids=["plain", "reshard_after_forward=False", "in backward", "in backward, clipped", "frozen, offloaded"],
+    ids=["plain", "reshard_after_forward=False", "in backward", "frozen, offloaded"],
 )
 def test_one_sharded_block_at_a_time_is_gathered_in_the_forward_passes(
     ranks: Processes, options: dict[str, Any], again: int
@@ -58,9 +57,8 @@ def test_one_sharded_block_at_a_time_is_gathered_in_the_forward_passes(
     options = {"sync": "micro_batch", **options}
     for error, loss_error, sent in ranks.run(cases.against_the_large_batch, limit=LIMIT, **options):
         assert max(error, loss_error) <= FLOAT64
-        tail = not {"update", "clip_grad_norm"} <= options.keys()  # the last block runs forward once
-        for counts in sent:  # on the rank with most, three micro-batches
-            assert counts["all_gather"] == 1 + (2 if tail else 3) * 3 + tail + again
+        for counts in sent:  # on the rank with most, three micro-batches; the last block runs forward once
+            assert counts["all_gather"] == 1 + 2 * 3 + 1 + again
 
 
 def test_sharded_blocks_that_stay_gathered_after_forward_are_gathered_once_per_update(ranks: Processes) -> None:
@@ -93,11 +91,8 @@ def test_hybrid_sharded_blocks_make_the_large_batchs_update(four_ranks: Processe
         assert max(error, loss_error) <= FLOAT64
 
 
-@pytest.mark.parametrize("clip_grad_norm", [None, 0.05])
-def test_a_model_that_fully_shard_replicates_is_updated_in_backward(
-    ranks: Processes, clip_grad_norm: float | None
-) -> None:
-    options = {"shard": {"shape": (2, 1)}, "clip_grad_norm": clip_grad_norm, **IN_BACKWARD}
+def test_a_model_that_fully_shard_replicates_is_updated_in_backward(ranks: Processes) -> None:
+    options = {"shard": {"shape": (2, 1)}, **IN_BACKWARD}
     for error, loss_error, sent in ranks.run(cases.against_the_large_batch, limit=LIMIT, **options):
         assert max(error, loss_error) <= FLOAT64
         assert [counts["all_gather"] + counts["reduce_scatter"] for counts in sent] == [0] * 3
@@ -161,7 +156,7 @@ def test_an_error_of_one_rank_in_a_block_is_one_on_all_and_the_next_batch_is_exa
 
 def test_what_does_not_go_with_sharded_blocks_is_refused_by_name(ranks: Processes) -> None:
     for said in ranks.run(cases.refusals, limit=LIMIT):
-        assert "of a sharded model each rank has a part" in said["blocks_on"]
+        assert "of a sharded model each rank has a part" in said["on"]
         assert "'layers.1.dropout' is a SyncBatchNorm, which waits for the other ranks" in said["batch_norm"]
         assert "FSDP1), and `blocks` doesn't know how to gather what it runs again" in said["fsdp1"]
 
@@ -175,23 +170,19 @@ def test_weights_that_are_used_outside_of_their_sharded_block_are_an_error_that_
     "options",
     [
         {"optimizer": "sgd"},
-        {"clip_grad_norm": 0.05},
-        {"clip_grad_norm": 0.05, "shard": {"reshard_after_forward": False}, "build": cases.frozen},
+        {"shard": {"reshard_after_forward": False}, "build": cases.frozen},
     ],
-    ids=["plain", "clipped", "clipped, stays gathered"],
+    ids=["plain", "frozen, stays gathered"],
 )
 def test_sharded_blocks_are_updated_in_backward_exactly(ranks: Processes, options: dict[str, Any]) -> None:
     for error, loss_error, sent in ranks.run(cases.against_the_large_batch, limit=LIMIT, **IN_BACKWARD, **options):
         assert max(error, loss_error) <= FLOAT64
-        if "clip_grad_norm" not in options:
+        if "build" not in options:
             assert [counts["reduce_scatter"] for counts in sent] == [4] * 3
 
 
-def test_in_backward_sharded_blocks_take_weights_that_only_passes_tell_and_a_scaler(ranks: Processes) -> None:
+def test_in_backward_sharded_blocks_take_weights_that_only_passes_tell(ranks: Processes) -> None:
     assert max(ranks.run(cases.with_weights, True, limit=LIMIT, **IN_BACKWARD)) <= FLOAT64
-    for error, scales in ranks.run(cases.with_a_scaler, limit=LIMIT, **IN_BACKWARD):
-        assert error <= FLOAT64
-        assert scales == [1024.0, 512.0, 512.0]
 
 
 @pytest.mark.parametrize("options", [{}, IN_BACKWARD], ids=["after backward", "in backward"])

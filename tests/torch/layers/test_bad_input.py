@@ -16,12 +16,21 @@ from torch import Tensor, nn
 from gradaccum.errors import NotEquivalentError
 from gradaccum.torch import TrainStep
 from tests.reference import relative_error
-from tests.torch.layers.test_blocks import OPTIMIZERS, Layer, Network, assert_same_updates, batches, loss_of, network
+from tests.torch.layers.test_blocks import (
+    OPTIMIZERS,
+    Layer,
+    Network,
+    assert_same_updates,
+    batches,
+    in_blocks,
+    loss_of,
+    network,
+)
 
 
 def build(model: nn.Module, blocks: Any, **options: Any) -> TrainStep:
-    options = {"compute_loss": loss_of, "micro_batch_size": 2, **options}
-    return TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), blocks=blocks, **options)
+    options = in_blocks({"compute_loss": loss_of, "micro_batch_size": 2, "blocks": blocks, **options})
+    return TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), **options)
 
 
 def test_blocks_that_are_none() -> None:
@@ -87,7 +96,7 @@ def wrong(order: Sequence[int], around: Callable[..., Any] | None = None) -> Wro
     return model
 
 
-@pytest.mark.parametrize("options", [{}, {"update": "in_backward"}, {"update": "in_backward", "blocks_on": "cpu"}])
+@pytest.mark.parametrize("options", [{}, {"update": "in_backward"}, {"update": "in_backward", "on": "cpu"}])
 def test_blocks_that_are_not_called_once_each_in_order(options: dict[str, Any]) -> None:
     for order, words in (
         ([0, 1], "The block 'layers.2' was not called."),
@@ -97,13 +106,13 @@ def test_blocks_that_are_not_called_once_each_in_order(options: dict[str, Any]) 
         assert words in refused(wrong(order), ValueError, **options)
 
 
-@pytest.mark.parametrize("blocks_on", [None, "cpu"])
-def test_a_later_micro_batch_that_leaves_a_block_out_is_refused_before_anything_is_updated(blocks_on: Any) -> None:
+@pytest.mark.parametrize("on", [None, "cpu"])
+def test_a_later_micro_batch_that_leaves_a_block_out_is_refused_before_anything_is_updated(on: Any) -> None:
     def short(layer: nn.Module, x: Tensor, shared: Tensor) -> Any:
         return (x, shared) if layer is model.layers[1] and len(x) == 1 else layer(x, shared)
 
     model = wrong([0, 1, 2], short)
-    options = {"update": "in_backward", "blocks_on": blocks_on}
+    options = {"update": "in_backward", "on": on}
     assert "The block 'layers.1' was not called before 'layers.2'." in refused(model, ValueError, **options)
 
 
@@ -141,7 +150,7 @@ class Remembering(Layer):
 
 def test_a_block_that_keeps_state_across_rows_is_named_by_the_proof() -> None:
     model = network()
-    for options in ({}, {"update": "in_backward", "blocks_on": "cpu"}):
+    for options in ({}, {"update": "in_backward", "on": "cpu"}):
         model.layers[1] = Remembering(6).double()
         before = copy.deepcopy(model.state_dict())
         with pytest.raises(NotEquivalentError, match=r"the block 'layers\.1' \(mean\)"):
@@ -199,11 +208,12 @@ class LeavesAttributes(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("options", "place"), [({}, 1), ({"update": "in_backward", "blocks_on": "cpu"}, 2)])
+@pytest.mark.parametrize(("options", "place"), [({}, 1), ({"update": "in_backward", "on": "cpu"}, 2)])
 def test_a_block_that_reads_what_the_model_leaves_in_an_attribute_is_named(options: dict[str, Any], place: int) -> None:
     model = LeavesAttributes()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = TrainStep(model, optimizer, loss_fn=nn.MSELoss(), micro_batch_size=4, blocks=model.layers, **options)
+    given = in_blocks({"blocks": model.layers, **options})
+    step = TrainStep(model, optimizer, loss_fn=nn.MSELoss(), micro_batch_size=4, **given)
     x = torch.randn(16, 6, dtype=torch.float64)
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(NotEquivalentError, match=rf"the block 'layers\.{place}' again.*Does it read what the model"):

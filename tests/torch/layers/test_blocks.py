@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradaccum.torch import TrainStep
+from gradaccum.torch import Blocks, TrainStep
 from tests.reference import FLOAT64, relative_error, torch_updates
 
 ADAM = {"lr": 1e-2}
@@ -68,6 +68,13 @@ def loss_of(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
 
 
+def in_blocks(options: dict[str, Any]) -> dict[str, Any]:
+    """These options, with what is meant for `Blocks` in it."""
+    given = {name: options[name] for name in ("update", "on") if name in options}
+    others = {name: value for name, value in options.items() if name not in given}
+    return {**others, "blocks": Blocks(options["blocks"], **given)} if given else others
+
+
 def assert_same_updates(
     model: nn.Module, data: Any, loss: Any, make: Any = OPTIMIZERS["sgd"], size: Any = 2, **options: Any
 ) -> TrainStep:
@@ -75,7 +82,7 @@ def assert_same_updates(
     reference = copy.deepcopy(model)
     trained = [p for p in reference.parameters() if p.requires_grad]
     expected = torch_updates(reference, make(trained), data, loss, clip_grad_norm=options.get("clip_grad_norm"))
-    options = {"compute_loss": loss, "blocks": "auto", "micro_batch_size": size, **options}
+    options = in_blocks({"compute_loss": loss, "blocks": "auto", "micro_batch_size": size, **options})
     step = TrainStep(model, make([p for p in model.parameters() if p.requires_grad]), **options)
     losses = [step(*batch).item() for batch in data]
     assert relative_error([torch.tensor(losses)], [torch.tensor(expected)]) <= FLOAT64
@@ -91,7 +98,7 @@ def test_layer_by_layer_one_call_makes_the_large_batchs_update() -> None:
 
 def test_dropout_is_replayed_so_that_the_update_is_that_of_accumulation() -> None:
     updated = []
-    for blocks in (None, "auto"):
+    for blocks in (None, "auto", Blocks("auto", on="cpu"), Blocks("auto", update="in_backward")):
         model = network(dropout=0.3)
         step = TrainStep(
             model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=loss_of, micro_batch_size=3, blocks=blocks
@@ -99,7 +106,7 @@ def test_dropout_is_replayed_so_that_the_update_is_that_of_accumulation() -> Non
         torch.manual_seed(5)
         losses = [step(*batch) for batch in batches()]
         updated.append([*model.parameters(), *losses, torch.get_rng_state()])
-    assert relative_error(*updated) <= FLOAT64
+    assert max(relative_error(found, updated[0]) for found in updated[1:]) <= FLOAT64
 
 
 def test_frozen_blocks_and_adapters_inside_of_frozen_blocks() -> None:
@@ -160,12 +167,10 @@ def _note(calls: list[int], place: int, *_: Any) -> None:
 
 
 def test_the_last_block_runs_once_where_backward_does() -> None:
-    clipped: dict[str, Any] = {"update": "in_backward", "clip_grad_norm": 0.1}
     for options, runs in (
         ({}, [2, 2, 1]),
         ({"update": "in_backward"}, [2, 2, 1]),
-        (clipped, [3, 3, 3]),
-        ({"blocks_on": "cpu"}, [2, 2, 2]),
+        ({"on": "cpu"}, [2, 2, 2]),
     ):
         model, calls = network(), list[int]()
         for place, layer in enumerate(model.layers):

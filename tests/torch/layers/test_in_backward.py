@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gradaccum.errors import WindowError
 from gradaccum.torch import TrainStep
 from tests.reference import FLOAT64, relative_error, torch_updates
-from tests.torch.layers.test_blocks import OPTIMIZERS, assert_same_updates, batches, loss_of, network
+from tests.torch.layers.test_blocks import OPTIMIZERS, assert_same_updates, batches, in_blocks, loss_of, network
 
 IN_BACKWARD: dict[str, Any] = {"update": "in_backward"}
 OPTIONS: dict[str, dict[str, Any]] = {"Adafactor": {"lr": 0.1}, "ASGD": {"lr": 0.1}, "Rprop": {"lr": 0.01}}
@@ -29,7 +29,7 @@ if torch.optim.Adagrad([nn.Parameter(torch.ones(1))]).state:
 def build(model: nn.Module, optimizer: Any = None, **options: Any) -> TrainStep:
     optimizer = OPTIMIZERS["adam"](model.parameters()) if optimizer is None else optimizer
     options = {"compute_loss": loss_of, "micro_batch_size": 3, "blocks": "auto", **IN_BACKWARD, **options}
-    return TrainStep(model, optimizer, **options)
+    return TrainStep(model, optimizer, **in_blocks(options))
 
 
 def test_in_backward_each_optimizer_of_torch_makes_the_large_batchs_update() -> None:
@@ -258,7 +258,8 @@ def test_in_backward_refuses_by_name_what_needs_all_gradients_first() -> None:
     model = network()
     for options, words in (
         ({"micro_batch_size": "auto"}, "give a `micro_batch_size` in rows"),
-        ({"blocks": None}, "Pass `blocks` as well"),
+        ({"clip_grad_norm": 0.1}, "`clip_grad_norm` needs the norm of all of them. Use update='after_backward'"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, "a GradScaler makes an update only where all of them are finite"),
         ({"update": "sometimes"}, "`update` must be one of 'after_backward', 'in_backward'"),
     ):
         with pytest.raises(ValueError) as raised:
@@ -311,6 +312,8 @@ def told(ids: Tensor, labels: Tensor) -> Tensor:
 REFUSED: dict[str, dict[str, Any]] = {
     "batch_norm": {"batch_norm": "exact"},
     "noise_scale": {"noise_scale": True},
+    "clip_grad_norm": {"clip_grad_norm": 0.1},
+    "scaler": {"scaler": torch.amp.GradScaler("cpu")},
 }
 EXACT: dict[str, dict[str, Any]] = {
     "loss_fn": {"loss_fn": lambda outputs, y: nn.functional.cross_entropy(outputs.flatten(0, 1), y.flatten())},
@@ -320,8 +323,6 @@ EXACT: dict[str, dict[str, Any]] = {
     "batch_dims": {"compute_loss": lambda model, ids, y: loss_of(model, ids, y.T), "batch_dims": (0, 1)},
     "groups": {"groups": 2},
     "head": {"head": "head"},
-    "clip_grad_norm": {"clip_grad_norm": 0.1},
-    "scaler": {"scaler": torch.amp.GradScaler("cpu", init_scale=2.0**8)},
     "autocast": {"autocast": torch.bfloat16},
     "accumulate_dtype": {"accumulate_dtype": torch.float64},
     "batch_norm": {"batch_norm": "pooled"},
@@ -330,14 +331,14 @@ EXACT: dict[str, dict[str, Any]] = {
     "verify": {"verify": True},
     "sync": {"sync": "micro_batch"},
 }
-TESTED_ELSEWHERE = {"micro_batch_size", "blocks", "blocks_on", "update", "max_tokens", "pack"}  # the last two below
+TESTED_ELSEWHERE = {"micro_batch_size", "blocks", "max_tokens", "pack"}  # the last two below
 
 
 def test_in_backward_each_option_is_exact_or_refused_by_name_when_the_step_is_built() -> None:
     options = set(inspect.signature(TrainStep).parameters) - {"model", "optimizer"}
     assert options == {*REFUSED, *EXACT, *TESTED_ELSEWHERE}
     for name, keywords in REFUSED.items():
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises(ValueError, match="a GradScaler" if name == "scaler" else name):
             build(network(), **keywords)
     for name, keywords in EXACT.items():
         updated = []

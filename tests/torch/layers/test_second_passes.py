@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from gradaccum.errors import NotEquivalentError
-from gradaccum.torch import TrainStep
+from gradaccum.torch import Blocks, TrainStep
 from tests.reference import FLOAT64, relative_error
 from tests.torch.layers.test_blocks import OPTIMIZERS, Layer, Network, assert_same_updates, batches, loss_of, network
 
@@ -141,8 +141,7 @@ def test_gradients_that_would_come_after_their_update_are_refused_before_it() ->
         OPTIMIZERS["sgd"](model.parameters()),
         compute_loss=loss_of,
         micro_batch_size=3,
-        blocks="layers",
-        update="in_backward",
+        blocks=Blocks("layers", update="in_backward"),
     )
     with pytest.raises(NotEquivalentError, match=r"updated before their gradient is complete: 'layers.2.norm.weight'"):
         step(*batches()[0])
@@ -157,8 +156,7 @@ def test_a_folder_without_room_is_an_error_that_names_it_and_nothing_is_updated(
         OPTIMIZERS["sgd"](model.parameters()),
         compute_loss=loss_of,
         micro_batch_size=3,
-        blocks="layers",
-        update="in_backward",
+        blocks=Blocks("layers", update="in_backward"),
         offload=tmp_path,
         verify=False,
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradaccum.torch import TrainStep
+from gradaccum.torch import Blocks, TrainStep
 from gradaccum.torch.measure import estimate_ways
 from gradaccum.torch.measure.fake_memory import LiveBytes, bytes_of
 from tests.torch.layers.test_blocks import Layer
@@ -44,7 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {"micro_batch_size": 24},
     "accumulated": {},
     "layer by layer": {"blocks": "auto"},
-    "in backward": {"blocks": "auto", "update": "in_backward"},
+    "in backward": {"blocks": Blocks("auto", update="in_backward")},
 }
 
 

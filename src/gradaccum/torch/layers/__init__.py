@@ -1,25 +1,20 @@
 """Layer by layer: the blocks of a model in turn, each over all micro-batches, in the backward pass."""
 
-from gradaccum.torch.layers.blocks import BlocksChoice, has_blocks
+from gradaccum.torch.layers.backward_optimizer import BackwardOptimizer, parameters_by_block
+from gradaccum.torch.layers.blocks import Blocks, BlocksChoice, check_in_backward, checked_blocks, has_blocks
 from gradaccum.torch.layers.offload import OffloadChoice
-from gradaccum.torch.layers.options import UpdateChoice, check_in_backward, check_options
 from gradaccum.torch.layers.proof import proof_of
 from gradaccum.torch.layers.schedule import Layers
-from gradaccum.torch.layers.updates import Ahead, InTurn, Turns, turns
-from gradaccum.torch.layers.visits import BlocksOn
 
 __all__ = [
-    "Ahead",
+    "BackwardOptimizer",
+    "Blocks",
     "BlocksChoice",
-    "BlocksOn",
-    "InTurn",
     "Layers",
     "OffloadChoice",
-    "Turns",
-    "UpdateChoice",
     "check_in_backward",
-    "check_options",
+    "checked_blocks",
     "has_blocks",
+    "parameters_by_block",
     "proof_of",
-    "turns",
 ]

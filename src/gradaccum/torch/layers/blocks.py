@@ -1,17 +1,130 @@
-"""Which modules of a model are its blocks."""
+"""`Blocks`: which modules of a model take turns in the backward pass, when they are updated, and where they live."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import nn
 
-__all__ = ["Block", "BlocksChoice", "find_blocks", "has_blocks"]
+from gradaccum.on_torch.arguments import checked_choice
 
-BlocksChoice = nn.ModuleList | nn.Sequential | list[nn.Module] | tuple[nn.Module, ...] | str | None
+__all__ = [
+    "Block",
+    "Blocks",
+    "BlocksChoice",
+    "UpdateChoice",
+    "check_in_backward",
+    "checked_blocks",
+    "find_blocks",
+    "has_blocks",
+]
+
+UpdateChoice = Literal["after_backward", "in_backward"]
+
+ModulesChoice = nn.ModuleList | nn.Sequential | list[nn.Module] | tuple[nn.Module, ...] | str
 """An `nn.ModuleList`, its dotted path, a list of modules, or `"auto"`."""
+
+
+class Blocks:
+    """Layer by layer: the blocks of a model, when they are updated, and where they live, for `TrainStep(blocks=...)`.
+
+    Backward runs the blocks one after the other, each on all micro-batches. So a block's gradient is finished when
+    backward leaves the block, and only one block has to be on the device at a time:
+
+        g_k = sum_i g_k,i      over micro-batches i, for block K, then K - 1, ..., then what stands before the blocks
+
+    Args:
+        modules: An `nn.ModuleList`, its dotted path, a list of modules in the order in which they are called, or
+            `"auto"`: the longest list of modules of one class.
+        update: `"after_backward"`: one step of the optimizer, when all gradients are there. `"in_backward"`: a block's
+            parameters are updated as soon as its gradient is finished, and the gradient is freed. It takes no
+            `clip_grad_norm` and no GradScaler, which need all gradients at once.
+        on: `"cpu"`: parameters, gradients and optimizer state of the blocks live in host memory. A block is copied to
+            the device while it computes, and the next one meanwhile. None: the blocks stay where they are.
+
+    Raises:
+        TypeError, ValueError: An argument is none of these.
+
+    Example:
+        >>> import torch
+        >>> from gradaccum.torch import TrainStep
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 2))
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> blocks = Blocks(model[1], update="in_backward")
+        >>> step = TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4, blocks=blocks)
+        >>> step(torch.randn(16, 4), torch.randint(2, (16,))).shape
+        torch.Size([])
+    """
+
+    def __init__(
+        self, modules: ModulesChoice, *, update: UpdateChoice = "after_backward", on: Literal["cpu"] | None = None
+    ) -> None:
+        self.modules = modules
+        self.update = checked_choice("update", update, get_args(UpdateChoice))
+        if on not in (None, "cpu"):
+            raise ValueError(
+                f"`on` must be 'cpu' or None. Received: on={on!r}. Blocks live in host memory or on the device; "
+                "activations between blocks can wait in files of a folder, with TrainStep's `offload`."
+            )
+        self.on = on
+
+    def __repr__(self) -> str:
+        modules = self.modules if isinstance(self.modules, str) else type(self.modules).__name__
+        return f"Blocks({modules!r}, update={self.update!r}, on={self.on!r})"
+
+
+BlocksChoice = ModulesChoice | Blocks | None
+"""What `TrainStep(blocks=...)` takes."""
+
+
+def checked_blocks(blocks: BlocksChoice, *, batch_norm: str, noise_scale: bool) -> Blocks | None:
+    """The blocks as `Blocks`, where other options of a `TrainStep` go together with them.
+
+    Raises:
+        ValueError: They don't.
+    """
+    if blocks is None:
+        return None
+    if batch_norm == "exact":
+        raise ValueError(
+            '`blocks` runs the model in micro-batches, and batch_norm="exact" all rows at once. Leave out one of them.'
+        )
+    if noise_scale:
+        raise ValueError(
+            "noise_scale=True compares the gradient of a micro-batch with that of the batch, and with `blocks` no "
+            "micro-batch's gradient is ever complete by itself. Leave out one of them."
+        )
+    return blocks if isinstance(blocks, Blocks) else Blocks(blocks)
+
+
+def check_in_backward(*, clips: bool, scales: bool, closure: str | None, searched: bool, replicated: bool) -> None:
+    """Raise a ValueError if a block can't be updated before the gradients of the others are known.
+
+    Args:
+        clips: Whether gradients are clipped by the norm of all of them.
+        scales: Whether there is a GradScaler.
+        closure: The name of an optimizer that evaluates a closure, if there is one.
+        searched: Whether the size of micro-batches is searched for.
+        replicated: Whether other ranks have the same parameters.
+    """
+    for wrong, why in (
+        (clips, "`clip_grad_norm` needs the norm of all of them"),
+        (scales, "a GradScaler makes an update only where all of them are finite: use autocast=torch.bfloat16"),
+        (closure, f"{closure} evaluates a closure, which needs all gradients and all parameters as they were"),
+        (searched, "a size of micro-batches is searched for by their whole passes: give a `micro_batch_size` in rows"),
+        (
+            replicated,
+            "several ranks of a replicated model reduce their gradients when all are there; fully_shard with a mesh of "
+            "(ranks, 1) replicates it, too, and reduces by blocks",
+        ),
+    ):
+        if wrong:
+            raise ValueError(
+                f"update='in_backward' frees each gradient before the next is known, and {why}. Use "
+                "update='after_backward', or leave that out."
+            )
 
 
 class Block(NamedTuple):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradaccum.errors import NotEquivalentError
-from gradaccum.on_torch.batch import Batch, leaves
+from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.private import graph_of, run_backward
 from gradaccum.torch.chunking.gradients import backward_roots
 from gradaccum.torch.chunking.recompute import Conditions
@@ -19,9 +19,9 @@ from gradaccum.torch.chunking.trees import Inputs, is_floating, tensors_of, with
 from gradaccum.torch.layers.blocks import Block
 from gradaccum.torch.layers.interception import called
 from gradaccum.torch.layers.offload import Store, Waiting
-from gradaccum.torch.layers.written import MovedBuffers, Objects, Place, lent, once_more
+from gradaccum.torch.layers.written import MovedBuffers, Objects, Place, lent
 
-__all__ = ["BlockCall", "MicroBatch", "Reached", "Ready"]
+__all__ = ["BlockCall", "MicroBatch", "Reached"]
 
 _ORDER = (
     "`blocks` must be called once each, in their order, in the forward pass of every micro-batch. {what} Leave out of "
@@ -33,14 +33,6 @@ _EDITS = (
     "{name} edits an input{which} in place, so it can't be run again on the same inputs. Its first operation may have "
     "inplace=True; or give it a clone."
 )
-
-
-class Ready(NamedTuple):
-    """What a block's first pass has made before the block is called."""
-
-    outputs: Any
-    """Tensors in it want a gradient if those of a graph would."""
-    conditions: Conditions
 
 
 class BlockCall:
@@ -69,10 +61,8 @@ class BlockCall:
         self._conditions: Conditions | None = None
         self._buffers: list[tuple[Place, Tensor]] = []
         self._skeleton_of_outputs: Any = None
-        self._written: set[int] = set()
         self.grads: list[Tensor | None] = []
         """Of the tensors in the outputs."""
-        self._first_grads: list[Tensor | None] = []
         self._began: dict[int, Tensor] = {}
         """Where its graph begins, by place among the inputs."""
         self.passes: list[bool] = []
@@ -87,7 +77,6 @@ class BlockCall:
         store: Store,
         *,
         differentiated: bool,
-        ready: Ready | None = None,
     ) -> Any:
         """The outputs, without a graph of the block's inside.
 
@@ -98,13 +87,9 @@ class BlockCall:
             buffers: The block's.
             store: Where the inputs wait.
             differentiated: Whether the outputs pass gradients on to the block.
-            ready: What the block has made of these inputs before.
         """
 
         def first_pass() -> Any:
-            if ready is not None:
-                self._conditions = ready.conditions
-                return ready.outputs
             found, copies = objects.found(self._given), buffers.copies()
             conditions = Conditions([*generators], devices)
             # Where no input wants a gradient, the outputs may not either, as those of a reentrant checkpoint.
@@ -112,8 +97,7 @@ class BlockCall:
                 outputs = called(self.block.module, self._given.args, self._given.kwargs)
             conditions.advance()
             self._conditions, self._buffers = conditions, buffers.moved(copies)
-            given, self._skeleton = self._skeleton, objects.as_found(self._skeleton, found)
-            self._written = {id(leaf) for _, leaf in leaves(self._skeleton)} - {id(leaf) for _, leaf in leaves(given)}
+            self._skeleton = objects.as_found(self._skeleton, found)
             return outputs
 
         if not differentiated:
@@ -159,10 +143,6 @@ class BlockCall:
         for waiting in self._tensors:
             waiting.prefetch()
 
-    def remember(self) -> None:
-        """Backward will run twice: the second time it finds the gradients that are here now."""
-        self._first_grads = [*self.grads]
-
     def arrive(self, grads: Sequence[Tensor | None]) -> None:
         """Gradients of the outputs have come, in one backward pass of maybe several."""
         for place, grad in enumerate(grads):
@@ -170,12 +150,8 @@ class BlockCall:
                 known = self.grads[place]
                 self.grads[place] = grad if known is None else known + grad
 
-    def again(self, *, last: bool = True) -> dict[int, Tensor]:
-        """Run the call again, with a graph, and backward. Returns the gradients of what was in `roots`, by place.
-
-        Args:
-            last: Whether it won't run once more.
-        """
+    def again(self) -> dict[int, Tensor]:
+        """Run the call again, with a graph, and backward. Returns the gradients of what was in `roots`, by place."""
         if all(grad is None for grad in self.grads):
             return {}
         if any(waiting.edited for waiting in self._tensors):
@@ -184,13 +160,10 @@ class BlockCall:
         tensors: list[Any] = [
             waiting.get() if place == self._same[place] else None for place, waiting in enumerate(self._tensors)
         ]
-        skeleton = self._skeleton if last else once_more(self._skeleton, self._written)
         with torch.enable_grad(), lent(self._buffers), self._conditions.restored():
-            outputs = self._with_graph(skeleton, tensors)
+            outputs = self._with_graph(self._skeleton, tensors)
         self._check_count(outputs)
         roots, given = backward_roots(outputs, self.grads)
-        if not last:
-            self.grads = self._first_grads
         if roots:
             run_backward(roots, given)
         return self.arrived()
@@ -341,14 +314,13 @@ class MicroBatch:
         if call is not None:
             call.prefetch()
 
-    def arrive(self, place: int, call: BlockCall, found: dict[int, Tensor], *, last: bool = True) -> None:
+    def arrive(self, place: int, call: BlockCall, found: dict[int, Tensor]) -> None:
         """A block's inputs have gradients. Those that no other block waits for are passed on.
 
         Args:
             place: The block's.
             call: Its call.
             found: The gradients, by place among its inputs.
-            last: Whether they won't come once more.
         """
         for index, grad in found.items():
             key = call.keys[index]
@@ -357,7 +329,7 @@ class MicroBatch:
             grads = self._grads
             self.first_grads = {index: grads.pop(key) for key, index in self._first_places.items() if key in grads}
             return
-        due = self._due.pop(place, {}) if last else self._due.get(place, {})
+        due = self._due.pop(place, {})
         roots = [(root, self._grads.pop(key)) for key, root in due.items() if key in self._grads]
         if roots:  # two of them may come from the same tensors, at different times
             torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots], retain_graph=True)

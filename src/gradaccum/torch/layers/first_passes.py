@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,10 +19,10 @@ from gradaccum.torch.chunking.recompute import Conditions, ModuleState, accelera
 from gradaccum.torch.chunking.trees import Inputs, tensors_of
 from gradaccum.torch.chunking.watch import attributes_of
 from gradaccum.torch.layers.blocks import Block
-from gradaccum.torch.layers.calls import BlockCall, MicroBatch, Reached, Ready
+from gradaccum.torch.layers.calls import BlockCall, MicroBatch, Reached
 from gradaccum.torch.layers.interception import called
 from gradaccum.torch.layers.offload import Store
-from gradaccum.torch.layers.visits import Companions, Visits
+from gradaccum.torch.layers.offloaded_blocks import OffloadedBlocks
 from gradaccum.torch.layers.written import MovedBuffers
 
 __all__ = ["FirstPasses"]
@@ -45,13 +44,13 @@ class FirstPasses:
         model: The model.
         blocks: Its blocks.
         store: Where activations between blocks wait.
-        visits: Brings blocks that live elsewhere, or None.
+        offloaded: Brings blocks that live in host memory, or None.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[Block], store: Store, visits: Visits | None) -> None:
-        self._model, self._blocks, self._store, self._visits = model, blocks, store, visits
-        self.together = None if visits is None else Companions(model, blocks, store, visits.device)
-        """The micro-batches on which a visiting block runs, too."""
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[Block], store: Store, offloaded: OffloadedBlocks | None
+    ) -> None:
+        self._model, self._blocks, self._store, self._offloaded = model, blocks, store, offloaded
         self.left = dict[str, list[str]]()
         """What blocks have kept in attributes while something was proven, by path."""
         self._drawn, self._learned = set[Any](), False
@@ -74,8 +73,6 @@ class FirstPasses:
         """Whether what stands before the blocks runs again."""
         self.states = dict[int, ModuleState]()
         """Of blocks that run again, by place."""
-        self.number = 0
-        """Of the micro-batch that comes next, or runs."""
         self._buffers = dict[int, MovedBuffers]()
         self._generators: list[Any] | None = None
         self._sides: tuple[list[nn.Module], list[nn.Module]] | None = None
@@ -113,13 +110,10 @@ class FirstPasses:
             ValueError: The blocks are not called once each in order; the message names the first that isn't.
             StartOver: Random numbers were drawn from where none were before.
         """
-        own = contextlib.nullcontext() if self.together is None else self.together.micro_batch(self.number, forward)
-        with own:
-            yield from self._forward(retake, forward)
-
-    def _forward(self, retake: Callable[[], Batch], forward: Callable[[Batch], Any]) -> Iterator[None]:
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-        device = device if self._visits is None else self._visits.device
+        if self._offloaded is not None:
+            device = self._offloaded.device
+            self._offloaded.prefetch(0)
         if -1 not in self._buffers:
             outside = [
                 (module._buffers, name, buffer)
@@ -170,11 +164,9 @@ class FirstPasses:
         Raises:
             ValueError: It wasn't its turn.
         """
-        inputs, together = Inputs(args, kwargs), self.together
+        inputs = Inputs(args, kwargs)
         if self.reaching:
             raise Reached(place, inputs)
-        if together is not None and together.reaching:
-            return together.reached(place, inputs)
         block, current = self._blocks[place], self._current
         if current is not None and current.done and place >= self.tail:  # by a checkpoint around it
             return called(block.module, args, kwargs)
@@ -184,9 +176,9 @@ class FirstPasses:
                 "torch.utils.checkpoint? Leave that out: with `blocks`, each block is recomputed in any case."
             )
         current.check_turn(place, self._blocks)
-        if together is None and not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             current.calls.append(None)
-            with self._around(place):
+            with self._around(place), self._on_device(place):
                 return called(block.module, args, kwargs)
         before = attributes_of(block.module) if self._proving else {}
         with self._around(place):
@@ -209,24 +201,24 @@ class FirstPasses:
         given = held_generators(*(leaf for _, leaf in leaves(inputs)), *(self._generators or ()))
         watched = [g for g in all_generators(devices) if not self._learned or g in self._drawn or g not in _LONG]
         generators = [*watched, *state.generators, *given]
-        if not torch.is_grad_enabled():
-            current.calls.append(None)
-
-            def run(ready: Ready | None) -> Any:
-                return called(block.module, inputs.args, inputs.kwargs) if ready is None else ready.outputs
-
-            return self._visiting(place, inputs, run, generators, begins=False)
         call = BlockCall(block, inputs.args, inputs.kwargs)
         differentiated = bool(call.roots) or any(parameter.requires_grad for parameter in state.parameters)
         self._note(place, call, current, differentiated=differentiated)
-        again = functools.partial(call.run, current.objects, generators, devices, self._buffers[place], self._store)
-        return self._visiting(
-            place,
-            inputs,
-            lambda ready: again(differentiated=differentiated, ready=ready),
-            generators,
-            begins=differentiated and call.begins,
-        )
+        with self._on_device(place):
+            return call.run(
+                current.objects,
+                generators,
+                devices,
+                self._buffers[place],
+                self._store,
+                differentiated=differentiated,
+            )
+
+    def _on_device(self, place: int) -> contextlib.AbstractContextManager[None]:
+        """Around a block that is here, or comes."""
+        if self._offloaded is None:
+            return contextlib.nullcontext()
+        return self._offloaded.on_device(place, following=place + 1)
 
     def _note(self, place: int, call: BlockCall, current: MicroBatch, *, differentiated: bool = True) -> None:
         current.calls.append(call if differentiated else None)
@@ -234,15 +226,6 @@ class FirstPasses:
             for leaf in {leaf for root in call.roots.values() for leaf in leaves_of(root)}:
                 self.reached[leaf] = min(place or -1, self.reached.get(leaf, place))
         current.note_roots(place, call)
-
-    def _visiting(
-        self, place: int, inputs: Inputs, run: Callable[[Ready | None], Any], generators: Sequence[Any], begins: bool
-    ) -> Any:
-        """Run a block that is there, or comes."""
-        if self.together is None or self._visits is None:
-            return run(None)
-        visit = self._visits.lent(place, following=place + 1)
-        return self.together.run(place, inputs, run, visit, self._buffers[place], generators, begins)
 
     def _state(self, place: int) -> ModuleState:
         if place not in self.states:

@@ -1,4 +1,4 @@
-"""Where what blocks are called with waits for backward: where it is, in host memory, or in files."""
+"""Activations offloaded until backward wants them: kept where they are, in host memory, or in files."""
 
 from __future__ import annotations
 
@@ -146,10 +146,6 @@ class Store:
             waiting = self._waiting(tensor)
             self._kept[tensor] = weakref.ref(waiting)
         return waiting
-
-    def share(self, tensor: Tensor, waiting: Waiting) -> None:
-        """A tensor whose numbers wait already."""
-        self._kept[tensor] = weakref.ref(waiting)
 
     def _waiting(self, tensor: Tensor) -> Waiting:
         plain = tensor.layout is torch.strided and not hasattr(tensor, "to_local") and tensor.dim() > 0

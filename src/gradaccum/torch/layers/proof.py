@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.memory import is_out_of_memory
+from gradaccum.torch.layers.backward_optimizer import BackwardOptimizer
 from gradaccum.torch.layers.schedule import Layers
 
 __all__ = ["proof_of"]
@@ -20,12 +21,12 @@ def proof_of(layers: Layers | None) -> Iterator[None]:
         NotEquivalentError: A gradient went on arriving when its parameter would have been updated; or a block could
             not run again.
     """
-    in_turn = None if layers is None else layers.in_turn
+    updates = None if layers is None or not isinstance(layers.listener, BackwardOptimizer) else layers.listener
     if layers is not None:
         layers.left.clear()
         layers.failed.clear()
-    if in_turn is not None:
-        in_turn.late, in_turn.unlike = [], []
+    if updates is not None:
+        updates.late = []
     try:
         yield
         failed = {} if layers is None else {p: e for p, e in layers.failed.items() if not is_out_of_memory(e)}
@@ -36,16 +37,10 @@ def proof_of(layers: Layers | None) -> Iterator[None]:
                 "each forward pass? Then it has another micro-batch's: hand it to the block as an argument, or leave "
                 "out `blocks`."
             ) from error
-        if in_turn is not None and in_turn.unlike:
-            raise NotEquivalentError(
-                "With update='in_backward' and `clip_grad_norm` or a GradScaler, backward runs the blocks twice, and "
-                f"the second time it gave other gradients to {', '.join(map(repr, in_turn.unlike[:5]))}. Does a block "
-                "count its calls, or draw random numbers of its own? Use update='after_backward'."
-            )
-        if in_turn is not None and in_turn.late:
+        if updates is not None and updates.late:
             raise NotEquivalentError(
                 f"With update='in_backward' these would be updated before their gradient is complete: "
-                f"{', '.join(map(repr, in_turn.late[:5]))}. A block reads them that comes before their own, and holds "
+                f"{', '.join(map(repr, updates.late[:5]))}. A block reads them that comes before their own, and holds "
                 "them where they aren't found among its parameters. Register them there, leave the block out of "
                 "`blocks`, or use update='after_backward'."
             )

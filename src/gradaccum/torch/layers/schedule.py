@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,13 +18,13 @@ from gradaccum.on_torch.random_state import all_generators, kept
 from gradaccum.torch.buffers import Attributes
 from gradaccum.torch.chunking.recompute import accelerators, parametrizations_computed
 from gradaccum.torch.distributed import ByBlocks
-from gradaccum.torch.layers.blocks import find_blocks
+from gradaccum.torch.layers.backward_optimizer import BlockListener, Window
+from gradaccum.torch.layers.blocks import Blocks, find_blocks
 from gradaccum.torch.layers.calls import MicroBatch
 from gradaccum.torch.layers.first_passes import FirstPasses
 from gradaccum.torch.layers.interception import intercepted
 from gradaccum.torch.layers.offload import OffloadChoice, Store
-from gradaccum.torch.layers.updates import Turns, Window
-from gradaccum.torch.layers.visits import BlocksOn, Visits
+from gradaccum.torch.layers.offloaded_blocks import OffloadedBlocks
 
 __all__ = ["Layers"]
 
@@ -40,23 +39,21 @@ class Layers:
     the block before it runs again on each of them and passes their gradients on; then the one before that, and so on.
     What stands before the blocks runs again at last.
 
-    The last block runs again, too, where backward runs twice, and where it comes only while it computes.
+    The last block runs again, too, where it is on the device only while it computes.
 
     Args:
         model: The model.
-        blocks: As for `find_blocks`.
+        blocks: Its blocks, and where they live.
         offload: Where activations between blocks wait.
-        blocks_on: Where the blocks live, if that isn't where they compute.
     """
 
-    def __init__(
-        self, model: nn.Module, blocks: Any, offload: OffloadChoice = False, blocks_on: BlocksOn = None
-    ) -> None:
-        self.model, self.blocks = model, find_blocks(model, blocks)
-        self.visits = None if blocks_on is None else Visits(model, self.blocks, blocks_on)
-        self._first = FirstPasses(model, self.blocks, Store(offload), self.visits)
+    def __init__(self, model: nn.Module, blocks: Blocks, offload: OffloadChoice = False) -> None:
+        self.model, self.blocks = model, find_blocks(model, blocks.modules)
+        self.update = blocks.update
+        self.offloaded = None if blocks.on is None else OffloadedBlocks(model, self.blocks)
+        self._first = FirstPasses(model, self.blocks, Store(offload), self.offloaded)
         self.ranks, self.waits = ByBlocks(), False  # of a sharded model, and whether they wait for each other
-        self.in_turn: Turns | None = None
+        self.listener: BlockListener | None = None
         """Updates parameters while backward goes on."""
         self.failed = dict[str, Exception]()
         """How running a block again failed while something was proven, by path."""
@@ -73,7 +70,6 @@ class Layers:
         window: Window,
         *,
         proving: bool,
-        take: Callable[[Piece], Batch] | None = None,
     ) -> None:
         """All passes of a window.
 
@@ -83,7 +79,6 @@ class Layers:
             gauge: What memory there is.
             window: What adds up the losses.
             proving: Whether rows are taken again before second passes, and what blocks keep is noted.
-            take: Returns the micro-batch of a piece.
 
         Raises:
             StartOver: Smaller micro-batches may fit.
@@ -91,40 +86,35 @@ class Layers:
             ValueError: Blocks are not called once each in order.
         """
         self.clear()
-        self._proving, in_turn, first = proving, self.in_turn, self._first
-        if in_turn is not None:
-            in_turn.open()
-        once = self.visits is None and not (in_turn is not None and in_turn.looks_ahead)
-        first.open(len(self.blocks) - once, proving=proving, notes_leaves=in_turn is not None, around=self.ranks.call)
+        self._proving, listener, first = proving, self.listener, self._first
+        if listener is not None:
+            listener.open()
+        tail = len(self.blocks) - (self.offloaded is None)
+        first.open(tail, proving=proving, notes_leaves=listener is not None, around=self.ranks.call)
         with self.ranks.window(), intercepted([block.module for block in self.blocks], first.call):
             try:
-                if first.together is not None and take is not None and not plan.measuring:
-                    first.together.gather([functools.partial(take, piece) for piece in plan])
-                with self.ranks.forward(frees=in_turn is not None, tail=first.tail):
-                    for first.number, piece in enumerate(plan):
+                with self.ranks.forward(frees=listener is not None, tail=first.tail):
+                    for piece in plan:
                         self._at_once = plan.measuring  # so that what it costs is all of it
                         forward_and_loss(piece)
-                if self.visits is None and not self.waits:  # others would wait for one that starts over
+                if not self.waits:  # others would wait for one that starts over
                     first.learn()
-                if in_turn is not None:
-                    in_turn.begin(window, {**first.reached, **self.ranks.places()}, rehearsal=proving)
+                if listener is not None:
+                    listener.begin(window, {**first.reached, **self.ranks.places()}, rehearsal=proving)
                 self._fitting(plan, gauge)
             except BaseException as error:
-                if in_turn is None or (told := in_turn.explained(error)) is error:
+                if listener is None or (told := listener.explained(error)) is error:
                     raise
                 raise told from error
             finally:
                 self.clear()
-                if in_turn is not None:
-                    in_turn.close()
 
     def clear(self) -> None:
         """Forget what first passes have kept."""
         self._micro_batches, self._largest, self._attributes = [], None, None
         self._first.open(len(self.blocks), proving=False, notes_leaves=False)
-        if self.visits is not None and self._first.together is not None:
-            self.visits.forget()
-            self._first.together.clear()
+        if self.offloaded is not None:
+            self.offloaded.forget()
 
     @property
     def left(self) -> dict[str, list[str]]:
@@ -136,14 +126,16 @@ class Layers:
     @property
     def proves(self) -> bool:
         """Whether some rows can go through the whole model at once, as a proof needs."""
-        return self.visits is None or self.visits.proves
+        return self.offloaded is None or self.offloaded.proves
 
-    def reachable(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> contextlib.AbstractContextManager[None]:
+    def reachable(self) -> contextlib.AbstractContextManager[None]:
         """Around an update: blocks that live elsewhere can be called meanwhile, in passes of any kind."""
-        return contextlib.nullcontext() if self.visits is None else self.visits.reachable(optimizers)
+        return contextlib.nullcontext() if self.offloaded is None else self.offloaded.reachable()
 
-    def _here(self, place: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.visits is None else self.visits.lent(place, following=place - 1)
+    def _on_device(self, place: int) -> contextlib.AbstractContextManager[None]:
+        if self.offloaded is None:
+            return contextlib.nullcontext()
+        return self.offloaded.on_device(place, following=place - 1)
 
     # Forward.
 
@@ -175,49 +167,33 @@ class Layers:
 
     # Backward.
 
-    def backward(
-        self, finished: Callable[[int], None] | None = None, *, last: bool = True, beyond: bool = True
-    ) -> None:
+    def backward(self, finished: Callable[[int], None] | None = None) -> None:
         """Block by block, each over all micro-batches; then what stands before the blocks.
 
         Args:
             finished: Called with the place of each block whose gradients are complete, and with -1 at the end.
-            last: Whether it won't run once more.
-            beyond: Whether to run what stands before the blocks.
         """
         self._first.drop()
-        waiting, self._micro_batches = self._micro_batches, [] if last else self._micro_batches
-        for call in [call for micro_batch in waiting for call in micro_batch.calls if call is not None and not last]:
-            call.remember()
+        waiting, self._micro_batches = self._micro_batches, []
         drawn = {g for micro_batch in waiting for g in micro_batch.drawn}  # and to be put back
         devices = accelerators(p for state in self._first.states.values() for p in state.parameters)
         with kept(drawn.union(all_generators(devices))):
             for place in reversed(range(len(self.blocks))):
                 with self.ranks.backward(place, used=finished is not None):
                     if any(micro_batch.calls[place] is not None for micro_batch in waiting):
-                        with self._first.states[place].restored(), parametrizations_computed(), self._here(place):
+                        with self._first.states[place].restored(), parametrizations_computed(), self._on_device(place):
                             for index, micro_batch in enumerate(waiting):
                                 following = waiting[index + 1 :][:1] or (waiting[:1] if place else [])
                                 for other in following:
                                     other.prefetch(place if other is not waiting[0] else place - 1)
-                                self._again(place, micro_batch, last)
+                                self._again(place, micro_batch)
                 if finished is not None:
                     finished(place)
-            with self.ranks.backward(-1, used=finished is not None) if beyond else contextlib.nullcontext():
-                for micro_batch in waiting if beyond else ():
+            with self.ranks.backward(-1, used=finished is not None):
+                for micro_batch in waiting:
                     self._before_the_blocks(micro_batch)
         if finished is not None:
             finished(-1)
-
-    def _backward_in_turn(self) -> None:
-        """The same with updates, once or twice."""
-        in_turn = self.in_turn
-        if in_turn is not None and in_turn.looks_ahead:
-            self.backward(in_turn.looked_at, last=False)
-            if in_turn.goes_on():
-                self.backward(in_turn.finished, beyond=False)
-        else:
-            self.backward(None if in_turn is None else in_turn.finished)
 
     def _fitting(self, plan: Rows | Tokens, gauge: Gauge) -> None:
         """The same, where a micro-batch may not fit: blocks keep no activations before they run again.
@@ -232,10 +208,10 @@ class Layers:
         """
         piece = self._largest
         try:
-            self._backward_in_turn()
+            self.backward(None if self.listener is None else self.listener.finished)
             return
         except Exception as error:
-            begun = self.in_turn is not None and self.in_turn.made is not None
+            begun = self.listener is not None and self.listener.made is not None
             if piece is None or begun or self.waits or not is_out_of_memory(error):
                 raise  # where other ranks wait, they are told
             alone = plan.indivisible(piece)
@@ -250,24 +226,24 @@ class Layers:
         )
         raise StartOver
 
-    def _again(self, place: int, micro_batch: MicroBatch, last: bool) -> None:
+    def _again(self, place: int, micro_batch: MicroBatch) -> None:
         call = micro_batch.calls[place]
         if call is None:
             return
-        micro_batch.calls[place] = None if last else call
+        micro_batch.calls[place] = None
         if self._attributes is None or self._attributes[0] != place:  # what first passes have set counts
             self._attributes = place, Attributes(call.block.module.modules())
         try:
             if self._proving:
                 micro_batch.retake()
-            found = call.again(last=last)
+            found = call.again()
         except Exception as error:
             self.failed[call.block.path] = error
             getattr(error, "add_note", str)(f"Raised where backward runs the block {call.block.path!r} again.")
             raise
         finally:
             self._attributes[1].put_back()
-        micro_batch.arrive(place, call, found, last=last)
+        micro_batch.arrive(place, call, found)
         self.ranks.add_up(place)
 
     def _before_the_blocks(self, micro_batch: MicroBatch) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import enum
 import types
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gradaccum.on_torch.batch import leaves, map_leaves
 from gradaccum.on_torch.random_state import is_generator
 
-__all__ = ["MovedBuffers", "Objects", "Place", "lent", "once_more"]
+__all__ = ["MovedBuffers", "Objects", "Place", "lent"]
 
 Place = tuple[dict[str, Any], str, Tensor]
 """Where a buffer is held: a dict, its key there, the buffer."""
@@ -109,20 +109,6 @@ class Objects:
         return map_leaves(lambda leaf: changed.get(id(leaf), leaf), tree) if changed else tree
 
 
-def once_more(tree: Any, written: Collection[int]) -> Any:
-    """The tree with copies of these objects, by id, for a call that writes to them and isn't the last.
-
-    Example:
-        >>> class Cache:
-        ...     pass
-        >>> mine, theirs = Cache(), Cache()
-        >>> found = once_more((mine, theirs), {id(mine)})
-        >>> found[0] is mine, found[1] is theirs
-        (False, True)
-    """
-    return map_leaves(lambda leaf: _copied(leaf, {}, None) if id(leaf) in written else leaf, tree) if written else tree
-
-
 def _writable(value: Any) -> bool:
     if not hasattr(value, "__dict__") or isinstance(value, _AS_THEY_ARE):
         return False
@@ -144,10 +130,10 @@ def _fingerprint(value: Any, seen: dict[int, int], tensors: list[Tensor]) -> Any
     return value if isinstance(value, (int, float, str, bool, type(None))) else id(value)
 
 
-def _copied(value: Any, made: dict[int, Any], given: set[int] | None) -> Any:
-    """The same in containers of its own. Tensors that weren't given (None: all are) stand there without numbers."""
+def _copied(value: Any, made: dict[int, Any], given: set[int]) -> Any:
+    """The same in containers of its own. Tensors that weren't given stand there without numbers."""
     if isinstance(value, Tensor):
-        return value if given is None or id(value) in given else torch.empty_like(value, device="meta")
+        return value if id(value) in given else torch.empty_like(value, device="meta")
     if id(value) in made:
         return made[id(value)]
     if type(value) in (list, set):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradaccum.core.sizes import Piece, format_bytes, largest_size
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import Gauge
-from gradaccum.torch.layers import Layers, Turns, turns
+from gradaccum.torch.layers import Blocks, Layers, parameters_by_block
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure.fake_memory import LiveBytes, bytes_of, micro_batch_peak, on_fakes
 
@@ -96,17 +96,18 @@ def find_ways(
     whole = constant + micro_batch_peak(objective, batch, rows, 1)
     ways = [Way("plain", "", rows, whole, whole <= allowed)]
     if blocks is not None:
+        blocks = blocks if isinstance(blocks, Blocks) else Blocks(blocks)
         phases = functools.cache(functools.partial(_phases, objective, batch, blocks, trained))
         for name, options, freed, offloaded in (
             ("layer by layer", "blocks=", False, False),
-            ("in backward", 'blocks=, update="in_backward"', True, False),
-            ("in backward, offloaded", 'blocks=, update="in_backward", offload=', True, True),
+            ("in backward", 'blocks=Blocks(..., update="in_backward")', True, False),
+            ("in backward, offloaded", 'blocks=Blocks(..., update="in_backward"), offload=', True, True),
         ):
             found[name] = options, functools.partial(_peak, phases, rows, freed=freed, offloaded=offloaded), 0
         spared = _bytes_on_host(objective.model, blocks, trained, state_bytes)
         if spared is not None:
-            options, peak, _ = found["in backward, offloaded"]
-            found["parameters in turn"] = f'{options}, blocks_on="cpu"', peak, spared
+            options = 'blocks=Blocks(..., update="in_backward", on="cpu"), offload='
+            found["parameters in turn"] = options, found["in backward, offloaded"][1], spared
     for name, (options, peak, away) in found.items():
         here = constant - away
         size, needed = largest_size(peak, rows, allowed - here)
@@ -118,9 +119,10 @@ def _bytes_on_host(
     model: nn.Module, blocks: Any, trained: list[Tensor], state_bytes: Callable[[list[Tensor]], int]
 ) -> int | None:
     """What the device is spared where blocks live on the host, but two that visit it; None where they can't."""
-    found = [list(block.module.parameters()) for block in Layers(model, blocks).blocks]
+    listed = Layers(model, blocks).blocks
+    found = [list(block.module.parameters()) for block in listed]
     inside = {id(p) for parameters in found for p in parameters}
-    modules = {id(module) for block in Layers(model, blocks).blocks for module in block.module.modules()}
+    modules = {id(module) for block in listed for module in block.module.modules()}
     outside = [p for module in model.modules() if id(module) not in modules for p in module.parameters(recurse=False)]
     if any(id(p) in inside for p in outside):  # tied weights would have to be in two places
         return None
@@ -174,7 +176,7 @@ def _updated(objective: Objective, micro_batch: Batch, blocks: Any, wanted: set[
         layers.commit(piece)
 
     with LiveBytes() as live, torch.enable_grad():
-        turn = layers.in_turn = _Freeing(live, parameters, layers)
+        turn = layers.listener = _Freeing(live, parameters, layers)
         window: Any = None
         layers.run(plan, forward_and_loss, Gauge(objective.device), window, proving=False)  # type: ignore[arg-type]
     for parameter in parameters:
@@ -186,20 +188,26 @@ class _Plan(list[Piece]):
     measuring = False
 
 
-class _Freeing(Turns):
+class _Freeing:
     """Frees gradients as updates in backward do, and notes the peak of each phase."""
 
     def __init__(self, live: LiveBytes, parameters: Sequence[Tensor], layers: Layers) -> None:
         self._live, self._parameters, self._layers = live, parameters, layers
-        self.late, self.unlike = list[str](), list[str]()
         self.made: bool | None = None
         self.phases: list[_Phase] = []
         self._freed = 0
         self._due: dict[int, list[Tensor]] = {}
 
+    def open(self) -> None:
+        """A window begins."""
+
+    def explained(self, error: BaseException) -> BaseException:
+        """The error itself."""
+        return error
+
     def begin(self, window: Any, reached: Mapping[int, int], *, rehearsal: bool = False) -> None:
         """All forward passes have run."""
-        self._due = turns(self._parameters, self._layers.blocks, self._layers.model, reached)
+        self._due = parameters_by_block(self._parameters, self._layers.blocks, self._layers.model, reached)
         self._note()
 
     def finished(self, place: int) -> None:

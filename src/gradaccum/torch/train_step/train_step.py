@@ -24,7 +24,7 @@ from gradaccum.torch.buffers import WindowBuffers
 from gradaccum.torch.distributed import SingleRank, leaving_on_error, run_by_blocks, run_together
 from gradaccum.torch.equivalence import Proof
 from gradaccum.torch.head import tiling
-from gradaccum.torch.layers import BlocksChoice, BlocksOn, Layers, OffloadChoice, UpdateChoice, check_options, proof_of
+from gradaccum.torch.layers import BlocksChoice, Layers, OffloadChoice, checked_blocks, proof_of
 from gradaccum.torch.loss import Objective, Terms
 from gradaccum.torch.train_step.cutting import Cutting, GroupsChoice
 from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch, check_exact, run_at_once
@@ -74,12 +74,10 @@ class TrainStep:
             again where a batch is of a new kind, and at updates 2, 4, 8, ..., 1024, 2048, 3072, ...
         sync: When ranks reduce their gradients: `"window"`, once per update; `"micro_batch"`, on every micro-batch, for
             sharded models whose unsharded gradients don't fit; with `blocks`, forward passes gather one at a time.
-        blocks: Layer by layer: the model's blocks, an `nn.ModuleList`, its dotted path, a list of modules, or `"auto"`.
+        blocks: Layer by layer: the model's blocks, an `nn.ModuleList`, its dotted path, a list of modules, or `"auto"`;
+            or `gradaccum.torch.Blocks(...)` around any of these, which says when they are updated and where they live.
             Of a micro-batch only what the blocks are called with is kept; backward runs the blocks again, one after
             the other, each on all micro-batches. A sharded model gathers a block once per pass.
-        update: `"after_backward"`, or, with `blocks`, `"in_backward"`: a block's parameters are updated, and their
-            gradient is freed, as soon as it is finished; with clipping or a `scaler`, in a second run of backward.
-        blocks_on: Blocks and their optimizer state live on the `"cpu"`, or in files in a folder, and visit the device.
         head: The linear layer whose outputs are logits over a huge vocabulary, its dotted path, or `"auto"` for models
             of transformers: it and the cross entropy run in tiles, so that the logits never exist.
 
@@ -123,8 +121,6 @@ class TrainStep:
         verify: bool = True,
         sync: Sync = "window",
         blocks: BlocksChoice = None,
-        update: UpdateChoice = "after_backward",
-        blocks_on: BlocksOn = None,
         head: nn.Module | str | None = None,
     ) -> None:
         self.model = checked_model(model)
@@ -133,14 +129,14 @@ class TrainStep:
         self.sync = checked_choice("sync", sync, get_args(Sync))
         self._whole: WholeBatch | None = None
         check_exact(self.batch_norm.choice, offload, max_tokens, groups, blocks)
-        check_options(blocks, update, blocks_on, batch_norm=batch_norm, noise_scale=bool(noise_scale))
+        chosen = checked_blocks(blocks, batch_norm=batch_norm, noise_scale=bool(noise_scale))
         if self.batch_norm.choice == "exact":
             self._whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=bool(offload))
             micro_batch_size = EXACT_MICRO_BATCH_SIZE if micro_batch_size == "auto" else micro_batch_size
         loss: dict[str, Any] = {"loss_fn": loss_fn, "compute_loss": compute_loss, "weight": weight}
         loss |= {"reduction": reduction, "batch_dims": batch_dims, "autocast": autocast}
         self.objective = Objective(model if self._whole is None else self._whole.model, **loss)
-        self._layers = None if blocks is None else Layers(model, blocks, offload, blocks_on)
+        self._layers = None if chosen is None else Layers(model, chosen, offload)
         self.gauge = Gauge(self.objective.device, parse_bytes(memory_limit))
         self.update = Update(
             optimizer,
@@ -168,7 +164,7 @@ class TrainStep:
         if self.ranks.sharded:
             self.cutting.without_trying(self.update.optimizers, self.ranks, proves=verify)
         if self._layers is not None:
-            self.update.take_turns(self._layers, update, self.ranks, searched=self.cutting.searches)
+            self.update.take_turns(self._layers, self.ranks, searched=self.cutting.searches)
         self._checked, own, device = False, [self.objective.evaluate], self.objective.device
         self._transaction = Transaction(self._modules(), self.update.parameters, device, functions=own)
         self._tiles = tiling(inside(model), head)
@@ -235,7 +231,7 @@ class TrainStep:
 
     def _call(self, arguments: tuple[Any, ...], run: Callable[[Batch], Tensor]) -> Tensor:
         try:
-            with contextlib.nullcontext() if self._layers is None else self._layers.reachable(self.update.optimizers):
+            with contextlib.nullcontext() if self._layers is None else self._layers.reachable():
                 return self._guarded(self.objective.batch(arguments), run)
         except BaseException:
             self.ranks.abort(notified=True)
@@ -333,7 +329,7 @@ class TrainStep:
             if layers is not None and (rows or self.ranks.sharded):
                 once = functools.partial(self._fitting.once if self.ranks.sharded else run, plan=plan, passes=passes)
                 losses = self.global_batch.of_all_ranks(window)
-                turns = functools.partial(layers.run, plan, once, self.gauge, losses, proving=self.proving, take=take)
+                turns = functools.partial(layers.run, plan, once, self.gauge, losses, proving=self.proving)
                 run_by_blocks(self.ranks, layers.ranks, self._fitting, plan, turns)
             elif self.ranks.sharded:
                 run_together(self.ranks, self._fitting, plan, passes, rows, self.cutting.least, at_once)

@@ -17,7 +17,7 @@ from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.stages import WindowTotal, gradient_stages, run_stages
 from gradaccum.torch.distributed import SingleRank, check_flattened
-from gradaccum.torch.layers import Ahead, InTurn, Layers, UpdateChoice, check_in_backward
+from gradaccum.torch.layers import BackwardOptimizer, Layers, check_in_backward
 from gradaccum.torch.optimizer import needs_closure
 from gradaccum.torch.train_step.closure import Closure, takes_closure
 from gradaccum.torch.train_step.rollback import Rollback
@@ -70,7 +70,7 @@ class Update:
         self.clip_grad_norm = clip_grad_norm
         self.sums = GradientBuffer(self.parameters, accumulate_dtype)
         self.grad_norm: Tensor | None = None
-        self.in_turn: InTurn | None = None
+        self.in_backward: BackwardOptimizer | None = None
         """Makes the update block by block, where that is wanted."""
         self._closures: dict[torch.optim.Optimizer, Closure] = {}
         if self.scaler is None:  # which does not pass closures on
@@ -89,7 +89,7 @@ class Update:
 
     def check_empty(self) -> None:
         """Raise if a parameter has a gradient already, other than zero."""
-        if self.in_turn is not None:
+        if self.in_backward is not None:
             raise WindowError(
                 "step.backward() leaves the large batch's gradient in `.grad`, and update='in_backward' frees it block "
                 "by block. Call the step itself, or use update='after_backward'."
@@ -111,12 +111,11 @@ class Update:
         if self.noise is not None:
             self.noise.restart()
 
-    def take_turns(self, layers: Layers, update: UpdateChoice, ranks: SingleRank, *, searched: bool) -> None:
+    def take_turns(self, layers: Layers, ranks: SingleRank, *, searched: bool) -> None:
         """Blocks take turns, and each is updated as soon as its gradient is in, where that is wanted.
 
         Args:
             layers: The blocks.
-            update: When parameters are updated.
             ranks: Those that share the update.
             searched: Whether the size of micro-batches is searched for.
 
@@ -124,38 +123,36 @@ class Update:
             ValueError: The optimizers, the options or the model need all gradients at once; or a sharded model's
                 blocks live elsewhere.
         """
-        if ranks.sharded and layers.visits is not None:
+        if ranks.sharded and layers.offloaded is not None:
             raise ValueError(
-                "`blocks_on` keeps whole blocks elsewhere, and of a sharded model each rank has a part. Use "
+                "Blocks(on='cpu') keeps whole blocks there, and of a sharded model each rank has a part. Use "
                 "fully_shard(..., offload_policy=CPUOffloadPolicy()), which keeps those parts in host memory."
             )
         layers.waits = ranks.sharded
         layers.ranks = ranks.by_blocks(layers.model, [block.module for block in layers.blocks])
-        if update != "in_backward":
+        if layers.update != "in_backward":
             return
         closure = next((type(o).__name__ for o in self.optimizers if needs_closure(o)), None)
-        check_in_backward(closure=closure, searched=searched, several=ranks.is_distributed and not ranks.sharded)
-        ahead = Ahead(self.clip_grad_norm, self.scaler)
-        visits = layers.visits
-        settle = len if visits is None else functools.partial(visits.updated, optimizers=self.optimizers)
-        self.in_turn = InTurn(
+        check_in_backward(
+            clips=self.clip_grad_norm is not None,
+            scales=self.scaler is not None,
+            closure=closure,
+            searched=searched,
+            replicated=ranks.is_distributed and not ranks.sharded,
+        )
+        layers.listener = self.in_backward = BackwardOptimizer(
             self.optimizers,
             self.sums,
             layers.blocks,
             layers.model,
             self._gauge,
-            ahead,
-            settle,
-            several=ranks.is_distributed,
+            gradient_stages(accumulates_wide=True),
+            is_distributed=ranks.is_distributed,
         )
-        layers.in_turn = self.in_turn
-        self.in_turn.open()
 
     def abandon(self) -> None:
         """After an error: no gradients, and a scaler that has not heard of them."""
         self.clear()
-        if self.in_turn is not None:
-            self.in_turn.ahead.abandon()
         if self.scaler is not None and self._scaler_involved:  # it keeps account of what it has unscaled and stepped
             self.scaler.update(self.scaler.get_scale())
             self._scaler_involved = False
@@ -189,19 +186,18 @@ class Update:
         stages = gradient_stages(
             before_clipping=[] if self.scaler is None or self.clip_grad_norm is None else [self._unscale],
             noise=self.noise,
-            clip_grad_norm=self.clip_grad_norm if self.in_turn is None else None,
+            clip_grad_norm=self.clip_grad_norm,
             accumulates_wide=self.sums.dtype is not None,
         )
         run_stages(stages, total)
         if self.clip_grad_norm is not None:
-            self.grad_norm = total.grad_norm if self.in_turn is None else self.in_turn.grad_norm
+            self.grad_norm = total.grad_norm
 
     def _unscale(self, total: WindowTotal) -> bool:
         """A stage: the scaler divides what each optimizer has by its scale."""
-        if self.in_turn is None:
-            self._scaler_involved = True
-            for optimizer in self.optimizers:
-                self.scaler.unscale_(optimizer)
+        self._scaler_involved = True
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
         return True
 
     def step(self, loss: Tensor, window: Callable[[], Tensor]) -> bool:
@@ -215,9 +211,8 @@ class Update:
             torch.OutOfMemoryError: An optimizer ran out of memory; the message says whether parameters and optimizer
                 state are as they were.
         """
-        if self.in_turn is not None:  # it has been made, block by block
-            self.in_turn.ahead.tell()
-            return bool(self.in_turn.made)
+        if self.in_backward is not None:  # it has been made, block by block
+            return bool(self.in_backward.made)
         stepped: list[Any] = []
         of_the_window: list[BaseException] = []
 

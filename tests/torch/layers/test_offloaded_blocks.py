@@ -1,4 +1,4 @@
-"""Blocks that live in host memory and visit the device in turn; here both are the CPU, and each visit is a copy."""
+"""Blocks that live in host memory and come to the device in turn; here both are the CPU, and each comes as a copy."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from gradaccum.torch import TrainStep
 from tests.reference import FLOAT64, relative_error
-from tests.torch.layers.test_blocks import OPTIMIZERS, Layer, assert_same_updates, batches, loss_of, network
+from tests.torch.layers.test_blocks import OPTIMIZERS, Layer, assert_same_updates, batches, in_blocks, loss_of, network
 
-VISITING: dict[str, Any] = {"blocks": "layers", "blocks_on": "cpu", "size": 3}
+OFFLOADED: dict[str, Any] = {"blocks": "layers", "on": "cpu", "size": 3}
 
 
 def build(model: Any, **options: Any) -> TrainStep:
     optimizer = OPTIMIZERS["sgd"](model.parameters())
-    options = {"compute_loss": loss_of, "micro_batch_size": 3, "blocks": "layers", "blocks_on": "cpu", **options}
-    return TrainStep(model, optimizer, **options)
+    options = {"compute_loss": loss_of, "micro_batch_size": 3, "blocks": "layers", "on": "cpu", **options}
+    return TrainStep(model, optimizer, **in_blocks(options))
 
 
 def test_with_blocks_on_the_cpu_the_update_is_the_large_batchs(tmp_path: Path) -> None:
@@ -31,10 +31,10 @@ def test_with_blocks_on_the_cpu_the_update_is_the_large_batchs(tmp_path: Path) -
     for model, options in (
         (network(), {}),
         (tied, {"update": "in_backward", "offload": tmp_path}),
-        (frozen, {"update": "in_backward", "clip_grad_norm": 0.05}),
+        (frozen, {"clip_grad_norm": 0.05}),
     ):
-        assert_same_updates(model, batches(count=2), loss_of, **VISITING, **options)
-        assert_same_updates(model, batches(count=1), loss_of, OPTIMIZERS["adam"], **VISITING, **options, verify=False)
+        assert_same_updates(model, batches(count=2), loss_of, **OFFLOADED, **options)
+        assert_same_updates(model, batches(count=1), loss_of, OPTIMIZERS["adam"], **OFFLOADED, **options, verify=False)
 
 
 def penalised(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
@@ -42,8 +42,8 @@ def penalised(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 def test_what_the_loss_makes_of_a_blocks_weights_adds_up_with_what_comes_back() -> None:
-    for options in ({}, {"update": "in_backward", "clip_grad_norm": 0.05}):
-        assert_same_updates(network(), batches(count=1), penalised, **VISITING, **options)
+    for options in ({"clip_grad_norm": 0.05}, {"update": "in_backward"}):
+        assert_same_updates(network(), batches(count=1), penalised, **OFFLOADED, **options)
 
 
 class Normed(Layer):
@@ -60,7 +60,7 @@ class Normed(Layer):
 def test_wide_sums_and_moving_buffers_are_those_of_accumulation() -> None:
     left = []
     for options in (
-        {"blocks": None, "blocks_on": None},
+        {"on": None},
         {},
         {"update": "in_backward", "accumulate_dtype": torch.float64},
     ):
@@ -72,22 +72,21 @@ def test_wide_sums_and_moving_buffers_are_those_of_accumulation() -> None:
     for found in left[1:]:
         assert relative_error(found, left[0]) <= FLOAT64
     half = []
-    for options in ({"blocks_on": None}, {}):
+    for options in ({"on": None}, {}):
         model = network().bfloat16()
         build(model, accumulate_dtype=torch.float32, verify=False, **options)(*batches()[0])
         half.append([p.float() for p in model.parameters()])
     assert relative_error(*half) == 0.0
 
 
-def test_a_block_comes_once_per_pass_and_its_own_parameters_stay_where_they_are() -> None:
-    for options, passes in (({}, 2), ({"clip_grad_norm": 0.05}, 3)):
-        model = network()
-        step, places = build(model, verify=False, update="in_backward", **options), [id(p) for p in model.parameters()]
-        step(*batches(rows=15)[0])
-        visits: Any = step._layers and step._layers.visits
-        assert dict(visits.count) == {f"layers.{i}": passes for i in range(3)}  # forward, and each run of backward
-        assert [id(p) for p in model.parameters()] == places
-        assert all(type(layer) is Layer for layer in model.layers)
+def test_a_block_comes_once_per_forward_pass_and_once_in_backward_and_its_own_parameters_stay_where_they_are() -> None:
+    model = network()
+    step, places = build(model, verify=False, update="in_backward"), [id(p) for p in model.parameters()]
+    step(*batches(rows=15)[0])
+    offloaded: Any = step._layers and step._layers.offloaded
+    assert dict(offloaded.count) == {f"layers.{i}": 5 + 1 for i in range(3)}  # five forward passes, and one turn
+    assert [id(p) for p in model.parameters()] == places
+    assert all(type(layer) is Layer for layer in model.layers)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -109,18 +108,13 @@ def test_an_error_in_a_block_leaves_it_at_home(grad: bool) -> None:
     assert step(*batches()[0]).isfinite()
 
 
-def test_what_cannot_visit_is_refused_by_name() -> None:
+def test_blocks_that_cannot_live_in_host_memory_are_refused_by_name() -> None:
     tied = network()
     tied.layers[0].norm.weight = tied.norm.weight
     recurrent = network()
     recurrent.layers[1].add_module("rnn", nn.LSTM(2, 2))
     for model, options, words in (
-        (network(), {"blocks": None}, "Pass `blocks` as well"),
-        (
-            network(),
-            {"blocks_on": "disk"},
-            "`blocks_on` must be 'cpu' or a folder that exists. Received: blocks_on='disk'",
-        ),
+        (network(), {"on": "/tmp"}, "`on` must be 'cpu' or None. Received: on='/tmp'"),
         (tied, {}, "layers.0.norm.weight is a weight of what stands outside"),
         (recurrent, {}, "'layers.1' has a LSTM, which keeps references"),
         (network().to("meta"), {}, r"expects the blocks on the CPU. Received: layers.0.norm.weight on meta"),

@@ -1,4 +1,4 @@
-"""Whether an optimizer treats parameters one by one: found out on small ones that are made up."""
+"""Whether an optimizer updates each parameter by itself: found out on a copy with small made-up parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradaccum.on_torch.batch import leaves
 from gradaccum.on_torch.private import without_global_step_hooks
 from gradaccum.torch.equivalence import relative_error
 
-__all__ = ["bytes_of_state", "check_one_by_one", "check_own_step", "limited_to", "state_bytes_of"]
+__all__ = ["check_own_step", "check_per_parameter", "limited_to"]
 
 LONGEST, UPDATES = 32, 3
 """A made-up parameter's longest dimension; how often they are updated."""
@@ -77,20 +77,20 @@ def check_own_step(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_one_by_one(optimizer: torch.optim.Optimizer) -> dict[int, float]:
+def check_per_parameter(optimizer: torch.optim.Optimizer) -> list[float]:
     """Raise if what the optimizer does to a parameter depends on others, or on how often it steps, or it does more.
 
     Args:
         optimizer: The user's. It and its parameters stay as they are.
 
     Returns:
-        Of each group, by its place, how many bytes of state there are for one of a parameter's numbers.
+        Of each group, how many bytes of state there are for one of a parameter's numbers, at most.
 
     Raises:
         ValueError: It does; or its `step` does something even without parameters; or a copy of it can't be stepped.
 
     Example:
-        >>> check_one_by_one(torch.optim.Adam([nn.Parameter(torch.ones(3, 3))]))[0] > 8
+        >>> check_per_parameter(torch.optim.Adam([nn.Parameter(torch.ones(3, 3))]))[0] > 8
         True
     """
     name, failed = type(optimizer).__name__, None
@@ -120,22 +120,7 @@ def check_one_by_one(optimizer: torch.optim.Optimizer) -> dict[int, float]:
             "update='in_backward' would do that several times in an update. What is to be done once belongs into a "
             "hook of register_step_post_hook; or use update='after_backward'."
         )
-    return bytes_of_state(at_once)
-
-
-def state_bytes_of(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Of each group, how many bytes of state there are for one of a parameter's numbers, in float64.
-
-    0 where a copy of the optimizer can't be stepped, as of those that evaluate a closure.
-
-    Example:
-        >>> state_bytes_of(torch.optim.SGD([nn.Parameter(torch.ones(3))], momentum=0.9))
-        [8.0]
-    """
-    try:
-        return [*bytes_of_state(_trained(optimizer, sparse=False, one_by_one=False)).values()]
-    except Exception:
-        return [0.0] * len(optimizer.param_groups)
+    return _bytes_of_state(at_once)
 
 
 class _FoundMore(BaseException):  # no error, and nothing that a step would catch
@@ -164,16 +149,13 @@ def _done_without_parameters(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def bytes_of_state(optimizer: torch.optim.Optimizer) -> dict[int, float]:
-    """Of each group, by its place, how many bytes of state there are for one of a parameter's numbers, at most."""
-    found = {}
-    for place, group in enumerate(optimizer.param_groups):
-        each = [
+def _bytes_of_state(optimizer: torch.optim.Optimizer) -> list[float]:
+    def each(p: Tensor) -> float:
+        return (
             sum(leaf.nbytes for _, leaf in leaves(optimizer.state.get(p, {})) if isinstance(leaf, Tensor)) / p.numel()
-            for p in group["params"]
-        ]
-        found[place] = max(each, default=0.0)
-    return found
+        )
+
+    return [max(map(each, group["params"]), default=0.0) for group in optimizer.param_groups]
 
 
 def _trained(optimizer: torch.optim.Optimizer, *, sparse: bool, one_by_one: bool) -> torch.optim.Optimizer:
