@@ -87,7 +87,7 @@ test-ranks:
 	$(PYTEST) $(RANKS) || test $$? = 5
 
 test-centre:
-	$(PYTEST) tests src/gradaccum benchmarks/harness.py --ignore=tests/torch --ignore=src/gradaccum/torch \
+	$(PYTEST) tests src/gradaccum benchmarks/harness.py benchmarks/scaling_model.py --ignore=tests/torch --ignore=src/gradaccum/torch \
 		--ignore=src/gradaccum/on_torch --ignore=tests/keras --ignore=src/gradaccum/keras \
 		--ignore=tests/integrations --ignore=src/gradaccum/integrations \
 		--ignore=tests/jax --ignore=src/gradaccum/jax --ignore=src/gradaccum/on_jax || test $$? = 5

@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.distributed import RANKS, Contender, network
 from benchmarks.harness import arguments, on_ranks, publish, table
-from gradaccum.core.sizes import Link, Scaling
+from benchmarks.scaling_model import Link, Scaling
 
 STEPS, ROWS = (1, 2, 4, 8, 16), 64
 

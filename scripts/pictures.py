@@ -151,7 +151,7 @@ def chart(
 
 def scaling() -> str:
     """The model of docs/scaling.md: how much of an update's time is passes, by ranks, window and link."""
-    from gradaccum.core.sizes import Link, Scaling
+    from benchmarks.scaling_model import Link, Scaling
 
     ranks = [2**i for i in range(13)]
     windows = ((1, "b"), (4, "c"), (16, "a"), (64, "ink"))

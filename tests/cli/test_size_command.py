@@ -159,32 +159,3 @@ def test_in_a_shell_there_is_no_log_of_pytorch_s(file):
 def assert_one_line(stderr, parts):
     (line,) = [line for line in stderr.splitlines() if line != "noise of the user's own"]
     assert all(part in line for part in parts), line
-
-
-def test_ranks_and_a_link_say_what_an_update_sends_and_how_long_a_window_must_be(file):
-    """2,570 + 16,640 parameters: 76,840 bytes."""
-    asked = ("--memory", "1500 kB", "--ranks", "8", "--link", "1Gbit/s, 0us")
-    result = size(f"{file}:make", *asked)
-    assert result.exit_code == 0, result.output
-    *_, sent, window = result.stdout.split("\n\n")[0].splitlines()
-    assert sent == "an update sends:  131.3 KiB from each of 8 ranks, 75.0 KiB of gradients: 0.00108 s"
-    assert window == "window:           0.00968 s of passes on each rank, for 90 % of the time in passes"
-    timed = size(f"{file}:make", *asked, "--seconds", "0.002").stdout.split("\n\n")[0].splitlines()
-    rows = int(timed[0].removeprefix("micro_batch_size: ").split()[0])
-    assert timed[-1].startswith(f"window:           5 steps, {5 * 8 * rows:,} rows over all ranks, for 90 %"), timed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ranks", "8"], "--ranks and --link belong together"),
-        (["--link", "1Gbit/s"], "--ranks and --link belong together"),
-        (["--seconds", "1"], "--seconds goes with them"),
-        (["--ranks", "8", "--link", "fast"], "--link: A link is a bandwidth such as '25Gbit/s'"),
-        (["--ranks", "1", "--link", "1Gbit/s"], "--ranks"),
-    ],
-)
-def test_ranks_without_a_link_and_the_reverse_are_refused(file, arguments, message):
-    result = size(f"{file}:make", *arguments)
-    assert result.exit_code == 2
-    assert message in result.output

@@ -8,7 +8,7 @@ import click
 
 from gradaccum.cli.group import DIFFERENT, BadInput, framework_of, require_framework, user_errors
 from gradaccum.cli.user_code import subject
-from gradaccum.core.sizes import MARGIN, DoesNotFit, Link, Scaling, parse_bytes
+from gradaccum.core.sizes import MARGIN, DoesNotFit, parse_bytes
 
 __all__ = ["size"]
 
@@ -26,11 +26,6 @@ __all__ = ["size"]
     show_default=True,
     help="Part to leave free.",
 )
-@click.option("--ranks", type=click.IntRange(min=2), help="So many devices, a window on each.")
-@click.option("--link", metavar="SPEED", help="What connects them: 25Gbit/s, or '25Gbit/s, 5us' with a latency.")
-@click.option(
-    "--seconds", type=click.FloatRange(0, min_open=True), help="What a micro-batch's passes take on a device."
-)
 @click.pass_context
 def size(
     context: click.Context,
@@ -38,30 +33,17 @@ def size(
     framework: str | None,
     memory: str | None,
     margin: float,
-    ranks: int | None,
-    link: str | None,
-    seconds: float | None,
 ) -> None:
     """Estimate the largest micro-batch that fits into memory, without the device that has it.
 
     FILE.py:MAKE is a function without arguments that returns (model, batch, loss_fn), as for `gradaccum check`; a dict
     in place of loss_fn may name the optimizer, too, whose state counts (Adam's, where it doesn't).
 
-    With --ranks and --link also how long an update's reduction takes, and how long a window must be for it.
-
     Below it stands what each way of making the update needs: an ordinary step, accumulated, layer by layer (`blocks` in
     that dict says what the blocks are; by default the longest list of modules of one class), updates in backward.
 
     Exit code 1 says that not even one row fits, in none of the ways.
     """
-    if (ranks is None) != (link is None) or (seconds and not ranks):
-        raise BadInput(
-            "--ranks and --link belong together, as in --ranks 64 --link 25Gbit/s; --seconds goes with them."
-        )
-    try:
-        between = Link.parse(link) if link else None
-    except ValueError as error:
-        raise BadInput(f"--link: {error}") from None
     try:
         limit = parse_bytes(memory)
     except ValueError:
@@ -79,9 +61,6 @@ def size(
             given = {"memory_limit": limit, "margin": margin} | keywords
             estimate = _estimated(framework, model, batch, given)
             found, code = str(estimate), 0
-            if ranks and between:
-                job = Scaling(seconds or 0.0, _gradient_bytes(framework, model), between)
-                found += f"\n{job.advice(ranks, estimate.micro_batch_size)}"
         except DoesNotFit as error:
             found, code = str(error), DIFFERENT
         if framework == "torch":
@@ -108,12 +87,3 @@ def _ways(model: Any, batch: Any, keywords: dict[str, Any]) -> Any:
 
     known = {*SIZE_KEYWORDS, "blocks"}
     return estimate_ways(model, batch, **{name: keywords[name] for name in keywords.keys() & known})
-
-
-def _gradient_bytes(framework: str, model: Any) -> int:
-    """Of a gradient of the whole model."""
-    if framework == "jax":
-        import jax
-
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(model))
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

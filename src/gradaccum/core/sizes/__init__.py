@@ -1,4 +1,4 @@
-"""Rows into micro-batches: even sizes, the fastest that fits, what memory is free, what several ranks cost."""
+"""Rows into micro-batches: even sizes, the fastest that fits, what memory is free."""
 
 from gradaccum.core.sizes.by_shape import Sizers
 from gradaccum.core.sizes.estimate import DoesNotFit, SizeEstimate, format_bytes, largest_size
@@ -7,7 +7,6 @@ from gradaccum.core.sizes.groups import Groups
 from gradaccum.core.sizes.host_memory import container_limits, free_host_memory, parse_bytes, process_memory
 from gradaccum.core.sizes.packs import Joined
 from gradaccum.core.sizes.pieces import GivenSizes, Piece, Rows, TokenBudget, Tokens
-from gradaccum.core.sizes.scaling import Link, Scaling
 from gradaccum.core.sizes.search import MARGIN, MemoryLine
 
 __all__ = [
@@ -17,11 +16,9 @@ __all__ = [
     "GivenSizes",
     "Groups",
     "Joined",
-    "Link",
     "MemoryLine",
     "Piece",
     "Rows",
-    "Scaling",
     "SizeEstimate",
     "Sizers",
     "TokenBudget",

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from gradaccum.core.sizes import Link, Scaling
+from benchmarks.scaling_model import Link, Scaling
 
 LINK = Link(1e9, 1e-5)
 

@@ -23,7 +23,7 @@ import math
 import random
 import re
 
-from gradaccum.core.sizes.estimate import format_bytes
+from gradaccum.core.sizes import format_bytes
 
 __all__ = ["Link", "Scaling"]
 
