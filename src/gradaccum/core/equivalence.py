@@ -16,7 +16,7 @@ from typing import Any, Literal
 from gradaccum.errors import NotEquivalentError
 from gradaccum.report import Bars, Block, Report, Table, Text, write
 
-__all__ = ["Cause", "Difference", "Equivalence"]
+__all__ = ["Cause", "Difference", "Equivalence", "Part", "limits_of"]
 
 CauseKind = Literal[
     "batch_norm", "mixes_rows", "loss", "weight", "reduction", "regulariser", "input", "buffer", "padding", "hook",
@@ -232,6 +232,16 @@ class Equivalence:
 
     def __str__(self) -> str:
         return str(self.report())
+
+
+def limits_of(rows: int) -> list[str]:
+    """What no check of so many rows can exclude."""
+    few = f"{rows} rows allow few partitions: a batch of 8 or more says more."
+    return [
+        *([few] if rows < 4 else []),
+        "This is evidence from one batch, not a proof: what happens only with other data, other sizes or at "
+        "another time in training can't be excluded.",
+    ]
 
 
 def _for_json(number: float) -> float | str:

@@ -14,8 +14,8 @@ from gradaccum.on_torch.arguments import checked_model
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.schedule import checked_count
 from gradaccum.torch.batch_norm import BatchNormChoice, checked_batch_norm
-from gradaccum.torch.equivalence import certify
 from gradaccum.torch.loss import Objective
+from gradaccum.torch.proof import certify
 from gradaccum.torch.train_step import GroupsChoice, TrainStep, check_exact, checked_groups, with_groups
 
 __all__ = ["check_equivalence"]

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradaccum
+from gradaccum.on_torch.adapter.kinds import BatchKinds
 from gradaccum.on_torch.batch import Batch
 from gradaccum.torch import TrainStep, check_equivalence
-from gradaccum.torch.equivalence import proof
-from gradaccum.torch.equivalence.kinds import Kinds
+from gradaccum.torch.proof import train_step as proof
 from tests.torch.equivalence.problems import Apply, Checkpointed, Codebook
 
 CE = nn.CrossEntropyLoss()
@@ -451,7 +451,7 @@ def test_everything_is_left_as_found():
         return copy.deepcopy([[t.detach() for t in tensors], moving.calls, moving.log, random.getstate()])
 
     before, state = everything(), moving.generator.get_state()
-    assert step._proof.due(batch, [module.training for module in model.modules()])
+    assert step._proof.is_due(batch, [module.training for module in model.modules()])
     step._proof.run(batch)
     torch.testing.assert_close(everything(), before, rtol=0, atol=0)
     assert torch.equal(moving.generator.get_state(), state)
@@ -515,11 +515,11 @@ def test_it_is_repeated_in_another_mode_and_for_another_structure_and_only_then(
 
     proven = passes(X, Y)
     assert proven > passes(X, Y) > 3  # the second batch is proven, too, in fewer passes
-    step._proof.occasions.batches = 4
+    step._proof.schedule.batches = 4
     assert passes(X * 2, Y.flip(0)) == 3
     assert passes(X, Y, torch.ones(ROWS)) == proven
     assert passes(X, Y, torch.ones(ROWS)) == 3
-    step._proof.occasions.batches = 8
+    step._proof.schedule.batches = 8
     assert passes(X, Y, torch.rand(ROWS)) == proven  # weights, perhaps, that were the same for all rows before
     model.eval()
     assert passes(X, Y) == proven
@@ -562,7 +562,7 @@ def test_it_is_repeated_at_batches_2_4_8_and_every_1024():
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=CE, micro_batch_size=8)
     repeated = []
     for count in (*range(1, 18), 1023, 1024, 1025, 2048, 3072):
-        step._proof.occasions.batches = count - 1
+        step._proof.schedule.batches = count - 1
         calls.clear()
         step(X, Y)
         repeated += [count] if len(calls) > 3 else []
@@ -587,7 +587,7 @@ def test_it_is_repeated_for_targets_that_are_ignored_for_the_first_time_by(name,
     )
     for _ in range(3):
         step(X, first(Y))
-    step._proof.occasions.batches = 8
+    step._proof.schedule.batches = 8
     with pytest.raises(gradaccum.NotEquivalentError):
         step(X, then(Y))
 
@@ -604,7 +604,7 @@ def test_it_is_repeated_for_one_row_of_many_whose_padding_is_ignored_by_an_index
     for _ in range(3):
         step(X, tokens)
     tokens[12, 5:] = 255
-    step._proof.occasions.batches = 8
+    step._proof.schedule.batches = 8
     with pytest.raises(gradaccum.NotEquivalentError):
         step(X, tokens)
 
@@ -661,7 +661,7 @@ def test_it_is_repeated_where_something_is_left_out_of_a_row_for_the_first_time(
     )
     for _ in range(3):
         step(x, torch.ones_like(target))
-    step._proof.occasions.batches = 8
+    step._proof.schedule.batches = 8
     with pytest.raises(gradaccum.NotEquivalentError):
         step(x, target)
 
@@ -689,12 +689,12 @@ def test_on_accelerators_what_differs_among_rows_is_read_one_batch_later(monkeyp
     def batch(*targets):
         return Batch((torch.zeros(8, 2).as_subclass(_OnADevice), torch.tensor([*targets]).as_subclass(_OnADevice)))
 
-    kinds = Kinds()
-    assert kinds.new(batch(0, 1, 2, 1, 0, 1, 2, 1), [True])
+    kinds = BatchKinds()
+    assert kinds.is_new(batch(0, 1, 2, 1, 0, 1, 2, 1), [True])
     kinds.add()
     later.clear()
     with torch.no_grad():
-        found = [kinds.new(batch(0, 1, 2, 1, 0, 1, 2, last), [True]) for last in (1, 1, -100, -100)]
+        found = [kinds.is_new(batch(0, 1, 2, 1, 0, 1, 2, last), [True]) for last in (1, 1, -100, -100)]
     assert found == [False, False, False, True]
     assert len(later) > 2
 
@@ -708,7 +708,7 @@ def test_it_is_repeated_for_targets_that_are_missing_for_the_first_time(unnamed)
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), compute_loss=known_mean, micro_batch_size=8)
     for _ in range(3):
         step(X, TARGETS)
-    step._proof.occasions.batches = 8
+    step._proof.schedule.batches = 8
     with pytest.raises(gradaccum.NotEquivalentError):
         step(X, torch.where(torch.arange(ROWS)[:, None] == 12, float("nan"), TARGETS))
 

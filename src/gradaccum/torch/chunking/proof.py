@@ -16,6 +16,8 @@ from torch.utils.weak import TensorWeakRef
 
 from gradaccum.core.rounding import rounding
 from gradaccum.errors import NotEquivalentError
+from gradaccum.on_torch.adapter.arrays import relative_error
+from gradaccum.on_torch.adapter.rng import RowwiseRng
 from gradaccum.on_torch.batch import BatchDims, leaves, map_leaves, number_of_rows, take
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.private import run_backward
@@ -33,7 +35,7 @@ from gradaccum.torch.chunking.watch import (
     noted,
     same_values,
 )
-from gradaccum.torch.equivalence import Replay, counting_layers, eager, relative_error
+from gradaccum.torch.proof import counting_layers, eager
 
 __all__ = ["ROWS", "Findings", "prove"]
 
@@ -189,7 +191,7 @@ class _Comparison:
         self.exact, self.batch_norm, self.neutral = exact, batch_norm, neutral
         halves = [rows // 2 + 1, rows - rows // 2 - 1] if rows > 2 else [1, 1]  # 5 and 3: in step with no period
         self.sizes = [1] * rows if trims else halves  # single rows: cut as much as any micro-batch cuts them
-        self.noise = Replay(rows, neutral=neutral)
+        self.noise = RowwiseRng(rows, neutral=neutral)
         self.noise.holds(*generators_of(module, few))
         self.state = ModuleState(module)
         self.names = {id(parameter): name for name, parameter in module.named_parameters()}

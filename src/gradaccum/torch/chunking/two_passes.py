@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.core.rounding import rounding
 from gradaccum.errors import NotEquivalentError
+from gradaccum.on_torch.adapter.arrays import relative_error
 from gradaccum.on_torch.batch import BatchDims, concatenate, described, has_rows, leaves, take
 from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.random_state import RandomState, all_generators, is_generator, kept
@@ -38,7 +39,6 @@ from gradaccum.torch.chunking.recompute import (
     parametrizations_computed,
 )
 from gradaccum.torch.chunking.trees import Inputs, Samples, tensors_of, with_tensors, without_tensors
-from gradaccum.torch.equivalence import relative_error
 from gradaccum.torch.padding import Packs
 
 __all__ = ["Call", "ColumnsError"]

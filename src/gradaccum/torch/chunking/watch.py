@@ -13,11 +13,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from gradaccum.core.rounding import rounding
+from gradaccum.on_torch.adapter.arrays import relative_error
 from gradaccum.on_torch.batch import leaves
 from gradaccum.on_torch.random_state import is_generator
 from gradaccum.torch.chunking.recompute import ModuleState
 from gradaccum.torch.chunking.trees import Inputs, is_floating
-from gradaccum.torch.equivalence import relative_error
 
 __all__ = [
     "Watch",

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradaccum.core.rounding import rounding
+from gradaccum.on_torch.adapter.arrays import relative_error
 from gradaccum.on_torch.batch import leaves
 from gradaccum.on_torch.private import without_global_step_hooks
-from gradaccum.torch.equivalence import relative_error
 
 __all__ = ["check_own_step", "check_per_parameter", "limited_to"]
 

@@ -22,10 +22,10 @@ from gradaccum.on_torch.transaction import Transaction
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
 from gradaccum.torch.buffers import WindowBuffers
 from gradaccum.torch.distributed import SingleRank, leaving_on_error, run_by_blocks, run_together
-from gradaccum.torch.equivalence import Proof
 from gradaccum.torch.head import tiling
 from gradaccum.torch.layers import BlocksChoice, Layers, OffloadChoice, checked_blocks, proof_of
 from gradaccum.torch.loss import Objective, Terms
+from gradaccum.torch.proof import Proof
 from gradaccum.torch.train_step.cutting import Cutting, GroupsChoice
 from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch, check_exact, run_at_once
 from gradaccum.torch.train_step.global_batch import GlobalBatch, Window, check_members, find_ranks, inside, spans_ranks
@@ -351,12 +351,12 @@ class TrainStep:
         objective, take = self.objective.on(inside(self.objective.model)), functools.partial(self.cutting.take, batch)
         return count_terms(objective, take, plan, self._fitting, self.batch_norm, self._modules())
 
-    def _rehearsed(self, batch: Batch, sizes: Sequence[int]) -> Tensor:
+    def _rehearsed(self, objective: Objective, batch: Batch, sizes: Sequence[int]) -> Tensor:
         """What `gradients` does, by this rank alone: nothing is clipped, measured or learned."""
         update = self.update
         held = self.ranks, self.global_batch, self.objective, update.noise, update.clip_grad_norm, update.scaler
         self.ranks, self.global_batch = SingleRank(), GlobalBatch(SingleRank(), update.sums)
-        self.objective = self._proof.objective.on(inside(self.model) if self._whole is None else self._whole.chunks)
+        self.objective = objective.on(inside(self.model) if self._whole is None else self._whole.chunks)
         update.noise, update.clip_grad_norm, update.scaler = None, None, update.scaler and self._proof.scale
         self._transaction.open()
         try:
@@ -372,7 +372,7 @@ class TrainStep:
 
     def _prove(self, batch: Batch) -> None:
         split = self._whole is not None or self.cutting.splits(batch)
-        if self._verify and split and self._proof.due(batch, self._transaction.modes, self.cutting.text(batch)):
+        if self._verify and split and self._proof.is_due(batch, self._transaction.modes, self.cutting.text(batch)):
             self.proving = True
             try:
                 self.cutting.plan(batch)  # max_tokens judges the padding

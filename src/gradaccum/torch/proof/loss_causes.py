@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.core.equivalence import Cause
+from gradaccum.on_torch.adapter.probes import Outputs
 from gradaccum.on_torch.batch import leaves
-from gradaccum.torch.equivalence.row_dependence import Outputs
-from gradaccum.torch.equivalence.trial import Trial
+from gradaccum.torch.proof.trial import Trial
 
 __all__ = ["loss_cause"]
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.core.equivalence import Cause, Difference
+from gradaccum.core.proof import Outcome, Way, differences_between
+from gradaccum.on_torch.adapter.probes import Trace, mixing
 from gradaccum.on_torch.batch import Batch, children, rebuild, with_dims
 from gradaccum.torch.batch_norm import batch_norms
-from gradaccum.torch.equivalence.loss_causes import loss_cause
-from gradaccum.torch.equivalence.outcome import Outcome
-from gradaccum.torch.equivalence.row_dependence import Trace, mixing
-from gradaccum.torch.equivalence.trial import Trial
+from gradaccum.torch.proof.loss_causes import loss_cause
+from gradaccum.torch.proof.trial import Trial
 
 __all__ = [
     "counting_layers",
@@ -32,7 +32,7 @@ __all__ = [
 def find_causes(
     trial: Trial,
     differences: Sequence[Difference],
-    partitions: Sequence[Sequence[Tensor]],
+    ways: Sequence[Way],
     tolerance: float,
 ) -> list[Cause]:
     """Every cause that can be told apart in one go, the most certain first.
@@ -40,15 +40,15 @@ def find_causes(
     Args:
         trial: The copy to try it on.
         differences: What differs.
-        partitions: Those in which it does.
+        ways: Cuts in which it does, the worst first.
         tolerance: The largest relative error that counts as rounding.
     """
     if counted := counting_layers([trial.original.model]):
         return counted
     large = trial.trace(None)
-    causes, culprits = _module_causes(trial, large, partitions)
+    causes, culprits = _module_causes(trial, large, ways)
     if not causes or any(cause.kind == "error" for cause in causes):
-        shared = _shared_input(trial, partitions, tolerance)
+        shared = _shared_input(trial, ways, tolerance)
         if shared is not None:
             return [shared]
     causes += _loss_causes(trial, bool(culprits))
@@ -101,10 +101,10 @@ def nondeterminism_cause(trial: Trial, error: float) -> Cause:
 # Modules.
 
 
-def _module_causes(trial: Trial, large: Trace, partitions: Sequence[Sequence[Tensor]]) -> tuple[list[Cause], list[str]]:
+def _module_causes(trial: Trial, large: Trace, ways: Sequence[Way]) -> tuple[list[Cause], list[str]]:
     culprits: dict[str, Cause] = {}
-    for partition in partitions:
-        for rows in partition:
+    for order, sizes in ways:
+        for rows in torch.tensor(order).split(list(sizes)):
             part = trial.trace(rows)
             if part.failed is not None:
                 path, error = part.failed
@@ -220,10 +220,10 @@ def _dims_with(batch: Any, batch_dims: Any, path: str, dim: int | None, here: st
     return rebuild(batch, values)
 
 
-def _shared_input(trial: Trial, partitions: Sequence[Sequence[Tensor]], tolerance: float) -> Cause | None:
+def _shared_input(trial: Trial, ways: Sequence[Way], tolerance: float) -> Cause | None:
     """A tensor of the batch that makes the difference: whole for every micro-batch, or split elsewhere, it is exact."""
     batch, dims = trial.batch.tree, trial.batch.batch_dims
-    large = trial.large()
+    large = trial.run(range(trial.rows), None)
     for path, leaf, dim in trial.batch.leaves[:8]:
         options = [None, *(other for other, size in enumerate(leaf.shape) if other != dim and size == trial.rows)]
         for option in options:
@@ -231,10 +231,10 @@ def _shared_input(trial: Trial, partitions: Sequence[Sequence[Tensor]], toleranc
             try:
                 if all(entry[2] is None for entry in with_dims(batch, trying)):
                     continue
-                outcomes = [trial.accumulated(partition, batch_dims=trying) for partition in partitions[:2]]
+                outcomes = [trial.run(order, sizes, batch_dims=trying) for order, sizes in ways[:2]]
             except Exception:  # this is no way to split it, then
                 continue
-            errors = [difference.error for outcome in outcomes for difference in outcome.differences(large)]
+            errors = [d.error for outcome in outcomes for d in differences_between(trial, outcome, large)]
             if max(errors) <= tolerance and _others_matter(trial, path, large, tolerance):
                 return Cause(
                     "input",
@@ -249,7 +249,8 @@ def _others_matter(trial: Trial, path: str, large: Outcome, tolerance: float) ->
     """Whether the gradient depends on the rows of the other tensors: if not, leaving this one whole splits nothing."""
     rest = Batch(trial.batch.tree, _dims_with(trial.batch.tree, trial.batch.batch_dims, path, None))
     repeated = rest.take(torch.arange(trial.rows).clamp(min=1))
-    return max(difference.error for difference in trial.large(repeated).differences(large)) > tolerance
+    other = trial.on(repeated).run(range(trial.rows), None)
+    return max(difference.error for difference in differences_between(trial, other, large)) > tolerance
 
 
 # Buffers, and the rest.

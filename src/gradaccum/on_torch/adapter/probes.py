@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradaccum.on_torch.adapter.rng import row_dimension, rows_in
 from gradaccum.on_torch.batch import leaves, map_leaves
-from gradaccum.torch.equivalence.row_randomness import row_dimension, rows_in
 
 __all__ = ["Outputs", "Trace", "mixing"]
 

@@ -1,4 +1,4 @@
-"""Random numbers that belong to a row, so that dropout is the same in a micro-batch as in the large batch."""
+"""Rowwise random numbers: dropout draws the same for a row in a micro-batch as in the large batch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.held import held_generators
 from gradaccum.on_torch.random_state import RandomState, all_generators
 
-__all__ = ["Replay", "row_dimension", "rows_in", "watched"]
+__all__ = ["RowwiseRng", "row_dimension", "rows_in", "watched"]
 
 
-class Replay(TorchDispatchMode):
+class RowwiseRng(TorchDispatchMode):
     """While active, every random tensor is cut out of the one that the large batch has drawn.
 
     A random operation draws one number from the user's generator and seeds its own noise with it. That noise always has
@@ -31,7 +31,7 @@ class Replay(TorchDispatchMode):
         neutral: Replace noise by its mean: dropout keeps everything. For models whose noise has no rows.
     """
 
-    _active: ClassVar[list[Replay]] = []
+    _active: ClassVar[list[RowwiseRng]] = []
 
     def __init__(self, rows: int, *, neutral: bool = False) -> None:
         super().__init__()
@@ -51,25 +51,32 @@ class Replay(TorchDispatchMode):
         self._in_between = False
         self._generators: list[tuple[torch.Generator, Tensor]] = []
 
-    def __enter__(self) -> Replay:
-        Replay._active.append(self)
+    def __enter__(self) -> RowwiseRng:
+        RowwiseRng._active.append(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._look()
-        Replay._active.remove(self)
+        RowwiseRng._active.remove(self)
         super().__exit__(*error)
 
     @staticmethod
     def rows_in_between() -> None:
         """Other rows run in the middle of a micro-batch's forward pass: its random numbers have lost their order."""
-        for replay in Replay._active:
+        for replay in RowwiseRng._active:
             replay._in_between = True
 
     @property
     def replays(self) -> bool:
         """Whether all random numbers so far were those of their rows."""
         return not self.unreplayed and not (self.used and self._in_between)
+
+    def replace_noise(self) -> bool:
+        """Where random numbers were not those of their rows: have them be their mean from now on. Returns whether."""
+        if self.replays or self.neutral:
+            return False
+        self.neutral = True
+        return True
 
     def start(self, taken: Tensor | None) -> None:
         """A forward pass begins: of these rows, or of the large batch (None), from the same random state each time."""
@@ -168,7 +175,7 @@ class Replay(TorchDispatchMode):
 class _Noise:
     """Draws for one operation."""
 
-    def __init__(self, replay: Replay, generator: torch.Generator | None) -> None:
+    def __init__(self, replay: RowwiseRng, generator: torch.Generator | None) -> None:
         self._replay, self._generator = replay, generator
         self.neutral = replay.neutral
 

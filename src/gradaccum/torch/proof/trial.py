@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,12 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gradaccum.core.proof import Measured, Outcome
+from gradaccum.core.rounding import rounding
+from gradaccum.on_torch.adapter.arrays import FLIPPED_BITS, bits_flipped, is_finite, measure
+from gradaccum.on_torch.adapter.copies import copied
+from gradaccum.on_torch.adapter.probes import Outputs, Trace
+from gradaccum.on_torch.adapter.rng import RowwiseRng
 from gradaccum.on_torch.batch import Batch, BatchDims
+from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.torch.batch_norm import BatchNormChoice, frozen
 from gradaccum.torch.buffers import ModuleState
-from gradaccum.torch.equivalence.outcome import Outcome
-from gradaccum.torch.equivalence.row_dependence import Outputs, Trace
-from gradaccum.torch.equivalence.row_randomness import Replay
 from gradaccum.torch.loss import Objective, Terms, TermsAccumulator, Totals, accumulator, counted
 
 __all__ = ["Accumulate", "Trial"]
@@ -39,7 +41,6 @@ class Trial:
         dtype: What floating tensors are converted to; None leaves them.
         batch_norm: As for `TrainStep`. `"frozen"` freezes both sides; `"exact"` and `"pooled"` have `TrainStep` itself
             run the micro-batches, without random numbers.
-        neutral: Replace random numbers by their mean.
 
     Raises:
         TypeError: The model or the loss can't be copied.
@@ -54,9 +55,10 @@ class Trial:
         device: torch.device,
         dtype: torch.dtype | None = torch.float64,
         batch_norm: BatchNormChoice = "warn",
-        neutral: bool = False,
     ) -> None:
         self.original = objective
+        self.notes: list[str] = []
+        """What the comparison had to leave out."""
         self.term: Any = None
         """Of several losses, the name of the one that `raw` evaluates; None for their sum."""
         self._accumulate = accumulate
@@ -72,7 +74,7 @@ class Trial:
 
         self.batch = batch.map(converted)
         self.rows = self.batch.rows
-        self.replay = Replay(self.rows, neutral=neutral or self.by_train_step)
+        self.rng = RowwiseRng(self.rows, neutral=self.by_train_step)
         memo: dict[int, Any] = {}
         self._things = _copy_all(_things(objective), memo, self._convert)
         self.hooks = _copy_hooks(objective, memo, self._convert)
@@ -101,8 +103,8 @@ class Trial:
         things = _copy_all(self._things, dict(self._shared), lambda thing: thing)
         objective = _rebuilt(self.original, things, batch_dims)
         freezing = frozen(objective.model) if self.batch_norm == "frozen" else contextlib.nullcontext()
-        self.replay.holds(objective.model, objective.evaluate)
-        with freezing, torch.enable_grad(), self.replay:
+        self.rng.holds(objective.model, objective.evaluate)
+        with freezing, torch.enable_grad(), self.rng:
             self._state = ModuleState(objective.modules)
             yield objective
 
@@ -120,13 +122,44 @@ class Trial:
         }
         for parameter in self._shared.values():
             parameter.grad = None
-        return Outcome(loss.detach(), gradients, self._state.tensors())
+        return Outcome({"loss": loss.detach()}, gradients, self._state.tensors())
 
-    def large(self, batch: Batch | None = None) -> Outcome:
-        """The batch at once."""
+    def on(self, batch: Batch) -> Trial:
+        """The same trial with another batch, of as many rows."""
+        other = copy.copy(self)
+        other.batch = batch
+        return other
+
+    def run(self, rows: Sequence[int], sizes: Sequence[int] | None, batch_dims: BatchDims | None = None) -> Outcome:
+        """The rows at once (None), or in micro-batches, which are weighed as `TrainStep` would weigh them."""
+        if sizes is None:
+            return self._at_once()
+        batch = self.batch if batch_dims is None else Batch(self.batch.tree, batch_dims)
+        parts = torch.tensor(rows).split(list(sizes))
+        with self._fresh(batch_dims) as objective:
+            if self.by_train_step:
+                self.rng.start(None)
+                loss = self._accumulate(objective, self._whole(batch), list(sizes), self.batch_norm)
+                return self._outcome(objective, loss)
+            window = accumulator(objective, batch)
+            if isinstance(window, TermsAccumulator) and window.totals is None:
+                window = TermsAccumulator(objective, batch, self._totals(parts, batch, batch_dims))
+            for part in parts:
+                self.rng.start(part)
+                weighted = window.forward(self._whole(batch.take(part)))
+                if weighted.loss is not None:
+                    window.backward(weighted, weighted.loss)
+                window.add(weighted)
+            if window.divisor is not None:
+                for parameter in self._shared.values():
+                    if parameter.grad is not None:
+                        parameter.grad /= float(window.divisor)
+            return self._outcome(objective, window.loss)
+
+    def _at_once(self) -> Outcome:
         with self._fresh() as objective:
-            self.replay.start(None)
-            loss = objective.whole(self._whole(self.batch if batch is None else batch))
+            self.rng.start(None)
+            loss = objective.whole(self._whole(self.batch))
             if not loss.requires_grad:
                 raise ValueError(
                     "The loss has no gradient: it was computed without gradients (under torch.no_grad(), or by "
@@ -141,42 +174,55 @@ class Trial:
             )
         return outcome
 
-    def accumulated(
-        self,
-        partition: Sequence[Tensor],
-        batch: Batch | None = None,
-        batch_dims: BatchDims | None = None,
-    ) -> Outcome:
-        """The batch in micro-batches, each of them the given rows, weighed as `TrainStep` would weigh them."""
-        batch = self.batch if batch is None else batch
-        if batch_dims is not None:
-            batch = Batch(batch.tree, batch_dims)
-        with self._fresh(batch_dims) as objective:
-            if self.by_train_step:
-                self.replay.start(None)
-                loss = self._accumulate(objective, self._whole(batch), list(map(len, partition)), self.batch_norm)
-                return self._outcome(objective, loss)
-            window = accumulator(objective, batch)
-            if isinstance(window, TermsAccumulator) and window.totals is None:
-                window = TermsAccumulator(objective, batch, self._totals(partition, batch, batch_dims))
-            for rows in partition:
-                self.replay.start(rows)
-                weighted = window.forward(self._whole(batch.take(rows)))
-                if weighted.loss is not None:
-                    window.backward(weighted, weighted.loss)
-                window.add(weighted)
-            if window.divisor is not None:
-                for parameter in self._shared.values():
-                    if parameter.grad is not None:
-                        parameter.grad /= float(window.divisor)
-            return self._outcome(objective, window.loss)
+    def nearby(self, rows: Sequence[int]) -> Iterator[Outcome]:
+        """The batch at once, with the last bits of the parameters changed."""
+        for bits in FLIPPED_BITS:
+            with bits_flipped(self.parameters, bits):
+                outcome = self._at_once()
+            yield outcome
+
+    def measure(self, pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> list[Measured]:
+        """How far tensors are from each other."""
+        return measure(pairs)
+
+    def is_finite(self, arrays: Sequence[Tensor]) -> bool:
+        """Whether all numbers in these are."""
+        return is_finite(arrays)
+
+    @property
+    def tolerance(self) -> float:
+        """What is rounding in the narrowest dtype that was computed in."""
+        return rounding(str(self.rng.precision), self.device.type)
+
+    @property
+    def in_half(self) -> bool:
+        """Whether that has 16 bits or fewer."""
+        return self.rng.precision.itemsize <= 2
+
+    def lower_scale(self) -> bool:
+        """There is no GradScaler."""
+        return False
+
+    def replace_noise(self) -> bool:
+        """Whether random numbers that belong to no row are their mean from now on."""
+        what = ", ".join(sorted(self.rng.unreplayed))
+        replaced = self.rng.replace_noise()
+        if replaced:
+            self.notes.append(
+                f"Random numbers that belong to no row ({what}) were replaced by their mean, dropout by nothing."
+            )
+        return replaced
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Whether memory ran out."""
+        return is_out_of_memory(error)
 
     def _totals(self, partition: Sequence[Tensor], batch: Batch, batch_dims: BatchDims | None) -> Totals:
         """What each of several losses divides by, as `TrainStep` counts it."""
         found: list[Terms] = []
         with self._fresh(batch_dims) as objective, torch.no_grad():
             for rows in partition:
-                self.replay.start(rows)
+                self.rng.start(rows)
                 terms = objective.evaluate(self._whole(batch.take(rows)))[1]
                 assert isinstance(terms, dict)
                 found.append(terms)
@@ -185,7 +231,7 @@ class Trial:
     def trace(self, rows: Tensor | None, batch: Batch | None = None) -> Trace:
         """What goes into and comes out of every module, for these rows (None: all, at once). Forward pass only."""
         with self._fresh() as objective:
-            self.replay.start(rows)
+            self.rng.start(rows)
             batch = self.batch if batch is None else batch
             taken = self._whole(batch if rows is None else batch.take(rows))
             trace = Trace(objective.model)
@@ -196,7 +242,7 @@ class Trial:
     def outputs(self) -> Outputs:
         """What the model returns for the large batch, to be put in place of what it returns for micro-batches."""
         with self._fresh() as objective:
-            self.replay.start(None)
+            self.rng.start(None)
             outputs = Outputs(self.rows)
             with outputs.kept(objective.model):
                 objective.forward(self._whole(self.batch))
@@ -205,7 +251,7 @@ class Trial:
     def terms(self) -> list[Any]:
         """The names of the losses, where there are several."""
         with self._fresh() as objective, torch.no_grad():
-            self.replay.start(None)
+            self.rng.start(None)
             terms = objective.evaluate(self._whole(self.batch))[1]
             return list(terms) if isinstance(terms, dict) else []
 
@@ -216,7 +262,7 @@ class Trial:
         second value is the weight that `compute_loss` returns, if it does. Of several losses, `term` says which.
         """
         with self._fresh() as objective:
-            self.replay.start(rows)
+            self.rng.start(rows)
             taken = self._whole(self.batch if rows is None else self.batch.take(rows))
             with outputs.replaced(objective.model, rows) if outputs is not None else contextlib.nullcontext():
                 loss, weight = objective.forward(taken)
@@ -262,7 +308,7 @@ def _copy_hooks(
             hooks = list((parameter._backward_hooks or {}).values()) if twin is not None and twin.requires_grad else []
             users = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith(("torch.", "gradaccum."))]
             if users:
-                handles[name] = [twin.register_hook(_copied(hook, memo, convert)) for hook in users]
+                handles[name] = [twin.register_hook(copied(hook, memo, convert)) for hook in users]
     return handles
 
 
@@ -285,66 +331,9 @@ def _copy_all(things: tuple[Any, ...], memo: dict[int, Any], convert: Callable[[
     copies = []
     for name, thing in zip(names, things):
         try:
-            copies.append(_copied(thing, memo, convert))
+            copies.append(copied(thing, memo, convert))
         except Exception as error:
             raise TypeError(
                 f"{name} can't be copied, and the check works on a copy: {type(error).__name__}: {error}"
             ) from error
     return tuple(copies)
-
-
-def _copied(thing: Any, memo: dict[int, Any], convert: Callable[[Any], Any]) -> Any:
-    """A deep copy. Functions are copied with the modules and tensors they refer to, so that these stay untouched."""
-    if isinstance(thing, (nn.Module, Tensor)):
-        known = id(thing) in memo
-        new = copy.deepcopy(thing, memo)
-        return new if known else _converted(thing, new, memo, convert)
-    if isinstance(thing, types.FunctionType):
-        return _copied_function(thing, memo, convert)
-    if isinstance(thing, types.MethodType):
-        return types.MethodType(_copied(thing.__func__, memo, convert), _copied(thing.__self__, memo, convert))
-    if isinstance(thing, functools.partial):
-        arguments = [_copied(value, memo, convert) for value in thing.args]
-        keywords = {name: _copied(value, memo, convert) for name, value in thing.keywords.items()}
-        return functools.partial(_copied(thing.func, memo, convert), *arguments, **keywords)
-    return thing
-
-
-def _converted(old: Any, new: Any, memo: dict[int, Any], convert: Callable[[Any], Any]) -> Any:
-    converted = convert(new)
-    memo[id(old)] = converted
-    return converted
-
-
-def _copied_function(function: types.FunctionType, memo: dict[int, Any], convert: Callable[[Any], Any]) -> Any:
-    if id(function) in memo:
-        return memo[id(function)]
-    kept = (nn.Module, Tensor, functools.partial)
-    used = {
-        name: _copied(function.__globals__[name], memo, convert)
-        for name in _names(function.__code__)
-        if isinstance(function.__globals__.get(name), kept)
-    }
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:  # not filled yet
-            content = None
-        inside = isinstance(content, (*kept, types.FunctionType)) and content is not function
-        cells.append(types.CellType(_copied(content, memo, convert)) if inside else cell)
-    new = types.FunctionType(
-        function.__code__,
-        {**function.__globals__, **used} if used else function.__globals__,
-        function.__name__,
-        tuple(_copied(value, memo, convert) for value in function.__defaults__) if function.__defaults__ else None,
-        tuple(cells) or None,
-    )
-    new.__kwdefaults__ = function.__kwdefaults__
-    memo[id(function)] = new
-    return new
-
-
-def _names(code: types.CodeType) -> set[str]:
-    nested = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*(_names(inner) for inner in nested))

@@ -1,0 +1,499 @@
+"""The proof that micro-batches make the large batch's update: the same rows at once and in parts, compared.
+
+It is the same for every framework, and sees gradients as arrays by name. What a framework has to do for it is a
+`Runner`: run some rows at once or in micro-batches, each time from the same state, and measure how far arrays are from
+each other. A proof then goes
+
+    runner.run(rows, None)      what a plain loop makes of these rows
+    runner.run(rows, sizes)     what the updates make of them, in one or two ways to cut them
+    relative error of each loss, gradient and buffer    max|a - b| / max|b|
+    beyond what rounding makes?                          runner.nearby(rows): the parameters' last bits moved
+    beyond that?                                         why, and an error that names it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+from gradaccum.core.equivalence import Difference, Part
+
+__all__ = [
+    "ATTEMPTS",
+    "ENOUGH",
+    "GROUPS",
+    "Compared",
+    "Comparison",
+    "Key",
+    "Measured",
+    "Outcome",
+    "ProofSchedule",
+    "Runner",
+    "Verdict",
+    "Way",
+    "compare",
+    "differences_between",
+    "informative_rows",
+    "informative_units",
+    "interleaved_ways",
+    "ragged_ways",
+    "with_fewer_rows",
+    "worst",
+]
+
+Array = Any
+"""An array of some framework. None stands for a gradient that never arrived, which is zero."""
+Key = tuple[Part, str]
+Way = tuple[Sequence[int], Sequence[int]]
+"""A way to cut rows: their order, and the sizes of the micro-batches in it."""
+Result = TypeVar("Result")
+
+ROWS = 16
+"""Rows that a proof looks at, at most."""
+GROUPS = 3
+"""Groups of rows that a proof looks at, at least."""
+ENOUGH = 8
+"""Rows from which on more of them say nothing new."""
+OFTEN = 1024
+"""Batches after which a proof is repeated at the latest."""
+ATTEMPTS = 8
+"""Batches in a row on which there is nothing to compare, before no more is tried."""
+SMALL = 1e-3
+"""A gradient that is smaller than the largest one by this factor is measured by that one: all of it may be rounding."""
+TIMES, TIMES_IN_HALF = 32, 2
+"""Times what the last bits of the parameters make of the result: up to there a difference is one of rounding."""
+
+
+# What a framework does.
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What some rows leave behind: arrays by name."""
+
+    losses: Mapping[str, Array]
+    """`"loss"`; the losses by name; or a module's outputs by path."""
+    gradients: Mapping[str, Array | None]
+    buffers: Mapping[str, Array] = dataclasses.field(default_factory=dict)
+    floors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """The smallest scale by which a buffer's error is measured, where it averages what nearly cancels."""
+
+    def parts(self) -> Iterator[tuple[Key, Array | None]]:
+        """Every array with its part and name."""
+        for part, arrays in (("loss", self.losses), ("gradient", self.gradients), ("buffer", self.buffers)):
+            for name, array in arrays.items():
+                yield (part, name), array  # type: ignore[misc]  # one of the three
+
+
+class Measured(NamedTuple):
+    """How far an array is from another one."""
+
+    distance: float
+    """`max|a - b|`; inf for other shapes, or where only one of both is finite."""
+    scale: float
+    """`max|b|` over its finite numbers."""
+    entries: int
+
+    def error(self, floor: float = 0.0) -> float:
+        """The relative error, `max|a - b| / max|b|`, with a smallest scale to divide by."""
+        scale = max(self.scale, floor)
+        return self.distance / scale if scale else (math.inf if self.distance else 0.0)
+
+
+class Runner(Protocol):
+    """What the adapter of a framework does for a proof."""
+
+    def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
+        """What these rows leave in micro-batches of these sizes, as updates make them; None: at once, by a plain loop.
+
+        It starts from the same state each time, moves nothing, and random numbers follow their rows.
+        """
+
+    def nearby(self, rows: Sequence[int]) -> Iterable[Outcome]:
+        """The rows at once, with parameters whose last bits are others: what rounding makes of them."""
+
+    def measure(self, pairs: Sequence[tuple[Array | None, Array | None]]) -> list[Measured]:
+        """Each first array against its second one. None stands for zeros."""
+
+    def is_finite(self, arrays: Sequence[Array]) -> bool:
+        """Whether all numbers in these arrays are finite."""
+
+    @property
+    def tolerance(self) -> float:
+        """The relative error that is rounding in the narrowest dtype that was computed in so far."""
+
+    @property
+    def in_half(self) -> bool:
+        """Whether that dtype has 16 bits or fewer."""
+
+    def lower_scale(self) -> bool:
+        """Gradients have overflowed. Returns whether the loss has a lower scale from now on."""
+
+    def replace_noise(self) -> bool:
+        """Random numbers were drawn that belong to no row. Returns whether they are their mean from now on."""
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Whether this is what a framework raises where memory runs out."""
+
+
+# Comparing.
+
+
+class Compared(NamedTuple):
+    """One way to cut the rows, and what it made different."""
+
+    way: Way
+    differences: list[Difference]
+    distances: dict[Key, float]
+
+    @property
+    def error(self) -> float:
+        """The largest relative error."""
+        return max((difference.error for difference in self.differences), default=0.0)
+
+
+class Comparison:
+    """The same rows at once and in micro-batches, cut in one or several ways.
+
+    Args:
+        runner: Runs them.
+        rows: The rows.
+        ways: How they are cut.
+        failed: What a way is that raises: `"skip"`, left out where others run, as the loss may have its own idea of
+            which rows go together; `"differs"`, an infinite difference; `"raise"`.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        rows: Sequence[int],
+        ways: Sequence[Way],
+        failed: Literal["skip", "differs", "raise"] = "skip",
+    ) -> None:
+        self.runner, self.rows, self.ways, self.failed = runner, rows, ways, failed
+        self.compared: list[Compared] = []
+        """The ways that have run."""
+        self._large: Outcome | None = None
+        self._error: Exception | None = None
+
+    def restart(self) -> None:
+        """Something has changed: the rows run at once again."""
+        self._large = None
+
+    @property
+    def large(self) -> Outcome:
+        """What the rows leave at once."""
+        if self._large is None:
+            self._large = self.runner.run(self.rows, None)
+        return self._large
+
+    def differences(self) -> list[Difference] | None:
+        """The largest difference of each array over all ways; None without finite gradients to compare with.
+
+        Raises:
+            Exception: What the last way raised, where none could run.
+        """
+        while True:
+            arrived = [gradient for gradient in self.large.gradients.values() if gradient is not None]
+            if not arrived or not self.runner.is_finite([*self.large.losses.values()]):
+                return None
+            finite = self.failed != "skip" or self.runner.is_finite(arrived)
+            self.compared = [*self._all_ways()] if finite else []
+            found = worst(difference for one in self.compared for difference in one.differences)
+            overflown = not finite or any(d.part == "gradient" and math.isinf(d.error) for d in found)
+            if (overflown and self.runner.lower_scale()) or (finite and self.runner.replace_noise()):
+                self.restart()
+            elif not finite:
+                return None
+            elif found:
+                return found
+            else:
+                assert self._error is not None
+                raise self._error
+
+    def _all_ways(self) -> Iterator[Compared]:
+        large = self.large
+        for order, sizes in self.ways:
+            try:
+                micro_batches = self.runner.run(order, sizes)
+            except Exception as error:
+                if self.failed == "raise" or self.runner.is_out_of_memory(error):
+                    raise
+                self._error = error
+                if self.failed == "differs":
+                    yield Compared((order, sizes), [Difference("loss", math.inf, "loss")], {})
+                continue
+            measured = measured_parts(self.runner, micro_batches, large)
+            distances = {key: one.distance for key, one in measured.items()}
+            yield Compared((order, sizes), differences_of(measured, large), distances)
+
+    def beyond_rounding(self, differences: Iterable[Difference]) -> list[Difference]:
+        """Those that rounding doesn't make: where large terms cancel each other, it makes much of the difference."""
+        wrong = [difference for difference in differences if not difference.error <= self.runner.tolerance]
+        if not wrong:
+            return wrong
+        times, moved = TIMES_IN_HALF if self.runner.in_half else TIMES, self.moved()
+        return [
+            d
+            for d in wrong
+            if not all(c.distances.get(key_of(d), 0.0) <= times * moved.get(key_of(d), 0.0) for c in self.compared)
+        ]
+
+    def moved(self) -> dict[Key, float]:
+        """How far each array moves with the last bits of the parameters; what isn't finite then is left out."""
+        moved: dict[Key, float] = {}
+        for outcome in self.runner.nearby(self.rows):
+            for key, one in measured_parts(self.runner, outcome, self.large).items():
+                if math.isfinite(one.distance):
+                    moved[key] = max(moved.get(key, 0.0), one.distance)
+        return moved
+
+    def unrepeatable(self) -> list[Difference]:
+        """How far the rows at once are from themselves when they run once more."""
+        again = self.runner.run(self.rows, None)
+        return differences_between(self.runner, again, self.large)
+
+
+class Verdict(NamedTuple):
+    """What a comparison has found."""
+
+    differences: list[Difference]
+    """The largest of each array."""
+    wrong: list[Difference]
+    """Those that rounding doesn't make."""
+    sizes: tuple[tuple[int, ...], ...]
+    """The micro-batches that were compared."""
+
+
+def compare(runner: Runner, rows: Sequence[int], ways: Sequence[Way], only: int | None = None) -> Verdict | None:
+    """Compare rows at once with the same rows in micro-batches; None without finite gradients to compare with.
+
+    Args:
+        runner: Runs them.
+        rows: The rows.
+        ways: How they are cut.
+        only: Which of the ways to compare first; the others are run where that one differs. None: all.
+    """
+    chosen = ways if only is None else [ways[only % len(ways)]]
+    comparison = Comparison(runner, rows, chosen)
+    differences = comparison.differences()
+    if differences is None:
+        return None
+    wrong = comparison.beyond_rounding(differences)
+    if wrong and only is not None:
+        return compare(runner, rows, ways)
+    return Verdict(differences, wrong, tuple(tuple(sizes) for _, sizes in chosen))
+
+
+def measured_parts(runner: Runner, actual: Outcome, expected: Outcome) -> dict[Key, Measured]:
+    """Each array of an outcome against the expected one, in one go; buffers that either lacks are infinitely far."""
+    theirs = dict(actual.parts())
+    pairs: dict[Key, tuple[Array | None, Array | None]] = {}
+    absent: dict[Key, Measured] = {}
+    for key, array in expected.parts():
+        if key not in theirs and key[0] != "gradient":
+            absent[key] = Measured(math.inf, 1.0, 1)
+        elif array is not None or theirs.get(key) is not None:
+            pairs[key] = theirs.get(key), array
+    return {**dict(zip(pairs, runner.measure(list(pairs.values())), strict=True)), **absent}
+
+
+def differences_of(measured: Mapping[Key, Measured], expected: Outcome) -> list[Difference]:
+    """What was measured as relative errors. A gradient that is zero but for rounding is measured by the largest one."""
+    largest = max((one.scale for (part, _), one in measured.items() if part == "gradient"), default=0.0)
+    floors = {"loss": lambda _: 0.0, "gradient": lambda _: SMALL * largest}
+    found = []
+    for (part, name), one in measured.items():
+        floor = floors.get(part, lambda name: expected.floors.get(name, 0.0))(name)
+        found.append(Difference(name, one.error(floor), part, one.entries if part != "loss" else 1))
+    return found
+
+
+def differences_between(runner: Runner, actual: Outcome, expected: Outcome) -> list[Difference]:
+    """How far an outcome is from the expected one."""
+    return differences_of(measured_parts(runner, actual, expected), expected)
+
+
+def key_of(difference: Difference) -> Key:
+    """A difference's part and name."""
+    return difference.part, difference.name
+
+
+def worst(differences: Iterable[Difference]) -> list[Difference]:
+    """Each array's largest difference among these."""
+    found: dict[Key, Difference] = {}
+    for difference in differences:
+        known = found.get(key_of(difference))
+        if known is None or not difference.error <= known.error:
+            found[key_of(difference)] = difference
+    return list(found.values())
+
+
+def with_fewer_rows(
+    attempt: Callable[[int], Result], rows: int, least: int, is_out_of_memory: Callable[[Exception], bool]
+) -> Result:
+    """What `attempt(rows)` returns, with half as many rows wherever memory runs out, down to the least."""
+    while True:
+        try:
+            return attempt(rows)
+        except Exception as error:
+            if not is_out_of_memory(error) or rows <= least:
+                raise
+        rows = max(rows // 2, least)  # out of reach of the error's frames, which hold what took the memory
+
+
+# When, and which rows.
+
+
+class ProofSchedule:
+    """When a batch is to be proven, and how much of it: the first of each kind, and the 2nd, 4th, 8th, ... of all.
+
+    A repetition is to see what time has changed. It looks at fewer rows, split in one way, at a third of the price.
+
+    Example:
+        >>> schedule = ProofSchedule()
+        >>> [schedule.is_due(new_kind=number == 1) for number in range(1, 10)]
+        [True, True, False, True, False, False, False, True, False]
+    """
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.repeated = False
+        """Whether the latest batch is of a kind that has been proven."""
+        self._postponed = False
+        self._looked_at = self._repetitions = 0
+
+    def is_due(self, new_kind: bool) -> bool:
+        """Whether this batch, the next one, is to be proven."""
+        self.batches += 1
+        self.repeated = not new_kind
+        postponed, self._postponed = self._postponed, False
+        return postponed or new_kind or self.batches & (self.batches - 1) == 0 or self.batches % OFTEN == 0
+
+    def postpone(self) -> None:
+        """There was nothing finite to compare with this batch: the next one is due."""
+        self._postponed = True
+
+    def scope(self, size: int | None) -> tuple[int, int | None]:
+        """How much of this batch to look at.
+
+        Args:
+            size: Rows of its micro-batches, where that is known: not many more are looked at.
+
+        Returns:
+            Rows, and which of the two ways to cut them; None: both.
+        """
+        rows = ROWS if size is None else min(ROWS, max(ENOUGH, 2 * size))
+        if size is not None and self.batches == 2:
+            rows = max(rows, size)  # of what a micro-batch holds, some may begin above so many rows
+        if not self.repeated or rows > self._looked_at:
+            self._looked_at = rows
+            return rows, None
+        self._repetitions += 1
+        return min(rows, ENOUGH), (self._repetitions - 1) % 2
+
+
+def informative_rows(scores: Sequence[float], columns: Iterable[Callable[[], Sequence[float]]], most: int) -> list[int]:
+    """Up to so many rows that contain what varies, sorted by how much in them counts: the most padded ones first.
+
+    Half of them are those in which the least counts, half those in which the most does.
+
+    Args:
+        scores: Of each row, how much in it counts.
+        columns: Functions that return a number for each row: of what differs there, one row at least is among them.
+        most: How many.
+
+    Example:
+        >>> informative_rows([3, 1, 2, 9, 5], [lambda: [0, 0, 1, 0, 0]], 2)
+        [1, 2]
+    """
+    order = sorted(range(len(scores)), key=lambda row: scores[row])
+    if len(order) <= most:
+        return order
+    picked = [*order[: most // 2], *order[len(order) - (most - most // 2) :]]
+    places = itertools.cycle(sorted(range(most), key=lambda place: abs(place - most // 2)))  # the least telling first
+    for column in columns:
+        values = column()
+        first = values[picked[0]]
+        if all(values[row] == first for row in picked):
+            other = next((row for row, value in enumerate(values) if value != first), None)
+            if other is not None:
+                picked[next(places)] = other
+    return sorted(picked, key=lambda row: scores[row])
+
+
+def informative_units(rows: Sequence[int], units: Sequence[Sequence[int]], most: int) -> list[int]:
+    """The groups of these rows, from both ends; as many as have so many rows together, and three at least.
+
+    Args:
+        rows: What `informative_rows` returns.
+        units: The groups: their rows.
+        most: How many rows, unless three groups have more.
+    """
+    of_row = {row: place for place, unit in enumerate(units) for row in unit}
+    places = [of_row[row] for row in rows]
+    ends = [places[place // 2] if place % 2 == 0 else places[-1 - place // 2] for place in range(len(places))]
+    picked: list[int] = []
+    for place in dict.fromkeys([*ends, *range(len(units))]):
+        if len(picked) >= GROUPS and sum(len(units[known]) for known in (*picked, place)) > most:
+            break
+        picked.append(place)
+    ranks = {place: rank for rank, place in reversed([*enumerate(places)])}
+    return [row for place in sorted(picked, key=lambda place: ranks.get(place, len(places))) for row in units[place]]
+
+
+def interleaved_ways(units: Sequence[Sequence[int]]) -> list[Way]:
+    """The two ways to cut sorted rows: the extremes apart, and mixed; parts of unequal sizes, of two units or more.
+
+    Args:
+        units: The rows, those that belong together as one unit.
+
+    Example:
+        >>> interleaved_ways([[0], [1], [2], [3], [4], [5]])
+        [([0, 1, 2, 3, 4, 5], [2, 4]), ([0, 3, 1, 4, 2, 5], [2, 2, 2])]
+    """
+    count, order = len(units), list(range(len(units)))
+    first, mixed = max(2, count // 3), [*order[::3], *order[1::3], *order[2::3]]
+    if count < 4:
+        plans = [(order, [1, count - 1]), (order[::-1], [1, count - 1])][: count - 1]
+    elif count < 6:
+        plans = [(order, [first, count - first]), (mixed, [count - 2, 2])]
+    else:
+        plans = [(order, [first, count - first]), (mixed, [count - first - 2, 2, first])]
+    return [_of_units([units[place] for place in places], counts) for places, counts in plans]
+
+
+def ragged_ways(units: Sequence[Sequence[int]], random: Any) -> list[Way]:
+    """Ways to cut rows for a check: ragged in order, ragged and shuffled, small pieces.
+
+    Args:
+        units: The rows, those that belong together as one unit.
+        random: A `random.Random`.
+    """
+    count, order = len(units), list(range(len(units)))
+    shuffled = random.sample(order, count)
+    plans = [(order, _ragged(count, 2, random)), (shuffled, _ragged(count, 3, random))]
+    if count >= 8:
+        plans.append((order, _ragged(count, min(count // 2, 7), random)))
+    return [_of_units([units[place] for place in places], counts) for places, counts in plans]
+
+
+def _ragged(count: int, parts: int, random: Any) -> list[int]:
+    """Random sizes, each of two or more where there are enough, not all the same where that is possible."""
+    least = 2 if count >= 4 else 1
+    parts = max(1, min(parts, count // least))
+    sizes = [least] * parts
+    for _ in range(count - least * parts):  # skewed towards the first parts, so that weights of all sizes occur
+        sizes[random.choices(range(parts), [1 / (1 + part) for part in range(parts)])[0]] += 1
+    if parts > 1 and len(set(sizes)) == 1 and sizes[-1] > least:
+        sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
+    return sizes
+
+
+def _of_units(units: Sequence[Sequence[int]], counts: Sequence[int]) -> Way:
+    """A way to cut units as one to cut their rows."""
+    sizes = iter([len(unit) for unit in units])
+    return [row for unit in units for row in unit], [sum(itertools.islice(sizes, count)) for count in counts]

@@ -1,0 +1,234 @@
+"""Kinds of batches, so that one of a new kind is proven: what varies among the rows, and which rows show it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradaccum.core.proof import ENOUGH, informative_rows, informative_units
+from gradaccum.on_torch.batch import Batch
+
+__all__ = ["BatchKinds", "rows_to_prove"]
+
+SMALL = 1 << 16
+"""Numbers in a tensor up to which a look at each of them takes no time beside an update."""
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
+_MISSING, _IGNORED, _ZERO = "missing ", "ignored ", "zero "
+
+
+class BatchKinds:
+    """Remembers which kinds of batches have been seen.
+
+    A batch is of a new kind where its structure is new, or the mode of one of the model's modules; where its whole
+    numbers are smaller or larger than any before, as an index that losses ignore may be; or where something differs
+    among its rows for the first time: numbers below 0, zeros or NaN, which losses ignore and masks leave out, the
+    length or the side of padding, a weight. Batches of few rows say little, so that larger ones are new after them.
+
+    On accelerators the rows' values are read one update later, so that no update waits for them.
+
+    Example:
+        >>> kinds = BatchKinds()
+        >>> even, uneven = Batch((torch.tensor([[1, 2], [3, -100]]),)), Batch((torch.tensor([[1, 2], [3, 4]]),))
+        >>> kinds.is_new(uneven, [True]), kinds.add(), kinds.is_new(uneven, [True]), kinds.is_new(even, [True])
+        (True, None, False, True)
+    """
+
+    def __init__(self) -> None:
+        self._structures: dict[Any, int] = {}
+        self._modes: list[bool] = []
+        self._known_modes: set[tuple[bool, int, bool]] = set()
+        self._ranges: dict[str, tuple[float, float]] = {}
+        self._uneven: set[str] = set()
+        self._pending: dict[str, tuple[Tensor, torch.cuda.Event]] = {}
+        self._latest: tuple[Any, int, list[bool], dict[str, tuple[float, float]], set[str]] = None, 0, [], {}, set()
+
+    def is_new(self, batch: Batch, modes: list[bool], text: frozenset[str] = frozenset()) -> bool:
+        """Whether this batch is of a new kind.
+
+        Args:
+            batch: The batch.
+            modes: Of each module, the model first: whether it is in training mode.
+            text: The paths of what `max_tokens` cuts.
+        """
+        structure = modes[0], text, tuple([(path, leaf.dtype, len(leaf.shape)) for path, leaf, _ in batch.leaves])
+        rows = min(batch.rows, ENOUGH)
+        first = self._structures.get(structure, 0) < rows
+        switched = modes != self._modes and not self._known_modes.issuperset(_in_the_models(modes))
+        ranges: dict[str, tuple[float, float]] = {}
+        uneven: set[str] = set()
+        for path, leaf, dim in batch.leaves:
+            if not _is_plain(leaf):
+                continue
+            if first or leaf.is_cpu:
+                self._look(batch, path, leaf, dim, first, ranges, uneven)
+            else:
+                self._look_later(batch, path, leaf, dim, ranges, uneven)
+        self._latest = structure, rows, modes, ranges, uneven
+        return first or switched or bool(ranges) or bool(uneven)
+
+    def _look(
+        self,
+        batch: Batch,
+        path: str,
+        leaf: Tensor,
+        dim: int,
+        first: bool,
+        ranges: dict[str, tuple[float, float]],
+        uneven: set[str],
+    ) -> None:
+        """Look at the values of a tensor now."""
+        least = -math.inf
+        if leaf.dtype in _WHOLE:  # these may be targets
+            least = self._extend(batch, path, leaf, ranges)
+        nearest = None
+        for key, vary in _variations(path, leaf, dim, thorough=first):
+            if key in self._uneven or (least >= 0 and key.startswith(_IGNORED)):
+                continue
+            if not first and key.startswith((_MISSING, _ZERO)):
+                if nearest is None:  # one number in place of many, as this runs in every update
+                    nearest = (leaf if leaf.dtype is torch.bool else leaf.abs()).amin().item()
+                if nearest > 0 or (nearest == 0 and key.startswith(_MISSING)):
+                    continue
+            if bool(_differs(vary())):
+                uneven.add(key)
+
+    def _look_later(
+        self,
+        batch: Batch,
+        path: str,
+        leaf: Tensor,
+        dim: int,
+        ranges: dict[str, tuple[float, float]],
+        uneven: set[str],
+    ) -> None:
+        """Look at what was asked of an earlier batch, and ask for what this one holds: nobody waits for a device."""
+        none_ignored = False
+        if leaf.dtype in _WHOLE:
+            low, high = self._ranges.get(path, (math.inf, -math.inf))
+            arrived = self._arrived(path)
+            if arrived is not None and not low <= arrived[0] <= arrived[1] <= high:
+                none_ignored = self._extend(batch, path, leaf, ranges) >= 0
+            elif arrived is not None or path not in self._pending:
+                self._pending[path] = _read_later(torch.stack([*leaf.aminmax()]))
+        for key, vary in _variations(path, leaf, dim, thorough=False):
+            if key in self._uneven or (none_ignored and key.startswith(_IGNORED)):
+                continue
+            arrived = self._arrived(key)
+            if arrived is not None and arrived[0]:
+                if bool(_differs(vary())):
+                    uneven.add(key)
+            elif arrived is not None or key not in self._pending:
+                self._pending[key] = _read_later(_differs(vary()).reshape(1))
+
+    def _extend(self, batch: Batch, path: str, leaf: Tensor, ranges: dict[str, tuple[float, float]]) -> float:
+        """Note a tensor's ends where they are outside of all before. Returns its smallest number."""
+        low, high = self._ranges.get(path, (math.inf, -math.inf))
+        least, most = batch.ends(leaf)
+        if not low <= least <= most <= high:
+            ranges[path] = min(low, least), max(high, most)
+        return least
+
+    def _arrived(self, key: str) -> list[float] | None:
+        """What was read of an earlier batch, once it is there."""
+        values, event = self._pending.get(key, (None, None))
+        return None if event is None or values is None or not event.query() else values.tolist()
+
+    def add(self) -> None:
+        """The latest batch's kind is known from now on."""
+        structure, rows, self._modes, ranges, uneven = self._latest
+        self._structures[structure] = max(rows, self._structures.get(structure, 0))
+        self._known_modes.update(_in_the_models(self._modes))
+        self._ranges.update(ranges)
+        self._uneven |= uneven
+
+
+def rows_to_prove(batch: Batch, most: int) -> list[int]:
+    """Up to so many rows that contain what varies, sorted by how much in them counts; whole groups, where there are."""
+    scores = torch.zeros(batch.rows, dtype=torch.float64)
+    for _, leaf, dim in batch.leaves:
+        values = torch.as_tensor(leaf).detach().movedim(dim, 0)
+        if values.is_floating_point() or values.is_complex():
+            continue
+        if values.dtype is torch.bool:
+            values = values.byte()
+        if values.ndim == 1:
+            scores += 2 * (values >= 0).cpu() + values.cpu().double() / (1.0 + values.abs().max().item())
+        else:
+            scores += ((values != 0) & (values != -100)).flatten(1).sum(1).cpu()
+    rows = informative_rows(scores.tolist(), _columns(batch), most)
+    return rows if batch.groups is None else informative_units(rows, [unit.tolist() for unit in batch.units()], most)
+
+
+def _columns(batch: Batch) -> Iterator[Callable[[], Sequence[float]]]:
+    """Functions that return a number for each row; the smallest and the largest values last."""
+    plain = [(path, leaf, dim) for path, leaf, dim in batch.leaves if _is_plain(leaf) and not leaf.is_complex()]
+    for path, leaf, dim in plain:
+        for _, vary in _variations(path, leaf, dim, thorough=True):
+            yield functools.partial(_listed, vary)
+    for _, leaf, dim in plain:
+        if leaf.dtype is not torch.bool:
+            for end in batch.ends(leaf):
+                yield functools.partial(_listed, functools.partial(_equal, leaf, dim, end))
+
+
+def _listed(vary: Callable[[], Tensor]) -> list[float]:
+    return vary().tolist()
+
+
+def _in_the_models(modes: list[bool]) -> Iterator[tuple[bool, int, bool]]:
+    """Each module's mode, with the model's."""
+    return ((modes[0], place, mode) for place, mode in enumerate(modes))
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not leaf.is_nested and leaf.layout is torch.strided and bool(leaf.numel())
+
+
+def _variations(path: str, leaf: Tensor, dim: int, thorough: bool) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """What may differ among the rows of this tensor: a name, and a function that returns a number for each row.
+
+    Args:
+        path: Of the tensor.
+        leaf: The tensor.
+        dim: Where its rows are.
+        thorough: Whether to look at each number of a large tensor, too.
+    """
+    floating, small = leaf.is_floating_point(), thorough or leaf.numel() <= SMALL
+    if floating and small:
+        yield _MISSING + path, lambda: _sums(leaf.isnan(), dim)
+    if leaf.dtype in _WHOLE or (floating and small):
+        yield _IGNORED + path, lambda: _sums(leaf < 0, dim)
+    if small:
+        yield _ZERO + path, lambda: _sums(leaf == 0, dim)
+    named = "mask" in path or "weight" in path
+    if (named and leaf.dim() <= 2) or (floating and leaf.dim() == 1):
+        yield f"sum {path}", lambda: _sums(leaf, dim)
+    if named and leaf.dim() == 2:
+        yield f"left {path}", lambda: leaf.detach().movedim(dim, 0)[:, 0] == 0
+
+
+def _equal(leaf: Tensor, dim: int, value: float) -> Tensor:
+    return _sums(leaf == value, dim)
+
+
+def _sums(leaf: Tensor, dim: int) -> Tensor:
+    rows = leaf.detach().movedim(dim, 0)
+    return rows.reshape(len(rows), -1).sum(1)
+
+
+def _differs(values: Tensor) -> Tensor:
+    return (values != values[0]).any()
+
+
+def _read_later(flag: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """A number on the host, and what tells when it has arrived there."""
+    host = torch.empty_like(flag, device="cpu", pin_memory=True)
+    host.copy_(flag, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event

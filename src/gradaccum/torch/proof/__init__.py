@@ -1,0 +1,7 @@
+"""Prove it: accumulated and large batch compared, and the culprit named."""
+
+from gradaccum.torch.proof.causes import counting_layers
+from gradaccum.torch.proof.check import certify
+from gradaccum.torch.proof.train_step import Proof, eager
+
+__all__ = ["Proof", "certify", "counting_layers", "eager"]

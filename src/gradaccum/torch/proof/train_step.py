@@ -1,0 +1,387 @@
+"""TrainStep's proof: a few rows of a batch at once and in micro-batches, through what makes its updates."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum.core.equivalence import Cause, Difference, Equivalence
+from gradaccum.core.proof import (
+    ATTEMPTS,
+    Measured,
+    Outcome,
+    ProofSchedule,
+    Verdict,
+    compare,
+    interleaved_ways,
+    with_fewer_rows,
+)
+from gradaccum.core.rounding import rounding
+from gradaccum.errors import NotEquivalentError
+from gradaccum.on_torch.adapter.arrays import FLIPPED_BITS, bits_flipped, is_finite, measure, sample
+from gradaccum.on_torch.adapter.kinds import BatchKinds, rows_to_prove
+from gradaccum.on_torch.adapter.rng import RowwiseRng, watched
+from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.memory import is_out_of_memory
+from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms, in_eval_mode
+from gradaccum.torch.buffers import ModuleState, choose_rules, left_as_found, owners_of_buffers, tell_of_buffers
+from gradaccum.torch.loss import Objective
+from gradaccum.torch.padding import what_is_cut
+from gradaccum.torch.proof.causes import counting_layers, suspicion, unusual_batch_norms
+from gradaccum.torch.proof.check import certify
+
+__all__ = ["Gradients", "LoweredScale", "Proof", "eager"]
+
+logger = logging.getLogger("gradaccum")
+
+NEARLY = 20
+"""Times the tolerance: up to there a difference that isn't there in float64 is one of rounding."""
+
+Gradients = Callable[[Objective, Batch, Sequence[int]], Tensor]
+"""Runs the rows of a batch in micro-batches of these sizes, in order, as an update does: takes each of them by
+`batch.take(rows)` before its forward pass, leaves the finished gradients in the parameters (scaled by `Proof.scale`,
+not clipped), and returns the loss. Exchanges nothing with other ranks, and learns nothing about sizes."""
+
+
+class LoweredScale:
+    """A GradScaler's scale, lowered where gradients overflow in it: an update is skipped then, and tried again.
+
+    Args:
+        scaler: The GradScaler, or None.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler, self._factors, self._place = scaler, (1.0, 2.0**-4, 2.0**-8, 2.0**-12, 2.0**-16), 0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss, scaled."""
+        return loss if self._scaler is None else self._scaler.scale(loss) * self._factors[self._place]
+
+    def lower(self) -> bool:
+        """Scale less from now on. Returns False where no lower scale is left."""
+        if self._scaler is None or self._place + 1 == len(self._factors):
+            return False
+        self._place += 1
+        return True
+
+    def reset(self) -> None:
+        """Scale as the GradScaler does."""
+        self._place = 0
+
+
+class Proof:
+    """Compares a few rows at once, as a plain loop has them, with the same rows in micro-batches.
+
+    Losses, gradients, and what modules keep must agree to rounding. Random numbers follow their rows, so dropout is
+    no difference. BatchNorm that is not exact uses its running statistics meanwhile.
+
+    Args:
+        objective: The loss, with the model that a plain loop calls.
+        gradients: Runs micro-batches as an update does.
+        parameters: What the optimizers update.
+        batch_norm: As for `TrainStep`.
+        scaler: A GradScaler, or None.
+        explain: What makes micro-batches differ from a batch, and whether it is sure that the loss doesn't.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        gradients: Gradients,
+        *,
+        parameters: Callable[[], list[Tensor]],
+        batch_norm: BatchNormChoice = "warn",
+        scaler: Any = None,
+        explain: Callable[[Batch, bool], Cause | None] = lambda *_: None,
+    ) -> None:
+        self.objective, self._explain = objective, explain
+        self.gradients, self._parameters = gradients, parameters
+        # SyncBatchNorm would wait for ranks that have nothing to prove.
+        synced = any(isinstance(module, nn.SyncBatchNorm) for module in objective.model.modules())
+        self.exact = batch_norm == "exact" and not synced
+        self.scale = LoweredScale(scaler)
+        self.schedule, self.kinds, self._attempts = ProofSchedule(), BatchKinds(), 0
+        self._text = frozenset[str]()
+        self._pending_warning = ""
+        self._warned: set[str] = set()
+
+    def is_due(self, batch: Batch, modes: list[bool], text: frozenset[str] = frozenset()) -> bool:
+        """Whether this batch, which has rows to be split, is to be proven: of a new kind, or the 2nd, 4th, 8th, ...
+
+        Args:
+            batch: The large batch.
+            modes: Of each module, the model first: whether it is in training mode.
+            text: The paths of what `max_tokens` cuts.
+        """
+        self._pending_warning, self._text = "", text
+        if batch.rows < 2 or self._attempts >= ATTEMPTS or (batch.groups is not None and len(batch.units()) < 2):
+            self.schedule.batches += 1
+            return False
+        return self.schedule.is_due(self.kinds.is_new(batch, modes, text))
+
+    def run(self, batch: Batch, size: int | None = None) -> None:
+        """Prove that micro-batches of the batch that `is_due` make its update. Moves nothing.
+
+        Args:
+            batch: The large batch.
+            size: Rows of its micro-batches, where that is known: not many more are looked at.
+
+        Raises:
+            NotEquivalentError: The gradients or the losses differ. The message names the cause, and what to do.
+        """
+        roots = self.objective.modules
+        parameters = [p for root in roots.values() for p in root.parameters()]
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
+            return
+        self._attempts += 1
+        for cause in counting_layers(roots.values()):
+            raise NotEquivalentError(f"{cause.message} verify=False leaves this proof out.")
+        named: dict[str, Tensor] = {
+            f"{prefix}.{n}" if prefix else n: p for prefix, r in roots.items() for n, p in r.named_parameters()
+        }
+        known = {id(parameter) for parameter in named.values()}
+        named.update({f"parameter {i}": p for i, p in enumerate(self._parameters()) if id(p) not in known})
+        most, way = self.schedule.scope(size)
+        if self._prove(self.objective, batch, most, way, named) and self.objective.autocast is not None:
+            precise = copy.copy(self.objective)  # rounding hides less without autocast
+            precise.autocast = None
+            self._prove(precise, batch, most, way, named)
+
+    def _prove(
+        self, objective: Objective, batch: Batch, most: int, way: int | None, parameters: dict[str, Tensor]
+    ) -> bool:
+        """Compare so many rows, or half as many wherever memory runs out. Returns whether they could be compared."""
+        rows, prove = min(most, batch.rows), functools.partial(self._compared, objective, batch, way, parameters)
+        tried: list[int] = []
+        try:
+            found = with_fewer_rows(lambda rows: prove(tried, rows), rows, 2, is_out_of_memory)
+        except Exception as error:
+            self._could_not(tried[-1], error)
+            return False
+        if found is None:
+            self.schedule.postpone()
+            return False
+        few, verdict, runner, wrong = found
+        if wrong:
+            self._judge(few, verdict, wrong, runner)
+        self._proven()
+        return True
+
+    def _compared(
+        self,
+        objective: Objective,
+        batch: Batch,
+        way: int | None,
+        parameters: dict[str, Tensor],
+        tried: list[int],
+        most: int,
+    ) -> tuple[Batch, Verdict, _Runner, list[Difference]] | None:
+        few = batch.take(torch.tensor(rows_to_prove(batch, most)))
+        tried.append(few.rows)
+        ways = interleaved_ways([unit.tolist() for unit in few.units()])
+        with (
+            contextlib.nullcontext() if self.exact else in_eval_mode(objective.model),
+            left_as_found(objective.modules, [*parameters.values()], [objective.device], [objective.evaluate]) as state,
+            eager(),
+            torch.enable_grad(),
+        ):
+            runner = _Runner(self, objective, few, parameters, state)
+            verdict = compare(runner, range(few.rows), ways, way)
+            if verdict is None:
+                return None
+            if any(difference.part != "buffer" for difference in verdict.wrong):
+                runner.rng.check("the model or the loss")
+            chosen = self._choose_rules(runner, verdict, ways)
+        return few, verdict, runner, [difference for difference in verdict.wrong if difference.name not in chosen]
+
+    def _choose_rules(self, runner: _Runner, verdict: Verdict, ways: Any) -> Any:
+        """The buffers that go where all rows at once take them by another rule than the mean: they follow it now."""
+        if not verdict.wrong or any(difference.part != "buffer" for difference in verdict.wrong):
+            return ()
+
+        def still_wrong() -> set[str]:
+            again = compare(runner, range(runner.rows), ways)
+            return {difference.name for difference in (again.wrong if again is not None else [])}
+
+        owners = {**owners_of_buffers(self.objective.modules), **runner.state.made}
+        return choose_rules([d.name for d in verdict.wrong], self.objective.modules, owners, still_wrong)
+
+    def _proven(self) -> None:
+        self.kinds.add()
+        self._attempts = 0
+
+    def _could_not(self, rows: int, error: Exception) -> None:
+        if self.schedule.repeated:
+            logger.debug("The proof could not be repeated on %d rows: %s", rows, error)
+            return
+        self._pending_warning = (
+            f"Whether micro-batches make the large batch's update could not be proven: {rows} rows of this batch can't "
+            f"be evaluated, at once or in parts ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})."
+        )
+
+    def tell(self) -> None:
+        """The update has been made, so what could not be proven is no error of the batch or the model: warn of it."""
+        if self._pending_warning:
+            logger.warning(self._pending_warning)
+            self._pending_warning = ""
+            self._proven()
+
+    def _judge(self, few: Batch, verdict: Verdict, wrong: list[Difference], runner: _Runner) -> None:
+        if all(difference.part == "buffer" for difference in wrong):
+            if self.exact:  # these move once per update, and twice where a plain loop recomputes them in a checkpoint
+                layers = batch_norms(self.objective.model)
+                own = {f"{path}.{name}".lstrip(".") for path, layer in layers for name, _ in layer.named_buffers()}
+                wrong = [difference for difference in wrong if difference.name not in own]
+            self._warn_of_moves([difference.name for difference in wrong], runner.state.made)
+            return
+        causes = self._causes(few, wrong, runner.tolerance)
+        if causes is None:
+            return
+        result = Equivalence(tuple(verdict.differences), runner.tolerance, tuple(causes), few.rows, verdict.sizes)
+        try:
+            result.raise_if_different()
+        except NotEquivalentError as error:
+            said = not self._text or what_is_cut(self._text) in str(error)
+            cut = "" if said else f"\n`max_tokens` has cut off padding there. {what_is_cut(self._text)}"
+            raise NotEquivalentError(
+                f"{error}{cut}\nFound on {few.rows} rows of this batch, whole and in micro-batches, before an update "
+                "was made with it. verify=False leaves this proof out."
+            ) from None
+
+    def _warn_of_moves(self, names: list[str], made: dict[str, tuple[str, str, str]]) -> None:
+        """Name what goes elsewhere than where the large batch takes it, once."""
+        new = [name for name in names if name not in self._warned]
+        self._warned.update(new)
+        owners = {**owners_of_buffers(self.objective.modules), **made}
+        if others := [repr(name) for name in new if name not in owners]:
+            logger.warning(
+                "The update is the large batch's, but these move once per micro-batch, not once per update: %s. "
+                "Where that matters, move them once per update, after the optimizer's step.",
+                ", ".join(others[:5]) + (", ..." if len(others) > 5 else ""),
+            )
+        tell_of_buffers([owners[name] for name in new if name in owners])
+
+    def _causes(self, few: Batch, wrong: list[Difference], tolerance: float) -> list[Cause] | None:
+        """What makes the difference, by name; None where it is rounding."""
+        try:
+            with in_eval_mode(self.objective.model), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of parts that training never sees
+                found = certify(self.objective, few, _no_accumulation, device=self.objective.device)
+        except Exception as error:
+            logger.debug("The cause can't be looked for on a copy: %s", error)
+            found = None
+        if found is not None and found.causes:  # every micro-batch finds the same buffers: no cause, unless no other is
+            paths = {path or "model" for path, _, _ in owners_of_buffers(self.objective.modules).values()}
+            others = [cause for cause in found.causes if cause.kind != "buffer" or cause.where not in paths]
+            return others or list(found.causes)
+        layers = unusual_batch_norms(self.objective.model) if self.exact else []
+        if layers:
+            return layers
+        errors = [difference.error for difference in wrong if difference.part == "gradient"]
+        nearly = NEARLY**2 if self.schedule.repeated else NEARLY
+        if found is not None and found.ok and max(errors, default=0.0) <= nearly * tolerance:
+            return None  # it isn't there in float64
+        if (found is None or found.ok) and (cause := self._explain(few, found is not None)):
+            return [cause]
+        return [suspicion(self.objective.modules, wrong)]
+
+
+class _Runner:
+    """Runs the same rows at once and in micro-batches, on the user's own model, each time from the same state."""
+
+    def __init__(
+        self, proof: Proof, objective: Objective, few: Batch, parameters: dict[str, Tensor], state: ModuleState
+    ) -> None:
+        self._proof, self._objective, self._parameters, self.state = proof, objective, parameters, state
+        self._few, self.rows = few.map(self._detached_leaf), few.rows
+        self.rng = RowwiseRng(few.rows, neutral=proof.exact)
+        self.rng.holds(*objective.modules.values(), objective.evaluate)
+        proof.scale.reset()
+
+    def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
+        with self._started():
+            if sizes is None:
+                few = self._few.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)  # may be edited
+                loss = self._objective.whole(few)
+                self._proof.scale.scale(loss).backward()
+            else:
+                order = torch.tensor(rows)
+                few = self._few.take(order).map(self._detached_leaf)
+                batch = watched(few, lambda taken: self.rng.start(order[taken]))
+                loss = self._proof.gradients(self._objective, batch, sizes)
+            gradients = {n: p.grad for n, p in self._parameters.items() if p.requires_grad}
+            return Outcome(
+                {"loss": loss.detach().clone()},
+                {n: None if g is None else self._sample(g.detach().to_dense()) for n, g in gradients.items()},
+                {**self.state.tensors(), **self.state.numbers()},
+            )
+
+    def nearby(self, rows: Sequence[int]) -> Iterator[Outcome]:
+        for bits in FLIPPED_BITS:
+            with bits_flipped(self._parameters.values(), bits):
+                outcome = self.run(rows, None)
+            yield outcome
+
+    def measure(self, pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> list[Measured]:
+        return measure(pairs)
+
+    def is_finite(self, arrays: Sequence[Tensor]) -> bool:
+        return is_finite(arrays)
+
+    @property
+    def tolerance(self) -> float:
+        return rounding(str(self.rng.precision), self._objective.device.type)
+
+    @property
+    def in_half(self) -> bool:
+        return self.rng.precision.itemsize <= 2
+
+    def lower_scale(self) -> bool:
+        return self._proof.scale.lower()
+
+    def replace_noise(self) -> bool:
+        return self.rng.replace_noise()
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        return is_out_of_memory(error)
+
+    @staticmethod
+    def _sample(gradient: Tensor) -> Tensor:
+        taken = sample(gradient)
+        return taken if taken is gradient else taken.clone()
+
+    def _detached_leaf(self, leaf: Any) -> Any:
+        """What a proof does to the gradients of a batch is nobody's; those of parameters are put back."""
+        if not isinstance(leaf, Tensor) or not leaf.requires_grad or any(leaf is p for p in self._parameters.values()):
+            return leaf
+        return leaf.detach().requires_grad_()
+
+    @contextlib.contextmanager
+    def _started(self) -> Iterator[None]:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self.rng.start(None)
+        try:
+            with self.rng:
+                yield
+        finally:
+            self.rng.rewind()
+            self.state.put_back()
+
+
+def eager() -> contextlib.AbstractContextManager[Any]:
+    """Compile nothing for a few rows. Where torch._dynamo, which takes long to load, is not loaded, nothing does."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+
+
+def _no_accumulation(*_: Any) -> Tensor:
+    raise AssertionError("micro-batches of a copy are added up by the trial itself")
