@@ -62,16 +62,19 @@ def size(target, *arguments):
     return CliRunner().invoke(commands, ["size", str(target), *arguments])
 
 
-def test_the_size_its_estimate_and_its_margin_are_printed(file):
+def test_the_best_way_its_peak_and_the_margin_are_printed_first(file):
     result = size(f"{file}:make", "--memory", "1500 kB")
     assert result.exit_code == 0, result.output
-    first, second, third, _, title, *ways = result.stdout.splitlines()
-    rows = int(first.removeprefix("micro_batch_size: ").split()[0])
+    first, second, _, title, *ways, _, note = result.stdout.splitlines()
+    rows = int(first.removeprefix("Accumulated, ").split()[0])
     assert 1 < rows < 512
-    assert "estimated peak" in second
-    assert "10 % of it left free" in third
-    assert title.startswith("way of making the update of 512 rows")
-    assert [way.split()[0] for way in ways] == ["plain", "accumulated"]  # without blocks there are no others
+    assert first.endswith(f"{rows} rows at a time: pass micro_batch_size={rows} to TrainStep.")
+    assert "that a margin of 10 % leaves of 1.4 MiB" in second
+    assert title.startswith("update of 512 rows")
+    assert [way.split()[0] for way in ways] == ["plain", "accumulated"]
+    assert ways[0].endswith("does not fit")
+    assert ways[1].endswith(f"micro_batch_size={rows}")
+    assert note.startswith("No list of blocks was found")
     less = size(f"{file}:with_optimizer", "--memory", "1500 kB", "--margin", "0.2")
     assert "20 %" in less.stdout
 
@@ -79,12 +82,13 @@ def test_the_size_its_estimate_and_its_margin_are_printed(file):
 def test_a_limit_that_only_updates_in_backward_fit_is_exit_code_0(file):
     result = size(f"{file}:deep", "--memory", "440 kB", "--margin", "0")
     assert result.exit_code == 0
-    assert "Not even a micro-batch of one row fits" in result.stdout
-    fits = {
-        line.split("   ")[0]: "does not fit" not in line for line in result.stdout.splitlines() if " row" in line[30:]
-    }
-    assert fits["accumulated"] is fits["layer by layer"] is False
-    assert fits["in backward"]
+    first, *_ = result.stdout.splitlines()
+    assert first.startswith("Whole gradients, 218.2 KiB, don't fit beside the rest. Updated in backward")
+    (pasted,) = [line for line in result.stdout.splitlines() if line.startswith("updated in backward  ")]
+    assert 'blocks=Blocks("auto", update="in_backward")' in pasted
+    for misfit in ("accumulated", "layer by layer"):
+        (line,) = [line for line in result.stdout.splitlines() if line.startswith(misfit)]
+        assert line.endswith("does not fit")
     assert (
         size(f"{file}:shared", "--memory", "1GiB").stdout.splitlines()[-1].startswith("Not layer by layer: The block")
     )
@@ -96,9 +100,9 @@ def test_a_limit_that_not_even_one_row_fits_is_exit_code_1(file):
     assert "Not even a micro-batch of one row fits" in result.stdout
 
 
-def test_a_batch_that_fits_as_it_is_takes_what_an_ordinary_step_takes(file):
-    _, second, _, _, _, plain, *_ = size(f"{file}:deep", "--memory", "1GiB").stdout.splitlines()
-    assert second.split(",")[0].split()[-2:] == plain.split()[-2:]
+def test_a_batch_that_fits_as_it_is_takes_an_ordinary_step(file):
+    first, *_ = size(f"{file}:deep", "--memory", "1GiB").stdout.splitlines()
+    assert first == "The whole batch of 16 rows fits into an ordinary step."
 
 
 @pytest.mark.parametrize("arguments", [("--memory", "lots"), ("--margin", "1")])

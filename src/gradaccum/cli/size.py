@@ -39,8 +39,9 @@ def size(
     FILE.py:MAKE is a function without arguments that returns (model, batch, loss_fn), as for `gradaccum check`; a dict
     in place of loss_fn may name the optimizer, too, whose state counts (Adam's, where it doesn't).
 
-    Below it stands what each way of making the update needs: an ordinary step, accumulated, layer by layer (`blocks` in
-    that dict says what the blocks are; by default the longest list of modules of one class), updates in backward.
+    For PyTorch it begins with the fastest way that fits, and then lists each: an ordinary step, accumulated, layer by
+    layer, with updates in backward. "blocks" in that dict names the blocks; by default they are the longest list of
+    modules of one class.
 
     Exit code 1 says that not even one row fits, in none of the ways.
     """
@@ -57,33 +58,23 @@ def size(
                 'gradaccum.keras.micro_batched(model, "auto") finds its size when it trains.'
             )
         require_framework(framework)
-        try:
-            given = {"memory_limit": limit, "margin": margin} | keywords
-            estimate = _estimated(framework, model, batch, given)
-            found, code = str(estimate), 0
-        except DoesNotFit as error:
-            found, code = str(error), DIFFERENT
-        if framework == "torch":
-            ways = _ways(model, batch, given)
-            found, code = f"{found}\n\n{ways}", 0 if any(way.fits for way in ways.ways) else DIFFERENT
+        found, code = _found(framework, model, batch, {"memory_limit": limit, "margin": margin} | keywords)
     click.echo(found)
     context.exit(code)
 
 
-def _estimated(framework: str, model: Any, batch: Any, keywords: dict[str, Any]) -> Any:
-    """The estimate for the model's own framework."""
+def _found(framework: str, model: Any, batch: Any, keywords: dict[str, Any]) -> tuple[str, int]:
+    """What to print, and the exit code."""
     if framework == "jax":
-        from gradaccum.jax.measure import estimate_size as of_jax
+        from gradaccum.jax.measure import estimate_size
 
         loss_fn = keywords.pop("loss_fn", None)
-        return of_jax(loss_fn, model, batch, *keywords.pop("more", ()), **keywords)
-    from gradaccum.torch.measure import SIZE_KEYWORDS, estimate_size
-
-    return estimate_size(model, batch, **{name: keywords[name] for name in keywords.keys() & SIZE_KEYWORDS})
-
-
-def _ways(model: Any, batch: Any, keywords: dict[str, Any]) -> Any:
+        try:
+            return str(estimate_size(loss_fn, model, batch, *keywords.pop("more", ()), **keywords)), 0
+        except DoesNotFit as error:
+            return str(error), DIFFERENT
     from gradaccum.torch.measure import SIZE_KEYWORDS, estimate_ways
 
-    known = {*SIZE_KEYWORDS, "blocks"}
-    return estimate_ways(model, batch, **{name: keywords[name] for name in keywords.keys() & known})
+    known = keywords.keys() & {*SIZE_KEYWORDS, "blocks"}
+    ways = estimate_ways(model, batch, **{name: keywords[name] for name in known})
+    return str(ways), DIFFERENT if ways.best is None else 0

@@ -44,7 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {"micro_batch_size": 24},
     "accumulated": {},
     "layer by layer": {"blocks": "auto"},
-    "in backward": {"blocks": Blocks("auto", update="in_backward")},
+    "updated in backward": {"blocks": Blocks("auto", update="in_backward")},
 }
 
 
@@ -75,9 +75,11 @@ def test_the_predicted_peaks_are_those_of_the_updates(device: str, monkeypatch: 
     peaks = {way.name: way.peak - constant for way in found.ways}
     for name, options in WAYS.items():
         assert peaks[name] == pytest.approx(measured(**options), rel=0.02), name
-    assert peaks["in backward, offloaded"] < peaks["in backward"]
+    assert peaks["updated in backward, offloaded"] < peaks["updated in backward"]
     block = bytes_of(model.layers[0].parameters())
-    assert peaks["in backward, offloaded"] - peaks["parameters in turn"] == 4 * block - 2 * block  # two are there
+    assert (
+        peaks["updated in backward, offloaded"] - peaks["parameters on the host"] == 4 * block - 2 * block
+    )  # two are there
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -90,7 +92,8 @@ def test_the_example_s_large_models_are_shapes_alone() -> None:
     assert {p.device.type for p in model.parameters()} == {ids.device.type} == {"meta"}
     ways = {way.name: way for way in estimate_ways(model, ids[:8, :8], **keywords, memory_limit="1GiB").ways}
     assert list(ways) == [
-        "plain", "accumulated", "layer by layer", "in backward", "in backward, offloaded", "parameters in turn"
+        "plain", "accumulated", "layer by layer", "updated in backward", "updated in backward, offloaded",
+        "parameters on the host",
     ]  # fmt: skip
     assert all(way.fits and way.micro_batch_size == 8 for way in ways.values())
     parameters = sum(p.numel() for p in example["seven_billion"]()[0].parameters())

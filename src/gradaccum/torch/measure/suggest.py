@@ -105,7 +105,7 @@ def estimate_ways(
         >>> batch = torch.zeros(64, 256), torch.zeros(64, 256)
         >>> ways = estimate_ways(model, batch, loss_fn=nn.MSELoss(), memory_limit="8MiB")
         >>> [way.name for way in ways.ways if way.fits]
-        ['in backward', 'in backward, offloaded', 'parameters in turn']
+        ['updated in backward', 'updated in backward, offloaded', 'parameters on the host']
     """
     subject = _Subject.of(model, batch, margin, **keywords)
     found = functools.partial(
@@ -113,14 +113,20 @@ def estimate_ways(
         subject.objective,
         subject.batch,
         constant=subject.constant,
-        allowed=(1 - margin) * subject.limit,
+        limit=subject.limit,
+        margin=margin,
         trained=subject.trained,
         state_bytes=subject.state_bytes,
     )
     if blocks != "auto":
         return found(blocks)
     if not has_blocks(model):
-        return found(None)
+        note = (
+            "No list of blocks was found, so the ways layer by layer are left out. Name it: a dotted path such as "
+            '"encoder.layers", or a list of modules, as `blocks`; on the command line as "blocks" in the dict that '
+            "make() returns in place of loss_fn."
+        )
+        return dataclasses.replace(found(None), note=note)
     try:
         return found(blocks)
     except ValueError as error:  # such as blocks that share a module

@@ -1,4 +1,4 @@
-"""Which ways of training fit into a memory: the peak of each, predicted on fake tensors."""
+"""Which ways of training fit into a memory limit: the peak of each, predicted on fake tensors."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = ["Way", "Ways", "find_ways"]
 
 @dataclass(frozen=True)
 class Way:
-    """A way of making the large batch's update, and what it takes.
+    """A way of making the large batch's update, and its memory.
 
     Attributes:
-        name: What it is called.
-        options: How `TrainStep` is asked for it; empty for an ordinary step.
+        name: Its name.
+        arguments: What to pass to `TrainStep` for it.
         micro_batch_size: The largest that fits, in rows; 1 where none does.
         peak: Bytes with that size.
         fits: Whether it fits.
     """
 
     name: str
-    options: str
+    arguments: str
     micro_batch_size: int
     peak: int
     fits: bool
@@ -41,29 +41,74 @@ class Way:
 
 @dataclass(frozen=True)
 class Ways:
-    """The ways of making one large batch's update.
+    """The ways of making one large batch's update, the cheapest in time first.
+
+    Attributes:
+        ways: Each way.
+        rows: Of the large batch.
+        limit: Bytes there are.
+        margin: The part of them to leave free.
+        gradient_bytes: Of the whole model's gradients.
+        note: Why some ways are missing.
 
     Example:
-        >>> print(Ways((Way("plain", "", 64, 90 * 2**30, False), Way("accumulated", "", 4, 60 * 2**30, True)), 64))
-        way of making the update of 64 rows   micro-batch       peak
-        plain                                 64 rows       90.0 GiB   does not fit
-        accumulated                           4 rows        60.0 GiB
+        >>> plain = Way("plain", "", 64, 90 * 2**30, False)
+        >>> accumulated = Way("accumulated", "micro_batch_size=4", 4, 60 * 2**30, True)
+        >>> print(Ways((plain, accumulated), 64, 80 * 2**30, 0.1))
+        Accumulated, 4 rows at a time: pass micro_batch_size=4 to TrainStep.
+        Its peak is 60.0 GiB of the 72.0 GiB that a margin of 10 % leaves of 80.0 GiB.
+        <BLANKLINE>
+        update of 64 rows   micro-batch       peak   TrainStep(...)
+        plain                   64 rows   90.0 GiB   does not fit
+        accumulated              4 rows   60.0 GiB   micro_batch_size=4
     """
 
     ways: tuple[Way, ...]
     rows: int
+    limit: float
+    margin: float
+    gradient_bytes: int = 0
     note: str = ""
-    """Why some are missing."""
+
+    @property
+    def best(self) -> Way | None:
+        """The first that fits: the one that takes the least time."""
+        return next((way for way in self.ways if way.fits), None)
 
     def __str__(self) -> str:
-        title = f"way of making the update of {self.rows} rows"
-        width = max(len(title), *(len(way.name) for way in self.ways))
-        lines = [f"{title:{width}}   micro-batch {'peak':>10}"]
+        return "\n".join([*self._verdict(), "", *self._table(), *(["", self.note] if self.note else [])])
+
+    def _verdict(self) -> list[str]:
+        best, allowed = self.best, f"{format_bytes((1 - self.margin) * self.limit)}"
+        left = f"the {allowed} that a margin of {100 * self.margin:.0f} % leaves of {format_bytes(self.limit)}"
+        if best is None:
+            least = min(self.ways, key=lambda way: way.peak)
+            return [
+                f"Not even a micro-batch of one row fits: {least.name} needs {format_bytes(least.peak)} of {left}.",
+                "Make the model smaller, shard it, or use gradient checkpointing or autocast=torch.bfloat16.",
+            ]
+        peak = f"Its peak is {format_bytes(best.peak)} of {left}."
+        if not best.arguments:
+            return [f"The whole batch of {self.rows} rows fits into an ordinary step.", peak]
+        reason = ""
+        if "in_backward" in best.arguments:
+            reason = f"Whole gradients, {format_bytes(self.gradient_bytes)}, don't fit beside the rest. "
+        how = f"{reason}{best.name.capitalize()}, {_rows(best.micro_batch_size)} at a time"
+        return [f"{how}: pass {best.arguments} to TrainStep.", peak]
+
+    def _table(self) -> list[str]:
+        head = (f"update of {self.rows} rows", "micro-batch", "peak", "TrainStep(...)")
+        lines = [head]
         for way in self.ways:
-            size = f"{way.micro_batch_size} rows" if way.micro_batch_size > 1 else "1 row"
-            misfit = "" if way.fits else "   does not fit"
-            lines.append(f"{way.name:{width}}   {size:11} {format_bytes(way.peak):>10}{misfit}")
-        return "\n".join([*lines, *([self.note] if self.note else [])])
+            arguments = way.arguments or "an ordinary step"
+            last = arguments if way.fits else "does not fit"
+            lines.append((way.name, _rows(way.micro_batch_size), format_bytes(way.peak), last))
+        widths = [max(len(line[column]) for line in lines) for column in range(3)]
+        return [f"{a:{widths[0]}}   {b:>{widths[1]}}   {c:>{widths[2]}}   {d}" for a, b, c, d in lines]
+
+
+def _rows(count: int) -> str:
+    return f"{count} row" if count == 1 else f"{count} rows"
 
 
 def find_ways(
@@ -71,7 +116,8 @@ def find_ways(
     batch: Batch,
     blocks: Any,
     constant: int,
-    allowed: float,
+    limit: float,
+    margin: float,
     trained: list[Tensor],
     state_bytes: Callable[[list[Tensor]], int],
 ) -> Ways:
@@ -82,14 +128,15 @@ def find_ways(
         batch: The large batch.
         blocks: As `TrainStep` takes them; None leaves out the ways that need some.
         constant: Bytes of parameters, buffers, optimizer state and the batch.
-        allowed: Bytes there are.
+        limit: Bytes there are.
+        margin: The part of them to leave free.
         trained: The parameters that are updated.
         state_bytes: What the optimizer's state takes for some of them.
 
     Raises:
         ValueError: Blocks that are none, or are not called once each in order.
     """
-    rows = batch.rows
+    rows, allowed = batch.rows, (1 - margin) * limit
     found: dict[str, tuple[str, Callable[[int], int], int]] = {
         "accumulated": ("", lambda size: micro_batch_peak(objective, batch, size, 1 if size == rows else 2), 0)
     }
@@ -97,22 +144,25 @@ def find_ways(
     ways = [Way("plain", "", rows, whole, whole <= allowed)]
     if blocks is not None:
         blocks = blocks if isinstance(blocks, Blocks) else Blocks(blocks)
+        named = f'"{blocks.modules}"' if isinstance(blocks.modules, str) else "..."
         phases = functools.cache(functools.partial(_phases, objective, batch, blocks, trained))
-        for name, options, freed, offloaded in (
-            ("layer by layer", "blocks=", False, False),
-            ("in backward", 'blocks=Blocks(..., update="in_backward")', True, False),
-            ("in backward, offloaded", 'blocks=Blocks(..., update="in_backward"), offload=', True, True),
+        backward = f'blocks=Blocks({named}, update="in_backward")'
+        for name, arguments, freed, offloaded in (
+            ("layer by layer", f"blocks={named}", False, False),
+            ("updated in backward", backward, True, False),
+            ("updated in backward, offloaded", f"{backward}, offload=True", True, True),
         ):
-            found[name] = options, functools.partial(_peak, phases, rows, freed=freed, offloaded=offloaded), 0
+            found[name] = arguments, functools.partial(_peak, phases, rows, freed=freed, offloaded=offloaded), 0
         spared = _bytes_on_host(objective.model, blocks, trained, state_bytes)
         if spared is not None:
-            options = 'blocks=Blocks(..., update="in_backward", on="cpu"), offload='
-            found["parameters in turn"] = options, found["in backward, offloaded"][1], spared
-    for name, (options, peak, away) in found.items():
+            arguments = f'blocks=Blocks({named}, update="in_backward", on="cpu"), offload=True'
+            found["parameters on the host"] = arguments, found["updated in backward, offloaded"][1], spared
+    for name, (arguments, peak, away) in found.items():
         here = constant - away
         size, needed = largest_size(peak, rows, allowed - here)
-        ways.append(Way(name, options, size, here + needed, here + needed <= allowed))
-    return Ways(tuple(ways), rows)
+        pasted = ", ".join(filter(None, [f"micro_batch_size={size}", arguments]))
+        ways.append(Way(name, pasted, size, here + needed, here + needed <= allowed))
+    return Ways(tuple(ways), rows, limit, margin, bytes_of(trained))
 
 
 def _bytes_on_host(
