@@ -351,7 +351,8 @@ def with_fewer_rows(
 class ProofSchedule:
     """When a batch is to be proven, and how much of it: the first of each kind, and the 2nd, 4th, 8th, ... of all.
 
-    A repetition is to see what time has changed. It looks at fewer rows, split in one way, at a third of the price.
+    The rows are cut in one way, which shares them out among three parts, and at the next proof in the other one: the 2nd
+    batch, which is always due, has both. A repetition is to see what time has changed, and looks at fewer rows.
 
     Example:
         >>> schedule = ProofSchedule()
@@ -377,23 +378,23 @@ class ProofSchedule:
         """There was nothing finite to compare with this batch: the next one is due."""
         self._postponed = True
 
-    def scope(self, size: int | None) -> tuple[int, int | None]:
+    def scope(self, size: int | None) -> tuple[int, int]:
         """How much of this batch to look at.
 
         Args:
             size: Rows of its micro-batches, where that is known: not many more are looked at.
 
         Returns:
-            Rows, and which of the two ways to cut them; None: both.
+            Rows, and which of the two ways to cut them.
         """
         rows = ROWS if size is None else min(ROWS, max(ENOUGH, 2 * size))
         if size is not None and self.batches == 2:
             rows = max(rows, size)  # of what a micro-batch holds, some may begin above so many rows
         if not self.repeated or rows > self._looked_at:
             self._looked_at = rows
-            return rows, None
+            return rows, 0
         self._repetitions += 1
-        return min(rows, ENOUGH), (self._repetitions - 1) % 2
+        return min(rows, ENOUGH), self._repetitions % 2
 
 
 def informative_rows(scores: Sequence[float], columns: Iterable[Callable[[], Sequence[float]]], most: int) -> list[int]:
@@ -448,12 +449,14 @@ def informative_units(rows: Sequence[int], units: Sequence[Sequence[int]], most:
 def interleaved_ways(units: Sequence[Sequence[int]]) -> list[Way]:
     """The two ways to cut sorted rows: the extremes apart, and mixed; parts of unequal sizes, of two units or more.
 
+    In the first one, what follows the lowest third is dealt to two parts, so that neighbours are apart.
+
     Args:
         units: The rows, those that belong together as one unit.
 
     Example:
-        >>> interleaved_ways([[0], [1], [2], [3], [4], [5]])
-        [([0, 1, 2, 3, 4, 5], [2, 4]), ([0, 3, 1, 4, 2, 5], [2, 2, 2])]
+        >>> interleaved_ways([[0], [1], [2], [3], [4], [5], [6], [7]])
+        [([0, 1, 3, 6, 2, 4, 5, 7], [2, 2, 4]), ([0, 3, 6, 1, 4, 7, 2, 5], [4, 2, 2])]
     """
     count, order = len(units), list(range(len(units)))
     first, mixed = max(2, count // 3), [*order[::3], *order[1::3], *order[2::3]]
@@ -462,7 +465,13 @@ def interleaved_ways(units: Sequence[Sequence[int]]) -> list[Way]:
     elif count < 6:
         plans = [(order, [first, count - first]), (mixed, [count - 2, 2])]
     else:
-        plans = [(order, [first, count - first]), (mixed, [count - first - 2, 2, first])]
+        rest = order[first:]
+        dealt = rest[1::3] if len(rest) > 5 else rest[1::2]
+        others = [place for place in rest if place not in dealt]
+        plans = [
+            ([*order[:first], *dealt, *others], [first, len(dealt), len(others)]),
+            (mixed, [count - first - 2, 2, first]),
+        ]
     return [_of_units([units[place] for place in places], counts) for places, counts in plans]
 
 

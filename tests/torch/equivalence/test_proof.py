@@ -511,26 +511,26 @@ def test_it_is_repeated_in_another_mode_and_for_another_structure_and_only_then(
     def passes(*batch):
         calls.clear()
         step(*batch)
-        return len(calls)
+        return sum(calls) - ROWS
 
     proven = passes(X, Y)
-    assert proven > passes(X, Y) > 3  # the second batch is proven, too, in fewer passes
+    assert proven > passes(X, Y) > 0  # the second batch is proven, too, with fewer rows
     step._proof.schedule.batches = 4
-    assert passes(X * 2, Y.flip(0)) == 3
+    assert passes(X * 2, Y.flip(0)) == 0
     assert passes(X, Y, torch.ones(ROWS)) == proven
-    assert passes(X, Y, torch.ones(ROWS)) == 3
+    assert passes(X, Y, torch.ones(ROWS)) == 0
     step._proof.schedule.batches = 8
     assert passes(X, Y, torch.rand(ROWS)) == proven  # weights, perhaps, that were the same for all rows before
     model.eval()
     assert passes(X, Y) == proven
     model.train()
-    assert passes(X, Y) == passes(X, Y, torch.rand(ROWS)) == 3
+    assert passes(X, Y) == passes(X, Y, torch.rand(ROWS)) == 0
     model[2].eval()
     assert passes(X, Y) == proven
-    assert passes(X, Y) == 3
+    assert passes(X, Y) == 0
 
 
-def test_a_repetition_looks_at_fewer_rows_in_one_of_the_ways_to_split_them():
+def test_a_repetition_looks_at_fewer_rows_and_splits_them_in_the_other_way():
     model = net()
     calls = counted(model)
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=CE, micro_batch_size=8)
@@ -539,8 +539,8 @@ def test_a_repetition_looks_at_fewer_rows_in_one_of_the_ways_to_split_them():
         calls.clear()
         step(X, Y)
         seen.append(calls[:-3])
-    assert [sum(rows) for rows in seen] == [3 * 16, 2 * 8, 0, 2 * 8]
-    assert seen[1:] == [[8, 2, 6], [], [8, 4, 2, 2]]
+    assert [sum(rows) for rows in seen] == [2 * 16, 2 * 8, 0, 2 * 8]
+    assert seen[1:] == [[8, 4, 2, 2], [], [8, 2, 2, 4]]
 
 
 def test_what_a_repetition_sees_is_compared_in_all_ways_before_anything_is_said(unnamed):
@@ -552,8 +552,8 @@ def test_what_a_repetition_sees_is_compared_in_all_ways_before_anything_is_said(
     calls.clear()
     with pytest.raises(gradaccum.NotEquivalentError, match="Found on 8 rows"):
         step(X, Y)
-    assert calls[:3] == [8, 2, 6]
-    assert [2, 6, 4, 2, 2] in [calls[place : place + 5] for place in range(len(calls))]
+    assert calls[:4] == [8, 4, 2, 2]
+    assert [2, 2, 4, 4, 2, 2] in [calls[place : place + 6] for place in range(len(calls))]
 
 
 def test_it_is_repeated_at_batches_2_4_8_and_every_1024():
@@ -745,7 +745,7 @@ def test_it_looks_at_few_rows_and_at_fewer_where_memory_is_short():
     calls = counted(model)
     update(model, (X.repeat(8, 1), Y.repeat(8)))
     assert max(calls) == 16
-    assert sum(calls) == 3 * 16 + 8 * ROWS
+    assert sum(calls) == 2 * 16 + 8 * ROWS
     calls.clear()
     update(model, micro_batch_size=2)
     assert max(calls) == 8
