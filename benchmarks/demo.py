@@ -1,4 +1,4 @@
-"""The demo's numbers in README.md: the attention network's memory, and the guide's two runs."""
+"""The demo's numbers: the attention network's memory, and the guide's two runs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def main() -> None:
         last = run.epochs[-1]
         lines.append(f"| {name} | {last.accuracy:.2%} | {last.test_loss:.5f} | {run.updates:,} | {differs} |")
     block = "\n".join(lines)
-    publish("demo", "The demo", block, ["torch"], options, ours=[], blocks={"README.md#demo": block})
+    publish("demo", "The demo", block, ["torch"], options, ours=[])
 
 
 if __name__ == "__main__":

@@ -157,11 +157,6 @@ median of {rounds} interleaved rounds; networks and optimizers are built anew fo
 - An open `step()` with `zero_grad()` takes {open_step(rounds, 4):.1f} microseconds, with 1000 parameters; in windows 1,
   2, 4, 8, ..., where every parameter is watched, {open_step(rounds, 1):.0f}.
 - `import gradaccum` takes {imported:.0f} ms."""
-    block = (
-        "Time per micro-batch of 16 rows in windows of 4, as a ratio to the hand-written loop\n"
-        "([docs/benchmarks.md](docs/benchmarks.md) has the machine, the script, and everything else that was measured):"
-        f"\n\n{per_network}"
-    )
     publish(
         "optimizer",
         "Wrapping the optimizer",
@@ -169,7 +164,7 @@ median of {rounds} interleaved rounds; networks and optimizers are built anew fo
         ["torch", "accelerate"],
         options,
         ours=["gradaccum", "gradaccum, batches()", 'gradaccum, nonfinite="skip_window"'],
-        blocks={"README.md#speed": block},
+        blocks={"README.md#speed": per_network},
     )
 
 

@@ -30,6 +30,7 @@ WHOLE_FILES = {
 EXAMPLES = {
     path.relative_to(ROOT).as_posix(): path.relative_to(ROOT).with_suffix(".md").as_posix()
     for path in sorted((ROOT / "examples").rglob("*.py"))
+    if path.parent.name != "demo"
 }
 PAGES = {**WHOLE_FILES, **EXAMPLES}
 
