@@ -235,6 +235,120 @@ def test_steps_and_flush_and_batches_are_the_wrappers():
     assert training.accelerator.prepare(training.optimizer) is training.optimizer
 
 
+# The loader's own knowledge of its end.
+
+
+@pytest.mark.parametrize("batch_size", [4, 5])
+def test_in_batches_accelerate_knows_of_the_batch_in_use(batch_size):
+    """`batches()` was one ahead: 48 of 50 rows came out of gather_for_metrics."""
+    training = Training()
+    ends, gathered = [], []
+    rows = training.accelerator.prepare(DataLoader(TensorDataset(torch.arange(50.0)), batch_size=batch_size))
+    batches = training.optimizer.batches(rows)
+    assert len(batches) == len(rows)
+    for _ in range(2):
+        for (x,) in batches:
+            ends.append(training.accelerator.gradient_state.end_of_dataloader)
+            gathered += training.accelerator.gather_for_metrics(x).tolist()
+            training.accelerator.backward(training.model(x[:, None].expand(-1, 5)).mean())
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        assert not training.accelerator.gradient_state.in_dataloader
+    assert ends == ([False] * (len(rows) - 1) + [True]) * 2
+    assert gathered == [float(row) for row in range(50)] * 2
+    assert training.optimizer.updates == 2 * -(-len(rows) // 3)
+
+
+def test_batches_of_an_accelerate_loader_go_on_where_they_were_saved():
+    training, seen = Training(), []
+    batches = training.optimizer.batches(training.loader)
+    for index, (x, _) in enumerate(batches):
+        seen.append(x)
+        training.optimizer.backward(training.model(x).mean())
+        training.optimizer.step()
+        if index == 1:
+            state, window = batches.state_dict(), training.optimizer.state_dict()
+            break
+    again = Training()
+    again.optimizer.load_state_dict(window)
+    batches = again.optimizer.batches(again.loader)
+    batches.load_state_dict(state)
+    for x, _ in batches:
+        seen.append(x)
+        again.optimizer.backward(again.model(x).mean())
+        again.optimizer.step()
+        again.optimizer.zero_grad()
+    assert torch.equal(torch.cat(seen), data()[0])
+
+
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_a_plain_loop_over_a_prepared_loader_closes_the_epochs_last_window(scale):
+    """Windows of 5, 5 and 5 rows, of 5; and so again: without it the fifth batch would lead to a sixth."""
+    training = Training(scale=scale, steps={0: 3, 1: 2})
+    training.loader = training.accelerator.prepare(loader(rows=tuple(t[:20] for t in data())))
+    schedule = training.accelerator.prepare(torch.optim.lr_scheduler.StepLR(training.optimizer, 1, 1.0))
+    updated = []
+    for _ in range(2):
+        for batch in training.loader:
+            training.run([batch], schedule=schedule)
+            updated.append(training.optimizer.updated)
+    assert updated == [False, False, True, True, False, True, False, True]
+    assert (training.optimizer.epoch, training.optimizer.updates, schedule.scheduler.last_epoch) == (2, 4, 4)
+    windows = [slice(0, 15), slice(15, 20), slice(0, 10), slice(10, 20)]
+    assert training.error(windows) <= FLOAT64
+
+
+def test_several_steps_per_batch_leave_the_window_open_and_the_log_has_it(caplog):
+    training = Training(steps=4)
+    for batch in training.loader:  # 5 batches
+        for part in zip(*(t.split(3) for t in batch)):
+            training.run([part])
+    assert (training.optimizer.updates, training.optimizer.micro_batches) == (2, 1)
+    assert "more often than the loader has batches (5)" in caplog.text
+
+
+def test_a_second_step_in_the_last_batch_is_an_error_where_the_first_one_closed_the_window():
+    training = Training(steps=4)
+    (batch,) = rows = training.accelerator.prepare(loader(batch_size=ROWS))
+    for _ in range(2):
+        for batch in rows:
+            training.run([batch])
+    assert training.optimizer.updates == 2
+    with pytest.raises(WindowError, match="again in the loader's last batch"):
+        for batch in rows:
+            training.run([batch, batch])
+
+
+def test_a_progress_bar_inside_of_batches_is_named(caplog):
+    training = Training()
+
+    class Bar:
+        iterable = training.loader
+
+        def __iter__(self):
+            return iter(self.iterable)
+
+    training.run(training.optimizer.batches(Bar()))
+    assert "tqdm(optimizer.batches(loader))" in caplog.text
+    assert training.error() <= FLOAT64
+
+
+def test_an_open_micro_batch_looks_at_no_parameter(monkeypatch):
+    """The clipping of every micro-batch is remembered, and its parameters are looked at when the window closes."""
+    training, looked = Training(), []
+    parameters = training.model.parameters
+
+    def counted():
+        for parameter in parameters():
+            looked.append(training.optimizer.micro_batches)
+            yield parameter
+
+    monkeypatch.setattr(training.model, "parameters", counted)
+    training.run(clip=0.05)
+    assert (looked.count(0), looked.count(1)) == (2, 2)  # the first one, in windows of 3 and 2
+    assert looked.count(2) == len([*parameters()])
+
+
 # Refused.
 
 
@@ -276,7 +390,7 @@ def test_an_accelerate_that_lacks_a_name_is_refused(monkeypatch):
 
 
 def test_ways_to_distribute_that_it_does_not_know_are_refused(monkeypatch):
-    monkeypatch.setattr("gradaccum.integrations.accelerate.checks._KNOWN", ())
+    monkeypatch.setattr("gradaccum.integrations.accelerate.prepared._KNOWN", ())
     with pytest.raises(ValueError, match=r"Received: an Accelerator of type NO. Remove its plugin"):
         prepare_optimizer(Accelerator(cpu=True), sgd(network().parameters()), 3)
 

@@ -118,6 +118,27 @@ def apart(rank, what):
         return f"{error} {optimizer.updates}"
 
 
+def gather(rank):
+    """Returns what gather_for_metrics has, of how many rows; updates, micro-batches and open ones of a plain loop."""
+    one, model, optimizer = prepared(rank, 2)
+    x, y = (torch.cat(parts) for parts in zip(*batches(0)))
+    data = torch.utils.data.TensorDataset(torch.arange(len(x)), x, y)
+    loader = one.prepare(torch.utils.data.DataLoader(data, batch_size=3))
+    gathered = []
+    for rows, *batch in optimizer.batches(loader):
+        optimizer.backward(0 * mse(model, *batch))
+        gathered += one.gather_for_metrics(rows).tolist()
+        optimizer.step()
+        optimizer.zero_grad()
+    one, model, optimizer = prepared(rank, 4)
+    loader = one.prepare(torch.utils.data.DataLoader(data, batch_size=3))
+    for _, *batch in loader:
+        one.backward(mse(model, *batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    return sorted(gathered), len(x), optimizer.updates, len(loader), optimizer.micro_batches
+
+
 def prepare_too_early(rank):
     one = accelerator(rank)
     model = network(dtype=torch.float64)

@@ -49,6 +49,14 @@ def test_ranks_whose_loops_ask_for_different_things_are_refused_by_name(ranks, w
         assert said.endswith(f" {updates}")
 
 
+def test_in_batches_each_row_is_gathered_once_and_a_plain_loop_closes_its_last_window(ranks):
+    for gathered, rows, updates, batches, opened in ranks.run(cases.gather):
+        assert gathered == [*range(rows)]
+        assert (updates, opened) == (-(-batches // 4), 0)
+        assert rows % 6
+        assert batches % 4
+
+
 def test_a_model_that_is_prepared_after_the_optimizer_is_refused(ranks):
     for said in ranks.run(cases.prepare_too_early):
         assert "in no model that this Accelerator has prepared. Prepare the model first" in said

@@ -1,29 +1,32 @@
-"""The wrapped optimizer of an Accelerator: its loss scale, its clipping and its files."""
+"""Accelerate: `prepare_optimizer` and the optimizer it returns, whose windows the Accelerator's own loop fills."""
 
 from __future__ import annotations
 
 import functools
-import secrets
-from collections.abc import Callable, Iterable
-from pathlib import Path
+import gc
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Sized
 from typing import Any
 
 import accelerate
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import gather_object
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.errors import WindowError
 from gradaccum.extras import PrivateName
-from gradaccum.integrations.accelerate.body import CLIPPING, LoopBody, lead_schedules
-from gradaccum.integrations.accelerate.checks import check_alone, check_distribution, is_replicated, model_of
+from gradaccum.integrations.accelerate.files import WindowFiles, loading_together
+from gradaccum.integrations.accelerate.following import CLIPPING, Clip, Following
 from gradaccum.schedule import Steps
 from gradaccum.torch.optim import Optimizer
 from gradaccum.torch.optimizer import KEY
 
 __all__ = ["PreparedOptimizer", "prepare_optimizer"]
+
+logger = logging.getLogger("gradaccum")
 
 _NAMES = (
     PrivateName("accelerator", "_optimizers", "saves the optimizer, and links schedulers to it"),
@@ -31,11 +34,13 @@ _NAMES = (
     PrivateName("accelerator", "clip_grad_norm_", "is led to the finished gradient"),
     PrivateName("accelerator", "clip_grad_value_", "the same"),
     PrivateName("accelerator", "_schedulers", "are stepped on every rank"),
-    PrivateName("accelerator", "prepare_scheduler", "makes them"),
     PrivateName("accelerator", "gradient_state.num_steps", "tells whether Accelerate accumulates as well"),
+    PrivateName("accelerator", "gradient_state.dataloader_references", "tells which batch is the epoch's last"),
     PrivateName("accelerator", "register_save_state_pre_hook", "saves the other ranks' part of an open window"),
     PrivateName("accelerator", "register_load_state_pre_hook", "loads it"),
 )
+
+_KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 def prepare_optimizer(
@@ -48,7 +53,9 @@ def prepare_optimizer(
 ) -> PreparedOptimizer:
     """Wrap an optimizer, and have the Accelerator know it as if `accelerator.prepare` had returned it.
 
-    Call it after `accelerator.prepare(model)`. Then the loop is Accelerate's own, over `optimizer.batches(loader)`.
+    Call it after `accelerator.prepare(model)`. Then the loop is Accelerate's own, over `optimizer.batches(loader)`,
+    where a batch weighs its rows; or over a prepared loader itself, where all batches weigh the same. The last batch of
+    either closes the epoch's last window.
     With an FSDP2 plugin, where Accelerate prepares model and optimizer together, call it with what that has returned:
     `model, inner = accelerator.prepare(model, inner)`.
 
@@ -83,8 +90,8 @@ def prepare_optimizer(
         if missing:
             raise ValueError(f"{missing} Use accelerate 1.10 or later.")
     sharded = accelerator.distributed_type == DistributedType.FSDP and accelerator.is_fsdp2
-    check_distribution(accelerator, sharded)
-    check_alone(accelerator.gradient_state)
+    _check_distribution(accelerator, sharded)
+    _check_alone(accelerator.gradient_state)
     # Not one of its subclasses, which accumulates already.
     if sharded and isinstance(optimizer, AcceleratedOptimizer) and not isinstance(optimizer, PreparedOptimizer):
         accelerator._optimizers = [o for o in accelerator._optimizers if o is not optimizer]
@@ -95,14 +102,14 @@ def prepare_optimizer(
             f"prepare_optimizer(accelerator, inner, steps). Received: {type(optimizer).__name__}."
         )
     if model is None:
-        model = model_of(accelerator, optimizer)
+        model = _model_of(accelerator, optimizer)
     if sharded and model is None:
         raise ValueError(
             "The optimizer's parameters are in no model that this Accelerator has sharded. FSDP2 makes parameters "
             "anew: prepare both, model, inner = accelerator.prepare(model, inner); then prepare_optimizer(accelerator, "
             "inner, steps)."
         )
-    if accelerator.num_processes > 1 and not sharded and not is_replicated(model):
+    if accelerator.num_processes > 1 and not sharded and not _is_replicated(model):
         raise ValueError(
             "The optimizer's parameters are in no model that this Accelerator has prepared. Prepare the model first: "
             "model = accelerator.prepare(model); then prepare_optimizer(accelerator, inner, steps)."
@@ -111,7 +118,13 @@ def prepare_optimizer(
         Optimizer(optimizer, steps, model=model, **options), accelerator, model=model if sharded else None
     )
     accelerator._optimizers.append(prepared)
-    _lead(accelerator)
+    for method in (*CLIPPING, "load_state"):
+        original = getattr(accelerator, method)
+        if getattr(original, "__wrapped__", None) is None:
+            if method in CLIPPING:
+                setattr(accelerator, method, _clipping_at_the_end(accelerator, method, original))
+            else:
+                setattr(accelerator, method, loading_together(original, functools.partial(_files, accelerator)))
     return prepared
 
 
@@ -132,17 +145,25 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def __init__(self, optimizer: Optimizer, accelerator: Accelerator, *, model: nn.Module | None = None) -> None:
         super().__init__(optimizer, device_placement=False, scaler=accelerator.scaler)
         self._is_accelerate_prepared = True
-        self._accelerator = accelerator
-        self._folder: Path | None = None  # what `load_state` reads, on several processes
-        self._loads = False  # whether the processes have yet to tell each other how loading went
-        self._run = ""  # the same on all processes, and another in every run and after every `load_state`
-        if accelerator.num_processes > 1 and model is None:
-            self._agree()
-            accelerator.register_save_state_pre_hook(self._save_own_part)
-            accelerator.register_load_state_pre_hook(self._remember)
         self._model = model
         self._sharded = {} if model is None else dict(model.named_parameters())
-        self._body = LoopBody(accelerator, optimizer, self)
+        self._files = None if accelerator.num_processes == 1 or model is not None else WindowFiles(accelerator, self)
+        self._clips: dict[Any, tuple[str, Iterable[Tensor], tuple[Any, ...], dict[str, Any]]] = {}
+        """What the body has asked for in this window. Until its end parameters are not looked at."""
+        self._norm: Tensor | None = None
+        self._known: tuple[Any, set[int]] = (None, set())
+        self._in_body = False
+        """Whether `step()` or `flush()` is running: updates at other times come after the loop."""
+        self._is_updating = self._updated_at_end = False
+        self._steps_in_loop, self._loops = 0, 0
+        self._ended: Any = None
+        """The loader, and its epoch, whose last batch has closed a window here."""
+        self._warned = False
+        self._following = Following(accelerator, self)
+        if accelerator.num_processes > 1:
+            optimizer._windows.ranks.settings = self._following
+        optimizer.register_step_pre_hook(self._before_update)
+        optimizer.register_step_post_hook(self._after_update)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "optimizer" not in self.__dict__:
@@ -159,14 +180,19 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self.optimizer.steps = steps
 
     @property
+    def updated(self) -> bool:
+        """Whether the last `step()` or `flush()` made an update."""
+        return self._updated_at_end or self.optimizer.updated
+
+    @property
     def step_was_skipped(self) -> bool:
         """Whether the last `step()` made no update: a prepared scheduler steps otherwise, in a hook, too."""
-        return not (self.optimizer.updated or self._body.updating)
+        return not (self.updated or self._is_updating)
 
     @property
     def grad_norm(self) -> Tensor | None:
         """2-norm of the last finished gradient before it was clipped, by the Accelerator or by the wrapper."""
-        return self._body.norm if self._body.norm is not None else self.optimizer.grad_norm
+        return self._norm if self._norm is not None else self.optimizer.grad_norm
 
     def backward(self, loss: Tensor, weight: float | None = None, **how: Any) -> None:
         """Add this micro-batch's gradient to the open window, as `accelerator.backward` does, weighed.
@@ -179,20 +205,49 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self.optimizer.backward(loss if self.scaler is None else self.scaler.scale(loss), weight, **how)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Count a micro-batch; with the one that closes the window, make the update."""
-        check_alone(self.gradient_state)
-        self._body.updating = False
+        """Count a micro-batch; with the one that closes the window, or the loader's last, make the update."""
+        _check_alone(self.gradient_state)
+        self._following.look()
+        self._in_body, self._is_updating, self._updated_at_end = True, False, False
         try:
-            super().step(closure)
+            if self.scaler is None:  # Accelerate's own step looks for optimizers and devices that this is not
+                self.optimizer.step(closure)
+            else:
+                super().step(closure)
+            if self._is_epochs_last():
+                self._updated_at_end = self.optimizer.updated
+                self.optimizer.flush()
         finally:
-            self._body.updating = False
+            self._finish()
 
     def flush(self) -> bool:
         """Close the open window now, as `gradaccum.torch.optim.Optimizer.flush` does. Returns whether it updated."""
+        self._in_body, self._updated_at_end = True, False
         try:
             return self.optimizer.flush()
         finally:
-            self._body.updating = False
+            self._finish()
+
+    def discard(self) -> None:
+        """Drop the open window without an update, as `gradaccum.torch.optim.Optimizer.discard` does."""
+        self._clips.clear()
+        self.optimizer.discard()
+
+    def batches(self, loader: Iterable[Any], *, weight: Callable[[Any], float] | None = None) -> Any:
+        """The loader's batches, as `gradaccum.torch.optim.Optimizer.batches` hands them out."""
+        if not self.optimizer.micro_batches:  # of a window that an earlier loop has dropped
+            self._clips.clear()
+        if hasattr(getattr(loader, "iterable", None), "end_of_dataloader"):
+            logger.warning(
+                "batches() fetches one batch ahead of a loader that is inside of something else, so that "
+                "accelerator.gather_for_metrics is one ahead of the loop's body, too. Put the progress bar around it: "
+                "tqdm(optimizer.batches(loader))."
+            )
+        return self.optimizer.batches(loader, weight=weight)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Empty the gradients between windows; inside an open window, do nothing."""
+        self.optimizer.zero_grad(set_to_none is not False)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         return self.optimizer.register_step_pre_hook(hook)
@@ -203,8 +258,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """What goes into a checkpoint, open window included."""
         state: dict[str, Any] = super().state_dict()
-        if self._run:
-            state[KEY]["save"] = self._save_point(state[KEY])
+        if self._files is not None:
+            state[KEY]["save"] = self._files.save_point(state[KEY])
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -213,140 +268,122 @@ class PreparedOptimizer(AcceleratedOptimizer):
         Raises:
             WindowError: From `load_state`: a part of an open window is not there, or loading failed elsewhere.
         """
-        folder, self._folder, failed = self._folder, None, None
-        if folder is None:
-            return super().load_state_dict(state_dict)
-        try:
-            super().load_state_dict(self._with_own_part(folder, state_dict))
-        except Exception as error:
-            failed = error
-        self._settle(failed)
-
-    def _settle(self, failed: Exception | None) -> None:
-        """Raise what has failed here, or elsewhere: others would go on, and wait for that process."""
-        others = self._agree(failed)
-        if failed is not None:
-            raise failed
-        if others:
-            rank, message = others[0]
-            raise WindowError(f"The checkpoint could not be loaded on rank {rank}, so it is on none. There: {message}")
-
-    # Accelerate writes the optimizer of one process. The others have another part of an open window.
-
-    def _agree(self, failed: Exception | None = None) -> list[tuple[int, str]]:
-        """Draw a new name of the run with all processes; returns those on which something has failed, and what."""
-        mine = self._accelerator.process_index, failed and f"{type(failed).__name__}: {failed}", secrets.token_hex(8)
-        everybody = gather_object([mine])
-        self._run, self._loads = everybody[0][2], False
-        return [(rank, message) for rank, message, _ in everybody if message]
-
-    def _save_point(self, window: dict[str, Any]) -> list[Any]:
-        """What is the same on all processes in one `save_state`, and in no other one."""
-        return [self._run, self._number(), window["epoch"], window["updates"], window["window"]["micro_batches"]]
-
-    def _save_own_part(self, models: Any, weights: Any, folder: str) -> None:
-        file = self._own_file(folder)
-        if self._accelerator.is_main_process or not self.optimizer.micro_batches:
-            file.unlink(missing_ok=True)
+        self._clips.clear()
+        if self._files is None:
+            super().load_state_dict(state_dict)
         else:
-            torch.save(self.state_dict()[KEY], file)
+            self._files.load(state_dict, super().load_state_dict)
 
-    def _remember(self, models: Any, folder: str) -> None:
-        self._folder = Path(folder)
+    # The epoch's end.
 
-    def _with_own_part(self, folder: Path, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state dict that Accelerate has read, with this process's part of an open window."""
-        window = state_dict.get(KEY)
-        if window is None or not window["window"]["micro_batches"]:
-            return state_dict
-        (rank, size), accelerator = window.get("rank", (0, 1)), self._accelerator
-        if size != accelerator.num_processes or rank == accelerator.process_index:  # the former is refused later
-            return state_dict
-        file = self._own_file(folder)
-        part, why = _read(file)
-        if not why and (part.get("save"), part.get("rank")) != (window.get("save"), [accelerator.process_index, size]):
-            why = "of another save"
-        if why:
+    def _is_epochs_last(self) -> bool:
+        """Whether a plain loop over one of Accelerate's loaders has come to its last batch."""
+        if self.optimizer._in_batches:
+            return False
+        loaders = self.gradient_state.dataloader_references
+        if len(loaders) != self._loops:  # another loop has begun
+            self._loops, self._steps_in_loop = len(loaders), 0
+        self._steps_in_loop += 1
+        loader: Any = loaders[-1]
+        if loader is None or not loader.end_of_dataloader:
+            return False
+        if isinstance(loader, Sized) and self._steps_in_loop > len(loader):
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "step() is called more often than the loader has batches (%d), so that its last one doesn't close "
+                    "the window, which goes on in the next epoch: call optimizer.flush() at the epoch's end.",
+                    len(loader),
+                )
+            return False
+        epoch = id(loader), getattr(loader, "iteration", None)
+        if epoch == self._ended:
             raise WindowError(
-                f"The checkpoint was taken inside a window, and this process's part of it is not there: {file} is "
-                f"{why}. Call accelerator.save_state() on all processes, not on the main one alone, let it finish on "
-                "all of them, and keep the folder where all of them can read it; or save when `optimizer.updated` is "
-                "True."
+                "step() was called again in the loader's last batch, which had closed the epoch's last window. Call it "
+                "once per batch; or loop over optimizer.batches(parts_of_batches), where each part is a micro-batch."
             )
-        return {**state_dict, KEY: part}
+        self._ended, self._steps_in_loop = epoch, 0
+        return True
 
-    def _number(self) -> int:
-        return next(i for i, optimizer in enumerate(self._accelerator._optimizers) if optimizer is self)
+    def _finish(self) -> None:
+        """`step()` or `flush()` is over."""
+        self._in_body = self._is_updating = False
+        if not self.optimizer.micro_batches:
+            self._clips.clear()
+            if self.updated:
+                self._following.body_goes_on()
 
-    def _own_file(self, folder: str | Path) -> Path:
-        return Path(folder) / f"optimizer_{self._number()}_window_{self._accelerator.process_index}.bin"
+    # Clipping.
 
-    def owned(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Those of the parameters that it updates: the sharded ones, where a forward pass has put whole ones there."""
-        known = {id(p): p for group in self.param_groups for p in group["params"]}
-        if self._model is not None:
-            known |= {id(p): self._sharded[name] for name, p in self._model.named_parameters()}
-        return [known[id(p)] for p in parameters if id(p) in known]
+    def _clip(
+        self, name: str, parameters: Iterable[Tensor], args: tuple[Any, ...], keywords: dict[str, Any], key: Any = None
+    ) -> None:
+        """Clip the finished gradient of these parameters when this window closes."""
+        self._clips[name, key] = name, parameters, args, keywords
 
+    def _clipped(self) -> list[Clip]:
+        """What is clipped at the end of this window."""
+        found = {k: (name, self._owned(those), args, kw) for k, (name, those, args, kw) in self._clips.items()}
+        self._clips.update(found)
+        return [*found.values()]
 
-def _read(file: Path) -> tuple[dict[str, Any], str]:
-    """A process's part of an open window, and what is wrong with its file."""
-    if not file.exists():
-        return {}, "missing"
-    try:
-        part = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # cut off: errors of zip files, of pickles, of tensors
-        return {}, f"not whole ({type(error).__name__})"
-    return (part, "") if isinstance(part, dict) else ({}, "not what was written")
+    def _has(self, parameter: Tensor) -> bool:
+        """Whether the optimizer updates this parameter."""
+        groups = self.param_groups
+        lengths = [len(group["params"]) for group in groups]
+        if self._known[0] != lengths:
+            self._known = lengths, _ids(self)
+        return id(parameter) in self._known[1]
 
+    def _owned(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Those that it updates: the sharded ones, where a forward pass has put whole ones in their place."""
+        names = {} if self._model is None else {id(p): self._sharded[n] for n, p in self._model.named_parameters()}
+        return [one for p in parameters if self._has(one := names.get(id(p), p))]
 
-def _lead(accelerator: Accelerator) -> None:
-    """Have the Accelerator's clipping wait for finished gradients, and `load_state` for all processes."""
-    lead_schedules(accelerator, lambda: [o._body for o in accelerator._optimizers if isinstance(o, PreparedOptimizer)])
-    for name in (*CLIPPING, "load_state"):
-        original = getattr(accelerator, name)
-        if getattr(original, "__wrapped__", None) is None:
-            led = _led(accelerator, name, original) if name in CLIPPING else _together(accelerator, original)
-            setattr(accelerator, name, led)
+    def _all_parameters(self) -> list[Tensor]:
+        """Every parameter that clipping may have been asked for, in the same order on all ranks."""
+        return [*(p for group in self.param_groups for p in group["params"]), *self._sharded.values()]
 
+    def _before_update(self, *_: Any) -> None:
+        self._following.look()
+        self._is_updating, self._norm = True, None
+        for name, parameters, args, keywords in self._clipped():
+            norm: Tensor | None = CLIPPING[name](parameters, *args, **keywords)
+            self._norm = self._norm if norm is None else norm
+        self._clips.clear()
 
-def _together(accelerator: Accelerator, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Have `load_state` succeed on all processes or on none: those that have come further would wait for one."""
-
-    @functools.wraps(original)
-    def load_state(*args: Any, **keywords: Any) -> Any:
-        listed, failed = [o for o in accelerator._optimizers if isinstance(o, PreparedOptimizer) and o._run], None
-        if not listed:
-            return original(*args, **keywords)
-        for optimizer in listed:
-            optimizer._loads = True
-        try:
-            original(*args, **keywords)
-        except Exception as error:
-            failed = error
-        for optimizer in [o for o in listed if o._loads]:
-            optimizer._agree(failed)
-        return listed[0]._settle(failed)
-
-    return load_state
+    def _after_update(self, *_: Any) -> None:
+        self._following.updated(self._in_body)
 
 
-def _led(accelerator: Accelerator, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _files(accelerator: Accelerator) -> list[WindowFiles]:
+    return [one._files for one in accelerator._optimizers if isinstance(one, PreparedOptimizer) and one._files]
+
+
+def _clipping_at_the_end(accelerator: Accelerator, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """The Accelerator's clipping, which waits for the finished gradient where a window holds it."""
+
     @functools.wraps(original)
     def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **keywords: Any) -> Any:
-        found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        prepared = [o for o in accelerator._optimizers if isinstance(o, PreparedOptimizer)]
-        owned = {id(o): own for o in prepared if (own := o.owned(found))}
-        if not owned:
+        rest = iter([parameters] if isinstance(parameters, Tensor) else parameters)
+        first: Any = next(rest, None)
+        found: Iterable[Tensor] = itertools.chain([] if first is None else [first], rest)
+        optimizers = accelerator._optimizers
+        only = optimizers[0] if len(optimizers) == 1 else None
+        if isinstance(only, PreparedOptimizer) and only._has(first):  # the rest isn't looked at before the end
+            return only._clip(name, found, args, keywords, id(first))
+        found = list(found)
+        owners = [o for o in optimizers if isinstance(o, PreparedOptimizer) and o._owned(found)]
+        if not owners:
             return original(found, *args, **keywords)
-        others = [o for o in accelerator._optimizers if id(o) not in owned and _ids(o) & {id(p) for p in found}]
-        if len(owned) + len(others) > 1:
+        ids = {id(p) for p in found}
+        others = [o for o in optimizers if o not in owners and ids & _ids(o)]
+        if len(owners) + len(others) > 1:
             raise ValueError(
-                f"accelerator.{name} was given parameters of {len(owned) + len(others)} optimizers, whose windows "
+                f"accelerator.{name} was given parameters of {len(owners) + len(others)} optimizers, whose windows "
                 "close apart. Call it for the parameters of each."
             )
-        owner = next(o for o in prepared if id(o) in owned)
-        owner._body.clip(name, owned[id(owner)], args, keywords)
+        owners[0]._clip(name, found, args, keywords, tuple(map(id, found)))
         return None  # the norm is not known before the window closes: `grad_norm`
 
     return clip
@@ -354,3 +391,43 @@ def _led(accelerator: Accelerator, name: str, original: Callable[..., Any]) -> C
 
 def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+# What an Accelerator must be.
+
+
+def _check_distribution(accelerator: Accelerator, sharded: bool) -> None:
+    kind = accelerator.distributed_type
+    if kind == DistributedType.FSDP and not sharded:
+        raise ValueError(
+            "FSDP1 reduces in every backward pass, and takes the mean of the ranks' means. Use FSDP2: "
+            "FullyShardedDataParallelPlugin(fsdp_version=2)."
+        )
+    if kind not in _KNOWN and not sharded:
+        raise ValueError(
+            "prepare_optimizer works on one device, with DistributedDataParallel, and with FSDP2. Received: an "
+            f"Accelerator of type {kind.value}. Remove its plugin."
+        )
+
+
+def _check_alone(state: Any) -> None:
+    if state.num_steps != 1:
+        raise ValueError(
+            "Accelerate and gradaccum both accumulate. Received: Accelerator(gradient_accumulation_steps="
+            f"{state.num_steps}). Remove it, and GradientAccumulationPlugin(num_steps=...), from the Accelerator."
+        )
+
+
+def _model_of(accelerator: Accelerator, optimizer: Any) -> nn.Module | None:
+    """The prepared model that has the optimizer's parameters."""
+    own = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+    models = accelerator._models
+    if accelerator.distributed_type in _KNOWN and accelerator.num_processes > 1:
+        # Accelerate keeps the modules inside. By type, without isinstance: other objects may be proxies.
+        models = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    return next((m for m in models if any(id(p) in own for p in m.parameters())), None)
+
+
+def _is_replicated(model: nn.Module | None) -> bool:
+    """Whether the model, or a part of it, is one that the ranks train together."""
+    return model is not None and any(isinstance(module, DistributedDataParallel) for module in model.modules())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaccum.errors import WindowError
 from gradaccum.on_torch.batch import has_rows, leaves
 from gradaccum.torch.guard import are
 from gradaccum.torch.optimizer.rows import BatchWeight
@@ -109,7 +110,7 @@ class Batches:
             raise
         for member in self.members:
             member.begin(self, resumed)
-        while ahead.failure is None and not ahead.is_empty:
+        while ahead.arrives():
             batch = ahead.batch
             self._loader_state = ahead.fetch()
             for member in self.members:
@@ -124,6 +125,7 @@ class Batches:
             for member in self.members:
                 member.pass_on()
             if ahead.is_over:
+                ahead.exhaust()
                 break
         self._handed_out, self._loader_state = 0, None
         took_part = self._end() if ahead.failure is None else []
@@ -168,7 +170,11 @@ class Batches:
 
 
 class _Ahead:
-    """A loader's iterator, and the batch that comes next."""
+    """A loader's iterator, and the batch that comes next.
+
+    Accelerate's loaders know by themselves whether a batch is the last one, and what reads that in the loop's body
+    (`gather_for_metrics`) must not be a batch ahead: of these each batch is fetched when its turn comes.
+    """
 
     def __init__(self, loader: Iterable[Any], to_skip: int, resumed: bool, may_be_empty: bool) -> None:
         self.loader = loader
@@ -178,6 +184,9 @@ class _Ahead:
         """Raised when the batch in hand has been trained on: it is a good one."""
         self.is_over = False
         self._iterator = iter(loader)
+        self._knows_end = hasattr(loader, "end_of_dataloader")
+        self._is_due = False
+        """Whether the next batch is yet to be fetched, from a loader that knows its end."""
         self._has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._compares = True
         try:
@@ -192,6 +201,31 @@ class _Ahead:
             raise _empty_error(loader, to_skip) from None
         self._contents = _Contents(self.batch)
 
+    def arrives(self) -> bool:
+        """Whether there is a batch to hand out."""
+        if self._is_due:
+            self._is_due = False
+            try:
+                self.batch = next(self._iterator)
+            except StopIteration:
+                self.is_over = True
+                return False
+            except Exception as error:
+                self.failure = error
+        return self.failure is None and not self.is_empty
+
+    def exhaust(self) -> None:
+        """The last batch has been used: let a loader that knows its end do what it does there.
+
+        Raises:
+            WindowError: It has further batches.
+        """
+        if self._knows_end and next(self._iterator, self) is not self:
+            raise WindowError(
+                "The loader yielded a batch after the one that it called its last (`end_of_dataloader`), with which "
+                "the epoch's last window was closed. Something inside of it fetches ahead: leave that out."
+            )
+
     def fetch(self) -> Any:
         """Fetch the next batch. Returns the loader's own state before that, if it has one.
 
@@ -199,6 +233,10 @@ class _Ahead:
             ValueError: That changed the batch before.
         """
         state = _state_of(self.loader) if self._has_state else None
+        if self._knows_end:
+            self.is_over = bool(self.loader.end_of_dataloader)  # type: ignore[attr-defined]  # it has
+            self._is_due = not self.is_over
+            return state
         before = self._contents
         before.remember(copied=self._compares)
         try:

@@ -192,6 +192,11 @@ class Optimizer(OptimizerProxy):
         return self._windows.closes_next
 
     @property
+    def _in_batches(self) -> bool:
+        """Whether a loop of `batches()` is running: integrations leave an epoch's end to it."""
+        return self._windows.source is not None
+
+    @property
     def loss(self) -> Tensor | None:
         """The mean loss of the window that is open, else of the last one: a detached tensor of no dimensions.
 
