@@ -198,7 +198,7 @@ class Comparison:
         """
         while True:
             arrived = [gradient for gradient in self.large.gradients.values() if gradient is not None]
-            if not arrived or not self.runner.is_finite([*self.large.losses.values()]):
+            if self.failed == "skip" and not (arrived and self.runner.is_finite([*self.large.losses.values()])):
                 return None
             finite = self.failed != "skip" or self.runner.is_finite(arrived)
             self.compared = [*self._all_ways()] if finite else []
@@ -351,8 +351,8 @@ def with_fewer_rows(
 class ProofSchedule:
     """When a batch is to be proven, and how much of it: the first of each kind, and the 2nd, 4th, 8th, ... of all.
 
-    The rows are cut in one way, which shares them out among three parts, and at the next proof in the other one: the 2nd
-    batch, which is always due, has both. A repetition is to see what time has changed, and looks at fewer rows.
+    The rows are cut in one way, into three parts, and at the next proof in the other one: after the 2nd batch, which is
+    always due, both have been seen. A repetition is to see what time has changed, and looks at fewer rows.
 
     Example:
         >>> schedule = ProofSchedule()
