@@ -1,8 +1,12 @@
-"""Two ranks (gloo, on this machine): our windows against the hand-written no_sync loop, and against plain DDP."""
+"""Two ranks (gloo, on this machine): our windows against the hand-written no_sync loop, Accelerate and plain DDP."""
 
 import contextlib
+import functools
+import math
+import os
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness import Ratio, arguments, on_ranks, publish, ratio_of, recorded, table
+from benchmarks.harness import WARM_UP, Ratio, arguments, on_ranks, publish, ratio_of, recorded, table
+from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 
-RANKS, STEPS, ROWS = 2, 4, (64, 512)
+RANKS, STEPS, ROWS = 2, 4, (16, 64, 512)
+RIVAL = "hand-written no_sync"
 
 
 def network() -> nn.Module:
@@ -22,21 +28,42 @@ def network() -> nn.Module:
 
 
 class Contender:
-    """A model with its way to train a window; counts the bytes that it reduces."""
+    """A model with its way to train windows; counts the bytes that it reduces."""
 
-    def __init__(self, wrapped: bool = False) -> None:
+    def __init__(self, way: str = "by hand") -> None:
         self.model = DistributedDataParallel(network())
         self.model.register_comm_hook(self, _counted)
         self.bytes = 0
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        if wrapped:
+        if way == "wrapped":
             self.optimizer = Optimizer(self.optimizer, steps=STEPS, model=self.model)
+        elif way == "TrainStep":
+            self.step = TrainStep(self.model, self.optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=self.rows)
+        elif way == "Accelerate":
+            self.accelerator = _accelerator()
+            self.optimizer = self.accelerator.prepare(self.optimizer)
 
-    def ours(self, batches: list[Any]) -> None:
-        for x, y in self.optimizer.batches(batches):
+    rows = 0
+
+    def wrapped(self, batches: list[Any]) -> None:
+        for x, y in batches:
             self.optimizer.zero_grad()
             nn.functional.cross_entropy(self.model(x), y).backward()
             self.optimizer.step()
+
+    def through_batches(self, batches: list[Any]) -> None:
+        self.wrapped(self.optimizer.batches(batches))
+
+    def split(self, batches: list[Any]) -> None:
+        for i in range(0, len(batches), STEPS):
+            self.step(*map(torch.cat, zip(*batches[i : i + STEPS], strict=True)))
+
+    def accelerate(self, batches: list[Any]) -> None:
+        for x, y in batches:
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(nn.functional.cross_entropy(self.model(x), y))
+                self.optimizer.step()
+                self.optimizer.zero_grad()
 
     def no_sync(self, batches: list[Any], steps: int = STEPS) -> None:
         for i, (x, y) in enumerate(batches):
@@ -62,22 +89,37 @@ def _counted(state, bucket):  # type: ignore[no-untyped-def]
     return work.get_future().then(lambda future: future.value()[0])
 
 
+def _accelerator() -> Any:
+    """Accelerate, over the process group that is there."""
+    from accelerate import Accelerator
+
+    rank = str(dist.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    return Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
+
+
 def measured(rank: int, rounds: int, windows: int, rows: int) -> list[tuple[str, Ratio, str]]:
     """Each contender's name, time and bytes sent."""
-    ours, hand, every = Contender(wrapped=True), Contender(), Contender()
-    contenders = {
-        "gradaccum": (ours, ours.ours),
-        "hand-written no_sync": (hand, hand.no_sync),
-        "DDP, every micro-batch": (every, every.every_micro_batch),
-    }
+    Contender.rows = rows
+    contenders: dict[str, tuple[Contender, Callable[[list[Any]], None]]] = {}
+    for name, way, train in (
+        ("gradaccum, plain loop", "wrapped", Contender.wrapped),
+        ("gradaccum, batches()", "wrapped", Contender.through_batches),
+        ("TrainStep", "TrainStep", Contender.split),
+        ("Accelerate", "Accelerate", Contender.accelerate),
+        (RIVAL, "by hand", Contender.no_sync),
+        ("DDP, every micro-batch", "by hand", Contender.every_micro_batch),
+    ):
+        contender = Contender(way)
+        contenders[name] = contender, functools.partial(train, contender)
     generator = torch.Generator().manual_seed(rank)
     batches = [
         (torch.randn(rows, 784, generator=generator), torch.randint(10, (rows,), generator=generator))
         for _ in range(STEPS * windows)
     ]
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    shuffle = random.Random(0)
-    for round_ in range(rounds + 1):
+    shuffle, warm_up = random.Random(0), math.ceil(WARM_UP / windows)
+    for round_ in range(rounds + warm_up):
         for name in shuffle.sample(list(contenders), len(contenders)):
             contender, train = contenders[name]
             contender.bytes = 0
@@ -85,9 +127,9 @@ def measured(rank: int, rounds: int, windows: int, rows: int) -> list[tuple[str,
             start = time.perf_counter()
             train(batches)
             dist.barrier()
-            if round_:
+            if round_ >= warm_up:
                 times[name].append(time.perf_counter() - start)
-    rival = times["hand-written no_sync"]
+    rival = times[RIVAL]
     return [
         (
             name,
@@ -105,22 +147,21 @@ def main() -> None:
     found = [on_ranks(measured, RANKS, rounds, windows, rows) for rows in sizes]
     for rows, run in zip(sizes, found, strict=True):
         ratios = {name: ratio for name, ratio, _ in run}
-        recorded(ratios, "hand-written no_sync", rounds, f"2 ranks, {rows} rows a micro-batch")
+        recorded(ratios, RIVAL, rounds, f"2 ranks, {rows} rows a micro-batch")
     lines = [[name, *(run[i][1] for run in found), sent] for i, (name, _, sent) in enumerate(found[0])]
     text = (
         f"{RANKS} ranks over gloo, windows of {STEPS} micro-batches, the guide's network "
-        f"(784-512-512-10). Time: median over {rounds} rounds, each of {windows} windows, of the ratio to the "
-        "hand-written loop in the same round. Sent: gradient bytes that each rank hands to its reductions, per window. "
-        "Our windows exchange two messages of 104 bytes besides, which take as long for a short window as for a long "
-        "one.\n\n"
+        f"(784-512-512-10). Time: median over {rounds} rounds, each of {windows} windows, after {WARM_UP} windows of "
+        "warm-up, of the ratio to the hand-written loop in the same round. Sent: gradient bytes that each rank hands "
+        "to its reductions, per window.\n\n"
     )
     publish(
         "distributed",
         "Two ranks",
         text + table(["", *(f"time, {rows} rows" for rows in sizes), "sent"], lines),
-        ["torch"],
+        ["torch", "accelerate"],
         options,
-        ours=["gradaccum"],
+        ours=["gradaccum, plain loop", "gradaccum, batches()", "TrainStep"],
     )
 
 

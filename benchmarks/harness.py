@@ -30,6 +30,9 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 RECORDS = PAGE.with_suffix(".json")
 """What the sections of the page are made of: `{name: record}`."""
 
+WARM_UP = 20
+"""Windows before the first round."""
+
 _MEASURED: list[dict[str, Any]] = []
 """What `ratios` has found in this process."""
 _STARTED = time.perf_counter()
@@ -99,17 +102,22 @@ def ratios(
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
     about: str = "",
+    warm_up: int = 1,
 ) -> dict[str, Ratio]:
     """Median over rounds of each contender's time over the rival's, all of them timed in every round.
 
+    Windows 1, 2, 4, 8, ... are watched and proven, so a benchmark of ordinary windows has `WARM_UP` of them behind it
+    before the first round, and reports proofs apart.
+
     Args:
-        contenders: Functions that do the same work; each is called once before the first round. Or what builds them,
-            anew for every third round: of small networks, where their memory happens to lie decides some per cent.
+        contenders: Functions that do the same work. Or what builds them, anew for every third round: of small networks,
+            where their memory happens to lie decides some per cent.
         rival: The one that the others are divided by.
         rounds: How often each is timed.
         clock: What times them: `time.process_time` counts what all threads of this process have computed, for what
             waits for nothing.
         about: What it is that they do, for the record.
+        warm_up: How often each is called before it is timed: `WARM_UP` where a call makes one window.
     """
     shuffle, times = random.Random(0), defaultdict[str, list[float]](list)
     built: Contenders = {}
@@ -117,7 +125,8 @@ def ratios(
         if number == 0 or (number % 3 == 0 and callable(contenders)):
             built = contenders() if callable(contenders) else contenders
             for function in built.values():
-                function()
+                for _ in range(warm_up):
+                    function()
         for name in shuffle.sample(list(built), len(built)):
             times[name].append(seconds(built[name], clock))
     found = {

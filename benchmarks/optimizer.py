@@ -1,8 +1,9 @@
-"""The wrapped optimizer against the hand-written loop, and against Accelerate's: time per micro-batch of 16 rows."""
+"""The wrapped optimizer and TrainStep against the hand-written loop and Accelerate: time per micro-batch of 16 rows."""
 
 from __future__ import annotations
 
 import statistics
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +21,13 @@ NETWORKS = {
     "32-64-10": lambda: nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10)),
 }
 loss_function = nn.CrossEntropyLoss()
+CLOCK = time.process_time
+"""One thread computes; what else a shared machine does in the meantime doesn't count."""
 
 
-def by_hand(make: Callable[[], nn.Module], batches: list, steps: int, only_finite: bool = False) -> Callable[[], None]:
+def by_hand(
+    make: Callable[[], nn.Module], batches: list, steps: int, only_finite: bool = False, clips: bool = False
+) -> Callable[[], None]:
     model = make()
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=1e-3)
@@ -31,6 +36,8 @@ def by_hand(make: Callable[[], nn.Module], batches: list, steps: int, only_finit
         for index, (x, y) in enumerate(batches):
             (loss_function(model(x), y) / steps).backward()
             if (index + 1) % steps == 0:
+                if clips:
+                    nn.utils.clip_grad_norm_(parameters, 1.0)
                 if not only_finite or nn.utils.get_total_norm([p.grad for p in parameters]).isfinite():
                     optimizer.step()
                 optimizer.zero_grad()
@@ -39,16 +46,36 @@ def by_hand(make: Callable[[], nn.Module], batches: list, steps: int, only_finit
 
 
 def wrapped(
-    make: Callable[[], nn.Module], batches: list, steps: int, through_batches: bool = False, **options: Any
+    make: Callable[[], nn.Module], batches: list, steps: int, way: str = "", **options: Any
 ) -> Callable[[], None]:
     model = make()
     optimizer = gradaccum.torch.optim.SGD(model.parameters(), lr=1e-3, steps=steps, **options)
 
     def epoch() -> None:
-        for x, y in optimizer.batches(batches) if through_batches else batches:
+        for x, y in optimizer.batches(batches) if way == "batches" else batches:
             optimizer.zero_grad()
             loss_function(model(x), y).backward()
             optimizer.step()
+
+    def weighted() -> None:
+        for x, y in batches:
+            optimizer.zero_grad()
+            optimizer.backward(loss_function(model(x), y), weight=16)
+            optimizer.step()
+
+    return weighted if way == "weighted" else epoch
+
+
+def split(make: Callable[[], nn.Module], batches: list, steps: int) -> Callable[[], None]:
+    """TrainStep on the same rows, which come as large batches."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    step = gradaccum.torch.TrainStep(model, optimizer, loss_fn=loss_function, micro_batch_size=16)
+    large = [tuple(map(torch.cat, zip(*batches[i : i + steps]))) for i in range(0, len(batches), steps)]
+
+    def epoch() -> None:
+        for x, y in large:
+            step(x, y)
 
     return epoch
 
@@ -70,6 +97,9 @@ def accelerate(make: Callable[[], nn.Module], batches: list, steps: int) -> Call
     return epoch
 
 
+HEAD = ["network", "by hand", "gradaccum", "`batches()`", "`backward(loss, weight)`", "TrainStep", "Accelerate"]
+
+
 def per_micro_batch(rounds: int, count: int) -> str:
     rows = []
     for name, make in NETWORKS.items():
@@ -79,15 +109,34 @@ def per_micro_batch(rounds: int, count: int) -> str:
             lambda make=make, batches=batches: {
                 "by hand": by_hand(make, batches, 4),
                 "gradaccum": wrapped(make, batches, 4),
-                "gradaccum, batches()": wrapped(make, batches, 4, through_batches=True),
+                "gradaccum, batches()": wrapped(make, batches, 4, "batches"),
+                "gradaccum, backward(loss, weight)": wrapped(make, batches, 4, "weighted"),
+                "TrainStep": split(make, batches, 4),
                 "Accelerate": accelerate(make, batches, 4),
             },
             "by hand",
             rounds,
+            CLOCK,
             about=name,
         )
         rows.append([name, *found.values()])
-    return table(["network", "by hand", "gradaccum", "gradaccum, `batches()`", "Accelerate"], rows)
+    return table(HEAD, rows)
+
+
+def with_clipping(rounds: int, count: int) -> dict[str, Ratio]:
+    """The guide's network, with gradients clipped by their norm."""
+    make = next(iter(NETWORKS.values()))
+    batches = [(torch.randn(16, 784), torch.randint(10, (16,))) for _ in range(count)]
+    return ratios(
+        lambda: {
+            "by hand, clipped": by_hand(make, batches, 4, clips=True),
+            "gradaccum, clip_grad_norm=": wrapped(make, batches, 4, clip_grad_norm=1.0),
+        },
+        "by hand, clipped",
+        rounds,
+        CLOCK,
+        about="clipped gradients",
+    )
 
 
 def long_windows(rounds: int) -> float:
@@ -95,7 +144,10 @@ def long_windows(rounds: int) -> float:
     make = NETWORKS["32-64-10"]
     batches = [(torch.randn(16, 32), torch.randint(10, (16,))) for _ in range(512)]
     found = ratios(
-        lambda: {f"windows of {steps}": wrapped(make, batches, steps) for steps in (4, 256)}, "windows of 4", rounds
+        lambda: {f"windows of {steps}": wrapped(make, batches, steps) for steps in (4, 256)},
+        "windows of 4",
+        rounds,
+        CLOCK,
     )
     return found["windows of 256"]
 
@@ -112,6 +164,7 @@ def only_finite(rounds: int, count: int) -> dict[str, Ratio]:
         },
         "by hand",
         rounds,
+        CLOCK,
         about="only finite gradients",
     )
 
@@ -146,13 +199,16 @@ def main() -> None:
     imported = statistics.median(float(in_fresh_process(IMPORT)) for _ in range(3 if options.quick else 9)) * 1e3
     per_network = per_micro_batch(rounds, count)
     _, looking, skipping = only_finite(rounds, count).values()
+    _, clipping = with_clipping(rounds, count).values()
     body = f"""Time per micro-batch of 16 rows, windows of 4, SGD, as a ratio to the hand-written loop (one thread,
-median of {rounds} interleaved rounds; networks and optimizers are built anew for every third).
+median of {rounds} interleaved rounds; networks and optimizers are built anew for every third, with {count // 4} windows
+of warm-up).
 
 {per_network}
 
 - With `nonfinite="skip_window"` it takes {skipping} of the hand-written loop's time on the guide's network; a
   hand-written loop that looks at the norm of its gradients before each step takes {looking}.
+- With `clip_grad_norm=` it takes {clipping} of the time of a hand-written loop that clips.
 - A window of 256 micro-batches takes {long_windows(rounds):.2f} times as long per micro-batch as one of 4.
 - An open `step()` with `zero_grad()` takes {open_step(rounds, 4):.1f} microseconds, with 1000 parameters; in windows 1,
   2, 4, 8, ..., where every parameter is watched, {open_step(rounds, 1):.0f}.
@@ -163,7 +219,7 @@ median of {rounds} interleaved rounds; networks and optimizers are built anew fo
         body,
         ["torch", "accelerate"],
         options,
-        ours=["gradaccum", "gradaccum, batches()", 'gradaccum, nonfinite="skip_window"'],
+        ours=["gradaccum", "gradaccum, batches()", "gradaccum, backward(loss, weight)", "TrainStep"],
         blocks={"README.md#speed": per_network},
     )
 
