@@ -77,7 +77,7 @@ def test_what_scripts_read():
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x[:4]), y[:4]).backward()
         optimizer.step()
-    assert seen == [0, 1, 2, 0]
+    assert seen == [0, 1, 2, 3]
     assert isinstance(optimizer, torch.optim.Optimizer)
 
 
@@ -98,7 +98,7 @@ def test_a_custom_inner_optimizer_finds_the_window_in_itself():
             wrapped.backward(parameter.sum())
             wrapped.step()
         assert wrapped.optimizer.seen == 2
-        assert wrapped.optimizer.runai.step == 0
+        assert wrapped.optimizer.runai.step == 2
 
 
 class FilesItself(ReadsTheWindow):
@@ -117,7 +117,7 @@ def test_what_the_inner_optimizer_finds_goes_into_files_as_numbers():
     whole = pickle.loads(pickle.dumps(optimizer))
     whole.runai.step = inner.runai.step
     assert whole.flush()
-    assert (whole.optimizer.runai.step, whole.optimizer.seen) == (0, 2)
+    assert (whole.optimizer.runai.step, whole.optimizer.seen) == (2, 2)
     assert optimizer.flush()
 
 
@@ -132,15 +132,122 @@ def test_the_inner_optimizer_does_not_keep_the_wrapped_one_alive():
         gc.enable()
 
 
-def test_the_step_is_set_to_what_it_is_or_refused():
+def test_setting_the_step_shortens_the_next_window_and_an_open_one_is_refused():
     model = network()
     optimizer = runai.ga.torch.optim.Optimizer(sgd(model), steps=2)
     train(model, optimizer)
-    optimizer.runai.step = 0
+    optimizer.runai.step = 8
     optimizer.runai.steps = 3
-    assert optimizer.steps == 3
-    with pytest.raises(gradaccum.WindowError, match=r"in the open window, 0\. Received: step=1\. .*flush"):
-        optimizer.runai.step = 1
+    assert (optimizer.steps, optimizer.runai.step) == (3, 8)
+    optimizer.runai.step = 10  # 1 into a window of 3
+    updated = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x[:4]), y[:4]).backward()
+        optimizer.step()
+        updated.append(optimizer.updated)
+    assert updated == [False, True, False, False, True]
+    assert (optimizer.runai.steps, optimizer.runai.step) == (3, 15)
+    train(model, optimizer)
+    with pytest.raises(gradaccum.WindowError, match=r"holds the gradients of 1 micro-batches. Received: runai.step=21"):
+        optimizer.runai.step = 21
+
+
+# The claims of Run:AI's own tests (tests/test_ga_torch.py there).
+
+
+class Dry(torch.optim.Optimizer):
+    """Notes at which step it is called. Its methods have the signatures of PyTorch 1.5."""
+
+    def __init__(self):
+        super().__init__(params=[torch.empty(3, 2)], defaults={})
+        self.log_step, self.log_zero_grad = [], []
+
+    def step(self, closure=None):
+        self.log_step.append(self.runai.step)
+        return None if closure is None else closure()
+
+    def zero_grad(self):
+        self.log_zero_grad.append(self.runai.step)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_windows_without_a_backward_pass_count_and_reach_the_inner_optimizer_once_each(steps, caplog):
+    wrapped, closure = runai.ga.torch.optim.Optimizer(Dry(), steps), runai.ga.torch.optim.Optimizer(Dry(), steps)
+    assert (wrapped.runai.steps, wrapped.runai.step) == (steps, 0)
+    iterations = 5 * steps + 3
+    for _ in range(iterations):
+        wrapped.zero_grad()
+        wrapped.step()
+        assert closure.step(lambda: 13) == 13
+    assert wrapped.log_step == closure.log_step == list(range(steps - 1, iterations, steps))
+    assert wrapped.log_zero_grad == list(range(0, iterations, steps))
+    assert wrapped.runai.step == iterations
+    assert "backward" not in caplog.text
+
+
+@pytest.mark.parametrize("through", [pickle, torch], ids=["pickle", "torch.save"])
+def test_the_state_is_in_the_state_dict_and_in_files(through, tmp_path):
+    wrapped = runai.ga.torch.optim.Optimizer(Dry(), 3)
+    wrapped.runai.step = 17
+    state = wrapped.state_dict()
+    assert state["state"]["runai"] == wrapped.runai
+    if through is pickle:
+        loaded = pickle.loads(pickle.dumps(state))
+    else:
+        torch.save(state, tmp_path / "state.pt")
+        loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert (loaded["state"]["runai"].steps, loaded["state"]["runai"].step) == (3, 17)
+    again = runai.ga.torch.optim.Optimizer(Dry(), 3)
+    again.load_state_dict(loaded)
+    assert again.runai.step == 17
+    again.step()  # the last one of that window
+    assert again.log_step == [17]
+
+
+def test_a_state_dict_of_the_original_goes_on_where_it_was():
+    """Its wrapped optimizer was of the inner one's class, and had the numbers beside the parameters' state."""
+    model = network()
+    plain = sgd(model)
+    nn.functional.mse_loss(model(x), y).backward()
+    plain.step()
+    numbers = b"}(X\x05\x00\x00\x00stepsK\x02X\x04\x00\x00\x00stepK\x07u"
+    state = pickle.loads(b"\x80\x02crunai.ga.torch.optim\nState\n)\x81" + numbers + b"b.")
+    saved = plain.state_dict()
+    optimizer = runai.ga.torch.optim.Optimizer(sgd(network()), steps=2)
+    optimizer.load_state_dict({**saved, "state": {**saved["state"], "runai": state}})
+    assert (optimizer.runai.step, optimizer.closes_next) == (7, True)
+    assert torch.equal(optimizer.state_dict()["state"][0]["momentum_buffer"], saved["state"][0]["momentum_buffer"])
+
+
+NAMES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "SGD", "Rprop", "RMSprop")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_windows_of_summed_losses_are_the_large_batch(name, monkeypatch):
+    """The original summed gradients, so its losses are sums; `reduction="sum"` is all that is added here."""
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(20, 3), torch.randn(20, 3)
+    ga = runai.ga.torch.optim
+
+    def run(make, parts):
+        torch.manual_seed(1)
+        model = nn.Linear(3, 3, bias=False)
+        optimizer = make(model.parameters())
+        for a, b in zip(inputs.split(parts), targets.split(parts), strict=True):
+            optimizer.zero_grad()
+            nn.MSELoss(reduction="sum")(model(a), b).backward()
+            optimizer.step()
+        return model.weight.detach()
+
+    plain = getattr(torch.optim, name)
+    expected = run(plain, 20)
+    ways = (
+        lambda p: ga.Optimizer(plain(p), steps=4, reduction="sum"),
+        lambda p: getattr(ga, name)(steps=4, params=p, reduction="sum"),
+    )
+    for make in ways:
+        assert torch.allclose(run(make, 5), expected, rtol=1e-5, atol=1e-8)
 
 
 def test_every_torch_optimizer_is_there_and_pickles():
@@ -169,5 +276,5 @@ def test_a_custom_inner_optimizer_reads_runai_while_it_steps():
 
     model = network()
     train(model, runai.ga.torch.optim.Optimizer(Custom(model.parameters(), lr=0.1, momentum=0.9), steps=2))
-    assert seen == [(2, 2)] * 2
+    assert seen == [(2, 1), (2, 3)]
     assert relative_error(model.parameters(), expected().parameters()) <= 1e-12

@@ -42,6 +42,28 @@ def test_named_optimizers_with_steps_positional_or_not(capsys):
     assert {"Adam", "SGD", "RMSprop"} <= set(dir(runai.ga.keras.optimizers))
 
 
+@pytest.mark.parametrize("name", ["SGD", "RMSprop", "Adagrad", "Adadelta", "Adam", "Adamax", "Nadam"])
+def test_a_window_is_a_step_with_the_mean_as_in_run_ais_own_tests(name):
+    """And a named optimizer is of a class of that name."""
+    ops = keras.ops
+    gradients = [[keras.random.normal(shape, seed=s) for shape in ((2, 3), (4,))] for s in range(3)]
+    ends = []
+    ga, plain = runai.ga.keras.optimizers, getattr(keras.optimizers, name)
+    for optimizer in (plain(), ga.Optimizer(plain(), steps=3), getattr(ga, name)(steps=3)):
+        variables = variables_like([(2, 3), (4,)])
+        if isinstance(optimizer, ga.Optimizer):
+            assert type(optimizer.optimizer).__name__ == name
+            for each in gradients:
+                optimizer.apply(each, variables)
+        else:
+            optimizer.apply([sum(each) / 3 for each in zip(*gradients)], variables)
+        ends.append([ops.convert_to_numpy(variable) for variable in variables])
+    assert (type(optimizer).__name__, type(ga.Optimizer(plain(), 3)).__name__) == (name, "Optimizer")
+    for expected, *found in zip(*ends):
+        for one in found:
+            assert abs(one - expected).max() <= 1e-6
+
+
 @compiled_on("jax")
 def test_a_model_is_saved_in_the_middle_of_a_window(tmp_path, capsys):
     x, y = regression(12)

@@ -2,15 +2,61 @@
 
 from __future__ import annotations
 
+import types
 import weakref
 from typing import Any
 
 import keras
 
 import gradaccum.keras.optimizers
-from runai.ga.window import Window
+from gradaccum import WindowError
 
 __all__ = ["Optimizer"]
+
+
+class Window:
+    """`optimizer.runai`: its `steps`, and the `step` that it is at. The inner optimizer has it too, as in the original.
+
+    Args:
+        optimizer: A wrapped optimizer of gradaccum, or a weak proxy of one.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Files hold the numbers. A wrapped optimizer that is loaded gives its inner one a new window.
+        try:
+            numbers = {"steps": self.steps, "step": self.step}
+        except ReferenceError:  # the wrapped optimizer is gone
+            numbers = {}
+        return types.SimpleNamespace, (), numbers
+
+    @property
+    def steps(self) -> int:
+        """Micro-batches of this window. Setting it holds from the next window on."""
+        return self._optimizer.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._optimizer.steps = steps
+
+    @property
+    def step(self) -> int:
+        """Micro-batches that are in it, from 0 to `steps` - 1. It can be set to what it is.
+
+        Raises:
+            WindowError: It is set to another number.
+        """
+        return self._optimizer.micro_batches
+
+    @step.setter
+    def step(self, step: int) -> None:
+        if step != self.step:
+            raise WindowError(
+                f"`runai.step` counts the micro-batches whose gradients are in the open window, {self.step}. Received: "
+                f"step={step}. Close the window with optimizer.flush(), or load the optimizer's state with its window."
+            )
 
 
 @keras.saving.register_keras_serializable(package="runai")
@@ -55,25 +101,27 @@ class Optimizer(gradaccum.keras.optimizers.Optimizer):
 
     @property
     def runai(self) -> Window:
-        """`.steps` and `.step` of the window."""
+        """`.steps` and `.step` of the open window; the original's Keras optimizers had none."""
         return Window(self)
 
 
-def __getattr__(name: str) -> Any:
-    inner = getattr(keras.optimizers, name, None)
-    if not (isinstance(inner, type) and issubclass(inner, keras.optimizers.Optimizer)):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def _named(inner: type[Any]) -> type[Optimizer]:
+    """A class of the inner one's name, as in the original."""
 
-    def wrapped(*args: Any, steps: Any = None, **kwargs: Any) -> Optimizer:
+    def __init__(self: Optimizer, *args: Any, steps: Any = None, **kwargs: Any) -> None:
         if steps is None:
             if not args:
-                raise TypeError(f"`steps` is missing: {name}(steps=4), or {name}(4).")
+                raise TypeError(f"`steps` is missing: {inner.__name__}(steps=4), or {inner.__name__}(4).")
             steps, args = args[0], args[1:]
-        return Optimizer(inner(*args, **kwargs), steps)
+        Optimizer.__init__(self, inner(*args, **kwargs), steps)
 
-    wrapped.__name__, wrapped.__doc__ = name, f"`keras.optimizers.{name}`, wrapped: `{name}(steps=4, ...)`."
-    return wrapped
+    doc = f"`keras.optimizers.{inner.__name__}`, wrapped: `{inner.__name__}(steps=4, ...)`."
+    wrapped = type(inner.__name__, (Optimizer,), {"__init__": __init__, "__doc__": doc, "__module__": __name__})
+    return keras.saving.register_keras_serializable(package="runai")(wrapped)
 
 
-def __dir__() -> list[str]:
-    return dir(gradaccum.keras.optimizers)
+for _name, _inner in vars(keras.optimizers).items():
+    _is_one = isinstance(_inner, type) and issubclass(_inner, keras.optimizers.Optimizer)
+    if _is_one and _name not in ("Optimizer", "LossScaleOptimizer"):
+        globals()[_name] = _named(_inner)
+        __all__ += [_name]
