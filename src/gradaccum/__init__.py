@@ -19,6 +19,23 @@ else:
             "Schedule": "gradaccum.schedule",
             "steps_for": "gradaccum.schedule",
         },
+        {
+            "Blocks": "It is gradaccum.torch.Blocks.",
+            "MicroBatchTrainer": "It is gradaccum.integrations.transformers.MicroBatchTrainer.",
+            "Optimizer": "It is gradaccum.torch.optim.Optimizer or gradaccum.keras.optimizers.Optimizer.",
+            "TrainStep": "It is gradaccum.torch.TrainStep.",
+            "check_equivalence": "It is in gradaccum.torch, gradaccum.keras and gradaccum.jax.",
+            "chunked": "It is in gradaccum.torch, gradaccum.keras and gradaccum.jax.",
+            "micro_batched": "It is gradaccum.keras.micro_batched.",
+            "optim": "It is gradaccum.torch.optim.",
+            "optimizers": "It is gradaccum.keras.optimizers.",
+            "value_and_grad": "It is gradaccum.jax.value_and_grad.",
+            "windowed": "It is gradaccum.jax.windowed.",
+            **{
+                name: f"Import it first: import gradaccum.{name}"
+                for name in ("integrations", "jax", "keras", "report", "torch")
+            },
+        },
     )
 
 __all__ = ["NoiseSchedule", "NotEquivalentError", "Schedule", "WindowError", "__version__", "steps_for"]

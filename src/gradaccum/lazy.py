@@ -2,7 +2,7 @@
 
 # Nothing is imported here before it is needed: typing alone takes longer than all that `import gradaccum` does.
 
-__all__ = ["when_used"]
+__all__ = ["listed", "when_used"]
 
 TYPE_CHECKING = False  # type checkers take it for typing's
 if TYPE_CHECKING:
@@ -10,24 +10,34 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def when_used(package: str, names: "Mapping[str, str]") -> "tuple[Callable[[str], Any], Callable[[], list[str]]]":
+def when_used(
+    package: str, names: "Mapping[str, str]", elsewhere: "Mapping[str, str] | None" = None
+) -> "tuple[Callable[[str], Any], Callable[[], list[str]]]":
     """The `__getattr__` and `__dir__` of a package whose names are imported when somebody asks for them.
 
     Args:
         package: Its `__name__`.
         names: The module of each name; a name may be that of a module itself.
+        elsewhere: Names that people look for here, and a sentence that says where they are.
 
     Example:
         >>> import sys
-        >>> get, names = when_used(__name__, {"dumps": "json", "lazy": "gradaccum.lazy"})
-        >>> get("dumps")(1), get("lazy").__name__, {"dumps", "lazy"} <= {*names()}
-        ('1', 'gradaccum.lazy', True)
+        >>> get, names = when_used(__name__, {"dumps": "json", "lazy": "gradaccum.lazy"}, {"loads": "It is in json."})
+        >>> get("dumps")(1), get("lazy").__name__
+        ('1', 'gradaccum.lazy')
+        >>> get("loads")
+        Traceback (most recent call last):
+            ...
+        AttributeError: module 'gradaccum.lazy' has no attribute 'loads'. It is in json.
     """
     import sys
 
     def __getattr__(name: str) -> "Any":
         if name not in names:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            where = (elsewhere or {}).get(name)
+            message = f"module {package!r} has no attribute {name!r}" + (f". {where}" if where else "")
+            # With `name` and `obj`, Python adds "Did you mean".
+            raise AttributeError(message, name=name, obj=sys.modules[package])
         from importlib import import_module
 
         where = names[name]
@@ -36,7 +46,21 @@ def when_used(package: str, names: "Mapping[str, str]") -> "tuple[Callable[[str]
         setattr(sys.modules[package], name, found)
         return found
 
-    def __dir__() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *names})
+    return __getattr__, listed(package, names, elsewhere)
 
-    return __getattr__, __dir__
+
+def listed(package: str, *names: "Mapping[str, str] | None") -> "Callable[[], list[str]]":
+    """The `__dir__` of a module that shows its public names only: `__all__`, and those of `names` that are there.
+
+    Example:
+        >>> [name for name in listed(__name__)() if not name.startswith("_")]
+        ['listed', 'when_used']
+    """
+    import sys
+
+    def __dir__() -> list[str]:
+        held = vars(sys.modules[package])
+        known = {name for each in names for name in each or ()}
+        return sorted({*held.get("__all__", ()), *(n for n in held if n.startswith("__") or n in known)})
+
+    return __dir__

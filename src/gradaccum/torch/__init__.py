@@ -43,6 +43,7 @@ else:
             "packing": "gradaccum.torch.packing",
             "suggest_micro_batch_size": "gradaccum.torch.measure",
         },
+        {"Optimizer": "It is gradaccum.torch.optim.Optimizer.", "info_nce": "It is gradaccum.torch.losses.info_nce."},
     )
 
 __all__ = [

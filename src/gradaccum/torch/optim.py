@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,11 +60,11 @@ def _named(inner: type[torch.optim.Optimizer]) -> type[Optimizer]:
 def __getattr__(name: str) -> type[Optimizer]:
     inner = getattr(torch.optim, name, None)
     if not (isinstance(inner, type) and issubclass(inner, torch.optim.Optimizer)):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     globals()[name] = _named(inner)  # one class per name, so that pickle finds the same one again
     return globals()[name]
 
 
 def __dir__() -> list[str]:
     named = [n for n, o in vars(torch.optim).items() if isinstance(o, type) and issubclass(o, torch.optim.Optimizer)]
-    return sorted({*globals(), *named})
+    return sorted({*__all__, *named, *(name for name in globals() if name.startswith("__"))})
