@@ -717,3 +717,30 @@ def test_rows_that_cancel_each_other_to_zero_are_no_difference(count):
     assert check_equivalence(model, batch, compute_loss=lambda m, x, y: (m(x) * y).sum(1).mean()).ok
     wrong = check_equivalence(model, batch, compute_loss=lambda m, x, y: (m(x) * y).sum(1).mean() + m(x).std())
     assert not wrong.ok
+
+
+class TinyCausalLM(nn.Module):
+    """Predicts the next token, as a causal language model that shifts its labels by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 9)
+
+    def forward(self, tokens, labels):
+        logits = self.head(self.embed(tokens))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_labels_that_a_model_shifts_are_counted_from_the_second_position_on(causal):
+    """Where the prompts are ignored, the first position says nothing, and one batch can't tell."""
+    tokens = torch.randint(9, (8, 7), generator=torch.Generator().manual_seed(0))
+    labels = torch.where(torch.arange(7) < torch.arange(1, 9)[:, None] % 6 + 1, -100, tokens)
+    kind = TinyCausalLM if causal else type("Tagger", (TinyCausalLM,), {})
+    result = check_equivalence(
+        kind().double(), (tokens, labels), compute_loss=lambda model, tokens, labels: model(tokens, labels)
+    )
+    [cause] = result.causes
+    assert cause.kind == "weight"
+    assert ("(labels[:, 1:] != -100).sum(): that makes" in cause.message) is causal
+    assert "(labels[:, 1:] != -100).sum()" in cause.message

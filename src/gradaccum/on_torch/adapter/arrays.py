@@ -11,12 +11,10 @@ from torch import Tensor
 
 from gradaccum.core.proof import Measured
 
-__all__ = ["FLIPPED_BITS", "bits_flipped", "is_finite", "largest", "measure", "relative_error", "sample"]
+__all__ = ["bits_flipped", "is_finite", "largest", "measure", "relative_error", "sample"]
 
 ENTRIES = 1 << 18
 """Entries of a gradient that are compared, at most."""
-FLIPPED_BITS = (1, 2, 3, 5, 7)
-"""The last bits of the parameters are changed in so many ways, to see what rounding makes of a result."""
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradaccum.core.causes import innermost
 from gradaccum.on_torch.adapter.rng import row_dimension, rows_in
 from gradaccum.on_torch.batch import leaves, map_leaves
 
@@ -148,22 +149,21 @@ def mixing(
             return _others_differ(a, b, rows, changed)
         return _differs(a.along[0], b.along[0], max(a.precision, b.precision)) if a.shape == b.shape else True
 
-    found = []
-    for (path, call), (inputs, outputs) in large.calls.items():
-        if (path, call) not in other.calls:
-            continue
-        their_inputs, their_outputs = other.calls[path, call]
-        if len(inputs) != len(their_inputs) or len(outputs) != len(their_outputs) or not inputs:
-            continue
-        verdicts = [differ(a, b) for a, b in zip(inputs, their_inputs)]
+    def inputs_agree(key: tuple[str, int]) -> bool:
+        (inputs, outputs), (theirs, their_outputs) = large.calls[key], other.calls.get(key, ([], []))
+        if len(inputs) != len(theirs) or len(outputs) != len(their_outputs) or not inputs:
+            return False
+        verdicts = [differ(a, b) for a, b in zip(inputs, theirs)]
         # An input of no rows (a mask, a number) that can't be compared is no reason to suspect the module.
-        if any(verdicts) or all(verdict is None for verdict in verdicts):
-            continue
+        return not any(verdicts) and not all(verdict is None for verdict in verdicts)
+
+    def outputs_differ(key: tuple[str, int]) -> bool:
+        pairs = zip(large.calls[key][1], other.calls[key][1])
         # An output without rows is a reduction over the batch, a loss say: whether that adds up is not asked here.
-        pairs = [(a, b) for a, b in zip(outputs, their_outputs) if taken is None or a.shape != b.shape]
-        if any(differ(a, b) for a, b in pairs) and path not in found:
-            found.append(path)
-    return [path for path in found if not any(_is_inside(inner, path) for inner in found)]
+        return any(differ(a, b) for a, b in pairs if taken is None or a.shape != b.shape)
+
+    found = innermost(large.calls, inputs_agree, outputs_differ, lambda inner, outer: _is_inside(inner[0], outer[0]))
+    return list(dict.fromkeys(path for path, _ in found))
 
 
 def _is_inside(inner: str, outer: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,16 +31,12 @@ class RowwiseRng(TorchDispatchMode):
         neutral: Replace noise by its mean: dropout keeps everything. For models whose noise has no rows.
     """
 
-    _active: ClassVar[list[RowwiseRng]] = []
-
     def __init__(self, rows: int, *, neutral: bool = False) -> None:
         super().__init__()
         self.rows = rows
         self.neutral = neutral
         self.unreplayed: set[str] = set()
         """Operations whose random numbers could not be assigned to rows."""
-        self.used = False
-        """Whether there were random numbers at all."""
         self.precision = torch.float64
         """The narrowest floating dtype that was computed in."""
         self._drawn: set[str] = set()
@@ -48,28 +44,16 @@ class RowwiseRng(TorchDispatchMode):
         self._ends: dict[Any, RandomState] = {}
         self._shapes: dict[int, torch.Size] = {}
         self._taken: Tensor | None = None
-        self._in_between = False
         self._generators: list[tuple[torch.Generator, Tensor]] = []
-
-    def __enter__(self) -> RowwiseRng:
-        RowwiseRng._active.append(self)
-        return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._look()
-        RowwiseRng._active.remove(self)
         super().__exit__(*error)
-
-    @staticmethod
-    def rows_in_between() -> None:
-        """Other rows run in the middle of a micro-batch's forward pass: its random numbers have lost their order."""
-        for replay in RowwiseRng._active:
-            replay._in_between = True
 
     @property
     def replays(self) -> bool:
         """Whether all random numbers so far were those of their rows."""
-        return not self.unreplayed and not (self.used and self._in_between)
+        return not self.unreplayed
 
     def replace_noise(self) -> bool:
         """Where random numbers were not those of their rows: have them be their mean from now on. Returns whether."""
@@ -134,7 +118,6 @@ class RowwiseRng(TorchDispatchMode):
         base = name.rstrip("_").removesuffix("_like").removeprefix("_fused_").removeprefix("native_")
         if given.get("dropout_p") == 0.0 or given.get("train") is False or given.get("training") is False:
             return func(*args, **kwargs)
-        self.used = True
         sampler = _SAMPLERS.get(base)
         if sampler is None:
             self.unreplayed.add(name)

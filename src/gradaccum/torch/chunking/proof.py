@@ -14,11 +14,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import TensorWeakRef
 
 from gradaccum.core.equivalence import Difference
-from gradaccum.core.proof import Comparison, Measured, Outcome, with_fewer_rows
-from gradaccum.core.rounding import rounding
+from gradaccum.core.proof import Comparison, Outcome, with_fewer_rows
 from gradaccum.errors import NotEquivalentError
-from gradaccum.on_torch.adapter.arrays import FLIPPED_BITS, bits_flipped, is_finite, measure, relative_error
+from gradaccum.on_torch.adapter.arrays import relative_error
 from gradaccum.on_torch.adapter.rng import RowwiseRng
+from gradaccum.on_torch.adapter.runner import TorchRunner
 from gradaccum.on_torch.batch import BatchDims, leaves, map_leaves, number_of_rows, take
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.private import run_backward
@@ -152,7 +152,7 @@ class _Pass(NamedTuple):
     """Kept, as are the containers among them, in which a module may have left something."""
 
 
-class _Runner:
+class _Runner(TorchRunner):
     """Runs the same rows whole and in micro-batches, from the same state."""
 
     def __init__(
@@ -160,7 +160,9 @@ class _Runner:
     ) -> None:
         self.module, self.call_of, self.few, self.rows = module, call_of, few, rows
         self.exact, self.batch_norm = exact, batch_norm
-        self.rng = RowwiseRng(rows, neutral=exact or trims)  # where the mean stands for noise that belongs to no row
+        found = [tensor.device for tensor in (*module.parameters(), *tensors_of(few)) if tensor.device.type != "cpu"]
+        # Where rows are not what is cut, noise that belongs to no row is replaced by its mean at once.
+        super().__init__(RowwiseRng(rows, neutral=exact or trims), found[0] if found else torch.device("cpu"))
         self.rng.holds(*generators_of(module, few))
         self.state = ModuleState(module)
         self.names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -183,35 +185,11 @@ class _Runner:
         self.outside = [leaf for reference in self.whole.outside for leaf in [reference()] if leaf is not None]
         return outcome
 
-    def nearby(self, rows: Sequence[int]) -> Iterator[Outcome]:
-        for bits in FLIPPED_BITS:
-            with bits_flipped([*self.state.parameters, *filter(is_floating, tensors_of(self.few))], bits):
-                outcome, _ = self._result(None)
-            yield outcome
+    def at_once(self, rows: Sequence[int]) -> Outcome:
+        return self._result(None)[0]
 
-    def measure(self, pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> list[Measured]:
-        return measure(pairs)
-
-    def is_finite(self, arrays: Sequence[Tensor]) -> bool:
-        return is_finite(arrays)
-
-    @property
-    def tolerance(self) -> float:
-        devices = [tensor.device.type for tensor in (*self.state.parameters, *tensors_of(self.few))]
-        return rounding(str(self.rng.precision), next((device for device in devices if device != "cpu"), "cpu"))
-
-    @property
-    def in_half(self) -> bool:
-        return self.rng.precision.itemsize <= 2
-
-    def lower_scale(self) -> bool:
-        return False
-
-    def replace_noise(self) -> bool:
-        return self.rng.replace_noise()
-
-    def is_out_of_memory(self, error: Exception) -> bool:
-        return is_out_of_memory(error)
+    def tensors(self) -> list[Tensor]:
+        return [*self.state.parameters, *filter(is_floating, tensors_of(self.few))]
 
     def _result(self, sizes: list[int] | None) -> tuple[Outcome, _Pass]:
         """Outputs, gradients, and what is left behind. Afterwards the module is as it was."""

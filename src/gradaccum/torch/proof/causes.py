@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gradaccum.core.causes import Leaf, LossFacts, LossSplit, loss_cause, mixing_cause, moving_cause
 from gradaccum.core.equivalence import Cause, Difference
 from gradaccum.core.proof import Outcome, Way, differences_between
-from gradaccum.on_torch.adapter.probes import Trace, mixing
-from gradaccum.on_torch.batch import Batch, children, rebuild, with_dims
+from gradaccum.on_torch.adapter.probes import Outputs, Trace, mixing
+from gradaccum.on_torch.batch import Batch, children, leaves, rebuild, with_dims
 from gradaccum.torch.batch_norm import batch_norms
-from gradaccum.torch.proof.loss_causes import loss_cause
+from gradaccum.torch.loss import Objective
 from gradaccum.torch.proof.trial import Trial
 
 __all__ = [
@@ -77,12 +80,120 @@ def _loss_cause(trial: Trial, model_differs: bool) -> Cause | None:
     """What is wrong with the loss, judged on the large batch's outputs; on the whole, where the model is innocent."""
     try:
         outputs = trial.outputs()
-        cause = loss_cause(trial, _splits(trial), outputs) if outputs.calls else None
+        cause = _cause_beside(trial, outputs) if outputs.calls else None
         if (not outputs.calls or not outputs.complete) and not model_differs:
-            cause = loss_cause(trial, _splits(trial), None)
+            cause = _cause_beside(trial, None)
     except Exception:  # the loss fails on these parts: what fails is named where it fails
         return None
     return cause
+
+
+def _cause_beside(trial: Trial, outputs: Outputs | None) -> Cause | None:
+    """What is wrong with the loss on the large batch's outputs; with None: with model and loss together."""
+
+    def vectors(rows: Tensor | None) -> tuple[list[Tensor], float | None]:
+        blocks, weight = trial.raw(rows, outputs)
+        return [(block if block.is_complex() else block.double()).cpu() for block in blocks], weight
+
+    splits = []
+    for first, second in _splits(trial):
+        (whole, _), (a, weight_a), (b, weight_b) = vectors(None), vectors(first), vectors(second)
+        splits.append(LossSplit.of((first, second), whole, (a, b), (weight_a, weight_b)))
+    if outputs is not None and not outputs.complete:
+        return None
+    return loss_cause(splits, _facts(trial))
+
+
+def _facts(trial: Trial) -> LossFacts:
+    """What is known of the loss, in the user's words."""
+    original, arguments = trial.original, _argument_names(trial.original.compute_loss, trial.batch.tree)
+
+    def weigh(rows: Tensor) -> float:
+        weight = original.total(trial.batch.take(rows))
+        if isinstance(weight, dict):
+            weight = weight.get(trial.term, 0.0)
+        return 0.0 if weight is None else float(weight)
+
+    summed = "nothing, being taken for sums" if original.reduction == "sum" else "rows"
+    ignored = sorted({-100, -1, 0, *_ignored(original.loss_fn)})
+    tensors = [(path, leaf) for path, leaf in leaves(trial.batch.tree) if isinstance(leaf, Tensor) and leaf.dim()]
+    return LossFacts(
+        original.reduction,
+        "what `weight` returns" if original.weight is not None else summed,
+        weigh,
+        [_leaf(trial, path, leaf, arguments) for path, leaf in tensors if not leaf.is_complex()],
+        arguments,
+        "Leave `weight` out" if original.weight is not None else "Return the loss alone, or its rows with it",
+        "Return (loss, weight) from `compute_loss`, with what the loss divides by.",
+        "it is not linear in its mean. Use gradaccum.torch.chunked around the model, which gives the large batch's "
+        "gradient for any loss. Where only a few rows belong together, as pairs do, groups= keeps them together.",
+        ignored,
+        _class_weights(original),
+        any("CausalLM" in name or "LMHead" in name for name in map(_kind, original.model.modules())),
+    )
+
+
+def _leaf(trial: Trial, path: str, tensor: Tensor, arguments: Sequence[str]) -> Leaf:
+    index, _, rest = path.removeprefix("[").partition("]")
+
+    def take(rows: Tensor) -> Tensor:
+        taken = next(leaf for where, leaf in leaves(trial.batch.take(rows).tree) if where == path)
+        return taken if taken.is_floating_point() or taken.dtype is torch.bool else taken.long()
+
+    floating, is_bool = tensor.is_floating_point(), tensor.dtype is torch.bool
+    return Leaf(
+        f"batch{path}",
+        arguments[int(index)] + rest if index.isdigit() else "...",
+        take,
+        "float" if floating else "bool" if is_bool else "whole",
+        tensor.dim(),
+        None if floating or is_bool else frozenset(tensor.unique().tolist()),
+        floating and not bool((tensor >= 0).all()),
+    )
+
+
+def _ignored(loss_fn: Any) -> list[int]:
+    found = getattr(loss_fn, "ignore_index", None)
+    if isinstance(loss_fn, functools.partial):
+        found = loss_fn.keywords.get("ignore_index")
+    return [found] if isinstance(found, int) else []
+
+
+def _class_weights(original: Objective) -> list[tuple[str, Tensor]]:
+    """Vectors of weights that the loss refers to, with their names."""
+    found: dict[str, Any] = {}
+    for function in (original.loss_fn, original.compute_loss):
+        while isinstance(function, functools.partial):
+            found.update(function.keywords)
+            function = function.func
+        if isinstance(function, nn.Module):
+            found.update({name: buffer for name, buffer in function.named_buffers()})
+            found.update({name: value for name, value in vars(function).items() if isinstance(value, Tensor)})
+        elif inspect.isfunction(function):
+            variables = inspect.getclosurevars(function)
+            found.update(variables.globals)
+            found.update(variables.nonlocals)
+            for name, value in [*variables.globals.items(), *variables.nonlocals.items()]:
+                if isinstance(value, nn.Module):
+                    found.update({f"{name}.{inner}": buffer for inner, buffer in value.named_buffers()})
+    return [
+        (name, value.detach().double().cpu())
+        for name, value in found.items()
+        if isinstance(value, Tensor) and value.dim() == 1 and value.is_floating_point() and (value >= 0).all()
+    ]
+
+
+def _argument_names(compute_loss: Any, batch: tuple[Any, ...]) -> list[str]:
+    """What the user calls the batch's parts."""
+    default = ["x", "y"] if len(batch) == 2 else ["batch"] if len(batch) == 1 else [f"x{i}" for i in range(len(batch))]
+    if not inspect.isfunction(compute_loss):
+        return default
+    names = [
+        name
+        for name, p in inspect.signature(compute_loss).parameters.items()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ][1:]
+    return names[: len(batch)] if len(names) >= len(batch) else default
 
 
 def nondeterminism_cause(trial: Trial, error: float) -> Cause:
@@ -129,20 +240,12 @@ def _failure(where: str, module: nn.Module | None, rows: int, error: Exception) 
 
 
 def _mixes(path: str, module: nn.Module) -> Cause:
-    where = _where(path)
-    if isinstance(module, _BatchNorm):
-        return Cause(
-            "batch_norm",
-            where,
-            f"'{where}' is a {type(module).__name__}: it normalises each micro-batch by itself. Use "
-            'batch_norm="exact", or GroupNorm.',
-        )
-    return Cause(
-        "mixes_rows",
-        where,
-        f"'{where}'{_of_type(module)} mixes rows: what it returns for a row depends on the other rows of the "
-        "micro-batch (a batch statistic, detached or not, a ranking or a capacity over the batch). Compute it per row, "
-        "or take it out of the model into the loss and use gradaccum.torch.chunked around what comes before.",
+    return mixing_cause(
+        _where(path),
+        _kind(module),
+        batch_norm='Use batch_norm="exact", or GroupNorm.' if isinstance(module, _BatchNorm) else "",
+        advice="Compute it per row, or take it out of the model into the loss and use gradaccum.torch.chunked around "
+        "what comes before.",
     )
 
 
@@ -272,21 +375,7 @@ def _buffer_causes(
         if isinstance(module, _BatchNorm):  # behind a module that mixes rows itself, so that its inputs differ already
             causes.append(_mixes(path, module))
             continue
-        causes.append(
-            Cause(
-                "buffer",
-                _where(path),
-                f"'{_where(path)}'{_of_type(module)} moves its buffers ({', '.join(names)}) in every forward pass: "
-                "once per micro-batch, not once per update. "
-                + (
-                    "What it returns depends on them, so later micro-batches are computed with others than the large "
-                    "batch. Move them once per update (one pass in train mode after the optimizer's step, the rest in "
-                    "eval mode), or do without."
-                    if others and not culprits
-                    else "Where that matters, move them once per update, after the optimizer's step."
-                ),
-            )
-        )
+        causes.append(moving_cause(_where(path), _kind(module), names, decides=others and not culprits))
     return causes
 
 
@@ -393,5 +482,9 @@ def _where(path: str) -> str:
     return path or "model"
 
 
+def _kind(module: nn.Module | None) -> str:
+    return "" if module is None else type(module).__name__
+
+
 def _of_type(module: nn.Module | None) -> str:
-    return f" ({type(module).__name__})" if module is not None else ""
+    return f" ({_kind(module)})" if module is not None else ""

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from gradaccum.core.equivalence import Cause, Difference, Equivalence
 from gradaccum.core.proof import (
     ATTEMPTS,
-    Measured,
     Outcome,
     ProofSchedule,
     Verdict,
@@ -25,11 +24,11 @@ from gradaccum.core.proof import (
     interleaved_ways,
     with_fewer_rows,
 )
-from gradaccum.core.rounding import rounding
 from gradaccum.errors import NotEquivalentError
-from gradaccum.on_torch.adapter.arrays import FLIPPED_BITS, bits_flipped, is_finite, measure, sample
+from gradaccum.on_torch.adapter.arrays import sample
 from gradaccum.on_torch.adapter.kinds import BatchKinds, rows_to_prove
 from gradaccum.on_torch.adapter.rng import RowwiseRng, watched
+from gradaccum.on_torch.adapter.runner import TorchRunner
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms, in_eval_mode
@@ -295,7 +294,7 @@ class Proof:
         return [suspicion(self.objective.modules, wrong)]
 
 
-class _Runner:
+class _Runner(TorchRunner):
     """Runs the same rows at once and in micro-batches, on the user's own model, each time from the same state."""
 
     def __init__(
@@ -303,7 +302,7 @@ class _Runner:
     ) -> None:
         self._proof, self._objective, self._parameters, self.state = proof, objective, parameters, state
         self._few, self.rows = few.map(self._detached_leaf), few.rows
-        self.rng = RowwiseRng(few.rows, neutral=proof.exact)
+        super().__init__(RowwiseRng(few.rows, neutral=proof.exact), objective.device)
         self.rng.holds(*objective.modules.values(), objective.evaluate)
         proof.scale.reset()
 
@@ -325,34 +324,11 @@ class _Runner:
                 {**self.state.tensors(), **self.state.numbers()},
             )
 
-    def nearby(self, rows: Sequence[int]) -> Iterator[Outcome]:
-        for bits in FLIPPED_BITS:
-            with bits_flipped(self._parameters.values(), bits):
-                outcome = self.run(rows, None)
-            yield outcome
-
-    def measure(self, pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> list[Measured]:
-        return measure(pairs)
-
-    def is_finite(self, arrays: Sequence[Tensor]) -> bool:
-        return is_finite(arrays)
-
-    @property
-    def tolerance(self) -> float:
-        return rounding(str(self.rng.precision), self._objective.device.type)
-
-    @property
-    def in_half(self) -> bool:
-        return self.rng.precision.itemsize <= 2
+    def tensors(self) -> list[Tensor]:
+        return list(self._parameters.values())
 
     def lower_scale(self) -> bool:
         return self._proof.scale.lower()
-
-    def replace_noise(self) -> bool:
-        return self.rng.replace_noise()
-
-    def is_out_of_memory(self, error: Exception) -> bool:
-        return is_out_of_memory(error)
 
     @staticmethod
     def _sample(gradient: Tensor) -> Tensor:

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradaccum.core.proof import Measured, Outcome
-from gradaccum.core.rounding import rounding
-from gradaccum.on_torch.adapter.arrays import FLIPPED_BITS, bits_flipped, is_finite, measure
+from gradaccum.core.proof import Outcome
 from gradaccum.on_torch.adapter.copies import copied
 from gradaccum.on_torch.adapter.probes import Outputs, Trace
 from gradaccum.on_torch.adapter.rng import RowwiseRng
+from gradaccum.on_torch.adapter.runner import TorchRunner
 from gradaccum.on_torch.batch import Batch, BatchDims
-from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.torch.batch_norm import BatchNormChoice, frozen
 from gradaccum.torch.buffers import ModuleState
 from gradaccum.torch.loss import Objective, Terms, TermsAccumulator, Totals, accumulator, counted
@@ -30,7 +28,7 @@ Accumulate = Callable[[Objective, Batch, Sequence[int], BatchNormChoice], Tensor
 the buffers as an update leaves them; returns the loss."""
 
 
-class Trial:
+class Trial(TorchRunner):
     """Runs a batch on fresh copies of model and loss, with the same random numbers for the same rows each time.
 
     Args:
@@ -64,7 +62,7 @@ class Trial:
         self._accumulate = accumulate
         self.batch_norm = batch_norm
         self.by_train_step = batch_norm in ("exact", "pooled")
-        self.device, self.dtype = device, dtype
+        self.dtype = dtype
 
         def converted(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -74,7 +72,7 @@ class Trial:
 
         self.batch = batch.map(converted)
         self.rows = self.batch.rows
-        self.rng = RowwiseRng(self.rows, neutral=self.by_train_step)
+        super().__init__(RowwiseRng(self.rows, neutral=self.by_train_step), device)
         memo: dict[int, Any] = {}
         self._things = _copy_all(_things(objective), memo, self._convert)
         self.hooks = _copy_hooks(objective, memo, self._convert)
@@ -174,48 +172,19 @@ class Trial:
             )
         return outcome
 
-    def nearby(self, rows: Sequence[int]) -> Iterator[Outcome]:
-        """The batch at once, with the last bits of the parameters changed."""
-        for bits in FLIPPED_BITS:
-            with bits_flipped(self.parameters, bits):
-                outcome = self._at_once()
-            yield outcome
-
-    def measure(self, pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> list[Measured]:
-        """How far tensors are from each other."""
-        return measure(pairs)
-
-    def is_finite(self, arrays: Sequence[Tensor]) -> bool:
-        """Whether all numbers in these are."""
-        return is_finite(arrays)
-
-    @property
-    def tolerance(self) -> float:
-        """What is rounding in the narrowest dtype that was computed in."""
-        return rounding(str(self.rng.precision), self.device.type)
-
-    @property
-    def in_half(self) -> bool:
-        """Whether that has 16 bits or fewer."""
-        return self.rng.precision.itemsize <= 2
-
-    def lower_scale(self) -> bool:
-        """There is no GradScaler."""
-        return False
+    def tensors(self) -> list[Tensor]:
+        """What is trained."""
+        return self.parameters
 
     def replace_noise(self) -> bool:
         """Whether random numbers that belong to no row are their mean from now on."""
         what = ", ".join(sorted(self.rng.unreplayed))
-        replaced = self.rng.replace_noise()
+        replaced = super().replace_noise()
         if replaced:
             self.notes.append(
                 f"Random numbers that belong to no row ({what}) were replaced by their mean, dropout by nothing."
             )
         return replaced
-
-    def is_out_of_memory(self, error: Exception) -> bool:
-        """Whether memory ran out."""
-        return is_out_of_memory(error)
 
     def _totals(self, partition: Sequence[Tensor], batch: Batch, batch_dims: BatchDims | None) -> Totals:
         """What each of several losses divides by, as `TrainStep` counts it."""

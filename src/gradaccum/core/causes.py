@@ -1,0 +1,365 @@
+"""The search for causes: which module, loss, weight or regulariser makes micro-batches differ from the large batch.
+
+It is the same for every framework. Arrays are used by their operators alone (`-`, `*`, `abs`, `.sum()`, `.conj()`), and
+rows are whatever the adapter takes rows by.
+
+What a loss divides by is found out by fitting. Let `L` be the user's loss as it is, and `A` and `B` the parts of a
+batch. One of these holds for most losses:
+
+    a mean        L(A + B)  =  t L(A) + (1 - t) L(B)        t is the share of what A is a mean over
+    a sum         L(A + B)  =  L(A) + L(B)
+    a sum and a   L(A + B)  =  L(A) + L(B) - R              R is the same for all parts: it doesn't depend on the rows
+    regulariser
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from gradaccum.core.equivalence import Cause
+
+__all__ = ["Leaf", "LossFacts", "LossSplit", "innermost", "loss_cause", "mixing_cause", "moving_cause"]
+
+Array = Any
+Rows = Any
+Key = TypeVar("Key", bound=Hashable)
+
+FITS = 1e-6
+"""Largest relative residual of a fit, in float64."""
+
+
+# Modules.
+
+
+def innermost(
+    calls: Iterable[Key],
+    inputs_agree: Callable[[Key], bool],
+    outputs_differ: Callable[[Key], bool],
+    is_inside: Callable[[Key, Key], bool],
+) -> list[Key]:
+    """The innermost of the modules that are given the same and return something else: those in which rows mix.
+
+    Args:
+        calls: The modules that were called.
+        inputs_agree: Whether micro-batches hand a module what the large batch does.
+        outputs_differ: Whether it returns something else for them.
+        is_inside: Whether the first module is a part of the second one.
+
+    Example:
+        >>> innermost(["", "a", "a.norm"], lambda key: True, lambda key: True, lambda a, b: a != b and a.startswith(b))
+        ['a.norm']
+    """
+    found = [key for key in calls if inputs_agree(key) and outputs_differ(key)]
+    return [key for key in found if not any(is_inside(inner, key) for inner in found)]
+
+
+def mixing_cause(where: str, kind: str, *, batch_norm: str = "", advice: str) -> Cause:
+    """A module in which a row's output depends on other rows.
+
+    Args:
+        where: Its path.
+        kind: The name of its class, or nothing.
+        batch_norm: What to do, if it is a BatchNorm.
+        advice: What to do otherwise.
+    """
+    if batch_norm:
+        return Cause(
+            "batch_norm",
+            where,
+            f"'{where}' is a {kind}: it normalises each micro-batch by itself. {batch_norm}",
+        )
+    of_kind = f" ({kind})" if kind else ""
+    return Cause(
+        "mixes_rows",
+        where,
+        f"'{where}'{of_kind} mixes rows: what it returns for a row depends on the other rows of the micro-batch (a "
+        f"batch statistic, detached or not, a ranking or a capacity over the batch). {advice}",
+    )
+
+
+def moving_cause(where: str, kind: str, names: Sequence[str], *, decides: bool) -> Cause:
+    """A module whose state moves with every forward pass.
+
+    Args:
+        where: Its path.
+        kind: The name of its class, or nothing.
+        names: What moves.
+        decides: Whether gradients differ because of it.
+    """
+    of_kind = f" ({kind})" if kind else ""
+    advice = (
+        "What it returns depends on them, so later micro-batches are computed with others than the large batch. Move "
+        "them once per update (one pass in train mode after the optimizer's step, the rest in eval mode), or do "
+        "without."
+        if decides
+        else "Where that matters, move them once per update, after the optimizer's step."
+    )
+    return Cause(
+        "buffer",
+        where,
+        f"'{where}'{of_kind} moves its buffers ({', '.join(names)}) in every forward pass: once per micro-batch, not "
+        f"once per update. {advice}",
+    )
+
+
+# Losses.
+
+
+@dataclass(frozen=True)
+class LossSplit:
+    """The loss's value and gradients for a batch and for both of its parts: lists of vectors, each scaled to 1."""
+
+    rows: tuple[Rows, Rows]
+    whole: list[Array]
+    parts: tuple[list[Array], list[Array]]
+    weights: tuple[float | None, float | None] = (None, None)
+    """What the user's function returned with the parts' losses."""
+
+    @classmethod
+    def of(
+        cls,
+        rows: tuple[Rows, Rows],
+        whole: Sequence[Array],
+        parts: tuple[Sequence[Array], Sequence[Array]],
+        weights: tuple[float | None, float | None] = (None, None),
+    ) -> LossSplit:
+        """From vectors as they are: a part's are scaled by the whole's."""
+        scales = [_largest(vector) or 1.0 for vector in whole]
+        scaled = [[vector / scale for vector, scale in zip(one, scales)] for one in (whole, *parts)]
+        return cls(rows, scaled[0], (scaled[1], scaled[2]), weights)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all of it is."""
+        return all(math.isfinite(_largest(vector)) for one in (self.whole, *self.parts) for vector in one)
+
+    def share(self, fits: float) -> float | None:
+        """t of the mean's formula, where that holds."""
+        a, b = self.parts
+        across = [x - y for x, y in zip(a, b)]
+        square = sum(_inner(x, x) for x in across)
+        if square < 1e-16:
+            return None
+        t = sum(_inner(x, w - y) for x, w, y in zip(across, self.whole, b)) / square
+        return t if all(_largest(w - (t * x + (1 - t) * y)) < fits for w, x, y in zip(self.whole, a, b)) else None
+
+    def excess(self) -> list[Array]:
+        """R of the sum's formula."""
+        return [x + y - w for w, x, y in zip(self.whole, *self.parts)]
+
+
+class Leaf(NamedTuple):
+    """A tensor of the batch, of which a loss may be a mean over some entries."""
+
+    name: str
+    """Such as `batch[1]['mask']`."""
+    code: str
+    """The same in the words of the user's function: `y['mask']`."""
+    take: Callable[[Rows], Array]
+    kind: Literal["whole", "bool", "float"]
+    dims: int
+    values: frozenset[int] | None = None
+    """All values of whole numbers, where they are few."""
+    is_negative: bool = False
+    """Whether some number in it is below 0."""
+
+
+@dataclass(frozen=True)
+class LossFacts:
+    """What a shell knows of a loss."""
+
+    reduction: str
+    weighed_by: str
+    """What its micro-batches were weighed with, in words."""
+    weigh: Callable[[Rows], float]
+    """The same as a number."""
+    leaves: Sequence[Leaf]
+    arguments: Sequence[str]
+    """What the user calls the parts of the batch."""
+    unweighed: str
+    """How to have micro-batches weighed by rows."""
+    how_to_weigh: str
+    """How to say what a loss divides by."""
+    across_rows: str
+    """What to do about a loss that looks across rows."""
+    ignored: Sequence[int] = (-100, -1, 0)
+    class_weights: Sequence[tuple[str, Array]] = ()
+    causal: bool = False
+    """Whether the model is a causal language model, which shifts its labels by one."""
+    fits: float = FITS
+
+
+def loss_cause(splits: Sequence[LossSplit], facts: LossFacts) -> Cause | None:
+    """Why these losses don't add up to the large batch's, or None where nothing can be said.
+
+    Args:
+        splits: Of at least two ways to cut the rows in two.
+        facts: What is known of the loss.
+    """
+    if any(not split.is_finite for split in splits):
+        return None
+    shares = [split.share(facts.fits) for split in splits]
+    if all(share is not None and -facts.fits < share < 1 + facts.fits for share in shares):
+        return _wrong_weight(facts, splits, [share for share in shares if share is not None])
+    excess = [split.excess() for split in splits]
+    if all(_largest(vector) < facts.fits for one in excess for vector in one):
+        return _sum(facts)
+    if max(_largest(x - y) for one in excess for x, y in zip(one, excess[0])) < facts.fits:
+        return Cause(
+            "regulariser",
+            "loss",
+            "The loss has a term that doesn't depend on the rows (a regulariser, such as a sum over the parameters) "
+            "beside a sum over them, so it is counted once per micro-batch: K times in a window of K. Return the term "
+            "times the share of the rows, as in `sum + penalty * len(x) / total_rows`; or return a mean over rows plus "
+            "the term, which accumulates exactly.",
+        )
+    return Cause(
+        "loss",
+        "loss",
+        "The loss is not additive over rows: no weights make the parts add up to the large batch's. It looks across "
+        f"the batch (contrastive, Dice, a batch mean or variance), or {facts.across_rows}",
+    )
+
+
+def _sum(facts: LossFacts) -> Cause:
+    if facts.reduction == "sum":
+        return Cause(
+            "weight",
+            "loss",
+            "The loss is a sum over its rows, but its weight is not: the weights of the parts don't add up to the "
+            "large batch's. Let `weight` count something that adds up, such as rows or tokens.",
+        )
+    return Cause(
+        "reduction",
+        "loss",
+        "The loss is a sum over its rows, or is divided by a number that doesn't depend on the micro-batch, and was "
+        'taken to be a mean. Pass reduction="sum".',
+    )
+
+
+def _wrong_weight(facts: LossFacts, splits: Sequence[LossSplit], shares: list[float]) -> Cause | None:
+    def declared(split: LossSplit, part: int) -> float:
+        own = split.weights[part]
+        return facts.weigh(split.rows[part]) if own is None else own
+
+    def fits(count: Callable[[Rows], float]) -> bool:
+        counted = [[count(rows) for rows in split.rows] for split in splits]
+        return all(min(c) >= 0 and sum(c) > 0 and _close(s, _share(c)) for c, s in zip(counted, shares))
+
+    weighed = [[declared(split, part) for part in (0, 1)] for split in splits]
+    if facts.reduction == "mean" and all(_close(share, _share(weights)) for share, weights in zip(shares, weighed)):
+        return None  # weighed right: the loss is not what differs
+    was = facts.weighed_by
+    if splits[0].weights[0] is not None:
+        was = "what `compute_loss` returns with the loss"
+    found = next((candidate for candidate in _candidates(facts) if fits(candidate.count)), None)
+    if found is None:
+        sizes = [len(rows) for rows in splits[0].rows]
+        return Cause(
+            "weight",
+            "loss",
+            f"The loss is a mean, but not over {was}: micro-batches of {sizes[0]} and {sizes[1]} "
+            f"rows would have to weigh {shares[0]:.4g} to {1 - shares[0]:.4g}. Tried rows, targets that are not "
+            f"ignored, masks and class weights; none of them is it. {facts.how_to_weigh}",
+        )
+    unsure = ""
+    shifted = found.shifted
+    if shifted is not None and fits(shifted.count):  # the first column is ignored in every row, say
+        if facts.causal:
+            found, unsure = shifted, " The model shifts its labels by one, which this batch alone doesn't show."
+        else:
+            unsure = (
+                f" Where the model shifts its labels by one, as causal language models do, that is {shifted.code}: "
+                "this batch can't tell."
+            )
+    keywords = [f"weight=lambda {', '.join(facts.arguments)}: {found.code}"] if found.code else []
+    if facts.reduction == "sum":
+        keywords.insert(0, 'reduction="mean"')
+    advice = f"Pass {', '.join(keywords)}" if keywords else facts.unweighed
+    return Cause(
+        "weight",
+        "loss",
+        f"The loss is a mean over {found.name}, but its micro-batches were weighed by {was}. "
+        f"{advice}: that makes them exact.{unsure}",
+    )
+
+
+# What a mean may be over.
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    name: str
+    code: str
+    count: Callable[[Rows], float]
+    shifted: _Candidate | None = None
+    """The same from the second position on."""
+
+
+def _candidates(facts: LossFacts) -> Iterator[_Candidate]:
+    yield _Candidate("rows", "", lambda rows: float(len(rows)))
+    counted = [leaf for leaf in facts.leaves if leaf.kind != "float"]
+    for leaf in counted:
+        if leaf.kind == "bool" or (leaf.values is not None and leaf.values <= {0, 1}):
+            yield _summing(leaf, f"the entries of {leaf.name} that are set")
+        for index in facts.ignored:
+            shifted = _counting(leaf, index, "[:, 1:]") if leaf.dims > 1 else None
+            yield dataclasses.replace(_counting(leaf, index, ""), shifted=shifted)
+            if shifted is not None:
+                yield shifted
+    for leaf in counted:
+        for name, weights in facts.class_weights if leaf.kind == "whole" else ():
+            for index in facts.ignored:
+                if leaf.values is not None and leaf.values <= {*range(len(weights)), index}:
+                    yield _weighing(leaf, index, name, weights)
+    for leaf in facts.leaves:
+        if leaf.kind == "float" and not leaf.is_negative:
+            yield _summing(leaf, f"the weights in {leaf.name}")
+            yield _counting(leaf, 0, "")
+
+
+def _summing(leaf: Leaf, name: str) -> _Candidate:
+    return _Candidate(name, f"{leaf.code}.sum()", lambda rows: float(leaf.take(rows).sum()))
+
+
+def _counting(leaf: Leaf, index: int, part: str) -> _Candidate:
+    def count(rows: Rows) -> float:
+        taken = leaf.take(rows)
+        return float(((taken[:, 1:] if part else taken) != index).sum())
+
+    shifted = ", from the second position on," if part else ""
+    return _Candidate(
+        f"the entries of {leaf.name}{shifted} that are not {index}", f"({leaf.code}{part} != {index}).sum()", count
+    )
+
+
+def _weighing(leaf: Leaf, index: int, name: str, weights: Array) -> _Candidate:
+    def count(rows: Rows) -> float:
+        taken = leaf.take(rows)
+        return float(weights[taken[taken != index]].sum())
+
+    return _Candidate(
+        f"the sum of the class weights `{name}` of {leaf.name}",
+        f"{name}[{leaf.code}[{leaf.code} != {index}]].sum()",
+        count,
+    )
+
+
+def _share(weights: Sequence[float]) -> float:
+    return weights[0] / sum(weights) if sum(weights) else 0.0
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) < 1e-5
+
+
+def _largest(vector: Array) -> float:
+    return float(abs(vector).max()) if len(vector) else 0.0
+
+
+def _inner(one: Array, other: Array) -> float:
+    return float((one.conj() * other).sum().real)
