@@ -1,4 +1,4 @@
-"""The order of passes: micro-batch by micro-batch forward, block by block backward."""
+"""Layer by layer: micro-batch by micro-batch forward, block by block backward, each block over all micro-batches."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from gradaccum.torch.chunking.recompute import accelerators, parametrizations_co
 from gradaccum.torch.distributed import ByBlocks
 from gradaccum.torch.layers.backward_optimizer import BlockListener, Window
 from gradaccum.torch.layers.blocks import Blocks, find_blocks
-from gradaccum.torch.layers.calls import MicroBatch
-from gradaccum.torch.layers.first_passes import FirstPasses
+from gradaccum.torch.layers.forward import Drawn, ForwardPasses, MicroBatch
 from gradaccum.torch.layers.interception import intercepted
 from gradaccum.torch.layers.offload import OffloadChoice, Store
 from gradaccum.torch.layers.offloaded_blocks import OffloadedBlocks
@@ -40,27 +39,23 @@ class Layers:
     What stands before the blocks runs again at last.
 
     The last block runs again, too, where it is on the device only while it computes.
-
-    Args:
-        model: The model.
-        blocks: Its blocks, and where they live.
-        offload: Where activations between blocks wait.
     """
 
     def __init__(self, model: nn.Module, blocks: Blocks, offload: OffloadChoice = False) -> None:
         self.model, self.blocks = model, find_blocks(model, blocks.modules)
         self.update = blocks.update
         self.offloaded = None if blocks.on is None else OffloadedBlocks(model, self.blocks)
-        self._first = FirstPasses(model, self.blocks, Store(offload), self.offloaded)
         self.ranks, self.waits = ByBlocks(), False  # of a sharded model, and whether they wait for each other
         self.listener: BlockListener | None = None
         """Updates parameters while backward goes on."""
         self.failed = dict[str, Exception]()
         """How running a block again failed while something was proven, by path."""
+        self.left = dict[str, list[str]]()
+        """What blocks have kept in attributes while something was proven, by path."""
+        self._store, self._drawn = Store(offload), Drawn()
+        self._forward: ForwardPasses | None = None
         self._at_once = self._proving = False
-        self._largest: Any = None
-        self._micro_batches: list[MicroBatch] = []
-        self._attributes: tuple[int, Attributes] | None = None
+        self.clear()
 
     def run(
         self,
@@ -86,42 +81,50 @@ class Layers:
             ValueError: Blocks are not called once each in order.
         """
         self.clear()
-        self._proving, listener, first = proving, self.listener, self._first
+        self._proving, listener, ranks = proving, self.listener, self.ranks
         if listener is not None:
             listener.open()
-        tail = len(self.blocks) - (self.offloaded is None)
-        first.open(tail, proving=proving, notes_leaves=listener is not None, around=self.ranks.call)
-        with self.ranks.window(), intercepted([block.module for block in self.blocks], first.call):
+        forward = self._forward = self._forward_passes(proving)
+        with ranks.window(), intercepted([block.module for block in self.blocks], forward.call):
             try:
-                with self.ranks.forward(frees=listener is not None, tail=first.tail):
+                with ranks.forward(frees=listener is not None, tail=forward.tail):
                     for piece in plan:
                         self._at_once = plan.measuring  # so that what it costs is all of it
                         forward_and_loss(piece)
                 if not self.waits:  # others would wait for one that starts over
-                    first.learn()
+                    self._drawn.learn()
                 if listener is not None:
-                    listener.begin(window, {**first.reached, **self.ranks.places()}, rehearsal=proving)
-                self._fitting(plan, gauge)
+                    listener.begin(window, {**forward.reached, **ranks.places()}, rehearsal=proving)
+                self._backward_that_fits(plan, gauge)
             except BaseException as error:
-                if listener is None or (told := listener.explained(error)) is error:
+                explained = error if listener is None else listener.explained(error)
+                if explained is error:
                     raise
-                raise told from error
+                raise explained from error
             finally:
+                self.left.update(forward.left)
                 self.clear()
 
+    def _forward_passes(self, proving: bool = False) -> ForwardPasses:
+        return ForwardPasses(
+            self.model,
+            self.blocks,
+            self._store,
+            self.offloaded,
+            self._drawn,
+            tail=len(self.blocks) - (self.offloaded is None),
+            around=self.ranks.call,
+            proving=proving,
+            notes_leaves=self.listener is not None,
+        )
+
     def clear(self) -> None:
-        """Forget what first passes have kept."""
-        self._micro_batches, self._largest, self._attributes = [], None, None
-        self._first.open(len(self.blocks), proving=False, notes_leaves=False)
+        """Forget what forward passes have kept."""
+        self._forward = None
+        self._micro_batches: list[MicroBatch] = []
+        self._largest: Any = None
         if self.offloaded is not None:
             self.offloaded.forget()
-
-    @property
-    def left(self) -> dict[str, list[str]]:
-        """What blocks have kept in attributes while something was proven, by path."""
-        return self._first.left
-
-    # The blocks' parameters.
 
     @property
     def proves(self) -> bool:
@@ -132,31 +135,26 @@ class Layers:
         """Around an update: blocks that live elsewhere can be called meanwhile, in passes of any kind."""
         return contextlib.nullcontext() if self.offloaded is None else self.offloaded.reachable()
 
-    def _on_device(self, place: int) -> contextlib.AbstractContextManager[None]:
-        if self.offloaded is None:
-            return contextlib.nullcontext()
-        return self.offloaded.on_device(place, following=place - 1)
-
     # Forward.
 
     def micro_batch(
         self, retake: Callable[[], Batch], forward: Callable[[Batch], Any]
     ) -> contextlib.AbstractContextManager[None]:
-        """Around a micro-batch's forward pass, as for `FirstPasses.micro_batch`."""
-        return self._first.micro_batch(retake, forward)
+        """Around a micro-batch's forward pass, as for `ForwardPasses.micro_batch`."""
+        assert self._forward is not None
+        return self._forward.micro_batch(retake, forward)
 
     def shares(self, loss: Tensor) -> bool:
         """As `MicroBatch.shares`, of the one that has come forward."""
-        return self._first.shares(loss)
+        current = None if self._forward is None else self._forward.current
+        return current is not None and current.shares(loss)
 
     def commit(self, piece: Any) -> None:
-        """The micro-batch's loss has gone backward, so its blocks' gradients are due.
-
-        Args:
-            piece: What it was cut out as.
-        """
-        current = self._first.finish()
-        self.ranks.add_up(len(self.blocks) - 1 if self._first.tail < len(self.blocks) else -1)
+        """The loss of this micro-batch has gone backward, so its blocks' gradients are due."""
+        forward = self._forward
+        assert forward is not None
+        current = forward.finish()
+        self.ranks.add_up(len(self.blocks) - 1 if forward.tail < len(self.blocks) else -1)
         if not (any(current.calls) or current.first_grads):
             return
         self._micro_batches.append(current)
@@ -167,45 +165,8 @@ class Layers:
 
     # Backward.
 
-    def backward(self, finished: Callable[[int], None] | None = None) -> None:
-        """Block by block, each over all micro-batches; then what stands before the blocks.
-
-        Args:
-            finished: Called with the place of each block whose gradients are complete, and with -1 at the end.
-        """
-        self._first.drop()
-        waiting, self._micro_batches = self._micro_batches, []
-        drawn = {g for micro_batch in waiting for g in micro_batch.drawn}  # and to be put back
-        devices = accelerators(p for state in self._first.states.values() for p in state.parameters)
-        with kept(drawn.union(all_generators(devices))):
-            for place in reversed(range(len(self.blocks))):
-                with self.ranks.backward(place, used=finished is not None):
-                    if any(micro_batch.calls[place] is not None for micro_batch in waiting):
-                        with self._first.states[place].restored(), parametrizations_computed(), self._on_device(place):
-                            for index, micro_batch in enumerate(waiting):
-                                following = waiting[index + 1 :][:1] or (waiting[:1] if place else [])
-                                for other in following:
-                                    other.prefetch(place if other is not waiting[0] else place - 1)
-                                self._again(place, micro_batch)
-                if finished is not None:
-                    finished(place)
-            with self.ranks.backward(-1, used=finished is not None):
-                for micro_batch in waiting:
-                    self._before_the_blocks(micro_batch)
-        if finished is not None:
-            finished(-1)
-
-    def _fitting(self, plan: Rows | Tokens, gauge: Gauge) -> None:
-        """The same, where a micro-batch may not fit: blocks keep no activations before they run again.
-
-        Args:
-            plan: Where smaller micro-batches come from.
-            gauge: What they cost.
-
-        Raises:
-            StartOver: One did not fit; smaller ones may.
-            torch.OutOfMemoryError: As few rows as can be don't fit.
-        """
+    def _backward_that_fits(self, plan: Rows | Tokens, gauge: Gauge) -> None:
+        """Backward; where a block runs out of memory, the window starts over in smaller micro-batches."""
         piece = self._largest
         try:
             self.backward(None if self.listener is None else self.listener.finished)
@@ -213,7 +174,7 @@ class Layers:
         except Exception as error:
             begun = self.listener is not None and self.listener.made is not None
             if piece is None or begun or self.waits or not is_out_of_memory(error):
-                raise  # where other ranks wait, they are told
+                raise  # where other ranks wait, they learn of it
             alone = plan.indivisible(piece)
             if alone is not None:
                 raise nothing_fits(error, alone) from error
@@ -226,13 +187,50 @@ class Layers:
         )
         raise StartOver
 
-    def _again(self, place: int, micro_batch: MicroBatch) -> None:
-        call = micro_batch.calls[place]
-        if call is None:
+    def backward(self, finished: Callable[[int], None] | None = None) -> None:
+        """Block by block, each over all micro-batches; then what stands before the blocks.
+
+        Args:
+            finished: Called with the place of each block whose gradients are complete, and with -1 at the end.
+        """
+        forward = self._forward
+        assert forward is not None
+        forward.current = None
+        waiting, self._micro_batches = self._micro_batches, []
+        drawn = {g for micro_batch in waiting for g in micro_batch.drawn}  # and to be put back
+        devices = accelerators(p for state in forward.states.values() for p in state.parameters)
+        with kept(drawn.union(all_generators(devices))):
+            for place in reversed(range(len(self.blocks))):
+                with self.ranks.backward(place, used=finished is not None):
+                    self._turn(place, [m for m in waiting if m.calls[place] is not None], forward)
+                if finished is not None:
+                    finished(place)
+            with self.ranks.backward(-1, used=finished is not None):
+                for micro_batch in waiting:
+                    self._before_the_blocks(micro_batch, forward)
+        if finished is not None:
+            finished(-1)
+
+    def _turn(self, place: int, waiting: list[MicroBatch], forward: ForwardPasses) -> None:
+        """A block runs again on each of these micro-batches, and backward."""
+        if not waiting:
             return
-        micro_batch.calls[place] = None
-        if self._attributes is None or self._attributes[0] != place:  # what first passes have set counts
-            self._attributes = place, Attributes(call.block.module.modules())
+        on_device: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.offloaded is not None:
+            on_device = self.offloaded.on_device(place, following=place - 1)
+        with forward.states[place].restored(), parametrizations_computed(), on_device:
+            attributes = Attributes(self.blocks[place].module.modules())  # what first passes have set counts
+            for index, micro_batch in enumerate(waiting):
+                if index + 1 < len(waiting):
+                    waiting[index + 1].prefetch(place)
+                else:
+                    waiting[0].prefetch(place - 1)
+                self._again(place, micro_batch, attributes)
+                self.ranks.add_up(place)
+
+    def _again(self, place: int, micro_batch: MicroBatch, attributes: Attributes) -> None:
+        call, micro_batch.calls[place] = micro_batch.calls[place], None
+        assert call is not None
         try:
             if self._proving:
                 micro_batch.retake()
@@ -242,22 +240,21 @@ class Layers:
             getattr(error, "add_note", str)(f"Raised where backward runs the block {call.block.path!r} again.")
             raise
         finally:
-            self._attributes[1].put_back()
+            attributes.put_back()
         micro_batch.arrive(place, call, found)
-        self.ranks.add_up(place)
 
-    def _before_the_blocks(self, micro_batch: MicroBatch) -> None:
+    def _before_the_blocks(self, micro_batch: MicroBatch, forward: ForwardPasses) -> None:
         """The gradients of what the first block is called with, passed on to what stands before it."""
         if not micro_batch.first_grads:
             return
         batch = micro_batch.retake()
-        around, inside = self._first.sides
+        around, inside = forward.sides
         attributes = Attributes(around, hooked=inside)
-        self._first.reaching = True
+        forward.reaching = True
         try:
             roots, grads = micro_batch.reach(batch, self.blocks[0].path)
         finally:
-            self._first.reaching = False
+            forward.reaching = False
             # The exception has left out what the user's code does after its forward pass, such as removing hooks.
             attributes.put_back()
         if roots:
