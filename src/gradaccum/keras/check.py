@@ -13,10 +13,12 @@ from keras import ops, tree
 from gradaccum.core.equivalence import Difference, Equivalence
 from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import even_sizes
+from gradaccum.keras import backends
+from gradaccum.keras.backends.rows import has_rows, rows_of
 from gradaccum.keras.batch_norm import BatchNorm
 from gradaccum.keras.equivalence import Outcome, find_causes, precision_of
 from gradaccum.keras.private import build_symbolically, torch_device
-from gradaccum.keras.train_step import MicroBatchedStep, has_rows, ragged_size, rows_of, step_class
+from gradaccum.keras.train_step import MicroBatchedStep, ragged_size
 from gradaccum.schedule import checked_count
 
 __all__ = ["check_equivalence"]
@@ -130,15 +132,16 @@ class _Check:
 
     def _outcome(self, order: np.ndarray, size: int) -> Outcome:
         if size not in self.steps:
-            self.steps[size] = step_class()(self.model, size, self.batch_norm, verify=False)
+            self.steps[size] = MicroBatchedStep(self.model, size, self.batch_norm, verify=False)
         return self.steps[size].outcome(self._take(order))
 
     def _take(self, rows: np.ndarray) -> Any:
-        return tree.map_structure(lambda leaf: ops.take(leaf, rows, axis=0) if has_rows(leaf) else leaf, self.data)
+        take = backends.running().take_rows
+        return tree.map_structure(lambda leaf: take(leaf, rows) if has_rows(leaf) else leaf, self.data)
 
     def _causes(self, order: np.ndarray, size: int, differences: list[Difference], tolerance: float) -> Any:
         parts = np.split(order, np.cumsum(even_sizes(self.rows, size))[:-1])
-        trainable, non_trainable, _, metrics = step_class()(self.model, size, self.batch_norm, verify=False).state()
+        trainable, non_trainable, _, metrics = MicroBatchedStep(self.model, size, self.batch_norm, verify=False).state()
         return find_causes(
             self.model, (trainable, non_trainable, metrics), self.data, parts, differences, tolerance, self.batch_norm
         )
@@ -168,7 +171,7 @@ def _partitions(rows: int, size: int | None) -> list[tuple[np.ndarray, int]]:
 
 
 def _converted(leaf: Any) -> Any:
-    return None if leaf is None else ops.convert_to_tensor(leaf)
+    return leaf if leaf is None or ops.is_tensor(leaf) else ops.convert_to_tensor(leaf)
 
 
 def _device() -> str:

@@ -15,7 +15,7 @@ import keras
 
 from gradaccum.keras.batch_norm import BatchNormOrExact
 from gradaccum.keras.chunking import chunked
-from gradaccum.keras.train_step import remove_step, step_class
+from gradaccum.keras.train_step import MicroBatchedStep, remove_step
 from gradaccum.schedule import checked_count
 
 __all__ = ["micro_batched"]
@@ -92,5 +92,5 @@ def micro_batched(
         if micro_batch_size == "auto":
             raise ValueError('batch_norm="exact" needs a number of rows. Received: micro_batch_size="auto".')
         return chunked(model, micro_batch_size, batch_norm="exact", verify=verify)
-    step_class()(model, micro_batch_size, batch_norm, verify).install()
+    MicroBatchedStep(model, micro_batch_size, batch_norm, verify).install()
     return model

@@ -99,6 +99,15 @@ def test_several_outputs_on_two_devices_match_plain_fit(fit_bound):
     assert both(two_outputs, compiled, x, y, epochs=1, batch_size=ROWS // 2) <= 10 * fit_bound
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's")
+def test_fit_may_be_called_outside_of_the_strategys_scope():
+    with two_devices():
+        model = micro_batched(classifier(), 3)
+        model.compile(optimizer="sgd", **crossentropy())
+    model.fit(X[:ROWS], CLASSES, batch_size=16, verbose=0)
+    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 2
+
+
 def device_flops():
     """What one device computes for 16 rows, all its micro-batches of 4 rows together."""
     import jax

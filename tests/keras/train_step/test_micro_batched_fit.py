@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from keras import layers, losses, ops
 
+import gradaccum.keras
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras.micro_batched import micro_batched
 from tests.keras.problems import compiled_on, slow, slow_where_compiled
@@ -276,6 +277,32 @@ def test_auto_picks_a_size_and_matches_plain_fit(float64, caplog):
         assert_same(classifier, crossentropy, X, CLASSES, float64, "auto", batch_size=11, epochs=1)
     (said,) = {record.message for record in caplog.records if record.name == "gradaccum" and "auto" in record.message}
     assert re.match(r"micro_batch_size='auto': [1-9]\d* of (11|any number of) rows\.", said)
+
+
+def sparse(x):
+    if BACKEND == "jax":
+        from jax.experimental.sparse import BCOO
+
+        return BCOO.fromdense(x.astype("float32"))
+    import tensorflow as tf
+
+    return tf.sparse.from_dense(x.astype("float32"))
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="Keras has no sparse tensors on PyTorch")
+def test_sparse_inputs_match_plain_fit_and_are_proved():
+    x = X * (np.random.default_rng(8).random(X.shape) < 0.4)
+    weights = []
+    for size in (None, MICRO):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([layers.Input((5,), sparse=True), layers.Dense(4), layers.Dense(3)])
+        model = model if size is None else micro_batched(model, size)
+        model.compile(optimizer=sgd(), loss="mse", jit_compile=BACKEND == "jax")
+        for _ in range(2):
+            model.train_on_batch(sparse(x), X[:, :3])
+        weights.append(model.get_weights())
+    assert relative_error(*weights) <= 1e-6
+    assert gradaccum.keras.check_equivalence(model, sparse(x), X[:, :3]).ok
 
 
 # Errors.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from collections import Counter
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -11,8 +14,8 @@ from keras import layers, losses, ops
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras.micro_batched import micro_batched
-from gradaccum.keras.train_step.data import Sorts, few_rows
 from gradaccum.keras.train_step.proof import Proof, ragged_size
+from gradaccum.keras.train_step.sorts import Sorts, few_rows
 from tests.keras.problems import ACTIVITY, BACKEND, Batches, compiled_on, slow_where_compiled
 from tests.reference import relative_error
 
@@ -344,37 +347,67 @@ LATER_DATA = {
 
 @compiled_on("tensorflow")
 @pytest.mark.parametrize("name", LATER_DATA if BACKEND == "torch" else some_slow(LATER_DATA, {"a mark"}))
-def test_rows_of_a_new_sort_are_proved_before_they_are_trained_on(name):
+def test_rows_of_a_new_sort_are_proved_at_updates_1_2_4_8_before_they_are_trained_on(name):
     loss, first, then = LATER_DATA[name]
     model = micro_batched(linear(), 8)
     model.compile(optimizer=keras.optimizers.Adam(0.01), loss=loss)
     with pytest.raises(NotEquivalentError, match="looks across the rows"):  # in the middle of a fit
-        model.fit(Batches([first, first, then]), shuffle=False, verbose=0)
-    assert int(model.optimizer.iterations) == 2
+        model.fit(Batches([first, first, first, then]), shuffle=False, verbose=0)
+    assert int(model.optimizer.iterations) == 3
     before = model.get_weights()
     with pytest.raises(NotEquivalentError, match="looks across the rows"):
-        model.train_on_batch(*then)
+        model.fit(Batches([then]), shuffle=False, verbose=0)
     assert relative_error(model.get_weights(), before) == 0
     model.train_on_batch(*first)
 
 
 @compiled_on("jax")
-def test_each_fit_is_proved_and_each_sort_of_rows_once(monkeypatch):
+def test_updates_1_2_4_8_and_each_fits_first_one_are_proved_and_no_other(monkeypatch):
     judged = []
     own = Proof._judge
-    monkeypatch.setattr(Proof, "_judge", lambda self, *args: (judged.append(args[1:3]), own(self, *args)))
+    monkeypatch.setattr(Proof, "_judge", lambda self, *args: (judged.append(self._updates), own(self, *args)))
     model = micro_batched(linear(), 8)
     model.compile(optimizer="sgd", loss="mse")
-    for proofs in (1, 2):
-        model.fit(X, Y, batch_size=ROWS, epochs=2, verbose=0)
+    model.fit(X, Y, batch_size=ROWS, epochs=6, verbose=0)
+    for _ in range(3):
         model.train_on_batch(X, Y)
-        assert judged == [(16, 7)] * proofs
-    model.train_on_batch(X, 2 * Y)  # beyond the range that was seen
-    model.train_on_batch(X, 2 * Y)
-    assert len(judged) == 3
+    assert judged == [1, 2, 4, 8]
+    model.fit(X, Y, batch_size=ROWS, epochs=2, verbose=0)
+    assert judged == [1, 2, 4, 8, 10]
+    model.train_on_batch(X, Y, np.ones(ROWS))  # a batch of another kind
+    assert judged == [1, 2, 4, 8, 10, 12]
     model.compile(optimizer="sgd", loss="mae")
     model.train_on_batch(X, Y)
-    assert len(judged) == 4
+    assert judged == [1, 2, 4, 8, 10, 12, 1]
+
+
+@slow_where_compiled
+def test_an_ordinary_update_makes_no_call_of_the_proofs(monkeypatch):
+    """After the proofs an update is what it is with `verify=False`: the same function, and the same calls of ours."""
+
+    def calls(verify):
+        model = micro_batched(linear(), 8, verify=verify)
+        model.compile(optimizer="sgd", loss="mse", run_eagerly=BACKEND == "tensorflow")
+        seen = Counter()
+
+        def profile(frame, event, argument):
+            if event == "call" and "gradaccum" in frame.f_code.co_filename:
+                seen[f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"] += 1
+
+        class Counts(keras.callbacks.Callback):
+            def on_train_batch_begin(self, batch, logs=None):
+                sys.setprofile(profile if batch in (8, 9, 10) else None)
+
+            def on_train_batch_end(self, batch, logs=None):
+                sys.setprofile(None)
+
+        model.fit(Batches([(X, Y)] * 12), shuffle=False, verbose=0, callbacks=[Counts()])
+        return seen
+
+    with_proofs, without = calls(True), calls(False)
+    more = with_proofs - without
+    assert not without - with_proofs
+    assert set(more) <= {"proof.is_due"} | ({"on_tensorflow.guarded", "on_jax.guarded"} & set(more)), more
 
 
 def test_targets_that_grow_for_ever_are_proved_ever_more_rarely():

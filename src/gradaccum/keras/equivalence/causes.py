@@ -10,6 +10,8 @@ import numpy as np
 from keras import ops, tree
 
 from gradaccum.core.equivalence import Cause, Difference
+from gradaccum.keras import backends
+from gradaccum.keras.backends.rows import has_rows
 from gradaccum.keras.batch_norm import BatchNorm, batch_norms_of, during_micro_batch
 from gradaccum.keras.equivalence.layer_calls import LayerCall, recorded_calls, same_rows
 from gradaccum.keras.equivalence.outcome import relative_error
@@ -91,10 +93,8 @@ class _Search:
         self.part_runs = [self._run(part) for part in parts]
 
     def _take(self, rows: np.ndarray) -> Any:
-        def taken(leaf: Any) -> Any:
-            return ops.take(leaf, rows, axis=0) if len(getattr(leaf, "shape", ())) else leaf
-
-        return tree.map_structure(taken, self.data)
+        take = backends.running().take_rows
+        return tree.map_structure(lambda leaf: take(leaf, rows) if has_rows(leaf) else leaf, self.data)
 
     def _run(self, rows: np.ndarray) -> tuple[dict[int, LayerCall], Measured, float]:
         x, y, sample_weight = self._take(rows)

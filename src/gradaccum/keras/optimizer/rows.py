@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from gradaccum.keras.loops import has_rows
+from gradaccum.keras.backends.rows import PARTS, leaves_with_rows, listing
 from gradaccum.keras.optimizer.accumulation import accumulation
 from gradaccum.keras.optimizer.window import Window
 
-__all__ = ["RowWatch", "leaves_with_rows", "listing"]
-
-PARTS = ("x", "y", "sample_weight")
-"""Of what `fit` gives a training step."""
+__all__ = ["RowWatch"]
 
 
 class RowWatch:
@@ -61,26 +58,6 @@ def _counting(train_step: Callable[..., Any], window: Window) -> Callable[..., A
             return train_step(*args, **kwargs)
 
     return counting_train_step
-
-
-def leaves_with_rows(data: Any, parts: Sequence[str] = PARTS) -> list[tuple[str, Any]]:
-    """The arrays in what `fit` gives a training step, each with its path in the words of an error.
-
-    Args:
-        data: `x`, `(x, y)` or `(x, y, sample_weight)`, in any structures. Scalars and None have no rows.
-        parts: Which of the three to look at.
-    """
-    found = []
-    for name, part in zip(PARTS, keras.utils.unpack_x_y_sample_weight(data)):
-        for path, leaf in keras.tree.flatten_with_path(part) if name in parts else ():
-            if has_rows(leaf):
-                found.append((name + "".join(f"[{key!r}]" for key in path), leaf))
-    return found
-
-
-def listing(leaves: Sequence[tuple[str, Any]]) -> str:
-    """These paths with their shapes, a line each, for an error."""
-    return "".join(f"\n  {path}  shape {tuple(leaf.shape)}" for path, leaf in leaves)
 
 
 def _rows_of(data: Any) -> Any:

@@ -13,8 +13,8 @@ import numpy as np
 from keras import ops, tree
 
 from gradaccum.core.sizes import MARGIN, MemoryLine, free_host_memory, process_memory
+from gradaccum.keras.backends.rows import has_rows, unpack
 from gradaccum.keras.loss import divisors_of, value_and_gradients
-from gradaccum.keras.train_step.data import has_rows, unpack
 
 __all__ = ["fastest_size"]
 

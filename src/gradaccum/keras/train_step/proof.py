@@ -16,10 +16,12 @@ from gradaccum.core.equivalence import Equivalence
 from gradaccum.core.rounding import last_place, rounding
 from gradaccum.core.sizes import even_sizes
 from gradaccum.errors import NotEquivalentError
+from gradaccum.keras import backends
+from gradaccum.keras.backends.rows import has_rows, rows_of, unpack
 from gradaccum.keras.batch_norm import batch_norms_of
 from gradaccum.keras.equivalence import Outcome, find_causes, precision_of
 from gradaccum.keras.private import compiled_losses, recorded_reads
-from gradaccum.keras.train_step.data import Sorts, dealt, few_rows, has_rows, rows_of, unpack
+from gradaccum.keras.train_step.sorts import Sorts, dealt, few_rows
 
 __all__ = ["Proof", "ragged_size"]
 
@@ -48,9 +50,10 @@ class Proof:
     """Compares what a few rows of a batch give whole and in ragged micro-batches.
 
     Loss, gradients and moved variables are computed by the step that then makes the updates, with random numbers held
-    and BatchNormalization frozen, which has a warning of its own. Looked at is the first batch of each `fit`, and each
-    batch of another kind, or with rows of another sort, than were proved. So is the first one after the model has been
-    compiled anew; and an epoch's first one, if a variable has changed that the loss reads and no optimizer trains.
+    and BatchNormalization frozen, which has a warning of its own. That happens at updates 1, 2, 4, 8, ... since the
+    model was compiled, with the first batch of each `fit`, with batches of another kind for `train_on_batch`, and in an
+    epoch's first update if a variable has changed that the loss reads and no optimizer trains. All other updates make
+    no call of this.
 
     Differences above what rounding makes of the compared dtype are told from an ill-conditioned model's rounding: they
     must be larger than what moving the weights by one unit in the last place changes.
@@ -61,23 +64,38 @@ class Proof:
 
     def __init__(self, step: Any) -> None:
         self.step = step
-        self._fits = False
-        self._begun = False
+        self._updates = 0
+        self._wanted = self._epoch_begun = self._on_batch = self._scheduled = False
         self._compiled: Any = None
         self._proven: dict[str, _Proven] = {}
         self._doubt = ""
-        self._told = False
+        self._warned = False
+
+    def restart(self) -> None:
+        """The training function is made anew."""
+        self._updates = 0
 
     def begin_fit(self) -> None:
         """A `fit` begins: its first batch is proved."""
-        self._fits = True
+        self._wanted = True
 
-    def begin(self) -> None:
-        """A `fit`, an epoch or `train_on_batch` begins: variables may have changed."""
-        self._begun = True
+    def begin_epoch(self) -> None:
+        """An epoch or `train_on_batch` begins: in an epoch, variables may have changed."""
+        self._epoch_begun, self._on_batch = not self._on_batch, False
+
+    def see(self, data: Any) -> None:
+        """This batch comes next, by itself."""
+        self._on_batch = True
+        self._wanted = self._wanted or self._kind(data) not in self._proven
+
+    def is_due(self, updates: int) -> bool:
+        """Whether one of the next updates, so many, is to be proved."""
+        before, self._updates = self._updates, self._updates + updates
+        self._scheduled = before == 0 or before.bit_length() != self._updates.bit_length()
+        return self._wanted or self._epoch_begun or self._scheduled
 
     def run(self, data: Any, state: Any = None) -> None:
-        """Prove the update of this batch, if that is due.
+        """Prove the update of this batch, which is due.
 
         Args:
             data: The batch.
@@ -90,12 +108,13 @@ class Proof:
         rows = rows_of(data)
         if rows is None or rows < 2:
             return
-        proven, sorts = self._known(data), Sorts.of(data)
-        new = (proven or _Proven()).sorts.new_in(sorts, ROWS)
-        changed = proven is not None and self._begun and self._changed(proven, state)
-        fits, self._fits, self._begun = self._fits, False, False
-        if not (proven is None or new or changed or fits):
+        proven = self._known(data)
+        wanted = self._wanted or self._scheduled or proven is None
+        self._wanted = self._epoch_begun = False
+        if not wanted and proven is not None and not self._changed(proven, state):
             return
+        sorts = Sorts.of(data)
+        new = (proven or _Proven()).sorts.new_in(sorts, ROWS)
         whole_reads: dict[int, Any] = {}
         reason: Exception | None = None
         order = np.arange(0)
@@ -139,10 +158,10 @@ class Proof:
         """Whether a variable has changed that is watched."""
         return any(not np.array_equal(self._value(v, state), value, equal_nan=True) for v, value in proven.watched)
 
-    def say(self) -> None:
+    def warn(self) -> None:
         """Warn, once, of an update that has been made although it could not be proved."""
-        if self._doubt and not self._told:
-            self._told = True
+        if self._doubt and not self._warned:
+            self._warned = True
             warnings.warn(
                 "micro_batched compares the first update on a few rows of its batch, whole and in micro-batches, which "
                 f"could not be done here ({self._doubt}). So it isn't known whether updates are the large batch's: "
@@ -250,12 +269,4 @@ def ragged_size(rows: int) -> int | None:
 
 
 def _take(leaf: Any, rows: np.ndarray) -> Any:
-    if not has_rows(leaf):
-        return leaf
-    if keras.backend.backend() != "tensorflow":
-        return leaf[rows]
-    import tensorflow as tf
-
-    if isinstance(leaf, tf.SparseTensor):
-        return tf.sparse.slice(leaf, [0] * len(leaf.shape), [len(rows), *leaf.shape[1:]])
-    return tf.gather(leaf, rows)
+    return backends.running().take_rows(leaf, rows) if has_rows(leaf) else leaf

@@ -1,26 +1,41 @@
-"""A model's training step in micro-batches: what those of the three backends share."""
+"""`micro_batched`'s training step: what happens to a batch, in which order, on every backend.
+
+A batch is cut. A look at a few rows tells what must be counted and kept; a first pass counts what losses divide by,
+where that isn't their rows; then every micro-batch runs forward and backward, and gradients, losses and statistics add
+up. One update follows, and the metrics of the whole batch.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import keras
-from keras import tree
+from keras import ops, tree
 
-from gradaccum.keras import batch_norm as batch_norms
-from gradaccum.keras.equivalence import Outcome
-from gradaccum.keras.loops import Spec
-from gradaccum.keras.loss import Measured
-from gradaccum.keras.private import build_symbolically, compiled_metrics, is_of_keras, metric_function
+from gradaccum.keras import backends
+from gradaccum.keras.backends.rows import RestartWindow, Spec, assign, discarded, has_rows, rows_of, unpack, values_of
+from gradaccum.keras.batch_norm import BatchNorm, Pool, batch_norms_of, during_micro_batch, warn
+from gradaccum.keras.equivalence import Draws, Outcome, as_array, held
+from gradaccum.keras.loss import Measured, update_trackers, weighed_losses
+from gradaccum.keras.private import (
+    build_symbolically,
+    compiled_losses,
+    compiled_metrics,
+    is_of_keras,
+    keras_mask,
+    loss_tracker,
+    metric_function,
+    set_keras_mask,
+    unscale_loss_for_distribution,
+)
 from gradaccum.keras.train_step.auto_size import fastest_size
-from gradaccum.keras.train_step.data import has_rows, rows_of
 from gradaccum.keras.train_step.proof import Proof
 
-__all__ = ["MicroBatchedStep", "Plan", "remove_step"]
+__all__ = ["MicroBatchedStep", "remove_step"]
 
 
 @dataclass(frozen=True)
@@ -46,8 +61,20 @@ class Plan:
     terms: bool
 
 
+class Window(NamedTuple):
+    """What the micro-batches of a batch have added up to."""
+
+    gradients: list[Any]
+    loss: Any
+    tracked: list[Any]
+    """Each loss that is logged by itself."""
+    y_pred: Any
+    """The outputs, where metrics see the whole batch's; else None."""
+    rows: Any
+
+
 class MicroBatchedStep:
-    """Replaces `model.train_step`; each backend has its own.
+    """Replaces `model.train_step`.
 
     It is found among the model's methods and nowhere else, so nothing of it is saved, cloned or serialised.
     """
@@ -56,16 +83,23 @@ class MicroBatchedStep:
         self,
         model: Any,
         micro_batch_size: int | Literal["auto"],
-        batch_norm: batch_norms.BatchNorm,
+        batch_norm: BatchNorm,
         verify: bool = True,
     ) -> None:
         self.model = model
         self.micro_batch_size = micro_batch_size
         self.batch_norm = batch_norm
+        self.backend = backends.running()
+        self.training = self.backend.Training(self)
         self.proof = Proof(self) if verify else None
         self.plans: dict[Any, Plan] = {}
+        self._built: list[Any] = [self] * 3
+        """What the model was compiled with when it was built."""
+        self._draws = Draws()
         self._named: set[str] = set()
         self._sizes: dict[str, int] = {}
+
+    # In the place of the model's own.
 
     def install(self) -> None:
         """Make this the model's training step."""
@@ -75,86 +109,169 @@ class MicroBatchedStep:
         self.model.make_train_function = self._make_train_function
         if self.proof is not None:
             self.model.fit = _after(self.proof.begin_fit, self.model.fit)
-            self.model.reset_metrics = _after(self.proof.begin, self.model.reset_metrics)  # each epoch begins so
-        self.model.train_on_batch = _checked(self.model.train_on_batch)
+            self.model.reset_metrics = _after(self.proof.begin_epoch, self.model.reset_metrics)
+        self.model.train_on_batch = self._checked(self.model.train_on_batch)
 
     def _make_train_function(self, force: bool = False) -> Any:
-        """Keras' own; `fit` and `train_on_batch` begin with it."""
-        if self.proof is not None:
-            self.proof.begin()
-        return type(self.model).make_train_function(self.model, force=force)
+        """Keras' own, which `fit` and `train_on_batch` begin with, around this step."""
+        model = self.model
+        if model.train_function is None or force:
+            if self.proof is not None:
+                self.proof.restart()
+            self.training.make_train_function(lambda: type(model).make_train_function(model, force=force))
+        return model.train_function
+
+    def _checked(self, train_on_batch: Callable[..., Any]) -> Callable[..., Any]:
+        """With an error of its own where Keras would build the model from arrays of different rows, and fail."""
+
+        @functools.wraps(train_on_batch)
+        def checked(x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
+            rows_of((x, y, sample_weight))
+            if self.proof is not None:
+                self.proof.see((x, y, sample_weight))
+            return train_on_batch(x, y, sample_weight, *args, **kwargs)
+
+        return checked
 
     def __call__(self, *args: Any) -> Any:
-        raise NotImplementedError
-
-    def outcome(self, data: Any, state: Any = None) -> Outcome:
-        """What the update of this batch is made of, computed as an update computes it. Leaves everything as found.
-
-        Args:
-            data: A batch of known rows.
-            state: Values of the trainable, non-trainable, optimizer's and metrics' variables; None: their own.
-        """
-        raise NotImplementedError
-
-    def trial(self, micro_batch_size: int, batch_norm: batch_norms.BatchNorm) -> MicroBatchedStep:
-        """The same step with other choices, not installed."""
-        return type(self)(self.model, micro_batch_size, batch_norm, verify=False)
-
-    def state(self) -> tuple[list[Any], ...]:
-        """The values of the trainable, non-trainable, optimizer's and metrics' variables."""
-        return tuple([variable.value for variable in variables] for variables in self.variables())
+        return self.training.call(*args)
 
     def variables(self) -> tuple[list[Any], ...]:
         """The trainable, non-trainable, optimizer's and metrics' variables."""
         model = self.model
         optimizer = [] if model.optimizer is None else list(model.optimizer.variables)
-        return (
-            list(model.trainable_variables),
-            list(model.non_trainable_variables),
-            optimizer,
-            list(model.metrics_variables),
+        trained, moving = list(model.trainable_variables), list(model.non_trainable_variables)
+        return trained, moving, optimizer, list(model.metrics_variables)
+
+    def state(self) -> tuple[list[Any], ...]:
+        """Their values."""
+        return tuple(map(values_of, self.variables()))
+
+    # An update.
+
+    def update(self, data: Any) -> Any:
+        """Train on a batch. Returns the logs."""
+        model, window = self.model, self.window(data)
+        loss_tracker(model).update_state(unscale_loss_for_distribution(window.loss), sample_weight=window.rows)
+        update_trackers(model, window.tracked, window.rows)
+        if model.trainable_weights:
+            self.training.apply(window.gradients)
+        else:
+            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+        if window.y_pred is None:
+            return model.get_metrics_result()
+        x, y, sample_weight = unpack(data)
+        return model.compute_metrics(x, y, window.y_pred, sample_weight=sample_weight)
+
+    def window(self, data: Any) -> Window:
+        """Run all micro-batches of a batch."""
+        model, rows = self.model, rows_of(data)
+        compiled = [compiled_losses(model), compiled_metrics(model), model.optimizer]
+        if not all(one is other for one, other in zip(compiled, self._built)):
+            self.training.build(data)
+            self._warn(stacklevel=2)
+            self._built = compiled
+        return self.training.attempt(data, rows, functools.partial(self._size_for, data), self._run)
+
+    def _run(self, batches: Any, gradients: Any) -> Window:
+        """All micro-batches, and what they add up to."""
+        model, training, backend = self.model, self.training, self.backend
+        plan = self._plan(batches)
+        lazy = bool(plan.counted) and backend.LAZY_DIVISORS and not plan.terms
+        divisors = _Divisors(lazy, self._counted(batches, plan) if plan.counted and not lazy else None)
+        layers = self.batch_norms
+        pool = Pool(layers if self.batch_norm == "pooled" else [])
+        before = [ops.copy(value) for value in values_of(pool.variables)]
+        floats = keras.backend.floatx()
+
+        def micro(micro_batch: Any, size: Any, carry: Any) -> tuple[Any, list[Any]]:
+            sums, loss_sum, tracked, pooled = carry
+            x, y, sample_weight = unpack(micro_batch)
+            share = _share(size, batches.rows)
+
+            def forward() -> Any:
+                with (
+                    during_micro_batch(layers, self.batch_norm) as seen,
+                    weighed_losses(model, share, divisors.totals) as measured,
+                ):
+                    scaled, loss, y_pred = training.compute(x, y, sample_weight)
+                divisors.note(measured.divisors, share, bool(lazy and model.losses))
+                tracked = [measured.values[index] for index in range(plan.tracked)]
+                return scaled, (loss, y_pred, tracked, seen.valid)
+
+            sums, (loss, y_pred, singles, valid), rows = gradients.add(sums, forward, share)
+            part = _times(loss, share)
+            tracked = [total + _times(one, share) for total, one in zip(tracked, singles)]
+            pooled = pool.add(pooled, values_of(pool.variables), valid, size)
+            if plan.metrics == "streamed":
+                compiled_metrics(model).update_state(y, y_pred, sample_weight)
+            elif plan.metrics == "whole":
+                rows += _with_masks(y_pred, plan)
+            if plan.loss.row is None:
+                loss_sum += ops.cast(part, loss_sum.dtype)
+            else:
+                rows.append(part)
+            return (sums, loss_sum, tracked, pooled), rows
+
+        carry = (
+            gradients.zeros(),
+            ops.zeros((), plan.loss.dtype if "64" in plan.loss.dtype else floats),
+            [ops.zeros((), floats)] * plan.tracked,
+            pool.zeros(),
         )
+        kinds = [spec for kind in tree.flatten(plan.outputs) for spec in _and_mask(kind)]
+        specs = [*gradients.specs, *(kinds if plan.metrics == "whole" else [])]
+        specs += [] if plan.loss.row is None else [plan.loss]
+        threads = [*model.non_trainable_variables, *model.metrics_variables]
+        (sums, loss, tracked, pooled), rows = batches.run(micro, carry, specs, threads)
+        if divisors.unplanned:  # a layer adds losses that it did not add when this was planned
+            self.plans = {key: replace(known, terms=True) for key, known in self.plans.items()}
+            raise RestartWindow
+        scale = divisors.scale()
+        assign(pool.variables, pool.moved(pooled, before))
+        own, queue = len(gradients.specs), iter(rows[len(gradients.specs) :])
+        outputs = None
+        if plan.metrics == "whole":
+            outputs = tree.map_structure(lambda spec: _taken(queue, spec.masked), plan.outputs)
+        loss = loss if plan.loss.row is None else next(queue)
+        loss = loss if scale is None else loss * scale
+        return Window(gradients.finish(sums, rows[:own], scale), loss, tracked, outputs, batches.rows)
 
-    @property
-    def overwriting(self) -> frozenset[int]:
-        """Trainable variables, by index, whose gradient is their next value, as the scales of float8 are.
+    def _counted(self, batches: Any, plan: Plan) -> dict[int, Any]:
+        """What the losses divide by: a forward pass over all rows, without side effects."""
 
-        Of several micro-batches' the largest is taken: they hold maxima.
-        """
-        weights = self.model.trainable_variables
-        return frozenset(i for i, v in enumerate(weights) if getattr(v, "overwrite_with_gradient", False))
+        def micro(micro_batch: Any, size: Any, totals: Any) -> tuple[Any, list[Any]]:
+            measured = self._measured(micro_batch)[0]
+            return [total + measured.divisors[index] for total, index in zip(totals, plan.counted)], []
 
-    def eagerly(self) -> contextlib.AbstractContextManager[Any]:
-        """While this is open, operations run at once, even in a function that is being traced."""
-        return contextlib.nullcontext()
+        zeros = [ops.zeros((), keras.backend.floatx()) for _ in plan.counted]
+        with self.training.counting(batches) as cut:
+            totals, _ = cut.run(micro, zeros, threads=self.model.non_trainable_variables)
+        return dict(zip(plan.counted, totals))
 
-    def size_for(self, data: Any, rows: int | None) -> int:
-        """Rows of a micro-batch at most, for a batch of so many."""
-        if self.micro_batch_size != "auto":
-            return self.micro_batch_size
-        key = str(tree.map_structure(lambda leaf: None if leaf is None else tuple(leaf.shape), data))
-        if key not in self._sizes:
-            with self.eagerly():
-                self._sizes[key] = fastest_size(self.model, data, rows)
-        return self._sizes[key]
+    def _measured(self, micro_batch: Any) -> tuple[Measured, Any, Any]:
+        with weighed_losses(self.model) as measured:
+            _, loss, y_pred = self.training.compute(*unpack(micro_batch))
+        measured.added = self.backend.LAZY_DIVISORS and bool(self.model.losses)
+        return measured, loss, y_pred
 
-    @property
-    def batch_norms(self) -> list[Any]:
-        """The layers that `batch_norm` is about."""
-        return batch_norms.batch_norms_of(self.model)
-
-    def build(self, data: Any) -> None:
-        """Build the model, its losses, metrics and optimizer, where that is still to do."""
-        model = self.model
-        build_symbolically(model, data)
-        self._warn(stacklevel=3)
-
-    def _warn(self, stacklevel: int) -> None:
-        if self.batch_norm == "warn":
-            batch_norms.warn(self.model, self._named, stacklevel)
-
-    def plan(self, measured: Measured, y_pred: Any, loss: Any, data: Any) -> Plan:
+    def _plan(self, batches: Any) -> Plan:
         """What has to be counted and kept."""
+
+        def ranks(leaf: Any) -> Any:
+            return leaf if leaf is None else len(leaf.shape)
+
+        key = compiled_losses(self.model), str(tree.map_structure(ranks, batches.data))
+        if key not in self.plans or not self.backend.LAZY_DIVISORS:  # what is traced is traced for these shapes
+
+            def planned(micro_batch: Any) -> Plan:
+                with discarded(self.model):
+                    return self._plan_of(*self._measured(micro_batch), micro_batch)
+
+            self.plans[key] = self.training.look(planned, batches)
+        return self.plans[key]
+
+    def _plan_of(self, measured: Measured, loss: Any, y_pred: Any, micro_batch: Any) -> Plan:
         model, outputs = self.model, tree.flatten(y_pred)
         metrics: Literal["whole", "streamed", "none"]
         if _overrides(model, "compute_metrics"):
@@ -166,16 +283,138 @@ class MicroBatchedStep:
             additive = all(map(_adds_over_rows, compiled_metrics(model).metrics)) and all(
                 len(output.shape) > 1 for output in outputs
             )
-            kept, held = _numbers_per_row(outputs), _numbers_per_row(data)
+            kept, held = _numbers_per_row(outputs), _numbers_per_row(micro_batch)
             metrics = "streamed" if additive and (kept is None or held is None or kept > held) else "whole"
+        spec = Spec.of if self.backend.KEEPS_MASKS else lambda output: replace(Spec.of(output), masked=False)
         return Plan(
             counted=tuple(sorted(measured.divisors)),
             loss=Spec.of(loss),
-            outputs=tree.map_structure(Spec.of, y_pred),
+            outputs=tree.map_structure(spec, y_pred),
             metrics=metrics,
             tracked=len(measured.values),
             terms=len(measured.calls) != 1 or measured.added or _overrides(model, "compute_loss"),
         )
+
+    @property
+    def batch_norms(self) -> list[Any]:
+        """The layers that `batch_norm` is about."""
+        return batch_norms_of(self.model)
+
+    @property
+    def overwriting(self) -> frozenset[int]:
+        """Trainable variables, by index, whose gradient is their next value, as the scales of float8 are.
+
+        Of several micro-batches' the largest is taken: they hold maxima.
+        """
+        weights = self.model.trainable_variables
+        return frozenset(i for i, v in enumerate(weights) if getattr(v, "overwrite_with_gradient", False))
+
+    def _size_for(self, data: Any, rows: int | None) -> int:
+        """Rows of a micro-batch at most, for a batch of so many."""
+        if self.micro_batch_size != "auto":
+            return self.micro_batch_size
+        key = str(tree.map_structure(lambda leaf: None if leaf is None else tuple(leaf.shape), data))
+        if key not in self._sizes:
+            with self.training.eagerly():
+                self._sizes[key] = fastest_size(self.model, data, rows)
+        return self._sizes[key]
+
+    def build(self, data: Any) -> None:
+        """Build the model, its losses, metrics and optimizer, where that is still to do."""
+        build_symbolically(self.model, data)
+
+    def _warn(self, stacklevel: int) -> None:
+        if self.batch_norm == "warn":
+            warn(self.model, self._named, stacklevel)
+
+    # For a proof.
+
+    def outcome(self, data: Any, state: Any = None) -> Outcome:
+        """What the update of this batch is made of, computed as an update computes it. Leaves everything as found.
+
+        Args:
+            data: A batch of known rows.
+            state: Values of the trainable, non-trainable, optimizer's and metrics' variables; None: their own.
+        """
+        with held() as draws:
+            loss, gradients, before, after = self.training.evaluate(data, state)
+        self._draws.held |= draws.held  # on JAX seen while it is traced, and not again
+        self._draws.raw |= draws.raw or getattr(self.training, "drew", False)
+        return Outcome(
+            self.model,
+            as_array(loss),
+            [None if gradient is None else as_array(gradient) for gradient in gradients],
+            list(map(as_array, before)),
+            list(map(as_array, after)),
+            self._draws,
+        )
+
+    def trial(self, micro_batch_size: int, batch_norm: BatchNorm) -> MicroBatchedStep:
+        """The same step with other choices, not installed."""
+        return self.training.trial(micro_batch_size, batch_norm)
+
+    def other(self, micro_batch_size: int, batch_norm: BatchNorm) -> MicroBatchedStep:
+        """A new one, not installed."""
+        return type(self)(self.model, micro_batch_size, batch_norm, verify=False)
+
+
+class _Divisors:
+    """What losses divide by: counted before, or found while one of them is summed in multiples of the first count."""
+
+    def __init__(self, lazy: bool, totals: dict[int, Any] | None) -> None:
+        self.lazy, self.totals, self.unplanned = lazy, totals, False
+        self._assumed: dict[int, Any] = {}
+        self._found: dict[int, Any] = {}
+
+    def note(self, counts: dict[int, Any], share: Any, unplanned: bool) -> None:
+        """A micro-batch has divided by these."""
+        if not self.lazy:
+            return
+        self.unplanned |= unplanned
+        counts = {index: ops.stop_gradient(count) for index, count in counts.items()}
+        if self.totals is None:
+            ones = {index: ops.where(count != 0, count, ops.ones_like(count)) for index, count in counts.items()}
+            self.totals = {index: one / share for index, one in ones.items()}
+        self._found = {index: self._found.get(index, 0) + count for index, count in counts.items()}
+
+    def scale(self) -> Any:
+        """What gradients and loss are still to be multiplied by; None: nothing."""
+        if not self.lazy:
+            return None
+        assert self.totals is not None
+        ((index, assumed),) = self.totals.items()
+        total = self._found[index]
+        return ops.where(
+            total != 0, assumed / ops.where(total != 0, total, ops.ones_like(total)), ops.zeros_like(total)
+        )
+
+
+def _share(size: Any, rows: Any) -> Any:
+    """Of the rows: a number, or a tensor where a number of rows is one."""
+    if isinstance(size, int) and isinstance(rows, int):
+        return size / rows
+    return ops.cast(size, keras.backend.floatx()) / ops.cast(rows, keras.backend.floatx())
+
+
+def _times(value: Any, share: Any) -> Any:
+    return value * (share if isinstance(share, float) else ops.cast(share, value.dtype))
+
+
+def _and_mask(spec: Spec) -> list[Spec]:
+    return [spec, Spec("bool", spec.row[:1])] if spec.masked and spec.row is not None else [spec]
+
+
+def _with_masks(y_pred: Any, plan: Plan) -> list[Any]:
+    found = zip(tree.flatten(y_pred), tree.flatten(plan.outputs))
+    return [part for one, spec in found for part in ([one, keras_mask(one)] if spec.masked else [one])]
+
+
+def _taken(queue: Iterator[Any], masked: bool) -> Any:
+    """The next tensor, with the mask that comes behind it."""
+    tensor = next(queue)
+    if masked:
+        set_keras_mask(tensor, next(queue))
+    return tensor
 
 
 def remove_step(model: Any) -> None:
@@ -192,17 +431,6 @@ def _after(first: Callable[[], None], method: Callable[..., Any]) -> Callable[..
         return method(*args, **kwargs)
 
     return both
-
-
-def _checked(train_on_batch: Callable[..., Any]) -> Callable[..., Any]:
-    """With an error of its own where Keras would build the model from arrays of different numbers of rows, and fail."""
-
-    @functools.wraps(train_on_batch)
-    def checked(x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
-        rows_of((x, y, sample_weight))
-        return train_on_batch(x, y, sample_weight, *args, **kwargs)
-
-    return checked
 
 
 def _overrides(model: Any, method: str) -> bool:

@@ -1,4 +1,4 @@
-"""The batches that `fit` hands to a training step: their rows, and what sorts of rows they hold."""
+"""What sorts of rows a batch holds, and which few of them show that: missing labels, padding, classes, weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from gradaccum.keras.loops import has_rows
-from gradaccum.keras.optimizer import leaves_with_rows, listing
+from gradaccum.keras.backends.rows import has_rows, rows_of, unpack
 
-__all__ = ["Sorts", "dealt", "few_rows", "has_rows", "rows_of", "unpack"]
+__all__ = ["Sorts", "dealt", "few_rows"]
 
 LOOKED_THROUGH = 4096
 """Rows among which the few that are proved are chosen."""
@@ -23,27 +22,6 @@ MOST_NUMBERS = 2**20
 """The most numbers of an array that are looked at one by one: of targets every n-th, of larger inputs none."""
 GROWTH = 0.1
 """How much wider than before, relatively, a range must be that has grown often."""
-
-
-def rows_of(data: Any) -> int | None:
-    """The rows of a batch; None where the backend doesn't know them while it traces.
-
-    Raises:
-        ValueError: The arrays of the batch have different numbers of rows, or there is none with rows.
-    """
-    found = leaves_with_rows(data)
-    rows = {leaf.shape[0] for _, leaf in found} - {None}
-    if len(rows) > 1 or not found or rows == {0}:
-        raise ValueError(
-            "A batch is cut into micro-batches along the first dimension of its arrays, which must be the same number "
-            f"of rows, at least one. Received:{listing(found) or ' no array that has a dimension.'}"
-        )
-    return rows.pop() if rows else None
-
-
-def unpack(data: Any) -> tuple[Any, Any, Any]:
-    """`x, y, sample_weight` of what `fit` hands to a training step."""
-    return keras.utils.unpack_x_y_sample_weight(data)
 
 
 @dataclass
@@ -168,6 +146,8 @@ def _arrays(data: Any) -> Iterator[tuple[int, bool, np.ndarray]]:
 
 def _numbers(leaf: Any) -> np.ndarray | None:
     try:
+        if getattr(leaf, "nse", None) is not None:  # a sparse array of JAX's
+            return None
         numbers = np.asarray(ops.convert_to_numpy(leaf))
         if numbers.dtype.kind not in "iuf":
             numbers = numbers.astype("uint8" if numbers.dtype.kind == "b" else "float32")
@@ -266,9 +246,10 @@ def _shows(mark: Hashable, numbers: np.ndarray) -> Any:
 
 def _features(leaf: Any) -> list[np.ndarray]:
     """Of each row: missing numbers, negative ones, zeros, the largest and its place, and the mean."""
-    numbers = _numbers(leaf[:LOOKED_THROUGH]) if hasattr(leaf, "dtype") else None
+    numbers = _numbers(leaf) if hasattr(leaf, "dtype") else None
     if numbers is None:
         return []
+    numbers = numbers[:LOOKED_THROUGH]
     numbers = numbers.reshape(len(numbers), -1)[:, :LOOKED_THROUGH].astype("float64")
     if not numbers.shape[1]:
         return []

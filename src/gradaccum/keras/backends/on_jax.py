@@ -1,0 +1,334 @@
+"""Keras on JAX: `lax.scan` over stacked micro-batches, and values of variables that go in and out of functions.
+
+An unrolled loop would hold more memory than the whole batch: XLA runs its micro-batches side by side. Where
+`keras.distribution` spreads the batch over several devices, each micro-batch has rows of all of them: rows that follow
+one another lie on one device, and the others would wait, or do the same again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax.experimental.sparse import BCOO
+from keras import tree
+
+from gradaccum.core.sizes import even_sizes
+from gradaccum.keras.backends.rows import Scope, Spec, assign, discarded, has_rows, values_of
+from gradaccum.keras.private import has_value, put_value
+from gradaccum.on_jax import scan
+
+__all__ = ["KEEPS_MASKS", "LAZY_DIVISORS", "GradientSum", "MicroBatches", "Training", "take_rows"]
+
+KEEPS_MASKS = False
+"""Whether masks come with outputs: on JAX plain `fit` loses them, too."""
+LAZY_DIVISORS = False
+"""Whether what a loss divides by may be found while gradients are summed; else a first pass counts it, of which the
+compiler drops all that the counts don't depend on."""
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""For XLA: what runs but twice takes longest to compile."""
+
+
+def devices_of(rows: int) -> int:
+    """How many devices a batch of so many rows is spread over, in equal parts."""
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return 1
+    mesh = distribution.device_mesh
+    count = int(mesh.shape[mesh.axis_names.index(distribution.batch_dim_name)])
+    return count if rows % count == 0 else 1
+
+
+class MicroBatches:
+    """A batch in micro-batches of so many rows on each device.
+
+    Args:
+        data: Its arrays, in any structure.
+        rows: Of the batch.
+        size: `size(rows on a device)`: those of a micro-batch there.
+    """
+
+    def __init__(self, data: Any, rows: int, size: Callable[[int], int]) -> None:
+        self.data, self.rows = data, rows
+        self.devices = devices_of(rows)
+        self.sizes = even_sizes(rows // self.devices, size(rows // self.devices))
+
+    def of(self, data: Any) -> MicroBatches:
+        """The same cut of other arrays with as many rows."""
+        other = copy.copy(self)
+        other.data = data
+        return other
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.sizes)
+
+    def sample(self) -> Any:
+        """The first micro-batch, for its shapes."""
+        return self._take(
+            self.data, self.devices * self.sizes[0], tree.map_structure(self._stacked(0, 1), self.data), 0
+        )
+
+    def run(
+        self,
+        micro: Callable[[Any, Any, Any], tuple[Any, list[Any]]],
+        carry: Any,
+        specs: Sequence[Spec] = (),
+        threads: Sequence[Any] = (),
+        begin: int = 0,
+    ) -> tuple[Any, list[Any]]:
+        """Run `micro(micro-batch, its rows, carry) -> (carry, tensors to keep)` from number `begin` on.
+
+        Returns:
+            The last carry, and what was kept, in the order of the batch.
+        """
+        values, outputs, start = values_of(threads), [], begin
+        for size in sorted(set(self.sizes[begin:]), reverse=True):
+            count = self.sizes[begin:].count(size)
+
+            def body(state: Any, stacked: Any, size: int = size) -> Any:
+                values, carry = state
+                micro_batch = self._take(self.data, self.devices * size, stacked)
+                with Scope(zip(threads, values)):
+                    after, kept = micro(micro_batch, self.devices * size, carry)
+                    moved = values_of(threads)
+                return _like((moved, after), state), kept
+
+            stacks = tree.map_structure(self._stacked(start, count), self.data)
+            (values, carry), kept = _loop(body, (values, carry), stacks, count)
+            outputs.append([self._by_device(tensor) for tensor in kept])
+            start += count
+        assign(threads, values)
+        return carry, [jnp.concatenate(parts, 1).reshape(-1, *parts[0].shape[2:]) for parts in zip(*outputs)]
+
+    def _stacked(self, number: int, count: int) -> Callable[[Any], Any]:
+        """A leaf in `count` micro-batches of one size, stacked; of a sparse array, where each of them begins."""
+        size, start = self.sizes[number], sum(self.sizes[:number])
+
+        def stacked(leaf: Any) -> Any:
+            if not has_rows(leaf):
+                return None if leaf is None else jnp.broadcast_to(leaf, (count, *jnp.shape(leaf)))
+            if isinstance(leaf, BCOO):
+                return start + size * jnp.arange(count)
+            rest = leaf.shape[1:]
+            parts = leaf.reshape(self.devices, -1, *rest)[:, start : start + count * size]
+            parts = parts.reshape(self.devices, count, size, *rest)
+            return parts.swapaxes(0, 1).reshape(count, self.devices * size, *rest)
+
+        return stacked
+
+    def _take(self, data: Any, rows: int, stacked: Any, number: int | None = None) -> Any:
+        def taken(leaf: Any, part: Any) -> Any:
+            part = part if number is None or part is None else part[number]
+            if not isinstance(leaf, BCOO):
+                return part
+            own, size = leaf.shape[0] // self.devices, rows // self.devices
+            row = leaf.indices[:, 0] % own - part
+            place = leaf.indices[:, 0] // own * size + row
+            return _with_rows(leaf, jnp.where((row >= 0) & (row < size), place, rows), rows)
+
+        return tree.map_structure(taken, data, stacked)
+
+    def _by_device(self, stacked: Any) -> Any:
+        """Outputs of the micro-batches, stacked, as `(device, its rows, ...)`."""
+        count, rest = stacked.shape[0], stacked.shape[2:]
+        return stacked.reshape(count, self.devices, -1, *rest).swapaxes(0, 1).reshape(self.devices, -1, *rest)
+
+
+def _with_rows(leaf: Any, places: Any, rows: int) -> Any:
+    """A sparse array whose entries are moved to other rows; those behind the last one are none."""
+    indices = leaf.indices.at[:, 0].set(places.astype(leaf.indices.dtype))
+    return BCOO((leaf.data, indices), shape=(rows, *leaf.shape[1:]))
+
+
+def take_rows(leaf: Any, rows: Any) -> Any:
+    """These rows of an array, dense or sparse."""
+    if not isinstance(leaf, BCOO):
+        return leaf[rows]
+    places = jnp.full(leaf.shape[0], len(rows)).at[rows].set(jnp.arange(len(rows)))
+    return _with_rows(leaf, places[leaf.indices[:, 0]], len(rows))
+
+
+def _loop(body: Callable[[Any, Any], Any], carry: Any, stacks: Any, count: int) -> tuple[Any, Any]:
+    """`lax.scan`, without a loop where there is but one micro-batch."""
+    if count > 1:
+        return scan(body, carry, stacks)
+    carry, output = body(carry, tree.map_structure(lambda leaf: None if leaf is None else leaf[0], stacks))
+    return carry, jax.tree.map(lambda a: a[None], output)
+
+
+def _like(values: Any, reference: Any) -> Any:
+    """`values` in the dtypes of `reference`, as a loop's carry must be."""
+    return jax.tree.map(lambda value, like: jnp.asarray(value, like.dtype), values, reference)
+
+
+class GradientSum:
+    """Gradients of a model's trainable variables, added up in at least 32 bits."""
+
+    specs: tuple[Spec, ...] = ()
+
+    def __init__(self, model: Any, overwriting: frozenset[int]) -> None:
+        self.variables, self.overwriting = model.trainable_variables, overwriting
+        self.moving = [*model.non_trainable_variables, *model.metrics_variables]
+
+    def zeros(self) -> Any:
+        """The carry before the first micro-batch."""
+        return [jnp.zeros(v.shape, jnp.promote_types(v.dtype, jnp.float32)) for v in values_of(self.variables)]
+
+    def add(self, sums: Any, forward: Callable[[], Any], share: Any) -> Any:
+        """`forward() -> (loss to differentiate, what else it gives)`, times `share`.
+
+        Returns:
+            The sums with its gradient, what else it gave, and rows to keep.
+        """
+
+        def loss(values: Any) -> Any:
+            with Scope(zip(self.variables, values)):
+                scaled, others = forward()
+                return scaled * share, (others, values_of(self.moving))
+
+        (_, (others, moved)), gradients = jax.value_and_grad(loss, has_aux=True)(values_of(self.variables))
+        assign(self.moving, moved)
+        joined = [jnp.maximum if index in self.overwriting else jnp.add for index in range(len(sums))]
+        return [join(*pair) for join, pair in zip(joined, zip(sums, gradients))], others, []
+
+    def finish(self, sums: Any, kept: list[Any], scale: Any = None) -> list[Any]:
+        """The gradients."""
+        return sums
+
+
+class Training:
+    """What a training step leaves to JAX."""
+
+    def __init__(self, step: Any) -> None:
+        self.step = step
+        self._gradients_of: Callable[..., Any] | None = None
+        self._trials: dict[Any, Any] = {}
+
+    def call(self, state: Any, data: Any) -> tuple[Any, Any]:
+        """Keras' signature: a pure function."""
+        parts = self.step.variables()
+        with _in_scope(parts, state):
+            logs = self.step.update(data)
+            return logs, tuple(map(values_of, parts))
+
+    def build(self, data: Any) -> None:
+        """Keras builds before it traces."""
+
+    def attempt(self, data: Any, rows: Any, size: Callable[[Any], int], run: Callable[[Any, Any], Any]) -> Any:
+        """`run(micro-batches, sum of gradients)`."""
+        return run(MicroBatches(data, rows, size), GradientSum(self.step.model, self.step.overwriting))
+
+    def look(self, function: Callable[[Any], Any], batches: Any) -> Any:
+        """What `function(micro-batch)` returns for its shapes alone."""
+        found: list[Any] = []
+        jax.eval_shape(lambda micro_batch: found.append(function(micro_batch)), batches.sample())
+        return found[0]
+
+    @contextlib.contextmanager
+    def counting(self, batches: Any) -> Iterator[Any]:
+        """While this is open, forward passes move nothing. Yields the micro-batches."""
+        with discarded(self.step.model):
+            yield batches
+
+    eagerly = staticmethod(jax.ensure_compile_time_eval)
+
+    def compute(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
+        """Loss times the optimizer's scale, loss and outputs of a micro-batch, as `fit` computes them."""
+        model = self.step.model
+        trained, *moving = model.trainable_variables, model.non_trainable_variables, model.metrics_variables
+        optimizer = [] if model.optimizer is None else model.optimizer.variables
+        scaled, (loss, y_pred, *moved) = model.compute_loss_and_updates(
+            values_of(trained), *map(values_of, moving), x, y, sample_weight, True, values_of(optimizer)
+        )
+        for variables, values in zip(moving, moved):
+            assign(variables, values)
+        return scaled, loss, y_pred
+
+    def apply(self, gradients: list[Any]) -> None:
+        """An update. Not `apply`: that of a LossScaleOptimizer assigns inside of a branch."""
+        optimizer, variables = self.step.model.optimizer, self.step.model.trainable_variables
+        trained, state = optimizer.stateless_apply(values_of(optimizer.variables), gradients, values_of(variables))
+        assign(variables, trained)
+        assign(optimizer.variables, state)
+
+    def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
+        """Loss and gradients of a batch, and the non-trainable variables before and after it. Moves nothing."""
+        step = self.step
+        state = step.state() if state is None else state
+        if self._gradients_of is None:
+
+            def gradients_of(state: Any, data: Any) -> tuple[Any, Any, Any]:
+                parts = step.variables()
+                with _in_scope(parts, state):
+                    window = step.window(data)
+                    return window.loss, window.gradients, values_of(parts[1])
+
+            eager = step.model.run_eagerly or not step.model.jit_compile
+            self._gradients_of = gradients_of if eager else jax.jit(gradients_of, compiler_options=QUICKLY)
+        loss, gradients, after = self._gradients_of(state, data)
+        return loss, gradients, state[1], after
+
+    def trial(self, *choices: Any) -> Any:
+        """The same step with other choices, not installed. It is kept with what it has compiled."""
+        if choices not in self._trials:
+            self._trials[choices] = self.step.other(*choices)
+        return self._trials[choices]
+
+    def make_train_function(self, make: Callable[[], None]) -> None:
+        """Keras' own, with one thing more: an error while a step is traced leaves the model's variables as they were.
+
+        `fit` takes the values out of the variables before the first step and puts them back after it.
+        """
+        model, own, proof = self.step.model, self.step, self.step.proof
+        self._trials.clear()
+        if isinstance(model.train_step, type(own)):  # not what the GradientAccumulation callback put around it
+            model.train_step = copy.copy(own)  # a new one: `jax.jit` would find what was compiled for the old loss
+        make()
+        step: Callable[[Any, Any], Any] = model.train_function
+
+        def guarded(state: Any, iterator: Any) -> Any:
+            try:
+                if proof is None or not proof.is_due(model.steps_per_execution):
+                    return step(state, iterator)
+                batches = [*itertools.islice(iterator, model.steps_per_execution)]
+                for data in batches:
+                    proof.run(data, state)
+                result = step(state, iter(batches))
+                proof.warn()
+                return result
+            except Exception:
+                for variables, values in zip(own.variables(), state):
+                    for variable, value in zip(variables, values):
+                        if not has_value(variable) and not value.is_deleted():
+                            put_value(variable, value)
+                _finalize_only_after_updates(model.optimizer)
+                raise
+
+        model.train_function = guarded
+
+
+@contextlib.contextmanager
+def _in_scope(parts: Any, state: Any) -> Iterator[None]:
+    """While this is open, the variables have the values of a training state."""
+    with Scope((v, value) for variables, values in zip(parts, state) for v, value in zip(variables, values)):
+        yield
+
+
+def _finalize_only_after_updates(optimizer: Any) -> None:
+    """After an error, Keras' `fit` still puts the averages of `use_ema` into the variables: zeros before an update."""
+
+    def finalize(variables: Any) -> None:
+        del vars(optimizer)["finalize_variable_values"]
+        if int(optimizer.iterations) > 0:
+            optimizer.finalize_variable_values(variables)
+
+    if int(optimizer.iterations) == 0:
+        vars(optimizer)["finalize_variable_values"] = finalize

@@ -1,0 +1,354 @@
+"""Keras on TensorFlow: a `tf.while_loop` over the rows of a batch, be their number known or not, eager or traced."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import tree
+
+from gradaccum.keras.backends.rows import Scope, Spec, assign, discarded, has_rows, rows_of, values_of
+from gradaccum.keras.private import (
+    compute_loss,
+    embedding_table,
+    in_stateless_scope,
+    layers_in,
+    takes_training,
+)
+
+__all__ = ["KEEPS_MASKS", "LAZY_DIVISORS", "GradientSum", "MicroBatches", "Training", "take_rows"]
+
+KEEPS_MASKS = True
+"""Whether masks come with outputs."""
+LAZY_DIVISORS = False
+"""Whether what a loss divides by may be found while gradients are summed; else a first pass counts it, of which what
+the counts don't depend on is stateless, and pruned from the graph."""
+_INDEX = Spec("int64", ())
+
+
+class MicroBatches:
+    """A batch in `count` micro-batches of `size` rows, the first `larger` of them of one row more.
+
+    As `gradaccum.core.sizes.even_sizes` cuts it; but while TensorFlow traces, the number of rows is mostly a tensor.
+
+    Args:
+        data: Its arrays, in any structure.
+        rows: Of the batch; None: not known.
+        size: `size(rows)`: those of a micro-batch.
+        static: Whether all micro-batches of a loop must have one size, as XLA wants it.
+    """
+
+    def __init__(self, data: Any, rows: int | None, size: Callable[[Any], int], static: bool) -> None:
+        self.data, self.static = data, static
+        self.rows = _checked_rows(data) if rows is None else rows
+        most = size(rows)
+        self.count = (self.rows + most - 1) // most
+        self.size, self.larger = self.rows // self.count, self.rows % self.count
+
+    def of(self, data: Any) -> MicroBatches:
+        """The same cut of other tensors with as many rows."""
+        other = copy.copy(self)
+        other.data = data
+        return other
+
+    def take(self, start: Any, size: Any) -> Any:
+        """The micro-batch of these rows."""
+        return tree.map_structure(lambda leaf: _slice(leaf, start, size) if has_rows(leaf) else leaf, self.data)
+
+    def sample(self) -> Any:
+        """The first micro-batch, for its shapes."""
+        return self.take(0, self.size)
+
+    def start_of(self, index: Any) -> Any:
+        """The first row of a micro-batch."""
+        known = isinstance(index, int) and isinstance(self.larger, int)
+        return index * self.size + (min(index, self.larger) if known else tf.minimum(index, self.larger))
+
+    def ragged(self, index: Any) -> tuple[Any, Any]:
+        """The first row of a micro-batch, and its size."""
+        is_larger = index < self.larger
+        return self.start_of(index), self.size + (
+            int(is_larger) if isinstance(is_larger, bool) else tf.cast(is_larger, tf.int32)
+        )
+
+    def _segments(self, begin: int) -> Iterator[tuple[Any, Any, Callable[[Any], tuple[Any, Any]]]]:
+        """Loops over the micro-batches: `(first, behind the last, index -> (its first row, its size))`."""
+        size, larger = self.size, self.larger
+
+        def longer(index: Any) -> tuple[Any, Any]:
+            # XLA compiles this loop even where no micro-batch is longer: its slices must exist.
+            return index * (size + 1), tf.minimum(size + 1, self.rows)
+
+        def shorter(index: Any) -> tuple[Any, Any]:
+            return index * size + larger, size
+
+        if isinstance(larger, int) and larger == 0:
+            segments = [(0, self.count, shorter)]
+        elif self.static:
+            segments = [(0, larger, longer), (larger, self.count, shorter)]
+        else:
+            segments = [(0, self.count, self.ragged)]
+        for first, stop, bounds in segments:
+            if not isinstance(stop, int):
+                yield (tf.maximum(first, begin), tf.maximum(stop, begin), bounds) if begin else (first, stop, bounds)
+            elif max(first, begin) < stop:
+                yield max(first, begin), stop, bounds
+
+    def run(
+        self,
+        micro: Callable[[Any, Any, Any], tuple[Any, list[Any]]],
+        carry: Any,
+        specs: Sequence[Spec] = (),
+        threads: Sequence[Any] = (),
+        begin: int = 0,
+    ) -> tuple[Any, list[Any]]:
+        """Run `micro(micro-batch, its rows, carry) -> (carry, tensors to keep)` from number `begin` on.
+
+        Returns:
+            The last carry, and what was kept, which is of these `specs`, in the order of the batch.
+        """
+        if not in_stateless_scope():  # variables are assigned where they are
+            threads = ()
+        state, parts = (values_of(threads), carry), []
+        for first, stop, bounds in self._segments(begin):
+            arrays = [
+                tf.TensorArray(spec.dtype, stop - first, element_shape=[None, *(spec.row or ())], infer_shape=False)
+                for spec in specs
+            ]
+
+            def body(index: Any, state: Any, arrays: Any, first: Any = first, bounds: Any = bounds) -> Any:
+                start, size = bounds(index)
+                values, carry = state
+                with Scope(zip(threads, values)) if threads else contextlib.nullcontext():
+                    carry, kept = micro(self.take(start, size), size, carry)
+                    state = [tf.convert_to_tensor(value) for value in values_of(threads)], carry
+                pairs = zip(arrays, kept)
+                return index + 1, state, [array.write(index - first, tf.cast(one, array.dtype)) for array, one in pairs]
+
+            _, state, arrays = tf.while_loop(
+                lambda index, state, arrays, stop=stop: index < stop,
+                body,
+                (tf.constant(0, tf.int32) + first, state, arrays),
+                parallel_iterations=1,  # more of them would be in memory at once
+            )
+            parts.append([array.concat() for array in arrays])
+        assign(threads, state[0])
+        return state[1], [tf.concat(pieces, 0) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts)]
+
+
+def _checked_rows(data: Any) -> Any:
+    """The rows, as a tensor that is an error where the arrays of the batch disagree. XLA finds that by itself."""
+    rows = [tf.shape(leaf)[0] for leaf in tree.flatten(data) if has_rows(leaf)]
+    message = (
+        "A batch is cut into micro-batches along the first dimension: its arrays must have the same number of rows."
+    )
+    checks = [tf.debugging.assert_equal(rows[0], other, message) for other in rows[1:]]
+    checks.append(tf.debugging.assert_positive(rows[0], "A batch must have at least one row."))
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.identity(rows[0])
+
+
+def _slice(leaf: Any, start: Any, size: Any) -> Any:
+    if isinstance(leaf, tf.SparseTensor):
+        others = leaf.dense_shape[1:]
+        return tf.sparse.slice(
+            leaf,
+            tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(others)], 0),
+            tf.concat([[tf.cast(size, tf.int64)], others], 0),
+        )
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf[start : start + size]
+    others = tf.shape(leaf)[1:]
+    part = tf.slice(leaf, tf.concat([[start], tf.zeros_like(others)], 0), tf.concat([[size], others], 0))
+    part.set_shape([size if isinstance(size, int) else None, *leaf.shape[1:]])
+    return part
+
+
+def take_rows(leaf: Any, rows: Any) -> Any:
+    """These rows of an array, dense or sparse."""
+    if not isinstance(leaf, tf.SparseTensor):
+        return tf.gather(leaf, rows)
+    parts = [_slice(leaf, int(row), 1) for row in rows]
+    return tf.sparse.concat(0, parts)
+
+
+class GradientSum:
+    """Gradients of a model's trainable weights, added up in at least 32 bits.
+
+    Sparse gradients aren't summed but put one behind the other, as they would be for the whole batch: Keras' optimizers
+    don't treat them like the dense gradient they stand for, where a row occurs twice.
+    """
+
+    def __init__(self, model: Any, overwriting: frozenset[int]) -> None:
+        self.weights, self.overwriting = model.trainable_weights, overwriting
+        tables = {id(embedding_table(layer)) for layer in layers_in(model) if isinstance(layer, keras.layers.Embedding)}
+        self.sparse = frozenset(i for i, weight in enumerate(self.weights) if id(weight) in tables)  # most likely
+        self.missing: set[int] = set()
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """Of the rows that are kept."""
+        weights = [self.weights[index] for index in sorted(self.sparse)]
+        return tuple(s for w in weights for s in (Spec(w.dtype, tuple(w.shape[1:])), _INDEX))
+
+    def zeros(self) -> Any:
+        """The carry before the first micro-batch."""
+        return [tf.zeros(() if i in self.sparse else w.shape, _wide(w.dtype)) for i, w in enumerate(self.weights)]
+
+    def add(self, sums: Any, forward: Callable[[], Any], share: Any) -> Any:
+        """`forward() -> (loss to differentiate, what else it gives)`, times `share`.
+
+        Returns:
+            The sums with its gradient, what else it gave, and rows to keep.
+        """
+        with tf.GradientTape() as tape:
+            scaled, others = forward()
+            scaled *= share if isinstance(share, float) else tf.cast(share, scaled.dtype)
+        gradients = tape.gradient(scaled, self.weights)
+        found = frozenset(i for i, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices))
+        if found != self.sparse:
+            self.sparse = found
+            raise _SparseGradientsError
+        self.missing.update(i for i, gradient in enumerate(gradients) if gradient is None)
+        joined = [tf.maximum if i in self.overwriting else tf.add for i in range(len(sums))]
+        after = [
+            total if gradient is None or i in found else joined[i](total, tf.cast(gradient, total.dtype))
+            for i, (total, gradient) in enumerate(zip(sums, gradients))
+        ]
+        return after, others, [part for i in sorted(found) for part in (gradients[i].values, gradients[i].indices)]
+
+    def finish(self, sums: Any, kept: list[Any], scale: Any = None) -> list[Any]:
+        """The gradients; None for those that no loss depends on."""
+        gradients = [None if i in self.missing else total for i, total in enumerate(sums)]
+        for i, (values, indices) in zip(sorted(self.sparse), zip(kept[::2], kept[1::2])):
+            gradients[i] = tf.IndexedSlices(values, indices, tf.constant(tuple(self.weights[i].shape), tf.int64))
+        return gradients
+
+
+class _SparseGradientsError(Exception):
+    """Other gradients than was thought are `tf.IndexedSlices`, which shows while a loop is traced."""
+
+
+def _wide(dtype: str) -> str:
+    return "float32" if dtype in ("float16", "bfloat16") else dtype
+
+
+class Training:
+    """What a training step leaves to TensorFlow."""
+
+    def __init__(self, step: Any) -> None:
+        self.step = step
+
+    def call(self, data: Any) -> Any:
+        """Keras' signature."""
+        return self.step.update(data)
+
+    def build(self, data: Any) -> None:
+        """Build what is not built."""
+        self.step.build(data)
+
+    def attempt(self, data: Any, rows: Any, size: Callable[[Any], int], run: Callable[[Any, Any], Any]) -> Any:
+        """`run(micro-batches, sum of gradients)`, and once more where sparse gradients were not expected."""
+        model = self.step.model
+        batches, sums = MicroBatches(data, rows, size, model.jit_compile), GradientSum(model, self.step.overwriting)
+        while True:
+            with contextlib.suppress(_SparseGradientsError):
+                return run(batches, sums)
+
+    def look(self, function: Callable[[Any], Any], batches: Any) -> Any:
+        """What `function(micro-batch)` returns, for its shapes alone."""
+        with tf.__internal__.FuncGraph("gradaccum_plan").as_default():
+            return function(batches.sample())
+
+    @contextlib.contextmanager
+    def counting(self, batches: Any) -> Iterator[Any]:
+        """While this is open, forward passes move nothing. Yields the micro-batches."""
+        with discarded(self.step.model):
+            yield batches
+
+    eagerly = staticmethod(tf.init_scope)
+
+    def compute(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
+        """Loss times the optimizer's scale, loss and outputs of a micro-batch, as `fit` computes them."""
+        model = self.step.model
+        y_pred = model(x, training=True) if takes_training(model) else model(x)
+        loss = compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+        return loss if model.optimizer is None else model.optimizer.scale_loss(loss), loss, y_pred
+
+    def apply(self, gradients: list[Any]) -> None:
+        """An update."""
+        self.step.model.optimizer.apply_gradients(zip(gradients, self.step.model.trainable_weights))
+
+    def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
+        """Loss and gradients of a batch, and the non-trainable variables before and after it. Moves nothing."""
+        step = self.step
+        step.build(data)
+        variables, moving = [v for part in step.variables() for v in part], step.model.non_trainable_variables
+        found = [tf.identity(value) for value in values_of(variables)]
+        try:
+            if state is not None:
+                assign(variables, [value for part in state for value in part])
+            before = [tf.identity(value) for value in values_of(moving)]
+            window = step.window(data)
+            after = [tf.identity(value) for value in values_of(moving)]
+        finally:
+            assign(variables, found)
+        gradients = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in window.gradients]
+        return tf.reduce_sum(window.loss), gradients, before, after
+
+    def trial(self, *choices: Any) -> Any:
+        """The same step with other choices, not installed."""
+        return self.step.other(*choices)
+
+    def make_train_function(self, make: Callable[[], None]) -> None:
+        """Keras' own; where an update is to be proved, behind a look at its batch, which is drawn here for that.
+
+        In all other updates the graph draws its batches by itself.
+        """
+        make()
+        model, proof = self.step.model, self.step.proof
+        step: Callable[[Any], Any] = model.train_function
+
+        def guarded(iterator: Any) -> Any:
+            drawn_here = not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator))
+            is_due = proof is not None and proof.is_due(model.steps_per_execution)
+            if not (drawn_here or is_due):
+                return step(iterator)
+            batches = [next(iterator), *itertools.islice(iterator, model.steps_per_execution - 1)]
+            for batch in batches:
+                batch = tree.map_structure(lambda leaf: _of_all_replicas(leaf, model.distribute_strategy), batch)
+                rows_of(batch)  # in a graph, another number of rows would be an error of TensorFlow's
+                if is_due:
+                    proof.run(batch)
+            result = step(_again(batches, iterator))
+            if is_due:
+                proof.warn()
+            return result
+
+        model.train_function = guarded
+
+
+_KNOWN = (tf.TensorSpec, tf.SparseTensorSpec, tf.RaggedTensorSpec)
+
+
+def _again(batches: list[Any], iterator: Any) -> Any:
+    """An iterator over these batches of an iterator, of the same kind if possible: `fit` has a function for that."""
+    if not isinstance(iterator, tf.data.Iterator):
+        return iter(batches)
+    spec = iterator.element_spec
+    if not all(isinstance(one, _KNOWN) for one in tf.nest.flatten(spec)):
+        return iter(batches)
+    return iter(tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec))
+
+
+def _of_all_replicas(leaf: Any, strategy: Any) -> Any:
+    """A batch's tensor; of one that is spread over replicas, all rows."""
+    if isinstance(leaf, tf.experimental.Optional):
+        return None
+    parts = strategy.experimental_local_results(leaf)
+    return parts[0] if len(parts) == 1 else tf.concat(parts, 0)

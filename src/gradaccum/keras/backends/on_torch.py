@@ -1,0 +1,352 @@
+"""Keras on PyTorch: a loop of Python's over the rows of a batch, in which autograd sums into the variables' gradients.
+
+Where a micro-batch doesn't fit into memory the batch starts over, from how everything was when it began, in smaller
+ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from keras import tree
+
+from gradaccum.core.sizes import Piece, Rows, Sizers
+from gradaccum.keras.backends.rows import RestartWindow, Spec, assign, discarded, has_rows, values_of
+from gradaccum.keras.private import (
+    compute_loss,
+    keras_mask,
+    layers_in,
+    own_trainable_variables,
+    set_keras_mask,
+    takes_training,
+    torch_device,
+)
+from gradaccum.on_torch.fitting import nothing_fits
+from gradaccum.on_torch.memory import Gauge, is_out_of_memory
+from gradaccum.on_torch.private import run_backward
+from gradaccum.on_torch.transaction import Transaction
+
+__all__ = ["KEEPS_MASKS", "LAZY_DIVISORS", "GradientSum", "MicroBatches", "Training", "take_rows"]
+
+KEEPS_MASKS = True
+"""Whether masks come with outputs."""
+LAZY_DIVISORS = True
+"""Whether what a loss divides by may be found while gradients are summed: a first pass that counts it costs a third."""
+
+logger = logging.getLogger("gradaccum")
+
+
+class MicroBatches:
+    """A batch, cut in pieces as they come: while a size is searched for, each has another one.
+
+    Args:
+        data: Its arrays, in any structure.
+        rows: Of the batch.
+        pieces: Of it, in order.
+        around: `around(piece)`: a context for each micro-batch.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        rows: int,
+        pieces: Any,
+        around: Callable[[Piece], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self.data, self.rows, self.pieces, self.around = data, rows, pieces, around
+        self.ran: list[Piece] = []
+
+    def take(self, piece: Piece) -> Any:
+        """The micro-batch of these rows."""
+        return tree.map_structure(lambda leaf: leaf[piece.rows] if has_rows(leaf) else leaf, self.data)
+
+    def run(
+        self,
+        micro: Callable[[Any, Any, Any], tuple[Any, list[Any]]],
+        carry: Any,
+        specs: Sequence[Spec] = (),
+        threads: Sequence[Any] = (),
+        begin: int = 0,
+    ) -> tuple[Any, list[Any]]:
+        """Run `micro(micro-batch, its rows, carry) -> (carry, tensors to keep)`.
+
+        Returns:
+            The last carry, and what was kept, in the order of the batch.
+        """
+        self.ran, outputs = [], []
+        for piece in self.pieces:
+            with self.around(piece):
+                carry, kept = micro(self.take(piece), piece.size, carry)
+            self.ran.append(piece)
+            outputs.append([tensor.detach() for tensor in kept])
+        return carry, [torch.cat(parts) for parts in zip(*outputs)]
+
+
+def take_rows(leaf: Any, rows: Any) -> Any:
+    """These rows of an array."""
+    return leaf[rows]
+
+
+class GradientSum:
+    """Gradients of a model's trainable weights: in `.grad` where that has at least 32 bits, else beside it in float32.
+
+    Of variables that are overwritten with their gradient, the largest.
+    """
+
+    specs: tuple[Spec, ...] = ()
+
+    def __init__(self, model: Any, overwriting: frozenset[int], before_backward: Callable[[], None]) -> None:
+        self.model, self.overwriting, self.before_backward = model, overwriting, before_backward
+        self.parameters = values_of(model.trainable_weights)
+        half = {index for index, p in enumerate(self.parameters) if p.dtype in (torch.float16, torch.bfloat16)}
+        self.apart = sorted(half | overwriting)
+
+    def zeros(self) -> Any:
+        """The carry before the first micro-batch: the sums that are not in `.grad`."""
+        self.model.zero_grad()
+        return {}
+
+    def add(self, sums: Any, forward: Callable[[], Any], share: Any) -> Any:
+        """`forward() -> (loss to differentiate, what else it gives)`, times `share`.
+
+        Returns:
+            The sums with its gradient, what else it gave, and rows to keep.
+        """
+        scaled, others = forward()
+        self.before_backward()
+        if self.parameters:
+            run_backward([scaled], [torch.full_like(scaled, share, requires_grad=False)])
+        for index in self.apart:
+            gradient, self.parameters[index].grad = self.parameters[index].grad, None
+            if gradient is None:
+                continue
+            if index not in sums:
+                sums[index] = gradient.float()
+            elif index in self.overwriting:
+                sums[index] = torch.maximum(sums[index], gradient.float())
+            else:
+                sums[index] += gradient
+        return sums, tree.map_structure(_detached, others), []
+
+    def finish(self, sums: Any, kept: list[Any], scale: Any = None) -> list[Any]:
+        """The gradients, times `scale`; None for those that no loss depends on."""
+        gradients = [sums.get(index, parameter.grad) for index, parameter in enumerate(self.parameters)]
+        for index, gradient in enumerate(gradients):
+            if scale is not None and gradient is not None and index not in self.overwriting:
+                gradient *= scale
+        return gradients
+
+
+def _detached(one: Any) -> Any:
+    """A tensor without its graph, with its mask."""
+    if not torch.is_tensor(one):
+        return one
+    detached, mask = one.detach(), keras_mask(one)
+    if mask is not None:
+        set_keras_mask(detached, mask)
+    return detached
+
+
+class Training:
+    """What a training step leaves to PyTorch: memory, and random numbers of PyTorch's own."""
+
+    def __init__(self, step: Any) -> None:
+        self.step = step
+        device = torch.device(torch_device())
+        self.gauge = Gauge(device)
+        self.transaction = Transaction([step.model], self._trained, device, self._places)
+        self.sizers: Sizers | None = None
+        self.as_cut = False
+        """Whether a micro-batch that does not fit is an error, and not run in smaller ones."""
+        self._piece: Piece | None = None
+        self._measuring, self._live = False, 0.0
+        self._counted: list[Piece] | None = None
+        """The micro-batches in which divisors were counted, where these hang on random numbers."""
+
+    def call(self, data: Any) -> Any:
+        """Keras' signature."""
+        proof = self.step.proof
+        if proof is None or not proof.is_due(1):
+            return self._update(data)
+        self.step.build(data)
+        proof.run(data)
+        logs = self._update(data)
+        proof.warn()
+        return logs
+
+    def _update(self, data: Any) -> Any:
+        logs = self.step.update(data)
+        self.transaction.close()
+        return logs
+
+    def build(self, data: Any) -> None:
+        """The model has been compiled: build it, and look anew at what moves."""
+        self.step.build(data)
+        self.transaction.forget()
+
+    def attempt(self, data: Any, rows: Any, size: Any, run: Callable[[Any, Any], Any]) -> Any:
+        """`run(micro-batches, sum of gradients)`, and once more in smaller ones where memory runs out."""
+        step = self.step
+        if self.sizers is None:  # only a model that is built has all its layers
+            self.sizers = Sizers(step.micro_batch_size, self.gauge.limit, minimum=2 if step.batch_norms else 1)
+        leaves = [("/".join(map(str, path)), leaf, 0) for path, leaf in tree.flatten_with_path(data) if has_rows(leaf)]
+        sums = GradientSum(step.model, step.overwriting, self._before_backward)
+        self.transaction.open()
+        given: list[Piece] | None = None
+        while True:
+            plan = Rows(self.sizers.of(leaves), rows)
+            batches = MicroBatches(data, rows, plan if given is None else given, self._around(plan))
+            self._counted = self._piece = too_large = None
+            try:
+                window = run(batches, sums)
+                if self._counted in (None, batches.ran):
+                    self.sizers.close(plan.sizer, rows)
+                    return window
+                given = batches.ran  # to be counted as they ran
+            except RestartWindow:
+                pass
+            except BaseException as error:
+                too_large = self._piece
+                if self.as_cut or not is_out_of_memory(error) or too_large is None or too_large.size == 1:
+                    step.model.zero_grad()
+                    self.transaction.abandon()
+                    if self.as_cut or not is_out_of_memory(error):
+                        raise
+                    raise nothing_fits(error) from error  # type: ignore[arg-type]  # it is an Exception
+                given = None
+            if too_large is not None:  # only here, out of reach of the error's frames, is its memory free
+                self.gauge.release()
+                logger.warning(
+                    "Out of memory with a micro-batch of %d rows: the batch starts over in micro-batches of %d.",
+                    too_large.size,
+                    plan.failed(too_large)[0].size,
+                )
+            self.transaction.start_over()
+
+    def _around(self, plan: Rows) -> Callable[[Piece], contextlib.AbstractContextManager[None]]:
+        @contextlib.contextmanager
+        def around(piece: Piece) -> Iterator[None]:
+            self._piece, gauge = piece, self.gauge
+            self._measuring = plan.measuring and torch.is_grad_enabled()
+            if not self._measuring:
+                yield
+            else:
+                gauge.synchronize()
+                base, mark, began = gauge.live(), gauge.mark(), time.perf_counter()
+                yield
+                gauge.synchronize()
+                seconds, highest = time.perf_counter() - began, gauge.mark()
+                # The mark tells this micro-batch's peak where it has risen; else what was alive before backward has to.
+                plan.record(piece, seconds, base, highest if highest > mark else self._live)
+
+        return around
+
+    def _before_backward(self) -> None:
+        if self._measuring:
+            self._live = self.gauge.live()
+
+    def look(self, function: Callable[[Any], Any], batches: Any) -> Any:
+        """What `function(micro-batch)` returns for a few rows, without gradients and side effects."""
+        pieces = [Piece(slice(0, rows)) for rows in (min(2, batches.rows), 1)]
+        for piece in pieces:
+            try:
+                with torch.no_grad():
+                    return function(batches.take(piece))
+            except Exception as error:
+                self._piece = pieces[-1]
+                if not is_out_of_memory(error) or piece.size == 1:
+                    raise
+            finally:
+                self.transaction.start_over()
+            self.gauge.release()
+        raise AssertionError("two rows, or one")
+
+    @contextlib.contextmanager
+    def counting(self, batches: Any) -> Iterator[Any]:
+        """While this is open, forward passes run without gradients and side effects. Yields the micro-batches."""
+        pieces = batches.pieces  # while a size is searched for, they are not known beforehand
+        cut = pieces if isinstance(pieces, list) else Piece(slice(0, batches.rows)).split(pieces.sizer.size)
+        with torch.no_grad(), discarded(self.step.model) as scope:
+            yield MicroBatches(batches.data, batches.rows, cut, batches.around)
+        if scope.assigned or self.transaction.drew():
+            self._counted = cut
+        self.transaction.start_over()
+
+    def eagerly(self) -> contextlib.AbstractContextManager[Any]:
+        """While this is open, random numbers are drawn that nobody misses afterwards."""
+        return torch.random.fork_rng()
+
+    def compute(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
+        """Loss times the optimizer's scale, loss and outputs of a micro-batch, as `fit` computes them."""
+        model = self.step.model
+        # On PyTorch, Keras' losses multiply sample weights with masks in place: they get copies.
+        sample_weight = tree.map_structure(lambda one: one.clone() if torch.is_tensor(one) else one, sample_weight)
+        y_pred = model(x, training=True) if takes_training(model) else model(x)
+        loss = compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+        return loss if model.optimizer is None else model.optimizer.scale_loss(loss), loss, y_pred
+
+    @torch.no_grad()
+    def apply(self, gradients: list[Any]) -> None:
+        """An update."""
+        self.step.model.optimizer.apply(gradients, self.step.model.trainable_weights[:])
+
+    def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
+        """Loss and gradients of a batch, and the non-trainable variables before and after it. Moves nothing."""
+        step, model = self.step, self.step.model
+        variables = [variable for part in step.variables() for variable in part]
+        found = None if state is None else [value.detach().clone() for value in values_of(variables)]
+        self.as_cut = True
+        own = [value.grad for value in values_of(model.trainable_variables)]
+        try:
+            if state is not None:
+                with torch.no_grad():
+                    assign(variables, [value for part in state for value in part])
+            before = [value.detach().clone() for value in values_of(model.non_trainable_variables)]
+            window = step.window(data)
+            self.drew = self.transaction.drew()
+            after = [value.detach().clone() for value in values_of(model.non_trainable_variables)]
+            return window.loss, [None if g is None else g.clone() for g in window.gradients], before, after
+        finally:
+            if self.sizers is not None:
+                self.transaction.abandon()
+            if found is not None:
+                with torch.no_grad():
+                    assign(variables, found)
+            for value, gradient in zip(values_of(model.trainable_variables), own):
+                value.grad = gradient
+
+    drew = False
+    """Whether the batch that was evaluated last drew random numbers that nobody holds."""
+
+    def trial(self, *choices: Any) -> Any:
+        """The same step with other choices, not installed."""
+        return self.step.other(*choices)
+
+    def make_train_function(self, make: Callable[[], None]) -> None:
+        """Keras' own, which would hand the whole step to torch.compile where it is asked to.
+
+        Raises:
+            ValueError: It is asked to.
+        """
+        if self.step.model.jit_compile:
+            raise ValueError(
+                "micro_batched on PyTorch runs a loop that torch.compile can't take as a whole. Received: "
+                "jit_compile=True. Pass jit_compile=False to compile(), or train on the JAX or TensorFlow backend, "
+                "where the loop is compiled."
+            )
+        make()
+
+    def _trained(self) -> list[torch.Tensor]:
+        return values_of(self.step.model.trainable_weights)
+
+    def _places(self) -> list[tuple[dict[str, Any], str]]:
+        """Where Keras keeps what a forward pass or a metric moves: not in buffers of the modules."""
+        model = self.step.model
+        weights = {id(v) for layer in [model, *layers_in(model)] for v in own_trainable_variables(layer)}  # frozen ones
+        variables = [*model.non_trainable_variables, *model.metrics_variables]
+        return [(vars(variable), "_value") for variable in variables if id(variable) not in weights]
