@@ -452,6 +452,18 @@ def test_the_first_and_the_second_update_are_verified_and_not_the_third() -> Non
     assert counts[2] == 3
 
 
+@pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss, nn.BCELoss])
+@pytest.mark.parametrize("shape", [(12,), (12, 1), (12, 2)])
+def test_a_weight_for_each_row_that_the_loss_holds_is_refused_by_name(loss: Any, shape: Any) -> None:
+    columns = shape[1] if len(shape) > 1 else 1
+    model = nn.Sequential(nn.Linear(3, columns), nn.Sigmoid(), *([nn.Flatten(0)] if len(shape) == 1 else []))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(model, optimizer, loss_fn=loss(weight=torch.rand(shape)), micro_batch_size=4)
+    targets = torch.rand(12) if len(shape) == 1 else torch.rand(12, columns)
+    with pytest.raises(ValueError, match="holds a weight for each of 12 rows, and was given 4 rows"):
+        step(torch.randn(12, 3), targets)
+
+
 def test_a_loss_of_one_value_per_row_is_refused() -> None:
     model = linear(2)
     with pytest.raises(ValueError, match="reduction='none'"):

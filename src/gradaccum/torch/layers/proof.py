@@ -52,4 +52,4 @@ def proof_of(layers: Layers | None) -> Iterator[None]:
             f"{error}\nThese keep something from a call in attributes: {left}. With `blocks`, what a block gives "
             "to the loss must be among its outputs, as its forward pass has no graph; and what it keeps from one "
             "micro-batch to the next is other rows'."
-        ) from None
+        ) from error.__cause__

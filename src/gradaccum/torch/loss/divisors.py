@@ -20,6 +20,7 @@ from gradaccum.on_torch.batch import Batch
 
 __all__ = [
     "Weight",
+    "check_row_weights",
     "divides_by_targets",
     "divisor",
     "is_zero",
@@ -44,6 +45,13 @@ _FUNCTIONS: dict[Any, type[nn.Module]] = {
     nn.functional.cross_entropy: nn.CrossEntropyLoss,
     nn.functional.nll_loss: nn.NLLLoss,
 }
+
+
+_BY_ELEMENT: dict[type[nn.Module], str] = {
+    nn.BCELoss: "binary_cross_entropy",
+    nn.BCEWithLogitsLoss: "binary_cross_entropy_with_logits",
+}
+"""Losses with a weight for each element, in the shape of the outputs, and the functions that do the same."""
 
 
 def with_known_divisor(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,6 +91,33 @@ def divides_by_targets(loss_fn: Any) -> bool:
     """Whether this loss, where its targets are class indices, divides by a number that depends on them, not by rows."""
     # A subclass with a forward of its own may divide by anything.
     return isinstance(loss_fn, _BY_TARGETS) and any(type(loss_fn).forward is loss.forward for loss in _BY_TARGETS)
+
+
+def check_row_weights(loss_fn: Any, outputs: Any) -> None:
+    """After a loss has failed: raise if it holds a weight for each row of one batch, which micro-batches have fewer of.
+
+    Raises:
+        ValueError: It does; the message says where weights of rows belong.
+    """
+    weight = getattr(loss_fn, "weight", None) if type(loss_fn) in _BY_ELEMENT else None
+    if not isinstance(weight, Tensor) or not isinstance(outputs, Tensor) or weight.dim() != outputs.dim():
+        return
+    if (
+        weight.dim()
+        and weight.shape[0] not in (1, outputs.shape[0])
+        and weight.shape[1:]
+        in (
+            outputs.shape[1:],
+            torch.Size([1] * (weight.dim() - 1)),
+        )
+    ):
+        name = type(loss_fn).__name__
+        raise ValueError(
+            f"{name}(weight=...) holds a weight for each of {weight.shape[0]} rows, and was given {outputs.shape[0]} "
+            "rows: micro-batches are cut out of the batch, and weights that the loss holds are not. Make them a part of "
+            "the batch: compute_loss=lambda model, x, y, w: torch.nn.functional."
+            f"{_BY_ELEMENT[type(loss_fn)]}(model(x), y, weight=w), and step(x, y, w)."
+        )
 
 
 def divisor(loss_fn: Any, targets: Tensor, batch: Batch | None = None) -> Weight:

@@ -19,6 +19,7 @@ from gradaccum.core.window import checked_reduction
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.torch.loss.divisors import (
     Weight,
+    check_row_weights,
     divides_by_targets,
     divisor,
     plain_weight,
@@ -262,7 +263,11 @@ class Objective:
             outputs = outputs.float()  # a sum of losses soon passes 65504
         loss_fn = self._summed if summed else self.loss_fn
         if len(batch) == 2 and type(outputs) is Tensor and type(batch[1]) is Tensor:  # as mostly
-            return loss_fn(outputs, batch[1])
+            try:
+                return loss_fn(outputs, batch[1])
+            except (RuntimeError, ValueError):
+                check_row_weights(self.loss_fn, outputs)
+                raise
         targets = _unpacked(batch[1]) if len(batch) == 2 else ()
         values = (*_unpacked(outputs), *targets)
         loss = loss_fn(*values)
