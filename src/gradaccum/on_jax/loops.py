@@ -55,7 +55,8 @@ def _equation(equation: JaxprEqn) -> JaxprEqn:
 
 def _param(value: Any) -> Any:
     if isinstance(value, tuple) and any(hasattr(each, "eqns") for each in value):
-        return tuple(map(_param, value))
+        parts = map(_param, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)  # solvers come as a named tuple
     if not hasattr(value, "eqns"):
         return value
     inner = getattr(value, "jaxpr", value)

@@ -89,7 +89,7 @@ ROW_WISE: dict[str, Piece] = {
     "square": lambda p, b, h: h**2,
     "layer norm": lambda p, b, h: (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 1e-2),
     "unit rows": lambda p, b, h: h / jnp.sqrt((h**2).sum((1, 2), keepdims=True) + 1e-2),
-    "softmax": lambda p, b, h: jax.nn.softmax(h * p["v"], axis=1),
+    "softmax": lambda p, b, h: jax.nn.softmax(h * p["v"], axis=1) * h,  # alone, its sum over that axis would be 1
     "attention": _attention,
     "remat": jax.checkpoint(lambda p, b, h: jnp.sin(h @ p["w"])),
     "scan over layers": lambda p, b, h: lax.scan(lambda c, w: (jnp.tanh(c @ w), None), h, p["layers"])[0],
@@ -176,7 +176,7 @@ MIXING: dict[str, Piece] = {
     "gradient of the mean": lambda p, b, h: jax.grad(lambda z: (z @ p["w"]).mean() ** 2)(h),
     "convolved over rows": lambda p, b, h: jnp.swapaxes(_convolved(p, b, jnp.swapaxes(h, 0, 1)), 0, 1),
     "convolved features": lambda p, b, h: h * lax.conv_general_dilated(
-        h[None, :, 0, :], h[None, :, 0, :1], (1,), "SAME", dimension_numbers=("NCW", "OIW", "NCW")
+        h[None, :, 1, :], h[None, :, 1, :1], (1,), "SAME", dimension_numbers=("NCW", "OIW", "NCW")
     ).mean(),
     "grams": lambda p, b, h: h @ jnp.einsum("btd,bte->de", h, h) / len(h),
     "merged and shifted": lambda p, b, h: jnp.roll(h.reshape(-1, WIDTH), 1, 0).reshape(h.shape) * p["s"],

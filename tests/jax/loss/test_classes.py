@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gradaccum.jax
@@ -234,3 +235,152 @@ def test_labels_by_place_and_the_mean_over_a_mapped_axis_pass(caplog):
     assert seen(caplog, loss_fn, WIDE, (X, LABELS)) == ""
     across = lambda p, x: jax.vmap(lambda r: (r @ p) ** 2 / jax.lax.pmean((r @ p) ** 2, "i"), axis_name="i")(x)  # noqa: E731
     assert "looks across the rows" in seen(caplog, lambda p, x: (across(p, x) * x[:, 0]).mean(), W, X)
+
+
+TRIPLE, DOUBLE, MATRIX = (jnp.asarray(RANDOM.normal(size=shape)) for shape in ((4, 12), (4, 8), (3, 3)))
+SQUARES = jnp.asarray(RANDOM.normal(size=(8, 3, 3)))
+IDS = jnp.asarray(RANDOM.permutation(100)[:8])
+KEY = jax.random.key(0)
+MESH = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+SHARD = jax.sharding.PartitionSpec("d")
+ALL = jax.sharding.PartitionSpec()
+COUNTED = {"weight": lambda b: b[1].sum()}
+
+
+def attention(p, x):
+    q, k, v = jnp.split(x @ p, 3, -1)
+    return jax.nn.softmax(jnp.einsum("btd,bsd->bts", q, k)) @ v
+
+
+def gated(p, x):
+    a, b = jnp.split(x @ p, 2, -1)
+    return a * jax.nn.sigmoid(b)
+
+
+def recurrent(p, x):
+    def step(h, u):
+        reset, update, new = jnp.split((u + h) @ p, 3, -1)
+        return jax.nn.sigmoid(update) * h + jnp.tanh(reset * new), h
+
+    return jnp.swapaxes(jax.lax.scan(step, jnp.zeros_like(x[:, 0]), jnp.swapaxes(x, 0, 1))[1], 0, 1)
+
+
+def over(model):
+    return lambda p, b: ((model(p, b[0]) ** 2).mean(-1) * b[1]).sum() / b[1].sum()
+
+
+def positive(x):
+    return x @ jnp.swapaxes(x, -1, -2) + 3 * jnp.eye(3)
+
+
+def on_devices(function, out=ALL):
+    return jax.shard_map(function, mesh=MESH, in_specs=(ALL, SHARD, SHARD), out_specs=out)
+
+
+def over_devices(p, b, x=lambda x: x, of=lambda total, count: total / count):
+    def local(p, x, mask):
+        return of(jax.lax.psum(((x @ p) ** 2 * mask).sum(), "d"), jax.lax.psum(mask.sum(), "d"))
+
+    return on_devices(local)(p, x(b[0]), b[1])
+
+
+def batch_wide_softmax(p, x):
+    weights = jax.nn.softmax((x @ p).mean(0))
+    return ((x @ p * weights).sum(-1) / weights.sum()).mean()
+
+
+def reversed_mean(p, x):
+    mean = (x @ p).mean(0)
+    return (x @ p * mean / mean[::-1]).mean()
+
+
+def dropped_and_counted(p, x):
+    mask = jax.random.bernoulli(KEY, 0.5, x.shape) + 0.1
+    return ((x * p * mask).sum(-1) / mask.sum(-1)).mean()
+
+
+def folded(p, b, key=KEY):
+    keep = jax.vmap(lambda i: jax.random.bernoulli(jax.random.fold_in(key, i), 0.5))
+    return ((b[0] @ p) * keep(b[1])).mean()
+
+
+FOLLOWED = {
+    "query, key and value of one product": (over(attention), TRIPLE, (TEXT, MASK), COUNTED, ""),
+    "a gate of one product": (over(gated), DOUBLE, (TEXT, MASK), COUNTED, ""),
+    "gates of a recurrent cell": (over(recurrent), TRIPLE, (TEXT, MASK), COUNTED, ""),
+    "tokens behind a split": (over(attention), TRIPLE, (TEXT, MASK), {}, "Pass weight="),
+    "tokens behind gates": (over(recurrent), TRIPLE, (TEXT, MASK), {}, "Pass weight="),
+    "halves of the batch": (
+        lambda p, x: (lambda a, b: (a * b).mean())(*jnp.split(x @ p, 2)), WIDE, X, {}, "looks across the rows",
+    ),
+    "systems of rows": (
+        lambda p, b: jnp.linalg.solve(positive(b[0]) * p[0] ** 2, b[1][:, :3, None]).mean(), W, (SQUARES, X), {}, "",
+    ),
+    "inverses of rows": (lambda p, x: jnp.linalg.inv(positive(x) * p[0] ** 2).mean(), W, SQUARES, {}, ""),
+    "one system": (
+        lambda p, x: (jnp.linalg.solve(positive(p), x[:, :3].T) ** 2).mean(), MATRIX, X, {}, "",
+    ),
+    "a system that is solved step by step": (
+        lambda p, x: (x[:, :3] @ jax.scipy.sparse.linalg.cg(lambda v: positive(p) @ v, jnp.ones(3))[0]).mean(),
+        MATRIX, X, {}, "",
+    ),
+    "a system of all rows": (
+        lambda p, x: (x @ jnp.linalg.solve(x.T @ x + jnp.eye(4), x.T @ (x @ p))).mean(), W, X, {}, "looks across",
+    ),
+    "a density": (
+        lambda p, x: -jax.scipy.stats.multivariate_normal.logpdf(x[:, :3], p[0], positive(p)).mean(), MATRIX, X, {}, "",
+    ),
+    "what isn't NaN": (lambda p, b: jnp.nanmean(b[0] @ p[:, None] * b[1]), W, (X, SOFT), {}, "Pass weight="),
+    "what isn't NaN, with its weight": (
+        lambda p, b: (lambda z: {"it": (jnp.nanmean(z), (~jnp.isnan(z)).sum())})(b[0] @ p[:, None] * b[1]), W,
+        (X, SOFT), {}, "",
+    ),
+    "a list in each row": (
+        lambda p, b: optax.losses.ranking_softmax_loss(b[0] @ p, b[1], reduce_fn=jnp.mean), W, (TEXT, SOFT), {}, "",
+    ),
+    "keys by ids": (folded, W, (X, IDS), {}, ""),
+    "keys by place": (lambda p, x: folded(p, (x, jnp.arange(len(x)))), W, X, {}, "rng_argnum="),
+    "rows on devices": (
+        lambda p, b: (on_devices(lambda p, x, y: jnp.tanh(x @ p), SHARD)(p, *b) ** 2).mean(), WIDE, (X, X), {}, "",
+    ),
+    "tokens on devices": (over_devices, W, (TEXT, MASK), COUNTED, ""),
+    "tokens on devices, unweighed": (over_devices, W, (TEXT, MASK), {}, "Pass weight="),
+    "means of devices": (
+        lambda p, b: on_devices(
+            lambda p, x, m: jax.lax.pmean(((x @ p) ** 2 * m).sum() / m.sum(), "d")
+        )(p, *b), W, (TEXT, MASK), COUNTED, "`weight` may be that or not",
+    ),
+    "statistics of devices": (
+        lambda p, b: (on_devices(lambda p, x, y: jnp.tanh(x @ p - (x @ p).mean(0)), SHARD)(p, *b) ** 2).mean(),
+        WIDE, (X, X), {}, "looks across the rows",
+    ),
+    "sums with weights of the batch": (batch_wide_softmax, WIDE, X, {}, "looks across the rows"),
+    "a statistic over its mirror image": (reversed_mean, WIDE, X, {}, "looks across the rows"),
+    "dropout over its count": (dropped_and_counted, W, X, {}, "rng_argnum="),
+    "a shift by the largest": (
+        lambda p, x: (lambda z: jax.nn.logsumexp(z - z.max(), axis=-1) - (z - z.max())[:, 0])(x @ p).mean(), WIDE, X,
+        {}, "can't be told",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_is_followed_passes_or_is_named(name, caplog):
+    loss_fn, params, batch, options, message = FOLLOWED[name]
+    grad_fn = gradaccum.jax.value_and_grad(loss_fn, micro_batch_size=4, **options)
+    caplog.clear()
+    try:
+        jax.eval_shape(grad_fn, params, batch)
+        said = " ".join(record.getMessage() for record in caplog.records)
+    except ValueError as error:
+        said = str(error)
+        assert not caplog.records  # no line before an error that says the same
+    assert message in said
+    assert bool(said) == bool(message)
+
+
+def test_an_error_of_the_loss_comes_without_a_line_before_it(caplog):
+    grad_fn = gradaccum.jax.value_and_grad(lambda p, x: (x.reshape(-1, 5) @ p).mean(), micro_batch_size=3)
+    with pytest.raises(TypeError, match="reshape"):
+        jax.eval_shape(grad_fn, W, X[:, :3])
+    assert not caplog.records

@@ -58,7 +58,7 @@ def test_checkify_sees_an_error_in_a_micro_batch():
 
 
 def test_debug_nans_sees_a_nan_of_the_loss_and_no_other():
-    step = in_micro_batches(lambda w, x: jnp.log(w * x).mean(), 2, weight=lambda x: (x > 0).sum())
+    step = in_micro_batches(lambda w, x: jnp.log(w * x).mean(), 2, weight=lambda x: (x > 0).sum(), verify=False)
     with jax.debug_nans(True):
         step(1.0, jnp.arange(1.0, 6.0))
         with pytest.raises(FloatingPointError):

@@ -1,5 +1,5 @@
 """What a loss makes of its rows: a mean over them, a sum, or something that takes all of them at once."""
 
-from gradaccum.jax.loss.verdict import Judged, Verdict, judge
+from gradaccum.jax.loss.judge import LossSpec, Verdict, judge
 
-__all__ = ["Judged", "Verdict", "judge"]
+__all__ = ["LossSpec", "Verdict", "judge"]

@@ -1,16 +1,28 @@
-"""Operations that hold jaxprs: calls, loops and branches."""
+"""What calls, loops, branches and other primitives that hold jaxprs make of the rows; they take what is lost, too."""
 
 from __future__ import annotations
 
-from fractions import Fraction
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from gradaccum.jax.loss.values import FINITE, LIFTED, ONE, CannotTell, Known, MixesRows, Place, Symbol, Term
-from gradaccum.jax.loss.walk import CALLS, Equation, Lost, Rule, Value, Walk, is_ours, joined
+from gradaccum.jax.loss.domain import (
+    FINITE,
+    LIFTED,
+    SHARED,
+    CannotTell,
+    Lost,
+    MixesRows,
+    Symbol,
+    Value,
+    of,
+    symbols_of,
+)
+from gradaccum.jax.loss.interpreter import Equation, Interpreter, Known, Rule, is_ours, joined
 
 __all__ = ["NESTED_RULES"]
 
@@ -18,66 +30,54 @@ _ROUNDS = 6
 """Times that a loop's body is looked at until what is known of its carry stays."""
 
 
-def _opened(jaxpr: Any) -> tuple[Any, Any]:
-    """A jaxpr and its constants."""
-    return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, [])
-
-
-def _run(walk: Walk, first: Any, second: Any, inputs: list[Value]) -> list[Value]:
-    (one, consts), (other, other_consts) = _opened(first), _opened(second)
-    return walk.run(one, other, (consts, other_consts), inputs)
-
-
-def _called(walk: Walk, equation: Equation, inputs: list[Value]) -> list[Value]:
+def _called(walk: Interpreter, equation: Equation, inputs: list[Known]) -> list[Known]:
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if name in equation.params:
             walk.callers.append((equation.params.get("name", ""), equation.source.info))
             try:
-                return _run(walk, equation.params[name], equation.other_params[name], inputs)
+                return walk.run(equation.params[name], equation.other_params[name], inputs)
             finally:
                 walk.callers.pop()
     raise CannotTell(equation.name)
 
 
-def _with_own_derivative(walk: Walk, equation: Equation, inputs: list[Value]) -> list[Value]:
+def _with_own_derivative(walk: Interpreter, equation: Equation, inputs: list[Known]) -> list[Known]:
     """`custom_vjp` and `custom_jvp`: forward, and what they do with the gradients of their outputs.
 
     These are another factor in each micro-batch: a gradient must be multiplied by it once, row by row.
     """
     outputs = _called(walk, equation, inputs)
-    jaxpr, _ = _opened(equation.params["call_jaxpr"])
+    jaxpr = equation.params["call_jaxpr"].jaxpr
     where = getattr(getattr(jaxpr, "debug_info", None), "func_src_info", None) or ""
-    before, after = ([value for value in some if isinstance(value, Known)] for some in (inputs, outputs))
-    if is_ours(where.rpartition(" at ")[2]) or len(before) < len(inputs) or len(after) < len(outputs):
+    known = all(isinstance(value, Value) for value in (*inputs, *outputs))
+    if walk.is_derivative or not known or is_ours(where.rpartition(" at ")[2]):
         return outputs
-    if walk.is_derivative:
-        return outputs
+    before, after, traced = inputs, outputs, equation.traced[0]
     wanted, given = (
         [n for n, variable in enumerate(some) if jnp.issubdtype(variable.aval.dtype, jnp.floating)]
-        for some in (equation.traced[0].invars, equation.traced[0].outvars)
+        for some in (traced.invars, traced.outvars)
     )
-    wanted = [n for n in wanted if not (before[n].free or isinstance(equation.traced[0].invars[n], Literal))]
-    given = [n for n in given if type(equation.traced[0].outvars[n]).__name__ != "DropVar"]
+    wanted = [n for n in wanted if not (before[n].free or isinstance(traced.invars[n], Literal))]  # type: ignore[union-attr]
+    given = [n for n in given if type(traced.outvars[n]).__name__ != "DropVar"]
     if not wanted or not given:
         return outputs
-    one, other = (_pullback(traced, wanted, given) for traced in equation.traced)
-    factor = Symbol(walk.number("gradient", id(equation.traced[0])), "mixed", False, True)
-    each = frozenset([(factor, Fraction(1))])
-    gradients = [
-        Known(frozenset([Term(True, each)]), after[n].place, walk.number(factor, n), free=False) for n in given
-    ]
+    one, other = (_pullback(each, wanted, given) for each in equation.traced)
+    factor = Symbol(walk.number("gradient", id(traced)), "mixed", False)
+    each = of(factor, True)
+    gradients = [Value(each, after[n].place, walk.number(factor, n), free=False) for n in given]  # type: ignore[union-attr]
     walk.is_derivative = True
     try:
-        found = walk.run(one.jaxpr, other.jaxpr, (one.consts, other.consts), [*before, *gradients])
+        found = walk.run(one, other, [*before, *gradients])
     finally:
         walk.is_derivative = False
     for n, gradient in zip(wanted, found):
+        place = before[n].place  # type: ignore[union-attr]
         if isinstance(gradient, Lost):
             why = f"its derivative: {gradient.message or gradient.source.primitive}"
             return [gradient._replace(source=equation.source, message=why)] * len(outputs)
-        allowed = {Term(True, each), Term(False, ONE)} if before[n].place is None else {Term(True, each)}
-        if not gradient.terms <= allowed or (gradient.terms and gradient.place != before[n].place):
-            return [Lost(True, equation.source)] * len(outputs)
+        allowed = each | SHARED if place is None else each
+        if not gradient.terms <= allowed or (gradient.terms and gradient.place != place):
+            return [Lost("mixed", equation.source, certain=True)] * len(outputs)
     return outputs
 
 
@@ -103,126 +103,168 @@ def _pullback(traced: Any, wanted: list[int], given: list[int]) -> Any:
     return jax.make_jaxpr(function)(kinds[0], [kinds[1][n] for n in given])
 
 
-def _settled_carry(walk: Walk, equation: Equation, body: Any, carry: list[Value]) -> tuple[list[Value], list[Value]]:
-    """What is known of the carry in any round, and of what a round gives."""
-    carry = [value.but(values=None, position=False) if isinstance(value, Known) else value for value in carry]
+def _carry(
+    walk: Interpreter, equation: Equation, body: Callable[[list[Known]], list[Known]], carry: list[Known]
+) -> Any:
+    """What is known of a loop's carry in any round."""
+
+    def known(value: Known) -> Any:
+        if isinstance(value, Lost):
+            return value.how, value.certain
+        return value.terms, value.place, value.fresh, value.free, value.state, value.doubts, value.unsure
+
+    def widened(value: Known) -> Known:
+        """In a loop each round would make symbols of its own."""
+        symbols = [s for s in symbols_of(value) if s.kind in ("mixed", "sum")] if isinstance(value, Value) else []
+        if symbols:
+            source, unsure = symbols[0].source or equation.source, value.unsure  # type: ignore[union-attr]
+            return Lost("unsure" if unsure else "mixed", source, "", symbols[0].origin, certain=not unsure)
+        return value
+
+    carry = [value.but(values=None, position=False) if isinstance(value, Value) else value for value in carry]
     for _ in range(_ROUNDS):
-        found = body(carry)
-        after = [_widened(joined(walk, *pair), equation) for pair in zip(carry, found)]
-        alike = [_known(a) == _known(b) for a, b in zip(carry, after)]
+        after = [widened(joined(walk, *pair)) for pair in zip(carry, body(carry))]
+        alike = [known(a) == known(b) for a, b in zip(carry, after)]
         carry = [a if same else b for a, b, same in zip(carry, after, alike)]
         if all(alike):
-            return carry, found
+            return carry
     raise CannotTell(equation.name)
 
 
-def _known(value: Value) -> Any:
-    if not isinstance(value, Known):
-        return value
-    return value.terms, value.place, value.fresh, value.free, value.state, value.doubts
-
-
-def _widened(value: Value, equation: Equation) -> Value:
-    """In a loop each round would make symbols of its own."""
-    if isinstance(value, Known):
-        for term in value.terms:
-            for symbol, _ in term.factor:
-                if symbol.kind in ("mixed", "sum"):
-                    return Lost(True, symbol.source or equation.source, "", symbol.origin)
-    return value
-
-
-def _scanned(walk: Walk, equation: Equation, inputs: list[Value]) -> list[Value]:
+def _scanned(walk: Interpreter, equation: Equation, inputs: list[Known]) -> list[Known]:
     params = equation.params
     first, second = params["num_consts"], params["num_consts"] + params["num_carry"]
-    consts, carry, xs = inputs[:first], inputs[first:second], inputs[second:]
-    entries = [_entry(value) for value in xs]
-    over_rows = any(isinstance(value, Known) and value.place == LIFTED for value in entries)
+    consts, carry, entries = inputs[:first], inputs[first:second], [_entry(value) for value in inputs[second:]]
+    over_rows = any(isinstance(value, Value) and value.place == LIFTED for value in entries)
     if not over_rows and params["length"] != equation.other_params["length"]:
         raise CannotTell(f"{params['length']} rounds for {walk.rows[0]} rows")
 
-    def body(carry: list[Value]) -> list[Value]:
-        return _run(walk, params["jaxpr"], equation.other_params["jaxpr"], [*consts, *carry, *entries])
+    def body(carry: list[Known]) -> list[Known]:
+        return walk.run(params["jaxpr"], equation.other_params["jaxpr"], [*consts, *carry, *entries])
 
-    if over_rows and carry and params["num_carry"]:
-        shared = all(isinstance(value, Known) and value.is_shared for value in carry)
+    if over_rows and carry:
         found = body(carry)
-        still = all(isinstance(v, Known) and v.is_shared and v.place is None for v in found[: len(carry)])
-        if not (shared and still):
+        if not all(isinstance(value, Value) and value.is_shared for value in (*carry, *found[: len(carry)])):
             raise CannotTell("scan over rows")
-        return [*found[: len(carry)], *(_stacked(value) for value in found[len(carry) :])]
-    carry, found = _settled_carry(walk, equation, lambda carry: body(carry)[: len(carry)], carry)
-    found = body(carry)
-    return [*carry, *(_stacked(value) for value in found[len(carry) :])]
+        carry = found[: len(carry)]
+    else:
+        carry = _carry(walk, equation, lambda carry: body(carry)[: len(carry)], carry)
+        found = body(carry)
+    return [*carry, *(_rounds(value) for value in found[len(carry) :])]
 
 
-def _entry(value: Value) -> Value:
+def _entry(value: Known) -> Known:
     """What one round of a scan gets of an array."""
     if isinstance(value, Lost):
         return value
-    value = value.but(values=None, position=False, parts=None)
-    if value.place is None or value.place == LIFTED:
+    value, place = value.but(values=None, position=False, parts=None), value.place
+    if place is None or place == LIFTED:
         return value
-    if value.place.axis == 0:
-        if value.place[1:] != (1, 1):
-            raise CannotTell("scan over parts of the rows")
-        return value.but(place=LIFTED)
-    return value.but(place=value.place._replace(axis=value.place.axis - 1))
+    if place.axis == 0 and place[1:] != (1, 1):
+        raise CannotTell("scan over parts of the rows")
+    return value.but(place=place._replace(axis=place.axis - 1))  # LIFTED where it is over rows
 
 
-def _stacked(value: Value) -> Value:
+def _rounds(value: Known) -> Known:
     """What a scan makes of what its rounds give."""
-    if isinstance(value, Lost) or value.place is None:
-        return value if isinstance(value, Lost) else value.but(scalar=False, values=None, position=False)
-    if value.place == LIFTED:
-        return value.but(place=Place(0), scalar=False)
-    return value.but(place=value.place._replace(axis=value.place.axis + 1), scalar=False, position=False)
+    if isinstance(value, Lost):
+        return value
+    place = value.place and value.place._replace(axis=value.place.axis + 1)
+    return value.but(place=place, scalar=False, values=None, position=False)
 
 
-def _looped(walk: Walk, equation: Equation, inputs: list[Value]) -> list[Value]:
+def _looped(walk: Interpreter, equation: Equation, inputs: list[Known]) -> list[Known]:
     params, other = equation.params, equation.other_params
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     condition, consts, carry = inputs[:first], inputs[first:second], inputs[second:]
-    carry, _ = _settled_carry(
-        walk, equation, lambda carry: _run(walk, params["body_jaxpr"], other["body_jaxpr"], [*consts, *carry]), carry
-    )
-    (goes_on,) = _run(walk, params["cond_jaxpr"], other["cond_jaxpr"], [*condition, *carry])
+    bodies = params["body_jaxpr"], other["body_jaxpr"]
+    carry = _carry(walk, equation, lambda carry: walk.run(*bodies, [*consts, *carry]), carry)
+    (goes_on,) = walk.run(params["cond_jaxpr"], other["cond_jaxpr"], [*condition, *carry])
     if isinstance(goes_on, Lost) or not goes_on.is_shared:
         raise CannotTell("while")
     return carry
 
 
-def _branched(walk: Walk, equation: Equation, inputs: list[Value]) -> list[Value]:
+def _branched(walk: Interpreter, equation: Equation, inputs: list[Known]) -> list[Known]:
     which, *rest = inputs
-    if isinstance(which, Lost):
-        if which.mixed:
-            raise MixesRows("cond")
-        raise CannotTell("cond")
     pairs = list(zip(equation.params["branches"], equation.other_params["branches"], strict=True))
-    if which.values is not None and which.values[0] == which.values[1]:
-        return _run(walk, *pairs[int(which.values[0])], rest)
-    if not (which.guard or which.is_shared):
+    if isinstance(which, Lost) or not (which.values or which.guard or which.is_shared):
         raise CannotTell("cond")
-    found = [_run(walk, one, other, list(rest)) for one, other in pairs]
-    known = [value for each in found for value in each if isinstance(value, Known) and value.values is None]
+    if which.values is not None and which.values[0] == which.values[1]:
+        return walk.run(*pairs[int(which.values[0])], rest)
+    found = [walk.run(one, other, list(rest)) for one, other in pairs]
+    known = [value for each in found for value in each if isinstance(value, Value) and value.values is None]
     guards = known and (which.guard == FINITE or all(value.divides(which.guard) for value in known))
     if which.guard and not guards:
-        raise MixesRows("cond")
+        raise MixesRows("unsure")
     result = found[0]
     for each in found[1:]:
         result = [joined(walk, *pair) for pair in zip(result, each, strict=True)]
-    return [
-        value.but(state=value.state | which.state, doubts=value.doubts | which.doubts)
-        if isinstance(value, Known)
-        else value
-        for value in result
-    ]
+    more = which.state, which.doubts
+    return [v.but(state=v.state | more[0], doubts=v.doubts | more[1]) if isinstance(v, Value) else v for v in result]
+
+
+def _on_devices(walk: Interpreter, equation: Equation, inputs: list[Known]) -> list[Known]:
+    """`shard_map`: the same on each device, for the rows that it has."""
+    params, sizes = equation.params, equation.params["mesh"].shape
+
+    def names(spec: Any, axis: int) -> frozenset[str]:
+        part = spec[axis] if axis < len(spec) else None
+        return frozenset(part if isinstance(part, tuple) else () if part is None else (part,))
+
+    splits = {
+        names(spec, value.place.axis) if value.place != LIFTED else frozenset()
+        for value, spec in zip(inputs, params["in_specs"])
+        if isinstance(value, Value) and value.place is not None
+    }
+    if len(splits) > 1 or walk.split or any(isinstance(value, Lost) for value in inputs):
+        raise CannotTell(equation.name)
+    split = next(iter(splits), frozenset())
+    count = math.prod(sizes[name] for name in split)
+    given: list[Known] = []
+    for value in inputs:
+        assert isinstance(value, Value)
+        if value.place is not None and count > 1:
+            if value.place[1:] != (1, 1):
+                raise CannotTell(equation.name)
+            number = walk.number("local", value.number)
+            walk.whole_of[number] = "local", walk.whole_of.get(value.number, value.number)
+            value = value.but(number=number, position=False)
+        given.append(value.but(values=None) if value.values and not value.scalar else value)
+    rows, walk.split = walk.rows, split if count > 1 else frozenset()
+    walk.rows = rows[0] // count, rows[1] // count
+    try:
+        found = walk.run(params["jaxpr"], equation.other_params["jaxpr"], given)
+    finally:
+        walk.rows, walk.split = rows, frozenset()
+    outputs: list[Known] = []
+    for value, spec in zip(found, params["out_specs"]):
+        if isinstance(value, Value) and count > 1:
+            place = value.place
+            whole = names(spec, place.axis) == split if place not in (None, LIFTED) else True
+            stacks = split <= frozenset().union(*(names(spec, axis) for axis in range(len(spec))))
+            if not whole or (value.local and not stacks) or (place is not None and not whole):
+                value = Lost("unsure", equation.source)
+            else:
+                value = value.but(local=False, scalar=value.scalar and not stacks, values=None)
+        outputs.append(value)
+    return outputs
+
+
+def _solves(walk: Interpreter, equation: Equation, inputs: list[Known]) -> list[Known]:
+    """`custom_linear_solve`: what it solves with; its derivative is that of the solution."""
+    lengths = equation.params["const_lengths"]
+    start = lengths.matvec + lengths.vecmat
+    solve = [*inputs[start : start + lengths.solve], *inputs[sum(length or 0 for length in lengths) :]]
+    return walk.run(equation.params["jaxprs"].solve, equation.other_params["jaxprs"].solve, solve)
 
 
 NESTED_RULES: dict[str, Rule] = {
-    **dict.fromkeys(CALLS, _called),
-    **{name: _with_own_derivative for name in CALLS if name.startswith("custom_")},
+    **dict.fromkeys(("pjit", "jit", "closed_call", "core_call", "remat", "remat2", "checkpoint"), _called),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"), _with_own_derivative),
     "scan": _scanned,
     "while": _looped,
     "cond": _branched,
+    "shard_map": _on_devices,
+    "custom_linear_solve": _solves,
 }

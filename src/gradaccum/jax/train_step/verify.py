@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gradaccum.jax.batch import spread
-from gradaccum.jax.loss import Judged, Verdict, judge
+from gradaccum.jax.loss import LossSpec, Verdict, judge
 from gradaccum.jax.train_step.call import Call
 from gradaccum.jax.train_step.options import checked_options
 
@@ -48,7 +48,7 @@ class Verification:
         key = structure, kinds, sizes
         if key in self._seen:
             return
-        verdict = judge(_judged(call, sizes))
+        verdict = judge(_spec(call, sizes))
         if verdict.certain and verdict.kind not in ("exact", "batch_norm"):
             raise ValueError(
                 f"Micro-batches would not give the large batch's gradient of loss_fn. {verdict.message} If you want "
@@ -89,10 +89,10 @@ def judge_loss(loss_fn: Any, args: tuple[Any, ...], keywords: dict[str, Any]) ->
         "memory_limit": None,
         "noise_scale": False,
     } | keywords
-    return judge(_judged(Call(checked_options(loss_fn, verification=None, **given), args, {})))
+    return judge(_spec(Call(checked_options(loss_fn, verification=None, **given), args, {})))
 
 
-def _judged(call: Call, sizes: tuple[int, ...] = ()) -> Judged:
+def _spec(call: Call, sizes: tuple[int, ...] = ()) -> LossSpec:
     """A call as what is judged: its batch, its parameters, state and keys are inputs."""
     options = call.options
     leaves, axes, structure = call.leaves()
@@ -125,7 +125,7 @@ def _judged(call: Call, sizes: tuple[int, ...] = ()) -> Judged:
 
         return jax.eval_shape(lambda: [resized(position) for position in inputs])
 
-    return Judged(
+    return LossSpec(
         function,
         kinds,
         [axes[position] for position in inputs],

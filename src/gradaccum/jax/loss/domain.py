@@ -1,0 +1,363 @@
+"""The abstract values of the judgement of losses: where an array has its rows, and how its numbers follow from them.
+
+The idea stands on top of `judge`; this module is its algebra.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+__all__ = [
+    "COUNT", "FINITE", "LIFTED", "ONE", "SHARED", "CannotTell", "Factor", "Lost", "MixesRows", "Place", "Source",
+    "Symbol", "Term", "Terms", "Value", "as_factor", "chosen", "common_place", "exponent", "function", "lifted",
+    "moved", "of", "power", "power_of", "product", "settled", "shift_of", "summed", "symbols_of", "times", "union",
+]  # fmt: skip
+
+Factor = frozenset[tuple["Symbol", Fraction]]
+"""Powers of symbols; the empty one is 1."""
+ONE: Factor = frozenset()
+FINITE = "finite"
+"""What `Value.guard` asks where it looks for NaN."""
+_MOST = 12
+"""Terms of a number that are told apart."""
+
+
+class Source(NamedTuple):
+    """The operation that computed a number, and JAX' `source_info` of it."""
+
+    primitive: str
+    info: Any = None
+
+
+class Symbol(NamedTuple):
+    """A number that takes all rows to know and stands as a factor; equal if number and kind are.
+
+    Its kind is "count" for a function of the number of rows, "sum" for a sum over rows, "position" for a row's place in
+    the batch, "random" for what is drawn for rows from a key that all micro-batches share, and "mixed" for any other
+    function of several rows. `free`: it follows from the batch alone, not from what is differentiated. `scalar`: it is
+    one number (`per_row`: one for each row). `origin`: the number of the first sum over rows that it comes from.
+    """
+
+    number: Any
+    kind: str
+    free: bool = True
+    scalar: bool = True
+    source: Any = None
+    origin: Any = None
+    per_row: bool = False
+
+    def __hash__(self) -> int:
+        return hash((self.number, self.kind))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Symbol) and (self.number, self.kind) == (other.number, other.kind)
+
+
+COUNT = Symbol("rows", "count")
+"""The number of rows."""
+
+
+class Term(NamedTuple):
+    """A part of a number.
+
+    `own`: with an axis of rows, each row's own; without one, a sum over the rows. Otherwise the same for any rows.
+    """
+
+    own: bool
+    factor: Factor = ONE
+
+
+Terms = frozenset[Term]
+"""The parts that a number is the sum of; none for 0."""
+SHARED = frozenset([Term(False)])
+
+
+class Place(NamedTuple):
+    """Where an array has its rows: in an axis of `outer * rows * inner` entries."""
+
+    axis: int
+    outer: int = 1
+    inner: int = 1
+
+
+LIFTED = Place(-1)
+"""One row of an array, in the body of a loop over rows."""
+
+
+class MixesRows(Exception):
+    """A number takes several rows to know, in a way that terms can't express; `how` as of `Lost`."""
+
+    def __init__(self, how: str = "mixed") -> None:
+        super().__init__(how)
+        self.how = how
+
+
+class CannotTell(Exception):
+    """An operation that the judgement knows nothing about."""
+
+
+class Lost(NamedTuple):
+    """A number that terms can't express, and what is still known of it.
+
+    `how`: "unknown" (nothing); else it takes several rows to know: "order" (the rows in another order), "some" (some
+    of the rows), "pairs" (an entry for each pair of rows), "mixed" (anything else), or "unsure" (in a way that may be
+    none, such as a diagonal of pairs). `certain`: a function that isn't linear has mixed rows, so nothing cancels any
+    more. `early` counts the operations before it.
+    """
+
+    how: str
+    source: Source
+    message: str = ""
+    origin: Any = None
+    early: int = 0
+    certain: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """What is known of an array.
+
+    Attributes:
+        terms: Its parts.
+        place: Where its rows are; None without such an axis.
+        number: Equal for arrays that are computed alike.
+        scalar: Whether all entries (of a row) are one number.
+        values: The number itself at both counts of rows, where it is known.
+        position: Whether it counts the rows: 0, 1, 2, ...
+        guard: What it asks: the number of a sum, whether anything is in it; or `FINITE`, whether it is NaN.
+        fresh: Whether it follows from what is another one for each micro-batch: its key, or its state.
+        free: Whether it does not follow from what is differentiated.
+        unsure: Whether what mixes rows in it may cancel out, or be the same for all micro-batches.
+        whole: Whether its entries are whole numbers.
+        sums: The sums over rows that have gone into it: `(number, source)`.
+        core: Of a sum over rows times what is known, the number and the source of that sum.
+        doubts: What was taken for true of it, and need not be: messages.
+        state: The leaves of the state, by their places among the inputs, that it is computed from.
+        local: Whether it is one device's part of a sum over the rows of several.
+        parts: Of what was concatenated along the last axis, the arrays, if they have one entry each.
+    """
+
+    terms: Terms
+    place: Place | None = None
+    number: Any = None
+    scalar: bool = False
+    values: tuple[Any, Any] | None = None
+    position: bool = False
+    guard: Any = None
+    fresh: bool = False
+    free: bool = True
+    unsure: bool = False
+    whole: bool = False
+    sums: frozenset[Any] = frozenset()
+    core: tuple[Any, Any] | None = None
+    doubts: frozenset[str] = frozenset()
+    state: frozenset[int] = frozenset()
+    local: bool = False
+    parts: tuple[Value, ...] | None = None
+
+    @property
+    def own(self) -> bool:
+        """Whether it has a part that follows from rows."""
+        return any(term.own for term in self.terms)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is the same for any rows."""
+        return self.terms <= SHARED and self.place is None
+
+    def divides(self, number: Any) -> bool:
+        """Whether it is this sum, or each part of it is divided by it: nothing where nothing is in the sum."""
+        is_divided = all(any(s.number == number and d < 0 for s, d in term.factor) for term in self.terms)
+        return is_divided or (self.core is not None and self.core[0] == number)
+
+    def but(self, **changes: Any) -> Value:
+        """The same, but for something."""
+        return dataclasses.replace(self, **changes)
+
+
+def of(symbol: Symbol, own: bool = False) -> Terms:
+    """A number that is this symbol, times each row's own number perhaps."""
+    return frozenset([Term(own, frozenset([(symbol, Fraction(1))]))])
+
+
+def symbols_of(*values: Value) -> list[Symbol]:
+    """All symbols in the terms of these."""
+    return [symbol for value in values for term in value.terms for symbol, _ in term.factor]
+
+
+def times(a: Factor, b: Factor) -> Factor:
+    """The product of two factors."""
+    powers = dict(a)
+    for symbol, degree in b:
+        powers[symbol] = powers.get(symbol, Fraction(0)) + degree
+    return frozenset((symbol, degree) for symbol, degree in powers.items() if degree)
+
+
+def power(factor: Factor, degree: Fraction | int) -> Factor:
+    """A power of a factor."""
+    return frozenset((symbol, each * degree) for symbol, each in factor)
+
+
+def exponent(first: float, second: float, ratio: float) -> Fraction | None:
+    """The d of `second = first * ratio ** d`, if it is a half or whole number up to 2."""
+    if first == second:
+        return Fraction(0)
+    for halves in (2, -2, 4, -4, 1, -1, 3, -3):
+        if first and abs(second / first / ratio ** (halves / 2) - 1) < 1e-5:
+            return Fraction(halves, 2)
+    return None
+
+
+def _limited(terms: Iterable[Term]) -> Terms:
+    found = frozenset(terms)
+    if len(found) > _MOST:
+        raise CannotTell("too many denominators")
+    return found
+
+
+def as_factor(value: Value, source: Source) -> Factor:
+    """A number without rows as a factor of others; a sum over rows is a symbol."""
+    if not value.terms:
+        return ONE
+    factors = {term.factor for term in value.terms}
+    if len(factors) == 1 and not value.own:
+        return next(iter(factors))
+    kind = "sum" if len(value.terms) == 1 else "mixed"
+    own = next(iter(factors)) if kind == "sum" else ONE
+    number, source = value.core or (value.number, source)
+    origin, source = min(value.sums, key=lambda each: each[0], default=(number, source))
+    symbol = Symbol(number, kind, value.free, value.scalar, source, origin)
+    return times(own, frozenset([(symbol, Fraction(1))]))
+
+
+def _as_sum(term: Term) -> Term:
+    """A number without rows that is one sum over rows times what is known: `sqrt(s) ** 2` is that sum again."""
+    sums = [symbol for symbol, degree in term.factor if symbol.kind == "sum" and degree == 1]
+    if term.own or len(sums) != 1:
+        return term
+    return Term(True, frozenset(each for each in term.factor if each[0] != sums[0]))
+
+
+def lifted(value: Value, place: Place | None, source: Source) -> Value:
+    """A number as all rows of an array have it."""
+    if place is None or value.place is not None:
+        return value
+    if not value.own:
+        return value.but(place=place)
+    return value.but(terms=frozenset([Term(False, as_factor(value, source))]), place=place)
+
+
+def common_place(values: Sequence[Value]) -> Place | None:
+    """Where arrays of one shape have their rows.
+
+    Raises:
+        MixesRows: They have them in different axes: each row meets all others.
+    """
+    places = {value.place for value in values if value.place is not None and value.own}
+    places = places or {value.place for value in values if value.place is not None}
+    if len(places) > 1:
+        raise MixesRows("pairs")
+    return next(iter(places), None)
+
+
+def _one(terms: Terms) -> Term | None:
+    """The terms as one, if they have the same factor."""
+    factors = {term.factor for term in terms}
+    return Term(any(term.own for term in terms), factors.pop()) if len(factors) == 1 else None
+
+
+def union(values: Sequence[Value]) -> Terms:
+    """Of sums of numbers, and of what is linear in all of them."""
+    return _limited(term for value in values for term in value.terms)
+
+
+def product(a: Value, b: Value, source: Source) -> Terms:
+    """Of two numbers, entry by entry."""
+    if not a.terms or not b.terms:
+        return frozenset()
+    alone = a.place is None and b.place is None
+    if alone and a.own and b.own:
+        if not (b.free and b.scalar) and a.free and a.scalar:
+            a, b = b, a
+        b = b.but(terms=frozenset([Term(False, as_factor(b, source))]))
+    found = (Term(x.own or y.own, times(x.factor, y.factor)) for x in a.terms for y in b.terms)
+    return _limited(_as_sum(term) if alone and not (a.own or b.own) else term for term in found)
+
+
+def power_of(value: Value, degree: Fraction, source: Source, number: Any) -> Terms:
+    """A power of a number, or what goes by a power of it."""
+    one = _one(value.terms)
+    if one is None or (value.place is None and one.own):
+        if value.place is not None or not value.terms:
+            return function([value], source, number)
+        return frozenset([_as_sum(Term(False, power(as_factor(value, source), degree)))])
+    found = Term(one.own, power(one.factor, degree))
+    return frozenset([_as_sum(found) if value.place is None else found])
+
+
+def function(values: Sequence[Value], source: Source, number: Any) -> Terms:
+    """Of any other function, entry by entry."""
+    own = any(value.own for value in values)
+    with_rows = any(value.place is not None for value in values)
+    symbols = symbols_of(*values)
+    if not symbols and (with_rows or not own):
+        return frozenset([Term(own)])
+    kinds = {symbol.kind for symbol in symbols}
+    if own and not with_rows:
+        kinds.add("mixed")
+    kind = next(kind for kind in ("random", "mixed", "sum", "position", "count") if kind in kinds)
+    kind = "mixed" if kind == "sum" else kind
+    causes = [(s.origin, s.source) for s in symbols if s.kind in (kind, "sum") and s.origin is not None]
+    causes += [each for value in values for each in value.sums if kind == "mixed"]
+    origin, source = min(causes, key=lambda cause: cause[0], default=(number, source))
+    free, scalar = all(value.free for value in values), all(value.scalar for value in values)
+    return of(Symbol(number, kind, free, scalar, source, origin, with_rows), own and with_rows)
+
+
+def shift_of(value: Value) -> Any:
+    """The parts of a number that all rows share and that take all of them to know, if the others are plain."""
+    shift = frozenset(term for term in value.terms if not term.own and term.factor)
+    plain = all(symbol.scalar for term in shift for symbol, _ in term.factor)
+    return shift if shift and plain and all(term in shift or not term.factor for term in value.terms) else None
+
+
+def chosen(which: Value, cases: Sequence[Value], source: Source, number: Any) -> Terms:
+    """Of `select_n`: one of several numbers, entry by entry."""
+    if which.guard:
+        kept = [case for case in cases if case.values is None]
+        if kept and (which.guard == FINITE or all(case.divides(which.guard) for case in kept)):
+            return union(kept)
+    if (which.terms and _one(which.terms) not in (Term(False), Term(True))) or (which.own and which.place is None):
+        return function([which, *cases], source, number)
+    return frozenset(Term(term.own or which.own, term.factor) for term in union(cases))
+
+
+def settled(terms: Terms, number: Any, over_rows: bool = False) -> Terms:
+    """After a sum over entries: what differed between them is no factor any more, but one more number of its own."""
+
+    def of_entries(symbol: Symbol) -> Symbol:
+        if symbol.scalar and not (over_rows and symbol.per_row):
+            return symbol
+        kind = symbol.kind if symbol.kind in ("random", "position") else "mixed"
+        return symbol._replace(number=("settled", symbol.number, number), kind=kind, scalar=True, per_row=False)
+
+    return frozenset(Term(term.own, frozenset((of_entries(s), d) for s, d in term.factor)) for term in terms)
+
+
+def summed(terms: Terms, number: Any) -> Terms:
+    """After a sum over the rows."""
+    rows = frozenset([(COUNT, Fraction(1))])
+    found = settled(terms, number, over_rows=True)
+    return frozenset(term if term.own else Term(False, times(term.factor, rows)) for term in found)
+
+
+def moved(terms: Terms, key: Any) -> Terms:
+    """After entries have changed their places: symbols that differ between entries are other ones."""
+
+    def one(symbol: Symbol) -> Symbol:
+        return symbol if symbol.scalar else symbol._replace(number=("moved", symbol.number, key))
+
+    return frozenset(Term(term.own, frozenset((one(s), d) for s, d in term.factor)) for term in terms)

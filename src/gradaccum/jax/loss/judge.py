@@ -1,0 +1,355 @@
+"""Whether a loss is the weighted mean, or the sum, of what its micro-batches give: judged by what it computes.
+
+The loss is traced for two numbers of rows, 6 and 12, and nothing is evaluated. An axis whose length differs between
+both traces has the rows. Walking both traces side by side, each array is described by a `Value`:
+
+- `place`: the axis of its rows, or None.
+- `terms`: what it is the sum of. A term is each row's `own` number (a function of that row and of what all rows share,
+  such as parameters), or the same for any rows. Without an axis of rows, an own term is a *sum over the rows*.
+- Each term has a `factor`: powers of symbols. A symbol is a number that takes all rows to know: their COUNT, a "sum"
+  over them, a "position", what is "random" for them, or any other function of several rows ("mixed").
+
+So `((x @ p) ** 2 * mask).sum() / mask.sum()` comes to one term, own / S, with the symbol S for the sum of the mask. A
+mean over rows is own / COUNT; and a loss of terms own / W, with W the sum that `weight` returns, and of terms that are
+the same for any rows is the weighted mean of its micro-batches. Everything else is wrong, and its symbols say why.
+
+The algebra (`domain`) has what becomes of terms: sums join them, products multiply their factors, powers raise them. A
+function of anything else than plain rows is a new symbol, "mixed". Where arrays have rows in different axes, or an
+operation works across the rows in a way that no symbol expresses (sorting, sums over a part, pairs of rows), the array
+is `Lost`, and what comes of it too; `Lost.how` says what may still take the mixing back. What can't cancel out any
+more is refused; where it may (the diagonal of pairs, rows in another order, a shift by the largest), or where an
+operation is unknown, the judgement says that it can't tell.
+
+To add a primitive, ask what it does to each row, and add a line to a table:
+
+- Entry by entry, any function: its name in `_FUNCTIONS` in `entries`, such as "tanh".
+- Across some axes, and entry by entry on the others: `_across(axes, how)` in `axes`, where `how` is "function", "sum"
+  (linear) or "move" (entries change places). `"cumsum": _across(_axis, "sum")` works across the axis in its parameter,
+  so rows in that axis are mixed and rows in another one stay apart.
+- Holding a jaxpr: a rule in `nested` that gives it to `walk.run`.
+- Anything else: a rule `(walk, equation, inputs) -> outputs`; `_split` in `axes` is a short one. `walk.made` describes
+  an output.
+- A test in tests/jax/loss: a loss with it that passes in silence, and one across the rows that is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+
+from gradaccum.jax.loss.axes import AXIS_RULES
+from gradaccum.jax.loss.domain import (
+    COUNT,
+    ONE,
+    CannotTell,
+    Factor,
+    Lost,
+    Place,
+    Source,
+    Symbol,
+    Term,
+    Value,
+    as_factor,
+    power,
+)
+from gradaccum.jax.loss.entries import ENTRY_RULES
+from gradaccum.jax.loss.interpreter import Interpreter, Known, does_alike, is_whole, line
+from gradaccum.jax.loss.nested import NESTED_RULES
+
+__all__ = ["LossSpec", "Verdict", "judge"]
+
+_RULES = {**ENTRY_RULES, **AXIS_RULES, **NESTED_RULES}
+_ROWS = 6
+"""The smaller number of rows that a loss is traced for; the other one is twice that."""
+
+
+class LossSpec(NamedTuple):
+    """A loss, and the roles that its inputs play.
+
+    Attributes:
+        function: Takes the inputs; gives losses by name, their weights by name (none: rows), and a dict with the new
+            `state` in the order of its inputs, the `statistics` that move, and the `aux` by how they are put together,
+            and their paths.
+        kinds: The inputs' types for so many rows.
+        axes: Of each input, the axis of its rows, or None.
+        fresh: Whether it is another one for each micro-batch, whatever its rows are: its key, its state.
+        differentiated: Whether it is differentiated.
+        reduction: "mean" or "sum".
+        state: Of each input, its name if it is one of the state.
+        unit: What a number of rows must be a multiple of.
+        sizes: The rows of the batch and of its micro-batches.
+    """
+
+    function: Callable[[list[Any]], tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
+    kinds: Callable[[int], list[Any]]
+    axes: list[int | None]
+    fresh: list[bool]
+    differentiated: list[bool]
+    reduction: str
+    state: list[str]
+    unit: int = 1
+    sizes: tuple[int, ...] = ()
+
+
+class Verdict(NamedTuple):
+    """What was found: "exact", "unknown", or why not, in the words of `check_equivalence`; `certain`: surely."""
+
+    kind: str
+    message: str = ""
+    certain: bool = False
+
+
+EXACT = Verdict("exact")
+
+
+def judge(spec: LossSpec) -> Verdict:
+    """Whether the loss of a batch follows from those of its micro-batches."""
+    rows, (first, second) = _traces(spec)
+    if isinstance(second, Exception):  # it is written for other numbers of rows
+        if first is None:
+            return EXACT  # nor can it be traced for its own: the error comes when it is traced in earnest
+        reason = str(second).strip().partition("\n")[0]
+        return Verdict("unknown", f"It can't be traced for {rows} and {2 * rows} rows, which are tried: {reason}")
+    walk = Interpreter((rows, 2 * rows), _RULES)
+    (one, names), (other, _) = first, second
+    inputs = [
+        Value(
+            frozenset([Term(axis is not None)]), None if axis is None else Place(axis), walk.number("input", n),
+            fresh=fresh, free=not wanted, whole=is_whole(kind.dtype), state=frozenset([n] if name else []),
+        )
+        for n, (kind, axis, fresh, wanted, name) in enumerate(
+            zip(one.in_avals, spec.axes, spec.fresh, spec.differentiated, spec.state)
+        )
+    ]  # fmt: skip
+    try:
+        found = walk.run(one, other, inputs)
+    except CannotTell:
+        return Verdict("unknown", f"It does other things for {rows} rows than for {2 * rows}.")
+    except Exception as error:  # what looks at a loss must not keep it from training
+        return Verdict("unknown", f"It can't be followed: {type(error).__name__}: {error}")
+    losses, weights, more = jax.tree.unflatten(names, found)
+    statistics = frozenset(number for v in more["statistics"] if isinstance(v, Value) for number, _ in v.sums)
+    verdicts = []
+    for name, loss in losses.items():
+        verdict = _of_loss(loss, weights.get(name), spec.reduction, statistics)
+        about = f"As to the loss {name!r}: " if name else ""
+        verdicts.append(verdict._replace(message=f"{about}{verdict.message}"))
+    wrong = [verdict for verdict in verdicts if verdict.kind not in ("exact", "unknown")]
+    if wrong:
+        return max(wrong, key=lambda verdict: verdict.certain)
+    verdicts += _of_state(spec, inputs, [*losses.values(), *weights.values()], more["state"])
+    verdicts += _of_sizes(spec, rows, (one, other))
+    weight = weights.get("")
+    verdicts += [_of_aux(how, path, value, weight, spec.reduction) for (how, path), value in more["aux"].items()]
+    return next((verdict for verdict in verdicts if verdict.kind != "exact"), EXACT)
+
+
+def _traces(spec: LossSpec) -> tuple[int, tuple[Any, Any]]:
+    """The rows, and the loss for these and for twice as many; or an error, and whether its own rows can be traced."""
+    failed: Exception | None = None
+    for rows in (_ROWS * spec.unit, *sorted(spec.sizes)[:1]):
+        try:
+            return rows, (_traced(spec, rows), _traced(spec, 2 * rows))
+        except Exception as error:
+            failed = failed or error
+    try:
+        return _ROWS * spec.unit, (not spec.sizes or _traced(spec, min(spec.sizes)), failed)
+    except Exception:
+        return _ROWS * spec.unit, (None, failed)
+
+
+def _traced(spec: LossSpec, rows: int) -> tuple[Any, Any]:
+    closed, shape = jax.make_jaxpr(spec.function, return_shape=True)(spec.kinds(rows))
+    return closed, jax.tree.structure(shape)
+
+
+def _of_state(spec: LossSpec, inputs: list[Value], losses: list[Known], state: list[Known]) -> list[Verdict]:
+    """Whether a loss is computed from state that moves."""
+    old = [n for n, name in enumerate(spec.state) if name]
+    moving = {n for n, new in zip(old, state) if isinstance(new, Lost) or new.number != inputs[n].number}
+    read = moving & frozenset().union(*(loss.state for loss in losses if isinstance(loss, Value)))
+    if not read:
+        return []
+    message = (
+        f"The loss is computed from state that each micro-batch moves: {spec.state[min(read)]}. So later micro-batches "
+        "are computed with another one than the large batch. Move it once per update, outside of loss_fn."
+    )
+    return [Verdict("state", message)]
+
+
+def _of_sizes(spec: LossSpec, rows: int, known: tuple[Any, Any]) -> list[Verdict]:
+    """Whether the loss does for the rows that it is really given what it does for those that it was followed for."""
+    for size in sorted({*spec.sizes} - {rows, 2 * rows}):
+        try:
+            closed, _ = _traced(spec, size)
+        except Exception:  # the same error comes when it is traced in earnest
+            return []
+        if not does_alike(*known, closed, (rows, size)):
+            return [Verdict("unknown", f"It does other things for {rows} rows than for {size}.")]
+    return []
+
+
+_AUX = {
+    "mean": "aux='mean' is the mean of micro-batches, and aux{} is no mean over {}: {}",
+    "sum": "aux='sum' is the sum of micro-batches, and aux{} is no sum over rows: {}",
+    "concat": "aux='concat' joins rows, and those of aux{} look at other rows of their micro-batch: {}",
+}
+
+
+def _of_aux(how: str, path: str, value: Known, weight: Known | None, reduction: str) -> Verdict:
+    """Whether a leaf of the aux is what the option `aux` says of it."""
+    if isinstance(weight, Lost) or (isinstance(value, Lost) and value.how == "unknown"):
+        return EXACT
+    if isinstance(value, Lost):
+        why = f"{_at(value.source)}."
+    elif how == "concat":
+        symbols = [symbol for term in value.terms for symbol, _ in term.factor]
+        if (value.place == Place(0) or not value.own) and not symbols:
+            return EXACT
+        why = f"{_at(symbols[0].source if symbols else None)}."
+    else:
+        reduction = how if reduction == "mean" else "sum"
+        found = _of_loss(value, weight if how == "mean" else None, reduction, frozenset())
+        if found.kind in ("exact", "unknown"):
+            return EXACT
+        why = found.message.partition(" If this is the loss")[0]
+    over = "what the loss is a mean over" if weight is not None else "rows"
+    return Verdict("aux", _AUX[how].format(path, *([over] if how == "mean" else []), why))
+
+
+def _of_loss(loss: Known, weight: Known | None, reduction: str, statistics: frozenset[Any]) -> Verdict:
+    if isinstance(loss, Lost):
+        if loss.how == "unknown":
+            why = f" ({loss.message})" if loss.message else ""
+            return Verdict("unknown", f"{_at(loss.source)} is not followed{why}.")
+        return _mixes(loss.source, loss.origin, statistics)._replace(certain=loss.certain)
+    if loss.place is not None:
+        return Verdict("unknown", "Its rows are not followed to the end.")
+    if isinstance(weight, Lost):
+        return Verdict("unknown", f"What `weight` computes is not followed: {_at(weight.source)}.")
+    rows = power(_ROWS_ONCE, 1)
+    divisor = ONE if reduction == "sum" else rows if weight is None else as_factor(weight, Source("weight"))
+    shared = ONE if reduction == "mean" else rows  # of a mean it comes out as it is, of a sum what goes with the rows
+    right = Term(True, power(divisor, -1)), Term(False, shared)
+    wrong = [term for term in loss.terms if term not in right]
+    if wrong:
+        verdict = _named(wrong, loss, weight, divisor, reduction, statistics)
+        alike = weight is not None and divisor == ONE  # a weight for all, which is right where they have as many rows
+        certain = verdict.kind == "randomness" or not (loss.unsure or alike or verdict.kind == "unknown")
+        return verdict._replace(certain=certain)
+    return Verdict("unknown", min(loss.doubts)) if loss.doubts else EXACT
+
+
+_ROWS_ONCE: Factor = frozenset([(COUNT, Fraction(1))])
+
+
+def _named(
+    wrong: list[Term], loss: Value, weight: Value | None, divisor: Factor, reduction: str, statistics: frozenset[Any]
+) -> Verdict:
+    """Why it is not exact, by the symbols of the terms that are wrong."""
+    symbols = [(symbol, degree) for term in wrong for symbol, degree in term.factor if symbol != COUNT]
+    kinds = {symbol.kind: symbol for symbol, _ in reversed(symbols)}
+    if "random" in kinds:
+        return _random(kinds["random"])
+    mixing = [kinds[kind] for kind in ("mixed", "position") if kind in kinds]
+    mixing += [s for s, degree in symbols if s.kind == "sum" and not (s.free and s.scalar and degree == -1)]
+    if mixing:
+        return _mixes(mixing[0].source, mixing[0].origin, statistics)
+    divisors = {power(term.factor, -1) for term in loss.terms if term.own}
+    if len(divisors) > 1 or any(len(each) > 1 for each in divisors):
+        if ONE in divisors or any(len(each) > 1 for each in divisors):
+            return _mixes(symbols[0][0].source if symbols else Source("sum"), None, statistics)
+        named = " and ".join(_divisor(each) for each in sorted(divisors, key=str))
+        return Verdict(
+            "weight",
+            f"It is a sum of means over {named}. Return them as {{name: (loss, weight)}}, each with what it is a mean "
+            "over.",
+        )
+    sums = [symbol for symbol, _ in symbols if symbol.kind == "sum"]
+    if not sums:
+        return _by_count(wrong, loss, reduction)
+    if weight is not None and reduction == "mean" and COUNT not in dict(divisor):
+        return Verdict("unknown", f"It divides by {_divisor(next(iter(divisors)))}. `weight` may be that or not.")
+    weighed, asked = ("rows", "") if reduction == "mean" else ("nothing, as sums", 'reduction="mean" and ')
+    return Verdict(
+        "weight",
+        f"It divides by {_divisor(next(iter(divisors)))}, a sum over the batch, and its micro-batches are weighed by "
+        f"{weighed}. Pass {asked}weight=, a function of the batch that returns this sum.",
+    )
+
+
+def _by_count(wrong: list[Term], loss: Value, reduction: str) -> Verdict:
+    """Where nothing but the number of rows is a factor."""
+    factors = {term.factor for term in wrong if term.own}
+    if any(not term.own for term in wrong) and not factors:
+        return Verdict(
+            "regulariser",
+            "It has a term without rows (a regulariser) that is multiplied with the number of rows, or, beside a sum "
+            "over them, counted once per micro-batch. Return a mean over rows plus the term.",
+        )
+    if factors == {power(_ROWS_ONCE, -1)}:
+        if reduction == "sum":
+            return Verdict("weight", 'It is a mean over rows, taken for a sum. Pass reduction="mean".')
+        return Verdict("weight", "It is a mean over rows, but `weight` says otherwise. Leave `weight` out.")
+    if factors != {ONE}:
+        return Verdict(
+            "reduction",
+            "It goes with a power of the number of rows that is neither a sum's nor a mean's. Return the mean over "
+            "rows.",
+        )
+    if all(term.own for term in loss.terms):
+        return Verdict("reduction", 'It is a sum over its rows, and was taken for a mean. Pass reduction="sum".')
+    return Verdict(
+        "regulariser",
+        "It is a sum over rows and a term without rows (a regulariser), which would be counted once per micro-batch. "
+        "Return a mean over rows plus the term.",
+    )
+
+
+def _mixes(source: Source, origin: Any, statistics: frozenset[Any]) -> Verdict:
+    if source.primitive.startswith("custom_v") or source.primitive.startswith("custom_j"):
+        return Verdict(
+            "loss",
+            f"The derivative of its own that {_at(source)} has does not multiply each row's gradient by something of "
+            "that row: it clips gradients, say, normalises them, or takes a mean over rows. What it makes of the large "
+            "batch's gradient does not follow from what it makes of those of micro-batches.",
+        )
+    if origin is not None and origin in statistics:
+        return Verdict(
+            "batch_norm",
+            "A row's output depends on the other rows of its micro-batch by statistics that are returned beside the "
+            f"loss ({_at(source)}), as BatchNorm's in training mode: each micro-batch is normalised by itself. Freeze "
+            "it (use its running averages), or take GroupNorm or LayerNorm.",
+        )
+    return Verdict(
+        "loss",
+        f"It looks across the rows of the batch: {_at(source)}. If this is the loss (contrastive, Dice, a batch mean "
+        "or variance), use gradaccum.jax.chunked around the model, which gives the large batch's gradient for any "
+        "loss. If it is BatchNorm in training mode, freeze it, take GroupNorm or LayerNorm, or name its statistics "
+        "with state_argnum and have each micro-batch normalised by itself.",
+    )
+
+
+def _random(symbol: Symbol) -> Verdict:
+    return Verdict(
+        "randomness",
+        f"It draws random numbers for its rows ({_at(symbol.source)}) from a key that all micro-batches share, so that "
+        "each would draw the same ones. Name the argument that is the key, rng_argnum=..., and each micro-batch gets "
+        "one that is split off; or give each row a key of its own, as a part of the batch.",
+    )
+
+
+def _divisor(factor: Factor) -> str:
+    symbols = [symbol for symbol, _ in factor]
+    if symbols == [COUNT] or not symbols:
+        return "rows" if symbols else "nothing"
+    where = line(symbols[0].source.info) if symbols[0].source else ""
+    return f"what is summed at {where}" if where else "a sum"
+
+
+def _at(source: Source | None) -> str:
+    where = line(source.info) if source is not None else ""
+    return "somewhere" if source is None else f"`{source.primitive}` at {where}" if where else f"`{source.primitive}`"
