@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.torch import TrainStep
@@ -33,32 +34,9 @@ from tests.torch.distributed.problems import (
     scaled,
     shard,
     train_on,
-    whole,
     windows,
     wrap,
 )
-
-
-def train_step_with_closures(rank: int, engine: str, sizes: Sequence[Sequence[int]]) -> float:
-    """LBFGS evaluates each large batch several times; its first step follows the scale of small gradients alone."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()  # which two ranks split evenly
-    model, ranks = copy.deepcopy(plain), data(sizes)
-    replica = DistributedDataParallel(model) if engine == "ddp" else shard(model)
-    inner, oracle = (torch.optim.LBFGS(m.parameters(), lr=0.05, max_iter=3) for m in (replica, plain))
-    step = TrainStep(replica, inner, compute_loss=lambda m, *own: 0.01 * loss_of(m, own), micro_batch_size=2)
-    for own in ranks[rank]:
-        step(*own)
-    for window in windows(ranks, 1):
-        oracle.step(lambda: _evaluated(plain, concatenated(window)))  # noqa: B023  # called at once
-    return relative_error(whole(replica), list(plain.parameters()))
-
-
-def _evaluated(model: nn.Module, rows: Rows) -> float:
-    model.zero_grad()
-    loss = 0.01 * loss_of(model, rows)
-    loss.backward()
-    return loss.item()
 
 
 def train_two(rank: int, sizes: Sequence[Sequence[int]], steps: int) -> tuple[list[float], list[int]]:
@@ -143,6 +121,45 @@ def communication_hook(rank: int, name: str) -> float:
     optimizer.flush()
     assert optimizer.updates == 3
     return oracle.error(model)
+
+
+def half_reduction(rank: int, engine: str, weight: float, way: str) -> float:
+    """Gradients are reduced in float16; micro-batches weigh as many tokens as large batches have, or next to none."""
+    model = network(torch.float32)
+    oracle = Oracle(model)
+    wrapped: nn.Module
+    if engine == "ddp":
+        wrapped = DistributedDataParallel(model)
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)  # type: ignore[operator]
+    else:
+        wrapped = shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    inner = OPTIMIZERS["sgd"](wrapped.parameters())
+    ranks = data([[4, 3, 2, 5, 4, 4], [2, 5, 1, 2, 2, 3]], dtype=torch.float32)
+    if way in ("TrainStep", "TrainStep of sums"):
+        adds = "sum" if "sums" in way else "mean"
+        step = TrainStep(
+            wrapped,
+            inner,
+            compute_loss=lambda m, x, y: (
+                nn.functional.cross_entropy(m(x), y, reduction=adds) * factor,
+                weight * len(x),
+            ),
+            micro_batch_size=2,
+            reduction=adds,
+        )
+        factor = weight if adds == "sum" else 1.0
+        oracle.see(ranks, 1)
+        for rows in ranks[rank]:
+            step(*rows)
+        return oracle.error(wrapped)
+    optimizer = Optimizer(inner, steps=2, model=wrapped, sync="micro_batch" if "micro_batch" in way else "window")
+    oracle.see(ranks, 2)
+    for rows in optimizer.batches(ranks[rank]) if "batches" in way else ranks[rank]:
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(wrapped, rows), weight=weight * len(rows[0]))
+        optimizer.step()
+    assert optimizer.updates == 3
+    return oracle.error(wrapped)
 
 
 def tokens(rank: int) -> float:
@@ -325,6 +342,62 @@ def counted(ranks: Any) -> list[int]:
 
     channel.send = counting
     return messages
+
+
+WAYS = ["plain", "batches", "backward", "batches backward", "TrainStep", "GradScaler"]
+
+
+def collectives(rank: int, way: str) -> tuple[list[int], list[str]]:
+    """Collectives of each window, messages and reductions, and the order of things in the last one."""
+    model = network()
+    replica = DistributedDataParallel(model)
+    inner = OPTIMIZERS["sgd"](replica.parameters())
+    ranks, scaler = data([[4] * 40, [3] * 40])[rank], torch.amp.GradScaler("cpu", init_scale=4.0)
+    if way == "TrainStep":
+        step: Any = TrainStep(replica, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2, verify=False)
+        ranks_of = step.ranks
+    else:
+        optimizer = Optimizer(inner, steps=2, model=replica)
+        ranks_of = optimizer._windows.ranks
+    channel, events = ranks_of._channel, list[str]()
+    for name in ("send", "receive"):
+        setattr(channel, name, _noted(events, name, getattr(channel, name)))
+    model[-1].weight.register_hook(lambda _: events.append("first gradient"))
+    replica.register_comm_hook(events, _noting)
+    found, begun = [], channel.line.begun
+    with Collectives() as reductions:
+        for i, rows in enumerate(optimizer.batches(ranks) if "batches" in way else ranks):
+            if way == "TrainStep":
+                step(*rows)
+            else:
+                optimizer.zero_grad()
+                loss = loss_of(replica, rows)
+                if way == "GradScaler":
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    optimizer.backward(loss, weight=len(rows[0])) if "backward" in way else loss.backward()
+                    optimizer.step()
+            if way == "TrainStep" or i % 2:
+                found.append(channel.line.begun - begun + reductions.counts["all_reduce"])
+                begun, reductions.counts["all_reduce"], last = channel.line.begun, 0, events.copy()
+                events.clear()
+    return found, last
+
+
+def _noted(events: list[str], name: str, function: Any) -> Any:
+    def call(*arguments: Any) -> Any:
+        events.append(name)
+        return function(*arguments)
+
+    return call
+
+
+def _noting(events: list[str], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    events.append("reduction")
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
 
 
 def penalty_later(rank: int, of: Sequence[int]) -> tuple[float, list[int]]:

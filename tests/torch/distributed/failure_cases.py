@@ -252,24 +252,18 @@ def never_built(rank: int) -> None:
     raise ArithmeticError("rank 1 failed")
 
 
-def evaluates_closures(rank: int, engine: str) -> None:
-    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))  # which two ranks split evenly
-    model = DistributedDataParallel(model) if engine == "ddp" else shard(model)
-    Optimizer(torch.optim.LBFGS(model.parameters()), steps=1, model=model)
-
-
-def flattened_unevenly(rank: int, which: str) -> None:
-    sharded = shard(network())  # 7 and 3 rows of weights, over two ranks
-    optimizer = torch.optim.LBFGS(sharded.parameters())
-    if which == "optimizer":
-        Optimizer(optimizer, steps=1, model=sharded)
+def evaluates_closures(rank: int, engine: str, way: str) -> None:
+    model = DistributedDataParallel(network()) if engine == "ddp" else shard(network())
+    inner = torch.optim.LBFGS(model.parameters())
+    if way == "optimizer":
+        Optimizer(inner, steps=1, model=model)
     else:
-        TrainStep(sharded, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)
+        TrainStep(model, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)
 
 
-def schedule_stepped_in_the_body(rank: int, engine: str) -> None:
+def schedule_stepped_in_the_body(rank: int) -> None:
     """Rank 1's loop is over when two updates are to come, and an average's hook hides the line that says it."""
-    model, optimizer = wrap(network(), 1) if engine == "ddp" else built(steps=1)
+    model, optimizer = wrap(network(), 1)
     optimizer.register_step_post_hook(lambda *_: None)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     for rows in optimizer.batches(data([[4] * 3, [4] * 1])[rank]):

@@ -84,20 +84,6 @@ def heads(
     return relative_error(whole(model), list(oracle.parameters()))
 
 
-def short_with_scaler(rank: int, sizes: Any, way: str = "batches", sync: str = "window") -> int:
-    model = network()
-    fully_shard(model)
-    optimizer = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=2, model=model, sync=sync)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    for rows in optimizer.batches(data(sizes)[rank]):
-        optimizer.zero_grad()
-        loss = scaler.scale(loss_of(model, rows))
-        loss.backward() if way == "batches" else optimizer.backward(loss)
-        scaler.step(optimizer)
-        scaler.update()
-    return optimizer.updates
-
-
 def through_grad(rank: int, penalty: bool) -> float:
     """torch.autograd.grad through DDP in each micro-batch: a gradient penalty, or a look at what the input matters."""
     model = network()

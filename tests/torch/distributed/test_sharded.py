@@ -126,33 +126,15 @@ def test_a_discarded_window_leaves_nothing_behind(ranks: Processes) -> None:
     assert max(ranks.run(cases.discarded)) <= FLOAT64
 
 
-@pytest.mark.parametrize(
-    ("odd", "sync"),
-    [
-        pytest.param(False, "micro_batch", id="plain-micro_batch"),
-        pytest.param(True, "window", id="odd-window"),
-        pytest.param(False, "window", id="plain-window", marks=SLOW),
-        pytest.param(True, "micro_batch", id="odd-micro_batch", marks=SLOW),
-    ],
-)
-def test_a_rank_whose_batches_are_used_up_takes_part_in_the_others_passes_with_nothing(
-    ranks: Processes, odd: bool, sync: str
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
+@pytest.mark.parametrize("way", ["within", "between", "scaler"])
+def test_a_wrapped_sharded_model_needs_the_same_number_of_micro_batches_on_every_rank(
+    ranks: Processes, way: str, sync: str
 ) -> None:
-    for error, same in ranks.run(cases.different_passes, odd, sync):
-        assert error <= FLOAT64
-        assert same  # batches, random numbers and buffers of the user's loop
-
-
-def test_weights_of_a_rank_whose_batches_are_used_up(ranks: Processes) -> None:
-    assert max(ranks.run(cases.different_weights)) <= FLOAT64
-
-
-@pytest.mark.parametrize("why", ["scaler", "two passes", "two optimizers"])
-def test_a_micro_batch_that_cannot_be_repeated_is_told_on_all_ranks(ranks: Processes, why: str) -> None:
-    for result in ranks.try_run(cases.unrepeatable, why, limit=20):
+    for result in ranks.try_run(cases.uneven, way, sync, limit=20):
         assert isinstance(result, Raised)
         assert result.kind == "WindowError"
-        assert "False on rank 0, True on rank 1" in result.message
+        assert "needs the same passes on every rank. The last batch has come: False on rank 0" in result.message
 
 
 def test_a_model_sharded_after_the_optimizer_was_built_is_refused(ranks: Processes) -> None:

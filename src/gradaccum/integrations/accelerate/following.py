@@ -36,6 +36,8 @@ Clip = tuple[str, list[Tensor], tuple[Any, ...], dict[str, Any]]
 class Following(Settings):
     """What an update does beside the gradient on one rank: clipping, hyperparameters, and schedules after it."""
 
+    known_early = False  # a loop's body clips after its backward pass
+
     def __init__(self, accelerator: Accelerator, prepared: Any) -> None:
         super().__init__(lambda: prepared.param_groups)
         self._accelerator, self._prepared = accelerator, prepared

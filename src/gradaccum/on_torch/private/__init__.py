@@ -25,6 +25,7 @@ from gradaccum.on_torch.private.ranks import (
     joins,
     mark_ready,
     rebuild_buckets,
+    runs_in_forward,
     share_buffers,
     timeout_of,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "queue_callback",
     "rebuild_buckets",
     "run_backward",
+    "runs_in_forward",
     "sharded_groups",
     "share_buffers",
     "start_over",

@@ -76,7 +76,7 @@ class ShardedGroup:
             if not inside:
                 del self._group.reshard
 
-    def ask_before(self, ask: Callable[[str], None] | None, name: str) -> None:
+    def ask_before(self, ask: Callable[[str], object] | None, name: str) -> None:
         """Call this before each of its collectives, with what is to begin; None: no more."""
         for way in ("_all_gather_comm", "_reduce_scatter_comm"):
             found = getattr(self._group, way)
@@ -212,7 +212,7 @@ def _put_sum(parameter: Any, value: Tensor | None) -> None:
 class _Asking:
     """FSDP2's way to gather or to reduce, which asks before."""
 
-    def __init__(self, own: Any, ask: Callable[[], None]) -> None:
+    def __init__(self, own: Any, ask: Callable[[], object]) -> None:
         self.own: Any = own
         self._ask = ask
 

@@ -21,7 +21,7 @@ from gradaccum.on_torch.private import default_store, timeout_of
 
 __all__ = ["WIDTH", "Channel", "Kind", "stay_away"]
 
-WIDTH = 15
+WIDTH = 24
 """Numbers in a message. All messages have the same size, so that even mismatched ones meet, and are told apart."""
 
 
@@ -29,13 +29,13 @@ class Kind(enum.IntEnum):
     """What a message is about."""
 
     WINDOW = 1
-    """A window is about to be reduced, and this rank takes part."""
+    """A backward pass that reduces the window has started here; what the window will weigh, if that is known."""
     IDLE = 2
     """This rank has nothing to reduce, and takes part if others have."""
     ABORTED = 3
     """This rank has dropped out."""
     TOTAL = 4
-    """What the window weighs, where that was not known on every rank before the reduction."""
+    """What the window weighs, after its reduction: where that was not known before, or is compared."""
     START = 5
     """At the start: how long the windows are, and what else must be the same."""
     MICRO_BATCH = 6
@@ -46,6 +46,8 @@ class Kind(enum.IntEnum):
     """The forward pass of a sharded part begins, or all of them are done."""
     FINISHED = 9
     """A window's sum is finished and about to be reduced; what it weighs."""
+    ENDED = 10
+    """This rank's epoch is over, and it can't take part in others' windows."""
 
 
 class Channel:
@@ -84,10 +86,6 @@ class Channel:
             WindowError: A rank is gone, or has not answered within the process group's timeout.
         """
         return self.receive(self.send(*numbers))
-
-    def arrived(self, message: tuple[Any, torch.Tensor]) -> bool:
-        """Whether every rank has answered what `send` returned, or one is gone."""
-        return self.line is None or bool(message[0].is_completed())
 
     def post(self, *numbers: float) -> None:
         """Send these numbers without waiting for the others; `posted` returns theirs later."""

@@ -1,12 +1,11 @@
-"""DistributedDataParallel: hold its reduction back, let it happen, or bring it about."""
+"""DistributedDataParallel: hold its reduction back to the window's end, let it happen, or bring it about."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,49 +21,52 @@ from gradaccum.on_torch.private import (
     joins,
     mark_ready,
     rebuild_buckets,
+    runs_in_forward,
     share_buffers,
 )
-from gradaccum.torch.distributed.holders import release, take
+from gradaccum.torch.distributed.owners import release, take, weakly
 
 __all__ = ["Replicas"]
 
 logger = logging.getLogger("gradaccum")
 
+FIRST_BUCKET = 2**20
+"""Bytes of the bucket that DDP reduces first, at most."""
+
+
+class Passes(Protocol):
+    """What is called when a model's passes begin and end."""
+
+    def forward_done(self) -> None:
+        """A forward pass that will reduce is done."""
+
+    def backward_starts(self) -> None:
+        """Its backward pass starts."""
+
 
 class Replicas:
-    """The DDP models whose gradients an optimizer takes.
+    """The DDP models whose gradients an optimizer takes, in the same order on every rank.
 
     DDP reduces in the backward pass of a forward pass that ran with `require_backward_grad_sync`, so that flag is set
     one micro-batch ahead. Where no backward pass comes to carry the reduction, `reduce` has DDP do the very same one:
-    the same buckets in the same order through the same communication hooks, so one rank's by hand meets another's in
-    backward.
+    the same buckets in the same order through the same communication hooks, so one rank's manual reduction meets
+    another's in backward.
 
-    Args:
-        models: The DDP modules, in the same order on every rank.
-        parameters: The optimizer's.
-        wide: Gradients may be wider than their parameters, and than DDP's buckets: they are reduced without those.
-        on_forward: Called when a forward pass that will reduce is done.
-        on_backward: Called when its backward pass starts.
+    `wide`: gradients may be wider than their parameters, and than DDP's buckets: they are reduced without those.
     """
 
     sharded = False
     """Whether all ranks must run the same passes."""
     passes = 0
 
-    def __init__(
-        self,
-        models: Sequence[DistributedDataParallel],
-        parameters: Sequence[Tensor],
-        wide: bool,
-        on_forward: Callable[[], None],
-        on_backward: Callable[[], None],
-    ) -> None:
+    def __init__(self, models: Sequence[DistributedDataParallel], parameters: Sequence[Tensor], wide: bool) -> None:
         self.models = list(models)
         self.group: dist.ProcessGroup = self.models[0].process_group
         self.members: list[int] = dist.get_process_group_ranks(self.group)
+        self._optimized = set(parameters)
         _check_covered(self.models, parameters)
         self.flat = wide or not hasattr(self.models[0].reducer, "_autograd_hook")
-        # Reductions of several models would start in the order of backward: by hand, every rank keeps one order.
+        # Reductions of several models would start in the order of backward: here, every rank keeps one order.
         self.manual_reduce = self.flat or len(self.models) > 1 or any(model.static_graph for model in self.models)
         for model in self.models:
             _check_hooks(model)
@@ -73,65 +75,103 @@ class Replicas:
         self._reduced = [_reduced_parameters(model) for model in self.models]
         if wide and any(map(communication_hooks, self.models)):
             logger.warning("accumulate_dtype: gradients are reduced in it directly, without DDP's communication hook")
-        parameters_of = dict(zip(self.models, self._reduced))
-        this_forward, this_backward = weakref.WeakMethod(on_forward), weakref.WeakMethod(on_backward)
-
-        hides: dict[nn.Module, bool] = {}
-
-        def backward_starts(model: DistributedDataParallel, gradient: Tensor) -> None:
-            tell = this_backward()
-            if tell is not None and (hides[model] or accumulates(parameters_of[model])):
-                tell()
-
-        @torch.compiler.disable
-        def forward_starts(model: Any, inputs: Any) -> None:
-            if joins(model):
-                raise ValueError(
-                    "model.join() waits for reductions that are held back to the window's end. Leave it out: ranks may "
-                    "have different numbers of micro-batches."
-                )
-
-        @torch.compiler.disable
-        def forward_done(model: Any, inputs: Any, outputs: Any) -> None:
-            tell = this_forward()
-            if tell is None or not model.require_backward_grad_sync or not torch.is_grad_enabled():
-                return
-            tell()
-            found = [leaf for _, leaf in leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            if model not in hides:
-                hides[model] = any(map(hides_parameters, found))
-            for leaf in found:
-                leaf.register_hook(functools.partial(backward_starts, model))
-
         self._sparse = {
             part.weight
             for model in self.models
             for part in model.modules()
             if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
         }
+        self._reduces = False
+        self._hides: dict[nn.Module, bool] = {}
         self._used: set[Tensor] = set()
         self._own: set[Tensor] = set()  # had a gradient before a reduction
         self._foreign: set[Tensor] = set()  # got one by a reduction alone
         self._was_reduced = False  # since the last look at it
         self._filled: set[Tensor] | None = None  # with zeros by `reduce`, if that has run in this window
-        self._hooks: list[Any] = [model.register_forward_hook(forward_done) for model in self.models]
-        self._hooks += [model.register_forward_pre_hook(forward_starts) for model in self.models]
-        this = weakref.ref(self)
+        self._first_bucket = _last_of_first_bucket(self.models[0], self._reduced[0])
+        self._waiting: Any = None
+        self._hooks: list[Any] = []
 
-        def arrived(parameter: Tensor) -> None:
-            replicas = this()
-            if replicas is not None:
-                replicas._used.add(parameter)
-
+    def attach(self, passes: Passes) -> None:
+        """Take the models, and tell this object of their passes. It is not kept alive."""
+        self._passes = weakref.ref(passes)
+        for model in self.models:
+            starts, done = (torch.compiler.disable(weakly(call)) for call in (self._forward_starts, self._forward_done))
+            self._hooks += [model.register_forward_pre_hook(starts), model.register_forward_hook(done)]
         if self.finds_unused:
-            self._hooks += [p.register_post_accumulate_grad_hook(arrived) for p in self._parameters()]
-        take(self.models, self)
+            used = weakly(self._arrived)
+            self._hooks += [p.register_post_accumulate_grad_hook(used) for p in self._parameters()]
+        for other in take(self.models, self):
+            if isinstance(other, Replicas) and other._optimized.isdisjoint(self._optimized):
+                other._share()
+                self._share()
+
+    def _share(self) -> None:
+        """Another optimizer has other parameters of the same model: each reduces its own, when its window closes."""
+        if communication_hooks(self.models[0]):
+            logger.warning("Two optimizers share a DDP model: gradients are reduced without its communication hook")
+        self._reduce_own()
+        self._reduced = [[p for p in parameters if p in self._optimized] for parameters in self._reduced]
+
+    def _reduce_own(self) -> None:
+        """From now on no backward pass reduces, and DDP's reducer has no part in it."""
+        self.flat = self.manual_reduce = True
+        self.hold(False)
+
+    def _forward_starts(self, model: Any, inputs: Any) -> None:
+        if joins(model):
+            raise ValueError(
+                "model.join() waits for reductions that are held back to the window's end. Leave it out: ranks may "
+                "have different numbers of micro-batches."
+            )
+        model.require_backward_grad_sync = self._reduces  # others set it, too: Lightning after each step
+
+    def _forward_done(self, model: Any, inputs: Any, outputs: Any) -> None:
+        passes = self._passes()
+        if passes is None or not model.require_backward_grad_sync or not torch.is_grad_enabled():
+            return
+        passes.forward_done()
+        found = [leaf for _, leaf in leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if model not in self._hides:
+            self._hides[model] = any(map(hides_parameters, found))
+        starts = weakly(lambda replicas, gradient: replicas._backward_starts(model), self)
+        for leaf in found:
+            leaf.register_hook(starts)
+
+    def _backward_starts(self, model: DistributedDataParallel) -> None:
+        passes = self._passes()
+        if passes is not None and (self._hides[model] or accumulates(self._reduced[self.models.index(model)])):
+            passes.backward_starts()
+
+    def before_first_bucket(self, call: Callable[[], None]) -> None:
+        """Call this once in the backward pass that runs, before DDP reduces its first bucket."""
+        self._forget_waiting()
+        if self._first_bucket.requires_grad:
+            now = weakly(lambda replicas, parameter: replicas._call_waiting(), self)
+            self._waiting = call, self._first_bucket.register_post_accumulate_grad_hook(now)
+
+    def _call_waiting(self) -> None:
+        waiting = self._waiting
+        self._forget_waiting()
+        if waiting is not None:
+            waiting[0]()
+
+    def _forget_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting[1].remove()
+            self._waiting = None
+
+    def _arrived(self, parameter: Tensor) -> None:
+        self._used.add(parameter)
 
     def hold(self, closes: bool, reduces: bool = False) -> None:
         """Whether the next forward pass is of a micro-batch whose backward pass closes the window, or reduces it."""
         self._look_for_foreign()
+        if not self.flat and runs_in_forward(self.models):  # the loop's body does, as in Lightning
+            self._reduce_own()
+        self._reduces = (closes or reduces) and not self.manual_reduce
         for model in self.models:
-            model.require_backward_grad_sync = closes or reduces
+            model.require_backward_grad_sync = self._reduces
 
     @property
     def finds_unused(self) -> bool:
@@ -173,6 +213,9 @@ class Replicas:
     def scale(self, factor: float, idle: bool) -> None:
         """Nothing: the parameters' own hooks can multiply what arrives."""
 
+    def scale_more(self, factor: float) -> None:
+        """Nothing."""
+
     def clear(self) -> None:
         """Drop what an open window has added up beside `p.grad`: nothing."""
         self._restart()
@@ -202,6 +245,7 @@ class Replicas:
         for found in (self._used, self._own, self._foreign):
             found.clear()
         self._was_reduced, self._filled = False, None
+        self._forget_waiting()
 
     def continues(self) -> None:
         """The window goes on after a reduction: what was filled with zeros may get a gradient yet, or surely does."""
@@ -244,16 +288,31 @@ class Replicas:
 
     def remove(self) -> None:
         """Leave the models as they were found, unless another optimizer has taken them."""
+        self._forget_waiting()
         for hook in self._hooks:
             hook.remove()
         if release(self.models, self):
-            self.hold(True)
+            for model in self.models:
+                model.require_backward_grad_sync = True
 
 
 def _reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
     """The parameters in the order in which DDP's reducer counts them."""
     ignored = getattr(model, "parameters_to_ignore", ())
     return [p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
+
+
+def _last_of_first_bucket(model: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> nn.Parameter:
+    """The parameter whose gradient completes DDP's first bucket, if they come in the opposite order of their use.
+
+    Where they don't, a rank that won't come is missed later: in the reduction, after the process group's timeout.
+    """
+    size, limit = 0, min(FIRST_BUCKET, model.bucket_bytes_cap)
+    for parameter in reversed(parameters):
+        size += parameter.numel() * parameter.element_size()
+        if size >= limit:
+            return parameter
+    return parameters[0]
 
 
 def _check_covered(models: Sequence[DistributedDataParallel], parameters: Sequence[Tensor]) -> None:

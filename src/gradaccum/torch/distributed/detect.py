@@ -6,7 +6,7 @@ import functools
 import gc
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from gradaccum.torch.distributed.fsdp import Shards, is_sharded, members_of, sha
 from gradaccum.torch.distributed.ranks import Ranks
 from gradaccum.torch.distributed.single_rank import Settings, SingleRank
 
-__all__ = ["check_detected", "check_flattened", "detect_ranks", "leaving_on_error"]
+__all__ = ["check_closures", "check_detected", "detect_ranks", "leaving_on_error"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -62,16 +62,9 @@ def detect_ranks(
     if shards:
         _check_shards(parameters, options.get("nonfinite"), wide)
 
-    def engine(
-        on_forward: Callable[[], None], on_backward: Callable[[], None], on_pass: Callable[[str], None]
-    ) -> Replicas | Shards:
-        if replicas:
-            return Replicas(replicas, parameters, wide, on_forward, on_backward)
-        return Shards(shards, always, on_forward, on_backward, on_pass)
-
-    return Ranks(
-        engine, parameters, Settings(groups), steps=steps, options=options, manual_reduce=manual_reduce, always=always
-    )
+    engine = Replicas(replicas, parameters, wide) if replicas else Shards(shards, parameters, always)
+    settings = Settings(groups)
+    return Ranks(engine, parameters, settings, steps=steps, options=options, manual_reduce=manual_reduce, always=always)
 
 
 def _data_parallel(model: nn.Module) -> tuple[list[DistributedDataParallel], list[nn.Module]]:
@@ -128,22 +121,15 @@ def _check_shards(parameters: Sequence[Tensor], nonfinite: str | None, wide: boo
         )
 
 
-def check_flattened(optimizer: torch.optim.Optimizer) -> None:
-    """Whether this optimizer can make one vector of all gradients, if it does.
-
-    Raises:
-        ValueError: It is LBFGS, and a parameter is not split evenly over the ranks.
-    """
-    if not isinstance(optimizer, torch.optim.LBFGS):
-        return
-    for parameter in (p for group in optimizer.param_groups for p in group["params"] if is_sharded(p)):
-        for ranks, placement in zip(parameter.device_mesh.shape, parameter.placements):
-            if placement.is_shard() and parameter.shape[placement.dim] % ranks:
-                raise ValueError(
-                    f"LBFGS makes one long vector of all gradients, which torch can do only with parameters that are "
-                    f"split evenly. Received: a parameter of shape {tuple(parameter.shape)}, split along dimension "
-                    f"{placement.dim} over {ranks} ranks. Use DistributedDataParallel, or sizes that {ranks} divides."
-                )
+def check_closures(evaluating: Iterable[torch.optim.Optimizer], ranks: SingleRank) -> None:
+    """Raise a ValueError if one of these evaluates its closure by itself, and ranks would have to keep up with it."""
+    found = next(iter(evaluating), None)
+    if found is not None and ranks.size > 1:
+        raise ValueError(
+            f"{type(found).__name__} evaluates its closure several times in an update, and each time {ranks.size} "
+            "ranks would have to put their gradients together. Use it on one rank, with gradaccum.torch.TrainStep, or "
+            "another optimizer."
+        )
 
 
 def check_detected(model: nn.Module | None, parameters: Sequence[Tensor], ranks: SingleRank, steps: int | None) -> None:

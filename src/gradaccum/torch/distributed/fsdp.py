@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradaccum.on_torch.batch import leaves, map_leaves
-from gradaccum.on_torch.buffers import as_found
+from gradaccum.on_torch.batch import leaves
 from gradaccum.on_torch.private import (
     ShardedGroup,
-    current_backward,
     finish_sharded_backward,
     gathering_nothing,
     own_sharded_groups,
     sharded_groups,
     start_over,
 )
-from gradaccum.torch.distributed.holders import release, take
+from gradaccum.torch.distributed.owners import release, take, weakly
 
 __all__ = ["Shards", "is_sharded", "members_of", "sharded_modules"]
 
@@ -67,27 +64,17 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def _is_differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
+class Passes(Protocol):
+    """What is called when a model's passes begin and end."""
 
+    def forward_starts(self, part: str) -> None:
+        """In the first window: a sharded part's forward pass begins; `""`: all have."""
 
-class Call:
-    """One forward pass, to be made again: without the graph that its inputs came from."""
+    def forward_done(self) -> None:
+        """A forward pass of a micro-batch that closes the window is done."""
 
-    def __init__(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self._module = module
-        self._inputs, self._keywords = map_leaves(_detached, inputs), map_leaves(_detached, keywords)
-        self._device = next(module.parameters()).device.type
-        self._autocast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
-
-    def __call__(self) -> Any:
-        enabled, dtype = self._autocast
-        with torch.autocast(self._device, dtype, enabled=enabled):
-            return self._module(*self._inputs, **self._keywords)
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+    def backward_starts(self) -> None:
+        """A backward pass starts."""
 
 
 class Shards:
@@ -98,105 +85,90 @@ class Shards:
     next forward pass. With `always=True` it reduces on every micro-batch (with HSDP within the shard group only) and
     keeps the shard's gradient alone.
 
-    Every forward and backward pass gathers parameters, so all ranks must run the same passes. One that has no
-    micro-batch left runs its last forward pass again, and a backward pass of zeros.
-
-    Args:
-        modules: What `sharded_modules` found.
-        always: Reduce on every micro-batch.
-        on_forward: Called when a forward pass of a micro-batch that closes the window is done.
-        on_backward: Called when a backward pass starts.
-        on_pass: Called with the name of a sharded part whose forward pass begins, and with `""` at the end of all, in
-            the first window and in micro-batches that some ranks repeat.
+    Every forward and backward pass gathers parameters, so all ranks must run the same passes.
     """
 
     sharded = True
     """Whether all ranks must run the same passes."""
-    finds_unused = False
+    finds_unused = manual_reduce = False
     alone_now = asking_now = False
     """Of all, as another wrapper's may still watch the same model."""
 
-    def __init__(
-        self,
-        modules: list[nn.Module],
-        always: bool,
-        on_forward: Callable[[], None],
-        on_backward: Callable[[], None],
-        on_pass: Callable[[str], None],
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module], parameters: Sequence[Tensor], always: bool) -> None:
         self.modules: list[Any] = list(modules)
         self.always = always
-        self.manual_reduce = False
         self._groups = [group for module in self.modules for group in sharded_groups(module)]
-        mesh = self._groups[0].mesh
+        self._mesh = self._groups[0].mesh
         self.members = members_of(self.modules)
-        self.group: Any = mesh.get_group() if mesh.ndim == 1 else None
-        self._mesh = mesh
+        self.group: Any = self._mesh.get_group() if self._mesh.ndim == 1 else None
+        self._optimized = set(parameters)
         self._reduces = self._closes = False
         self._factor, self._idle = 1.0, False
-        self._calls: list[Call] | None = None
-        self._keeps = False
-        self._backwards: set[int | None] = set()
         self._used: set[Tensor] = set()
-        self._compares = self._first = True  # in the first window all passes are
+        self._first = True  # in the first window, the ranks' passes are compared as they come
         self.asks = False
         self.passes = 0
         """A number for the order in which sharded parts ran in this window."""
-        take(self.modules, self)
+        self._hooks: list[Any] = []
+
+    def attach(self, passes: Passes) -> None:
+        """Take the modules, and tell this object of their passes. It is not kept alive."""
+        self._passes = weakref.ref(passes)
+        for other in take(self.modules, self):
+            if isinstance(other, Shards) and other._optimized.isdisjoint(self._optimized):
+                release(self.modules, self)
+                raise ValueError(
+                    "Another wrapped optimizer has other parameters of this sharded model (fully_shard), and would "
+                    "have them reduced in the middle of its windows. Shard their parts by themselves, and pass each "
+                    "optimizer its own: Optimizer(..., model=model.generator); or use DistributedDataParallel, under "
+                    "which several optimizers may share a model."
+                )
         for module in self.modules:
             _reduce_unused(module, True)
         for group in self._groups:
             group.reduce_in_one_dtype()
-        this_forward, this_backward = weakref.WeakMethod(on_forward), weakref.WeakMethod(on_backward)
-        this_pass, this = weakref.WeakMethod(on_pass), weakref.ref(self)
-
-        def backward_starts(gradient: Tensor) -> None:
-            shards, tell = this(), this_backward()
-            if shards is not None and tell is not None:
-                tell()
-                shards._backwards.add(current_backward())
-
-        def arrives(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-            shards = this()
-            if shards is None:
-                return gradient
-            if not shards._idle:
-                shards._used.add(parameter)
-            if shards._factor == 0.0:
-                return torch.zeros_like(gradient)
-            return gradient if shards._factor == 1.0 else gradient * shards._factor
-
-        @torch.compiler.disable
-        def forward_starts(name: str, number: int, module: Any, inputs: Any) -> None:
-            shards, tell = this(), this_pass()
-            if shards is None or Shards.alone_now or tell is None or not torch.is_grad_enabled():
-                return
-            shards.passes = (shards.passes * 31 + number) % 2**48
-            if shards._compares and not Shards.asking_now:
-                tell(name)
-
-        @torch.compiler.disable
-        def forward_done(module: Any, inputs: Any, keywords: Any, outputs: Any) -> None:
-            shards, tell, tell_pass = this(), this_forward(), this_pass()
-            if shards is None or Shards.alone_now or tell is None or not torch.is_grad_enabled():
-                return
-            if shards._keeps and shards._calls is not None:
-                shards._calls.append(Call(module, inputs, keywords))
-            if shards._compares and not Shards.asking_now and tell_pass is not None:
-                tell_pass("")
-            shards.watch(shards._groups)
-            if shards._reduces:
-                tell()
-            for _, leaf in leaves(outputs):
-                if _is_differentiable(leaf):
-                    leaf.register_hook(backward_starts)
-
-        self._arrives = arrives
-        self._hooks = [module.register_forward_hook(forward_done, with_kwargs=True) for module in self.modules]
+        done = torch.compiler.disable(weakly(self._forward_done))
+        self._hooks += [module.register_forward_hook(done) for module in self.modules]
         parts = [(name, part) for module in self.modules for name, part in module.named_modules() if _is_part(part)]
         for number, (name, part) in enumerate(parts, start=1):
-            starts = functools.partial(forward_starts, name, number)
-            self._hooks.append(part.register_forward_pre_hook(starts, prepend=True))
+            self._hooks.append(part.register_forward_pre_hook(self._starting(name, number), prepend=True))
+
+    def _starting(self, name: str, number: int) -> Callable[..., None]:
+        return torch.compiler.disable(weakly(lambda shards, *_: shards._forward_starts(name, number), self))
+
+    def _watched_passes(self) -> Passes | None:
+        """Where a pass is to be told; None where it isn't one of a window."""
+        return None if Shards.alone_now or not torch.is_grad_enabled() else self._passes()
+
+    def _forward_starts(self, name: str, number: int) -> None:
+        if (passes := self._watched_passes()) is not None:
+            self.passes = (self.passes * 31 + number) % 2**48
+            if self._first and not Shards.asking_now:
+                passes.forward_starts(name)
+
+    def _forward_done(self, module: Any, inputs: Any, outputs: Any) -> None:
+        if (passes := self._watched_passes()) is None:
+            return
+        if self._first and not Shards.asking_now:
+            passes.forward_starts("")
+        self.watch(self._groups)
+        if self._reduces:
+            passes.forward_done()
+        starts = weakly(self._backward_starts)
+        for _, leaf in leaves(outputs):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(starts)
+
+    def _backward_starts(self, gradient: Tensor) -> None:
+        if (passes := self._passes()) is not None:
+            passes.backward_starts()
+
+    def _arrives(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        if not self._idle:
+            self._used.add(parameter)
+        if self._factor == 0.0:
+            return torch.zeros_like(gradient)
+        return gradient if self._factor == 1.0 else gradient * self._factor
 
     def hold(self, closes: bool, reduces: bool = False) -> None:
         """Whether the next backward pass closes the window, or reduces it."""
@@ -211,18 +183,19 @@ class Shards:
             module.set_is_last_backward(closes)
             module.set_reshard_after_backward(closes or self.always)
 
-    def scale(self, factor: float, idle: bool) -> None:
+    def scale(self, factor: float, idle: bool = False) -> None:
         """Multiply the gradients that arrive; 0 takes NaN and infinity away, too.
 
-        The optimizer's parameters have no hooks that would run: autograd works on gathered ones.
-
-        Args:
-            factor: What to multiply with.
-            idle: The pass runs for the other ranks' sake: what arrives is no gradient of this rank's.
+        The optimizer's parameters have no hooks that would run: autograd works on gathered ones. `idle`: the pass runs
+        for the other ranks' sake, and what arrives is no gradient of this rank's.
         """
         self._factor, self._idle = factor, idle
 
-    def ask_before(self, ask: Callable[[str], None] | None) -> None:
+    def scale_more(self, factor: float) -> None:
+        """Multiply them with this, too."""
+        self._factor *= factor
+
+    def ask_before(self, ask: Callable[[str], object] | None) -> None:
         """Call this before each gathering and each reduction, with its name; None: no more."""
         if self.asks or ask is not None:
             self.asks = Shards.asking_now = ask is not None
@@ -236,8 +209,9 @@ class Shards:
 
     def watch(self, groups: Iterable[ShardedGroup]) -> None:
         """These have been gathered: see which gradients arrive."""
+        arrives = weakly(self._arrives)
         for group in groups:
-            group.watch(self._arrives)
+            group.watch(arrives)
 
     @contextlib.contextmanager
     def in_turns(self) -> Iterator[list[ShardedGroup]]:
@@ -250,8 +224,7 @@ class Shards:
     def alone(self) -> Iterator[dict[Tensor, torch.dtype]]:
         """Passes inside are this rank's alone, on whole parameters that somebody else puts into place.
 
-        Yields:
-            In which dtype parameters are gathered.
+        Yields in which dtype parameters are gathered.
         """
         Shards.alone_now = True
         try:
@@ -265,47 +238,12 @@ class Shards:
     def gathered_bytes(self, gradients: int) -> int:
         """What gathered parameters and whole gradients take at most in a backward pass.
 
-        Args:
-            gradients: Bytes of all whole gradients in their parameters' dtype.
+        `gradients`: bytes of all whole gradients in their parameters' dtype.
         """
         whole = sorted(group.gathered_bytes() for group in self._groups)
         if self.always:  # a group's, while the next one's are on their way
             return sum(gathered for gathered, _ in whole[-2:]) + 2 * max(reduced for _, reduced in whole)
         return sum(gathered for gathered, _ in whole) + max(sum(reduced for _, reduced in whole), gradients)
-
-    def next_micro_batch(self) -> bool:
-        """A micro-batch begins. Returns whether one like the last could be repeated: its passes have a known order."""
-        backwards, self._backwards = self._backwards, set()
-        self._compares = self._first
-        return len(backwards) <= 1 and None not in backwards
-
-    @property
-    def repeats(self) -> bool:
-        """Whether this rank's last micro-batch of the epoch is over."""
-        return self._calls is not None
-
-    def keep(self) -> None:
-        """Keep the inputs of the forward passes that come, the epoch's last here, for `repeat`."""
-        if self._calls is None:
-            self._calls, self._keeps = [], True
-
-    def compare(self) -> None:
-        """Some rank repeats passes in this micro-batch: compare the ranks' passes as they come."""
-        self._compares = True
-
-    def forget(self) -> None:
-        """An epoch begins."""
-        self._calls, self._keeps = None, False
-
-    def repeat(self) -> None:
-        """Run the passes that were kept, with a gradient of zeros: buffers and random numbers stay as they are."""
-        calls, self._keeps = self._calls or [], False
-        self.scale(0.0, idle=True)
-        everything = [part for module in self.modules for part in module.modules()]
-        with as_found(everything, next(self.modules[0].parameters()).device):
-            with torch.enable_grad():
-                outputs = [leaf for call in calls for _, leaf in leaves(call()) if _is_differentiable(leaf)]
-            torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
 
     def starts(self) -> None:
         """The backward pass that reduces has started."""
@@ -328,7 +266,7 @@ class Shards:
     def settle(self, source: int = 0) -> None:
         """After a window, in which this rank had rows."""
         self._factor, self._idle = 1.0, False
-        self._compares = self._first = False
+        self._first = False
         self._used.clear()
         self.passes = 0
 
@@ -339,6 +277,11 @@ class Shards:
     def filled(self) -> bool:
         """Whether zeros were reduced for a parameter that had no gradient on this rank in this window."""
         return bool(self.unused())
+
+    @property
+    def will_fill(self) -> bool:
+        """The same, after a `reduce` that is to come."""
+        return self.filled
 
     def unused(self, groups: Collection[ShardedGroup] | None = None) -> list[int]:
         """The parameters, of all groups or of these, that had no gradient on this rank in this window, by number."""

@@ -1,11 +1,22 @@
-"""Several devices: one window over all ranks, one reduction of the gradients per window.
+"""Data parallel training on several ranks: one message and one reduction of the gradients per window.
 
 Each rank sums its micro-batches in `p.grad`, in multiples of a unit that all ranks share; the model's own reduction
 turns the sums into their mean over the ranks; dividing that gives the mean over all rows of all ranks:
 
     S_r = sum_i (w_ri / unit) g_ri      A = sum_r S_r / ranks      gradient = A / (W / (unit * ranks)),  W = sum w_ri
 
-So ranks need not have the same rows, weights or numbers of micro-batches.
+So ranks need not have the same rows, weights or numbers of micro-batches. The unit is the largest weight of a
+micro-batch, so what is reduced is of the gradients' own size.
+
+A window's message says that this rank comes to the reduction, and what its part of the window weighs:
+
+    backward()   DDP: WINDOW is sent, travels during the pass, and is read before the first bucket is reduced
+    step()       where no backward pass has reduced: FINISHED is sent and read, then the sum is reduced
+    step()       TOTAL, where a WINDOW could not say the weight, and in windows 1, 2, 4, 8, ... to compare
+
+A sharded model's ranks meet in each of its collectives, so one TOTAL after the last backward pass does. A rank whose
+window came to weigh something else than its WINDOW said (another backward pass, another weight) sends a TOTAL that the
+others don't expect: exact if all ranks do so, and an error on all of them otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +25,7 @@ import contextlib
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,36 +36,66 @@ from gradaccum.torch.distributed.by_blocks import ByBlocks, ShardedByBlocks
 from gradaccum.torch.distributed.channel import Channel, Kind
 from gradaccum.torch.distributed.ddp import Replicas
 from gradaccum.torch.distributed.fsdp import Shards
-from gradaccum.torch.distributed.single_rank import Listener, RanOut, Settings, SingleRank, Total, by_rank
+from gradaccum.torch.distributed.single_rank import (
+    SUMS,
+    Listener,
+    RankOutOfMemory,
+    Settings,
+    SingleRank,
+    Total,
+    by_rank,
+)
 from gradaccum.torch.distributed.together import DIFFERENT_PASSES, Together
 
 __all__ = ["Ranks"]
+
+_CLOSING = Kind.WINDOW, Kind.FINISHED, Kind.IDLE
+_NOBODY: Callable[[], Listener | None] = lambda: None  # noqa: E731
+
+
+class _Report(NamedTuple):
+    """A rank's message about its window."""
+
+    kind: Kind
+    steps: int = 0
+    last: bool = False
+    known: bool = False
+    """Whether the total and the settings are what they will be at the update."""
+    late: bool = False
+    """Whether another backward pass came after the one that reduced."""
+    fills: bool = False
+    """Whether zeros are reduced for a parameter that has no gradient on this rank."""
+    passes: int = 0
+    settings: float = 0.0
+    total: Total = Total(0.0)
+
+    def numbers(self) -> list[float]:
+        *total, sums = self.total
+        return [*self[:-1], *total, *sums, *[0.0] * (SUMS - len(sums))]
+
+    @classmethod
+    def read(cls, numbers: Sequence[float]) -> _Report:
+        kind, steps, last, known, late, fills, passes, settings, *total = numbers
+        weight, given, largest, scale, next_scale, overflow, equal, idle, *sums = total
+        found = Total(
+            weight, bool(given), largest, scale, next_scale, bool(overflow), bool(equal), bool(idle), tuple(sums)
+        )
+        flags = bool(last), bool(known), bool(late), bool(fills)
+        return cls(Kind(int(kind)), int(steps), *flags, int(passes), settings, found)
 
 
 class Ranks(SingleRank):
     """The windows of all ranks, closed together.
 
-    At a window's end every rank sends a message before the reduction, that it is about to take part: so a rank without
-    micro-batches learns that the others go on, and one that is gone is missed before anybody waits in a reduction. What
-    its part weighs is in it where the sum is finished by then; where a backward pass reduces, a second one says it.
-
-    Args:
-        engine: Makes what reduces the gradients. It takes three functions: to call when the forward pass of a closing
-            micro-batch is done, when its backward pass starts, and when a sharded part's forward pass begins.
-        parameters: The optimizers' parameters.
-        settings: What they make of the gradient.
-        steps: The length of every window, or None if it varies.
-        options: What else must be the same on every rank, by name.
-        manual_reduce: No backward pass may reduce, since the sum is finished only afterwards.
-        always: Reduce on every micro-batch. Part of the sum is then the ranks' mean already; its mean over the ranks is
-            itself, so nothing else changes.
+    `options` must be the same on every rank. `always` reduces on every micro-batch: part of the sum is then the ranks'
+    mean already, and its mean over the ranks is itself, so nothing else changes.
     """
 
     is_distributed = True
 
     def __init__(
         self,
-        engine: Callable[[Callable[[], None], Callable[[], None], Callable[[str], None]], Replicas | Shards],
+        engine: Replicas | Shards,
         parameters: Sequence[Tensor],
         settings: Settings,
         *,
@@ -63,35 +104,49 @@ class Ranks(SingleRank):
         manual_reduce: bool = False,
         always: bool = False,
     ) -> None:
-        self._always = always
-        self._listener: Callable[[], Listener | None] = lambda: None
+        self._always, self._manual = always, manual_reduce
+        self._listener = _NOBODY
         self._parameters, self.settings = list(parameters), settings
-        self._engine = engine(self._forward_done, self._backward_starts, self._pass_begins)
-        weakref.finalize(self, self._engine.remove).atexit = False
-        self.sharded = self._engine.sharded
-        if isinstance(self._engine, Shards):
-            self._together = Together(self._engine, self._exchange_of_passes)
+        self._engine, self.sharded = engine, engine.sharded
+        engine.attach(self)
+        weakref.finalize(self, engine.remove).atexit = False
+        if isinstance(engine, Shards):
+            self._together = Together(engine, self._exchange_of_passes)
         try:
-            self._channel = Channel(self._engine.members, self._engine.group)
+            self._channel = Channel(engine.members, engine.group)
             self._check_same(steps, options or {})
         except BaseException:
-            self._engine.remove()
+            engine.remove()
             raise
         self.size, self.rank = self._channel.size, self._channel.rank
-        self.manual_reduce = manual_reduce or self._engine.manual_reduce
         self._closes = self._restored = self._uncounted = self._notified = False
         self._last = self._all_last = False  # whether this rank's epoch is over, and every rank's
-        self._offered: Any = None  # a message that this rank has nothing, which not all have answered
-        self._steps = 0
+        self._steps = self._windows = 0
+        self._settings: float | None = None
+        self._sent: Any = None
+        """A message that the other ranks' answers have not been read of."""
         self._restart()
-        self._engine.hold(False, False)
+        engine.hold(False, False)
 
     def attach(self, listener: Listener) -> None:
         self._listener = weakref.ref(listener)
 
+    def _listening(self) -> Listener:
+        return self._listener() or _SILENT
+
     def _restart(self) -> None:
-        self._announced = self._reducing = False
+        """A micro-batch begins."""
+        if self._sent is not None:  # of one that was never counted
+            self._read()
+        self._reports: list[_Report] | None = None  # of all ranks, about the window that closes
+        self._share: Total | None = None  # what this rank's has said that it weighs
+        self._reducing = False
         self._versions: list[tuple[int, int]] | None = None  # of the gradients, when a backward pass had reduced them
+
+    @property
+    def manual_reduce(self) -> bool:  # type: ignore[override]
+        # A backward pass reduces in a unit that is known before.
+        return self._manual or self._engine.manual_reduce or (self.unit is None and not self.sharded)
 
     def _check_same(self, steps: int | None, options: Mapping[str, Any]) -> None:
         texts = {name: repr(value) for name, value in options.items()}
@@ -116,90 +171,104 @@ class Ranks(SingleRank):
         waits = self.manual_reduce or self._restored or self._uncounted or not (counts or self.sharded)
         self._engine.hold(closes and not waits, self._always and not waits)
 
-    def agree_on_last(self, last: bool, repeatable: bool = True) -> bool:
-        if not isinstance(self._engine, Shards):
-            return last
-        known = self._engine.next_micro_batch()
-        messages = self._exchange(Kind.MICRO_BATCH, repeatable and known, last, self._engine.repeats)
-        self._check_kinds(messages, Kind.MICRO_BATCH)
-        lasts = [bool(numbers[2]) for numbers in messages]
-        if len({*lasts}) > 1 or any(numbers[3] for numbers in messages):
-            if not all(numbers[1] for numbers in messages):
+    def agree_on_last(self, last: bool) -> bool:
+        if self.sharded:
+            lasts = [report.last for report in self._meet(_Report(Kind.MICRO_BATCH, last=last))]
+            if len({*lasts}) > 1:
                 raise WindowError(
-                    "A sharded model needs the same passes on every rank, and a rank whose batches are used up can "
-                    "repeat its last micro-batch only if that has one backward pass, no GradScaler and no other "
-                    f"optimizer's batches. The last one has come: {by_rank(lasts)}. Pad or drop batches "
-                    "(DistributedSampler does), or use DistributedDataParallel."
+                    f"A sharded model needs the same passes on every rank. The last batch has come: {by_rank(lasts)}. "
+                    "Nothing was updated. Pad or drop batches (DistributedSampler does), or use TrainStep or "
+                    "DistributedDataParallel, which take different numbers."
                 )
-            if last:
-                self._engine.keep()
-            self._engine.compare()
-        return all(lasts)
-
-    def repeat(self) -> None:
-        if isinstance(self._engine, Shards):
-            self._engine.repeat()
+        return last
 
     def scale(self, factor: float, idle: bool = False) -> None:
         self._engine.scale(factor, idle)
 
     def continue_window(self) -> None:
+        if self._sent is not None:
+            self._read()
         if self._always and not self.manual_reduce and not self.reduced:
-            self._announce(Kind.MICRO_BATCH)
+            self._meet(_Report(Kind.MICRO_BATCH, self._steps, self._last))
             self._engine.reduce()
             self._engine.continues()
             self._reduction_done()
 
-    def _pass_begins(self, part: str) -> None:
-        self._together.collective_begins(part)
+    # What the model's hooks call.
+
+    def forward_starts(self, part: str) -> None:
+        """The forward pass of a sharded part begins, of which the ranks are compared; "": all of them are done."""
+        self._together.meet(part)
+
+    def forward_done(self) -> None:
+        """A forward pass whose backward pass reduces is done."""
+        if self._closes:
+            self._listening().forward_done(self.loss_scale)
+
+    def backward_starts(self) -> None:
+        """Its backward pass starts, or any of a sharded model."""
+        listener = self._listening()
+        listener.backward_starts()
+        if self.sharded and self.unit is None and (unit := self._together.meet("unit", listener.own_unit())):
+            self.unit = self.reduced_unit = unit
+            self._engine.scale_more(listener.take_unit(unit))
+        if not (self._closes or self._always) or self.manual_reduce:
+            return
+        if not self._reducing:
+            self._reducing = True
+            if isinstance(self._engine, Replicas):
+                if self._closes:
+                    self._share = listener.share() if self.settings.known_early else None
+                    self._send(self._report(Kind.WINDOW, self._share, fills=self._engine.filled))
+                else:
+                    self._send(_Report(Kind.MICRO_BATCH, self._steps, self._last))
+                self._engine.before_first_bucket(self.first_bucket)
+            after_backward(self._reduction_done)
+        self._engine.starts()
+
+    def first_bucket(self) -> None:
+        """DDP is about to reduce: a rank that won't come is missed now, before anybody waits for it there."""
+        if self._sent is not None:
+            self._read()
+
+    def _reduction_done(self) -> None:
+        self._versions = self._current_versions()
+        self._listening().reduced()
+
+    def _current_versions(self) -> list[tuple[int, int]]:
+        if self.sharded:  # it reduces in every backward pass of this micro-batch
+            return []
+        return [(0, -1) if p.grad is None else (id(p.grad), p.grad._version) for p in self._parameters]
+
+    # Passes of a sharded model.
 
     def begin_passes(self) -> None:
-        self._together.begin()
+        if self.sharded:
+            self._together.begin()
 
     def end_passes(self) -> None:
-        self._together.end()
+        if self.sharded:
+            self._together.end()
 
-    def ran_out(self, cost: int, *, final: bool) -> RanOut:
+    def ran_out(self, cost: int, *, final: bool) -> RankOutOfMemory:
         return self._together.ran_out(cost, final=final)
 
     @property
-    def failure(self) -> RanOut | None:
-        return self._together.failure
+    def failure(self) -> RankOutOfMemory | None:
+        return self._together.failure if self.sharded else None
 
     def start_over(self) -> None:
-        self._together.start_over()
+        if self.sharded:
+            self._together.start_over()
 
     def by_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> ByBlocks:
         return ShardedByBlocks(self, self._engine, model, blocks) if isinstance(self._engine, Shards) else ByBlocks()
 
     def alone(self) -> contextlib.AbstractContextManager[dict[Tensor, torch.dtype]]:
-        return self._together.shards.alone()
+        return self._together.shards.alone() if self.sharded else super().alone()
 
     def gathered_bytes(self, gradients: int) -> int:
-        return self._together.shards.gathered_bytes(gradients)
-
-    def _forward_done(self) -> None:
-        if self._closes and (listener := self._listener()) is not None:
-            listener.forward_done(self.loss_scale)
-
-    def _backward_starts(self) -> None:
-        if (listener := self._listener()) is not None:
-            listener.backward_starts()
-        if not (self._closes or self._always) or self.manual_reduce:
-            return
-        if not self._reducing:
-            self._announce(Kind.WINDOW if self._closes else Kind.MICRO_BATCH)
-            self._reducing = True
-            after_backward(self._reduction_done)
-        self._engine.starts()
-
-    def _reduction_done(self) -> None:
-        self._versions = self._current_versions()
-        if (listener := self._listener()) is not None:
-            listener.reduced()
-
-    def _current_versions(self) -> list[tuple[int, int]]:
-        return [(0, -1) if p.grad is None else (id(p.grad), p.grad._version) for p in self._parameters]
+        return self._together.shards.gathered_bytes(gradients) if self.sharded else gradients
 
     # The window's sum.
 
@@ -214,53 +283,93 @@ class Ranks(SingleRank):
     def reduced(self) -> bool:
         return self._versions is not None
 
-    def total(self, mine: Total) -> Total:
-        # Sharded models reduce in every backward pass of this micro-batch.
-        late = self._versions is not None and not self.sharded and self._versions != self._current_versions()
-        messages, settings = list[list[float]](), self.settings.number()
-        if not self._announced and self.sharded:
-            self._announce(Kind.WINDOW)
-        elif not self._announced and isinstance(self._engine, Replicas):
-            seen = late, self._engine.will_fill, self._engine.passes
-            messages = self._announce(Kind.FINISHED, *mine, *seen, settings)
-        if self._versions is None:
-            self._together.reduce() if self.sharded else self._engine.reduce()
-        self._engine.prepare()
+    def announce(self, mine: Total) -> None:
+        if not self.sharded and self._sent is None and self._reports is None:
+            self._share = mine
+            self._send(self._report(Kind.FINISHED, mine, fills=self._engine.will_fill))
+
+    def total(self, mine: Total, rescale: Callable[[float], None] | None = None) -> Total:
+        self._windows += 1
+        self._settings = None  # what a message has said before is compared
+        if self.reduced:
+            self.reduced_unit = self.unit or 1.0
+        late = self.reduced and self._versions != self._current_versions()
+        changed = late or (self._share is not None and self._share._replace(sums=()) != mine._replace(sums=()))
+        if self.sharded and self.reduced:
+            reports = self._meet(self._report(Kind.TOTAL, mine, fills=self._engine.filled))
+        else:
+            reports = self._closing(mine)
+            if not self.reduced:
+                self._reduce(reports, rescale)
+            self._engine.prepare()
+            compares = self._windows & (self._windows - 1) == 0 and any(r.kind is Kind.WINDOW for r in reports)
+            if changed or compares or not all(report.known for report in reports):
+                reports = self._meet(self._report(Kind.TOTAL, mine, late=late, fills=self._engine.filled))
         self._restart()
-        if not messages or any(numbers[0] != Kind.FINISHED for numbers in messages):
-            seen = late, self._engine.filled, self._engine.passes
-            messages = self._channel.exchange(Kind.TOTAL, 0, self._last or self._all_last, *mine, *seen, settings)
-            self._check_kinds(messages, Kind.TOTAL)
-        _, _, lasts, *totals, lates, filled, passes, numbers_of_settings = zip(*messages)
-        weights, given, largest, scales, next_scales, overflows, equal, idle = totals
-        if len({*passes}) > 1:
+        self._finish(reports)
+        total = self._added(reports)
+        _check_weighed([report.total for report in reports])
+        if len({report.settings for report in reports}) > 1:
+            self.settings.settle(self)
+        return total
+
+    def _closing(self, mine: Total) -> list[_Report]:
+        """What all ranks have said before the reduction."""
+        if self._sent is None and self._reports is None:
+            self._send(self._report(Kind.FINISHED, mine, fills=self._engine.will_fill))
+        if self._sent is not None:
+            self._read()
+        assert self._reports is not None
+        return self._reports
+
+    def _reduce(self, reports: list[_Report], rescale: Callable[[float], None] | None) -> None:
+        """Reduce the finished sum, in the unit of those that a backward pass reduces, else the largest weight."""
+        if self.sharded or any(report.kind is Kind.WINDOW for report in reports):
+            self.reduced_unit = self.unit or 1.0
+        else:
+            self.reduced_unit = max(report.total.largest for report in reports) or self.unit or 1.0
+        if rescale is not None:
+            rescale(self.reduced_unit)
+        self._together.reduce() if self.sharded else self._engine.reduce()
+
+    def _finish(self, reports: list[_Report]) -> None:
+        """The window is reduced: what stands beside the mean over the ranks goes, and the engine begins anew."""
+        if len({report.passes for report in reports}) > 1:
             self._engine.settle()
             raise WindowError(DIFFERENT_PASSES)
-        if any(lates):
+        if any(report.late for report in reports):
             # Another backward pass came after the one that reduced. Its gradients stand beside the mean over the ranks,
             # and the mean of that sum is right. From now on the reduction waits until step().
             self._engine.reduce()
-            self.manual_reduce = True
-        if any(filled) or any(lates):
+            self._manual = True
+        if any(report.fills or report.late for report in reports):
             self._drop_unused()
+        idle = [report.total.idle for report in reports]
         source = idle.index(False) if False in idle else 0
         self.buffers_from = source if any(idle) and not all(idle) else None
         self._engine.settle(source)
         self._restored = self._uncounted = False
-        self._all_last = all(lasts)
-        used = {scale for scale in scales if scale}
+        self._all_last = all(report.last for report in reports)
+
+    def _added(self, reports: list[_Report]) -> Total:
+        """What the window weighs on all ranks."""
+        totals = [report.total for report in reports]
+        used = {total.scale for total in totals if total.scale}
         # Where scales differ nevertheless, the sum is lost, as after an overflow.
-        overflow = any(overflows) or len(used) > 1
-        self.loss_scale = (min if overflow else max)([scale for scale in next_scales if scale], default=self.loss_scale)
-        if any(equal) and not all(same or not weight for same, weight in zip(equal, weights)):
-            ways = ["without a weight" if same else "weighed" if w else "none" for same, w in zip(equal, weights)]
-            raise WindowError(
-                "Some ranks weigh their micro-batches, by batches() or backward(loss, weight=...), and others don't: "
-                f"{by_rank(ways)}. Nothing was updated. Weigh them in the same way on every rank."
-            )
-        if len({*numbers_of_settings}) > 1:
-            self.settings.settle(self)
-        return Total(sum(weights), any(given), max(largest), min(used, default=0.0), self.loss_scale, overflow)
+        overflow = any(total.overflow for total in totals) or len(used) > 1
+        scales = [total.next_scale for total in totals if total.next_scale]
+        self.loss_scale = (min if overflow else max)(scales, default=self.loss_scale)
+        largest = max(total.largest for total in totals)
+        self.unit = largest or self.unit
+        return Total(
+            sum(total.weight for total in totals),
+            any(total.given for total in totals),
+            largest,
+            min(used, default=0.0),
+            self.loss_scale,
+            overflow,
+            sums=tuple(map(sum, zip(*(total.sums for total in totals)))),
+        )
 
     def compare_settings(self) -> None:
         if len({*self._numbers(self.settings.number())}) > 1:
@@ -306,93 +415,131 @@ class Ranks(SingleRank):
         return self._channel.broadcast(mine, source)
 
     def _numbers(self, number: float) -> list[float]:
-        messages = self._exchange(Kind.NUMBER, number)
-        self._check_kinds(messages, Kind.NUMBER)
-        return [numbers[1] for numbers in messages]
+        return [numbers[1] for numbers in self._exchange(Kind.NUMBER, number)]
 
     # Epochs.
 
     def end_epoch(self) -> None:
         self._last = True
 
-    def others_continue(self, *, wait: bool = True) -> bool | None:
+    def others_continue(self) -> bool:
         while not self._all_last:
-            if self._offered is None:
-                self._offered = self._begin(Kind.IDLE)
-            if not (wait or self._channel.arrived(self._offered)):
-                return None
-            messages, self._offered = self._hear(Kind.IDLE, self._offered), None
-            if self._announced:
+            idle = self._report(Kind.IDLE, Total(0.0, idle=True) if self.settings.known_early else None, fills=True)
+            if self.sharded and self._last:
+                idle = _Report(Kind.ENDED, last=True)
+            reports = self._meet(idle)
+            if self._reports is not None:
                 return True
-            self._all_last = all(numbers[2] for numbers in messages)
+            self._all_last = all(report.last for report in reports)
             if not self._last:
                 break
         return False
 
     def begin_epoch(self) -> None:
         self._last = self._all_last = False
-        if isinstance(self._engine, Shards):
-            self._engine.forget()
+
+    def offer_end(self) -> None:
+        if not self._all_last:
+            self._send(_Report(Kind.ENDED, last=True))
+
+    def check_end(self) -> None:
+        if self._sent is not None:
+            self._read()
+            self._all_last = True
 
     def abort(self, *, notified: bool = False) -> None:
-        self._notified, self._offered = notified, None
+        self._notified = notified
         if self.sharded:
             self._together.abort()
-        if not self._all_last and not self._announced:
+        if not (self._all_last or self._sent is not None or self._reports is not None):
             self._channel.post(Kind.ABORTED, 0, True)
 
     # Messages.
 
-    def _exchange(self, kind: Kind, *numbers: float) -> list[list[float]]:
+    def _report(self, kind: Kind, total: Total | None, *, late: bool = False, fills: bool = False) -> _Report:
+        """A message about a window, which is complete where the total is known."""
+        known = total is not None
+        steps, last = 0 if kind is Kind.IDLE else self._steps, self._last or self._all_last
+        if known and (kind is not Kind.TOTAL or self._settings is None):
+            self._settings = self.settings.number()
+        settings = self._settings if known and self._settings is not None else 0.0
+        return _Report(kind, steps, last, known, late, fills, self._engine.passes, settings, total or Total(0.0))
+
+    def _meet(self, report: _Report) -> list[_Report]:
+        """Send a message, and wait for every rank's."""
+        self._send(report)
+        return self._read()
+
+    def _send(self, report: _Report) -> None:
         self._check_posted()
-        return self._channel.exchange(kind, *numbers)
+        self._sent = report.kind, self._channel.send(*report.numbers())
+
+    def _read(self) -> list[_Report]:
+        """Wait for every rank's answer to the message that was sent; what they say about a window's end is kept."""
+        (kind, sent), self._sent = self._sent, None
+        reports = [_Report.read(numbers) for numbers in self._channel.receive(sent)]
+        kinds = [report.kind for report in reports]
+        if self._last and Kind.ABORTED in kinds and {*kinds} <= {Kind.ABORTED, Kind.IDLE}:
+            return reports  # a rank has left an epoch that is over here
+        self._check_kinds(kinds, *(_CLOSING if kind in _CLOSING else (kind,)))
+        lengths = [report.steps for report in reports]
+        if len({*lengths} - {0}) > 1:
+            raise WindowError(f"`steps` must be the same on every rank. Received: {by_rank(lengths)}.")
+        if kind in _CLOSING and any(other in (Kind.WINDOW, Kind.FINISHED) for other in kinds):
+            self._reports = reports
+        return reports
+
+    def _exchange(self, kind: Kind, *numbers: float) -> list[list[float]]:
+        """Numbers of all ranks, behind one that says what they are about."""
+        self._check_posted()
+        messages = self._channel.exchange(kind, *numbers)
+        self._check_kinds([Kind(int(numbers[0])) for numbers in messages], kind)
+        return messages
 
     def _exchange_of_passes(self, *numbers: float) -> list[list[float]]:
-        messages = self._exchange(Kind.FORWARD, *numbers)
-        self._check_kinds(messages, Kind.FORWARD)
-        return messages
+        return self._exchange(Kind.FORWARD, *numbers)
 
     def _check_posted(self) -> None:
         for earlier in self._channel.posted():
             if not self._notified:
-                self._check_kinds(earlier, Kind.ABORTED, Kind.IDLE)
+                self._check_kinds([Kind(int(numbers[0])) for numbers in earlier], Kind.ABORTED, Kind.IDLE)
 
-    def _announce(self, kind: Kind, *total: float) -> list[list[float]]:
-        """Say that a reduction is about to begin, and on which terms."""
-        return self._hear(kind, self._begin(kind, *total))
-
-    def _begin(self, kind: Kind, *total: float) -> Any:
-        self._check_posted()
-        steps = self._steps if kind is not Kind.IDLE else 0
-        self._announced = kind in (Kind.WINDOW, Kind.FINISHED)
-        return self._channel.send(kind, steps, self._last or (self._all_last and self._announced), *total)
-
-    def _hear(self, kind: Kind, sent: Any) -> list[list[float]]:
-        messages = self._channel.receive(sent)
-        kinds = {numbers[0] for numbers in messages}
-        if Kind.ABORTED in kinds and kinds <= {Kind.ABORTED, Kind.IDLE} and self._last:
-            return messages
-        self._check_kinds(messages, *((kind,) if kind is Kind.MICRO_BATCH else (Kind.WINDOW, Kind.FINISHED, Kind.IDLE)))
-        lengths = [int(numbers[1]) for numbers in messages]
-        if len({*lengths} - {0}) > 1:
-            raise WindowError(f"`steps` must be the same on every rank. Received: {by_rank(lengths)}.")
-        self._announced = not kinds.isdisjoint((Kind.WINDOW, Kind.FINISHED))
-        return messages
-
-    def _check_kinds(self, messages: list[list[float]], *expected: Kind) -> None:
+    def _check_kinds(self, kinds: Sequence[Kind], *expected: Kind) -> None:
         """Raise if a rank is not where this one is."""
-        kinds = [Kind(int(numbers[0])) for numbers in messages]
         if all(kind in expected for kind in kinds):
             return
-        left = [rank for rank, kind in enumerate(kinds) if kind is Kind.ABORTED]
-        if left:
-            self._announced = True  # this rank's message has met theirs: it needs no other one to leave
-            raise WindowError(
-                f"Rank{'s' * (len(left) > 1)} {', '.join(map(str, left))} left in the middle of an epoch, by an error "
-                "or a break, while other ranks went on. Nothing was updated. Look at the error there; a `break` must "
-                f"come on all ranks at once. (Rank {self._channel.rank} says this.)"
-            )
+        self._reports = self._reports or []  # this rank's message has met theirs: it needs no other one to leave
+        for kind, error in _ELSEWHERE.items():
+            found = [rank for rank, theirs in enumerate(kinds) if theirs is kind]
+            if found:
+                ranks = f"Rank{'s' * (len(found) > 1)} {', '.join(map(str, found))}"
+                raise WindowError(f"{ranks} {error} (Rank {self.rank} says this.)")
         raise WindowError(
             f"The ranks are at different places: {by_rank([kind.name for kind in kinds])}. Call step(), flush() and "
             "batches() in the same order on every rank."
+        )
+
+
+_SILENT = Listener()
+
+_ELSEWHERE = {
+    Kind.ABORTED: "left in the middle of an epoch, by an error or a break, while other ranks went on. Nothing was "
+    "updated. Look at the error there; a `break` must come on all ranks at once.",
+    Kind.ENDED: "came to the end of an epoch while other ranks went on. Nothing was updated. Ranks of a sharded model, "
+    "and those on which several optimizers share batches, need the same number of batches: pad or drop some "
+    "(DistributedSampler does). TrainStep, and one optimizer over DistributedDataParallel, take different numbers.",
+    Kind.TOTAL: "changed a window's gradient or weight after its reduction had begun, by another backward pass or "
+    "weight, and other ranks did not: they have made the update without it. Go on from a checkpoint. Run the backward "
+    "passes of a micro-batch on all ranks, or as one: (loss + other_loss).backward().",
+}
+"""What a rank that is elsewhere has done."""
+
+
+def _check_weighed(totals: Sequence[Total]) -> None:
+    """Raise where some ranks weigh their micro-batches and others don't."""
+    if any(total.equal for total in totals) and not all(total.equal or not total.weight for total in totals):
+        ways = ["without a weight" if t.equal else "weighed" if t.weight else "none" for t in totals]
+        raise WindowError(
+            "Some ranks weigh their micro-batches, by batches() or backward(loss, weight=...), and others don't: "
+            f"{by_rank(ways)}. Nothing was updated. Weigh them in the same way on every rank."
         )

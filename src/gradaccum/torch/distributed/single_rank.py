@@ -1,4 +1,4 @@
-"""What a window asks of the other ranks, and the answers where there are none."""
+"""What a window asks of the other ranks of a data-parallel model, and the answers on a single device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from gradaccum.errors import WindowError
 from gradaccum.torch.distributed.by_blocks import ByBlocks
 
-__all__ = ["Listener", "Meeting", "RanOut", "Settings", "SingleRank", "Total", "by_rank"]
+__all__ = ["SUMS", "Listener", "Meeting", "RankOutOfMemory", "Settings", "SingleRank", "Total", "by_rank"]
+
+SUMS = 8
 
 
 class Total(NamedTuple):
@@ -35,25 +37,23 @@ class Total(NamedTuple):
     """Whether micro-batches count equally, since nobody has said what they weigh."""
     idle: bool = False
     """Whether no micro-batch has run."""
+    sums: tuple[float, ...] = ()
+    """Up to `SUMS` numbers to be added up along with it."""
 
 
-class RanOut(Exception):  # no error of its own: all ranks hear of one's at once
+class RankOutOfMemory(Exception):  # no error of its own: all ranks hear of one's at once
     """Memory ran out on some ranks, in passes that all of them run together.
 
-    Args:
-        costs: By rank, what the micro-batch had that did not fit: rows, or tokens.
-        final: Whether nothing smaller can be tried there.
+    `costs`: by rank, the rows or tokens of the micro-batch that did not fit; `final`: nothing smaller can be tried.
     """
 
     def __init__(self, costs: Mapping[int, int], final: bool) -> None:
         self.costs, self.final = dict(costs), final
-        named = ", ".join(map(str, sorted(costs)))
-        self.ranks = f"rank{'s' * (len(costs) > 1)} {named}"
-        """Those ranks, by name."""
+        self.ranks = f"rank{'s' * (len(costs) > 1)} {', '.join(map(str, sorted(costs)))}"
         super().__init__(f"Memory ran out on {self.ranks}.")
 
 
-class Listener(Protocol):
+class Listener:
     """What an optimizer's window does while its ranks run a micro-batch. `SingleRank` never calls it."""
 
     def forward_done(self, loss_scale: float) -> None:
@@ -61,6 +61,18 @@ class Listener(Protocol):
 
     def backward_starts(self) -> None:
         """A backward pass starts: any of a sharded model, else one that reduces."""
+
+    def share(self) -> Total | None:
+        """What `total` will be called with after the backward pass that starts; None: only that pass will tell."""
+        return None
+
+    def own_unit(self) -> float:
+        """What the gradients that are about to arrive are multiples of; 0: they weigh nothing."""
+        return 0.0
+
+    def take_unit(self, unit: float) -> float:
+        """They are multiples of this unit from now on, on all ranks; the sum is empty. Returns their factor."""
+        return 1.0
 
     def reduced(self) -> None:
         """A backward pass has reduced the window's sum."""
@@ -79,16 +91,18 @@ class Meeting(Protocol):
 class Settings:
     """What an update does beside the gradient, which must be the same on all ranks: its hyperparameters.
 
-    Args:
-        groups: Returns the groups of the optimizers that make it.
+    `groups` returns the groups of the optimizers that make the update.
     """
+
+    known_early = True
+    """Whether they are what they will be at the update when the window's last backward pass starts."""
 
     def __init__(self, groups: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
         self._groups, self._compared = groups, 0
         self._last, self._number = list[dict[str, Any]](), 0
 
     def number(self) -> float:
-        """Goes with a window's message, and differs where these do. Waits for a device in windows 1, 2, 4, 8, ..."""
+        """Goes with a window's message, and differs where these do. Waits for a device at calls 1, 2, 4, 8, ..."""
         self._compared += 1
         mine = self.hyperparameters(wait=self._compared & (self._compared - 1) == 0)
         if mine != self._last:
@@ -96,11 +110,7 @@ class Settings:
         return self._number
 
     def settle(self, ranks: Meeting) -> None:
-        """The ranks' numbers differ, on all of them.
-
-        Raises:
-            WindowError: So do their hyperparameters.
-        """
+        """The ranks' numbers differ, on all of them: a WindowError if their hyperparameters do."""
         self.check(ranks.gather(self.hyperparameters()))
 
     def hyperparameters(self, *, wait: bool = True) -> list[dict[str, Any]]:
@@ -116,11 +126,7 @@ class Settings:
 
     @staticmethod
     def check(everybody: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        """Compare the hyperparameters of all ranks.
-
-        Raises:
-            WindowError: They differ.
-        """
+        """Raise a WindowError where the hyperparameters of all ranks differ."""
         different = list[str]()
         for place, groups in enumerate(itertools.zip_longest(*everybody, fillvalue={})):
             for name in dict.fromkeys(name for group in groups for name in group):
@@ -159,11 +165,16 @@ class SingleRank:
 
     is_distributed = False
     sharded = False
-    """Whether all ranks must run the same forward and backward passes, as sharded models do."""
+    """Whether all ranks must run the same forward and backward passes, as the ranks of a sharded model do."""
     size = 1
     rank = 0
     manual_reduce = False
-    """Whether the reduction waits until the window's sum is finished, rather than run in the last backward pass."""
+    """Whether the open window is reduced when its sum is finished, rather than in its last backward pass."""
+    unit: float | None = None
+    """What all ranks' sums are multiples of in a window that a backward pass reduces: a micro-batch's weight, so that
+    what is reduced is of the gradients' own size, in float16 too. None until the ranks have agreed on one."""
+    reduced_unit = 1.0
+    """What the sum is a multiple of that `total` has reduced last."""
     buffers_from: int | None = None
     """The first rank whose micro-batches have run in the last window; None where they have on all ranks, or on none."""
     loss_scale = 0.0
@@ -182,29 +193,11 @@ class SingleRank:
     # Passes.
 
     def expect(self, closes: bool, steps: int, last: bool = False, counts: bool = True) -> None:
-        """What the next micro-batch is, before its forward pass.
+        """Before the next micro-batch: whether it closes the window, is the epoch's last here, weighs anything."""
 
-        Args:
-            closes: It closes the window.
-            steps: The window's length.
-            last: It is the last one of this rank's epoch.
-            counts: It weighs something.
-        """
-
-    def agree_on_last(self, last: bool, repeatable: bool = True) -> bool:
-        """A micro-batch of `batches()` begins. Returns whether it is the last one on every rank of a sharded model.
-
-        Args:
-            last: It is this rank's last one, or this rank has none left. A last one's passes may have to be repeated.
-            repeatable: They can be.
-
-        Raises:
-            WindowError: It is the last one on some ranks only, and cannot be repeated there.
-        """
+    def agree_on_last(self, last: bool) -> bool:
+        """A micro-batch of `batches()` begins, this rank's `last` one perhaps. A WindowError where that can't be."""
         return last
-
-    def repeat(self) -> None:
-        """Run the passes of this rank's last micro-batch again, with a gradient of zeros, for the other ranks' sake."""
 
     def scale(self, factor: float, idle: bool = False) -> None:
         """Multiply the gradients of a sharded model as they arrive; `idle`: as if there had been no backward pass."""
@@ -218,24 +211,15 @@ class SingleRank:
         """The passes of a window begin: before each collective of the model the ranks ask each other."""
 
     def end_passes(self) -> None:
-        """They are over.
+        """They are over; a RankOutOfMemory where they aren't on all ranks."""
 
-        Raises:
-            RanOut: Not on all ranks.
-        """
-
-    def ran_out(self, cost: int, *, final: bool) -> RanOut:
-        """Tell the other ranks that memory ran out here. Returns what they all know by now.
-
-        Args:
-            cost: What the micro-batch had that did not fit: rows, or tokens.
-            final: Nothing smaller can be tried.
-        """
-        return RanOut({self.rank: cost}, final)
+    def ran_out(self, cost: int, *, final: bool) -> RankOutOfMemory:
+        """Tell the other ranks that memory ran out here, on so many rows or tokens. Returns what they all know."""
+        return RankOutOfMemory({self.rank: cost}, final)
 
     @property
-    def failure(self) -> RanOut | None:
-        """What the ranks have told each other of memory that ran out, since `begin_passes`."""
+    def failure(self) -> RankOutOfMemory | None:
+        """What the ranks know of each other's memory since `begin_passes`."""
         return None
 
     def start_over(self) -> None:
@@ -268,30 +252,27 @@ class SingleRank:
         """Whether a backward pass has reduced the open window's sum."""
         return False
 
-    def total(self, mine: Total) -> Total:
+    def total(self, mine: Total, rescale: Callable[[float], None] | None = None) -> Total:
         """Bring `p.grad` to its mean over the ranks, at the window's end. Returns what the window weighs on all.
+
+        `rescale` brings this rank's sum to the unit that it is called with, where no backward pass has reduced it.
 
         Raises:
             WindowError: A rank has left, or differs from the others in its `settings`, or in whether it weighs.
         """
         return mine
 
-    def compare_settings(self) -> None:
-        """Compare `settings` by a message of their own, where an update begins before `total`.
+    def announce(self, mine: Total) -> None:
+        """Say in advance what `total` will be called with, while a backward pass still runs: no rank waits then."""
 
-        Raises:
-            WindowError: They differ.
-        """
+    def compare_settings(self) -> None:
+        """Compare `settings` by a message of their own, where an update begins before `total`."""
 
     def reduce_pending(self) -> None:
         """Have all that a sharded model's open window has added up in `p.grad`, to be saved. All ranks take part."""
 
     def restored(self, parameters: Sequence[Tensor]) -> None:
-        """The open window came from a checkpoint: the engine has not seen where its gradients came from.
-
-        Args:
-            parameters: Those that have a gradient there.
-        """
+        """The open window came from a checkpoint, in which these parameters have a gradient."""
 
     # Numbers and objects of all ranks. All ranks take part.
 
@@ -328,20 +309,21 @@ class SingleRank:
     def end_epoch(self) -> None:
         """This rank's epoch is over."""
 
-    def others_continue(self, *, wait: bool = True) -> bool | None:
-        """Whether other ranks close one more window, in which this one takes part with nothing.
-
-        Args:
-            wait: For the answer; else None may be returned as long as there is none.
-        """
+    def others_continue(self) -> bool:
+        """Whether other ranks close one more window, in which this one takes part with nothing."""
         return False
 
     def begin_epoch(self) -> None:
         """The epoch is over on all ranks: the next one may begin."""
 
+    def offer_end(self) -> None:
+        """The batches that several optimizers share are used up here. `check_end` waits for the other ranks' word."""
+
+    def check_end(self) -> None:
+        """A WindowError where other ranks go on after `offer_end`."""
+
     def abort(self, *, notified: bool = False) -> None:
         """This rank drops out in the middle of an epoch: the others must not wait for it.
 
-        Args:
-            notified: Whoever called has an error of this rank's own, and may go on with all ranks.
+        `notified`: whoever called has an error of this rank's own, and may go on with all ranks.
         """

@@ -29,7 +29,7 @@ from gradaccum.on_torch.fitting import Fitting, StartOver, nothing_fits
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.torch.distributed.by_blocks import ByBlocks
 from gradaccum.torch.distributed.fsdp import Shards
-from gradaccum.torch.distributed.single_rank import RanOut, SingleRank
+from gradaccum.torch.distributed.single_rank import RankOutOfMemory, SingleRank
 
 __all__ = ["DIFFERENT_PASSES", "Together", "run_by_blocks", "run_together"]
 
@@ -48,43 +48,40 @@ _AGAIN, _FINAL = 1, 2
 class Together:
     """Has the ranks ask each other before each collective of a sharded model.
 
-    Args:
-        shards: The sharded parts.
-        exchange: Sends numbers, and returns every rank's, behind one that says what they are about.
+    `exchange` sends numbers, and returns every rank's, behind one that says what they are about.
     """
 
     def __init__(self, shards: Shards, exchange: Callable[..., list[list[float]]]) -> None:
         self.shards = shards
         self._exchange = exchange
-        self.failure: RanOut | None = None
+        self.failure: RankOutOfMemory | None = None
         """What the ranks know of each other."""
 
     def begin(self) -> None:
         """The passes of a window begin."""
         self.failure = None
-        self.shards.ask_before(self.collective_begins)
+        self.shards.ask_before(self.meet)
 
     def end(self) -> None:
         """They are over; the reduction is to come."""
-        self.collective_begins("")
+        self.meet("")
 
-    def collective_begins(self, name: str) -> None:
+    def meet(self, name: str, number: float = 0.0) -> float:
         """A collective is about to begin, or a sharded part's forward pass; `""`: all passes are done.
 
-        Raises:
-            RanOut: Some ranks won't come to it.
-            WindowError: A rank has raised something else, or is about to begin something else.
+        Returns the largest number that a rank has come with; a RankOutOfMemory where some ranks won't come.
         """
         if self.failure is not None:  # code of the user's has gone on after the error
             raise self.failure
-        messages = self._exchange(zlib.crc32(name.encode()))
+        messages = self._exchange(zlib.crc32(name.encode()), 0, 0, number)
         self._hear(messages)
         if self.failure is not None:
             raise self.failure
         if len({numbers[1] for numbers in messages}) > 1:
             raise WindowError(f"{DIFFERENT_PASSES} This rank has come to {name or 'the end'!r}.")
+        return max(numbers[4] for numbers in messages)
 
-    def ran_out(self, cost: int, *, final: bool) -> RanOut:
+    def ran_out(self, cost: int, *, final: bool) -> RankOutOfMemory:
         """Tell the other ranks that memory ran out here. Returns what they all know by now."""
         if self.failure is None:
             self._hear(self._exchange(0, _FINAL if final else _AGAIN, cost))
@@ -95,7 +92,7 @@ class Together:
         costs = {rank: int(numbers[3]) for rank, numbers in enumerate(messages) if numbers[2]}
         if costs:
             final = any(numbers[2] == _FINAL for numbers in messages)
-            self.failure = RanOut(costs, final)
+            self.failure = RankOutOfMemory(costs, final)
 
     def reduce(self) -> None:
         """Reduce the window's sum.
@@ -105,7 +102,7 @@ class Together:
         """
         try:
             self.shards.reduce()
-        except RanOut as found:
+        except RankOutOfMemory as found:
             raise torch.OutOfMemoryError(
                 f"Memory ran out on {found.ranks} while the gradients of a sharded model were reduced, which smaller "
                 "micro-batches cannot help. No update was made."
@@ -213,7 +210,7 @@ def run_by_blocks(
     _begin_again(found, ranks, fitting, plan)
 
 
-def _what_ranks_know(error: Exception, ranks: SingleRank, plan: Rows | Tokens, running: Piece) -> RanOut:
+def _what_ranks_know(error: Exception, ranks: SingleRank, plan: Rows | Tokens, running: Piece) -> RankOutOfMemory:
     """What the ranks know of each other, now that this error has ended passes on this one.
 
     Raises:
@@ -230,7 +227,7 @@ def _what_ranks_know(error: Exception, ranks: SingleRank, plan: Rows | Tokens, r
     return found
 
 
-def _begin_again(found: RanOut, ranks: SingleRank, fitting: Fitting, plan: Rows | Tokens) -> None:
+def _begin_again(found: RankOutOfMemory, ranks: SingleRank, fitting: Fitting, plan: Rows | Tokens) -> None:
     """Have all ranks begin the batch again. Out of reach of the error's frames, so that their memory is free."""
     fitting.give_up()
     ranks.start_over()
@@ -239,8 +236,8 @@ def _begin_again(found: RanOut, ranks: SingleRank, fitting: Fitting, plan: Rows 
     raise StartOver
 
 
-def _final(error: Exception, found: RanOut, alone: str | None) -> torch.OutOfMemoryError:
-    if not isinstance(error, RanOut):
+def _final(error: Exception, found: RankOutOfMemory, alone: str | None) -> torch.OutOfMemoryError:
+    if not isinstance(error, RankOutOfMemory):
         if alone is not None:
             return nothing_fits(error, alone)
         return torch.OutOfMemoryError(

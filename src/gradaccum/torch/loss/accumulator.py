@@ -50,6 +50,7 @@ class LossAccumulator:
         batch: The large batch.
         total: What it weighs, where others share it: summed over the ranks, say. None: what the objective says.
         unit: What weights that only the forward pass tells are multiples of. None: the first of them.
+        multiples: Whether sums of losses are kept in multiples of it, too.
 
     Example:
         >>> objective = Objective(torch.nn.Linear(3, 2), loss_fn=torch.nn.CrossEntropyLoss())
@@ -70,7 +71,12 @@ class LossAccumulator:
     """Whether parts of the graphs go backward once more after the loss has."""
 
     def __init__(
-        self, objective: Objective, batch: Batch, total: Weight | None = None, unit: Weight | None = None
+        self,
+        objective: Objective,
+        batch: Batch,
+        total: Weight | None = None,
+        unit: Weight | None = None,
+        multiples: bool = False,
     ) -> None:
         objective.renew()
         self.objective = objective
@@ -78,7 +84,8 @@ class LossAccumulator:
         self._summed = objective.reduction == "mean" and objective.weight is None and objective.by_targets(batch)
         # Sums, of a torch.nn loss or of the user's own, are all multiplied by the same.
         self._one = None if self.total is None else ratio(1.0, self.total)
-        self._given_unit = unit
+        self._given_unit, self._multiples = unit, multiples
+        self._adds = self._summed or objective.reduction == "sum"
         self.restart()
 
     def restart(self) -> None:
@@ -88,7 +95,8 @@ class LossAccumulator:
         self._read = 0.0
         self._dtype: torch.dtype | None = None
         self._divisor: Weight | None = None
-        self._unit = self._given_unit
+        self._unit, self._rescaled = self._given_unit, 1.0
+        self._arriving: Weight = 0.0
 
     @property
     def divisor(self) -> Weight | None:
@@ -141,6 +149,16 @@ class LossAccumulator:
         unit = 1.0 if self._unit is None else float(self._unit)
         return unit, float(self._divisor) * unit
 
+    def own_unit(self) -> float:
+        """In a backward pass: what its gradients are multiples of; 0 where it is none of a micro-batch that counts."""
+        return float(self._arriving)
+
+    def take_unit(self, unit: float) -> float:
+        """Have other ranks' unit, in the window's first backward pass. Returns the factor of what arrives there."""
+        self._rescaled = (self.own_unit() or unit) / unit
+        self._unit = self._given_unit = unit
+        return self._rescaled
+
     @property
     def sum(self) -> Tensor:
         """The sum of the weighted losses so far, without a graph."""
@@ -176,9 +194,11 @@ class LossAccumulator:
         if weight is not None:
             if is_zero(weight):
                 return WeightedLoss(None, weight=weight, weightless=loss)
-            if self._summed or objective.reduction == "sum":
+            if self._adds and not self._multiples:
                 return WeightedLoss(loss, weight=weight)
             unit = self._unit if self._unit is not None else _unit(weight)
+            if self._adds:
+                return WeightedLoss(loss, ratio(1.0, unit), weight=weight)
             return WeightedLoss(where_any(loss, weight), ratio(weight, unit), weight=weight)
         if self._divisor is not None:
             raise ValueError("`compute_loss` must return (loss, weight) always or never. Received: both in one batch.")
@@ -199,13 +219,9 @@ class LossAccumulator:
             weighted: What `forward` returned.
             loss: Its loss, or that multiplied by a GradScaler's scale.
         """
-        if (
-            weighted.weight is not None
-            and not self._summed
-            and self.objective.reduction == "mean"
-            and self._unit is None
-        ):
+        if weighted.weight is not None and self._unit is None and (self._multiples or not self._adds):
             self._unit = _unit(weighted.weight)  # what arrives of this pass is a multiple of it, should the rest fail
+        self._arriving = 1.0 if weighted.weight is None or self._unit is None else self._unit
         starts, key = self.objective.starts, (_key(weighted.factor), loss.dtype, loss.device)
         if key not in starts:
             start = times(torch.ones_like(loss, requires_grad=False), weighted.factor)
@@ -215,14 +231,16 @@ class LossAccumulator:
     def add(self, weighted: WeightedLoss) -> None:
         """Count a micro-batch whose gradient has arrived."""
         self.ran = self.ran or weighted.loss is not None or weighted.weightless is not None
-        loss = weighted.loss
+        loss, factor, self._arriving = weighted.loss, weighted.factor, 0.0
+        if self._rescaled != 1.0:
+            factor, self._rescaled = factor * self._rescaled, 1.0
         if loss is not None and type(loss) is Tensor and loss.is_cpu:
-            self._read += loss.item() * float(weighted.factor)
+            self._read += loss.item() * float(factor)
             self._dtype = loss.dtype
         elif loss is not None:
-            key = _key(weighted.factor)
+            key = _key(factor)
             if key not in self._losses:
-                self._losses[key] = weighted.factor, []
+                self._losses[key] = factor, []
             self._losses[key][1].append(loss.detach())
         weight = weighted.weight
         if weight is not None:

@@ -15,7 +15,7 @@ from gradaccum.on_torch.foreach import all_finite, scale_
 from gradaccum.on_torch.grad_buffer import Arrivals, GradientBuffer, ScreenedBuffer
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.stages import Stage, Unscale, WindowTotal, gradient_stages, run_stages
-from gradaccum.torch.distributed import SingleRank, Total
+from gradaccum.torch.distributed import Listener, SingleRank, Total
 from gradaccum.torch.guard import Guard, failed_error, tampering_error, untouched_error
 from gradaccum.torch.loss import (
     NamedLoss,
@@ -36,7 +36,7 @@ logger = logging.getLogger("gradaccum")
 Nonfinite = Literal["propagate", "skip_window", "skip_micro_batch"]
 
 
-class Accumulation:
+class Accumulation(Listener):
     """The open window of one optimizer, with its gradients.
 
     For each micro-batch: `expect` (optional) says what it weighs, gradients arrive through `backward` or by themselves,
@@ -67,8 +67,6 @@ class Accumulation:
     ) -> None:
         self.window = Window(reduction=reduction)
         self.ranks = SingleRank() if ranks is None else ranks
-        self.unit = 1.0
-        """What all ranks' sums are multiples of, when they are reduced."""
         self.noise = noise
         self.clip_grad_norm, self.clip_grad_value, self.nonfinite = clip_grad_norm, clip_grad_value, nonfinite
         self.screened = ScreenedBuffer(parameters, accumulate_dtype) if nonfinite == "skip_micro_batch" else None
@@ -88,7 +86,7 @@ class Accumulation:
         """An empty window; where a backward pass will reduce it, its unit must be the other ranks', too."""
         self.window.close()
         if self.ranks.is_distributed and not self.ranks.manual_reduce:
-            self.window.unit = self.unit
+            self.window.unit = self.ranks.unit
 
     def parameters_added(self) -> None:
         """Parameters have joined a group: they are summed and watched like the others."""
@@ -123,8 +121,7 @@ class Accumulation:
                 self.sums.detach()
                 self.guard.restart()
         elif window.reduction == "mean" and weight != window.unit and not (self.by_name and self.by_name.terms):
-            if self.ranks.is_distributed and not self.ranks.manual_reduce:
-                assert window.unit is not None
+            if self.ranks.is_distributed and not self.ranks.manual_reduce and window.unit is not None:
                 arriving = weight / window.unit
             else:  # a gradient that comes through loss.backward() joins the sum as it is, so the sum takes its unit
                 factor = window.rescale(weight)
@@ -148,6 +145,8 @@ class Accumulation:
                 self.loss.restart()
             if weight is None and one.default_given:
                 weight = one.default
+        if weight is not None and self.ranks.sharded and self.ranks.unit is None:
+            window.unit = None  # the ranks agree on one in this pass, by what it weighs
         factor = window.weigh(weight)
         if one.weight == 0 and not self.ranks.sharded:
             self.loss_scale.rescale_()  # no backward pass will do it
@@ -346,14 +345,12 @@ class Accumulation:
         window, ranks, scale = self.window, self.ranks, self.loss_scale
         manual_reduce = not ranks.reduced
         if manual_reduce:
-            if window.reduction == "mean":
-                self.sums.scale_(window.rescale(self.unit))
             scale.bring_to(ranks.loss_scale)
         weights = window.weight, window.weights_given, window.largest
-        everybody = ranks.total(Total(*weights, *scale.agreement(), window.equal, idle=not window.micro_batches))
+        mine = Total(*weights, *scale.agreement(), window.equal, idle=not window.micro_batches)
+        everybody = ranks.total(mine, self._rescale)
         scale.agree(ranks.loss_scale)
         window.weight, window.weights_given = everybody.weight, everybody.given
-        self.unit = everybody.largest or self.unit
         total.scale, total.overflow = everybody.scale or None, everybody.overflow
         if everybody.scale and manual_reduce and ranks.sharded and not everybody.overflow:
             # The scaler has not seen what FSDP kept; each rank has looked at its shard.
@@ -362,7 +359,34 @@ class Accumulation:
         self._weigh(total)
         return True
 
+    def _rescale(self, unit: float) -> None:
+        if self.window.reduction == "mean":
+            factor = self.window.rescale(unit)
+            if factor != 1.0:
+                self.sums.scale_(factor)
+
     # What `ranks` calls: a `gradaccum.torch.distributed.Listener`.
+
+    def share(self) -> Total | None:
+        """What the window weighs with the micro-batch in progress; a GradScaler's verdict comes after its pass."""
+        window, one = self.window, self.window.micro_batch
+        if self.loss_scale.known:
+            return None
+        weight = one.default if one.weight is None else one.weight
+        given = window.weights_given or one.given or (one.weight is None and one.default_given)
+        total = window.weight + weight
+        equal = not (given or one.in_batches) and total > 0 and window.reduction == "mean"
+        return Total(total, given, max(window.largest, weight), equal=equal)
+
+    def own_unit(self) -> float:
+        window, one = self.window, self.window.micro_batch
+        weight = one.default if one.weight is None else one.weight
+        return (window.unit or weight) if weight and window.reduction == "mean" else float(weight > 0)
+
+    def take_unit(self, unit: float) -> float:
+        factor = (self.own_unit() or unit) / unit
+        self.window.rescale(unit)
+        return factor
 
     def forward_done(self, loss_scale: float) -> None:
         self.loss_scale.adopt(loss_scale)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -136,21 +135,20 @@ class Batches:
     def _end(self) -> list[bool]:
         """The loop has used the last batch. Returns for each optimizer whether the epoch had one, on any rank.
 
-        Other ranks may go on, and close the windows of several optimizers in turns, of which this one knows nothing.
+        Other ranks may go on, and close more windows. Those of several optimizers come in an order that this rank
+        doesn't know, so there they must not.
         """
         ending = [member for member in self.members if member.windows.source is self]
         updates = [member.windows.updates for member in ending]
         for member in ending:
             member.end()
-        waiting = [member.windows for member in ending]
-        while waiting:
-            answers = [(windows, windows.ranks.others_continue(wait=len(waiting) == 1)) for windows in waiting]
-            for windows, goes_on in answers:
-                if goes_on:
-                    windows.take_part()
-            waiting = [windows for windows, goes_on in answers if goes_on is not False]
-            if all(goes_on is None for _, goes_on in answers):
-                time.sleep(1e-4)
+        if len(self.members) > 1:
+            for member in ending:
+                member.windows.ranks.offer_end()
+            for member in ending:
+                member.windows.ranks.check_end()
+        for member in ending:
+            member.windows.keep_up()
         others = [True] * (len(self.members) - len(ending))  # another loop has begun since
         return others + [member.close(before) for member, before in zip(ending, updates, strict=True)]
 
@@ -351,7 +349,6 @@ class _Member:
     def __init__(self, windows: Windows, weight: Callable[[Any], float] | None) -> None:
         self.windows = windows
         self.weigh = BatchWeight(weight)
-        self._over = True
         self._first_unused: bool | None = None
 
     def begin(self, batches: Batches, resumed: bool) -> None:
@@ -376,11 +373,9 @@ class _Member:
 
     def _expect(self, weight: float, given: bool, last: bool) -> None:
         windows, ranks = self.windows, self.windows.ranks
-        self._over = last
         if ranks.is_distributed:
-            alone = not isinstance(windows.source, Batches) or len(windows.source.members) == 1
-            self._over = ranks.agree_on_last(last, alone and not windows.accumulation.loss_scale.known)
-        windows.accumulation.expect(weight, given, self._over)
+            ranks.agree_on_last(last)
+        windows.accumulation.expect(weight, given, last)
         if ranks.is_distributed:
             windows.expect_next(counts=weight > 0)
 
@@ -395,11 +390,6 @@ class _Member:
         """The loop has used the last batch."""
         windows = self.windows
         windows.fetched_ahead, windows.after_loop = bool(self._first_unused), True
-        while not self._over:  # the other ranks of a sharded model need this one in their passes
-            self._expect(0.0, False, True)
-            windows.zero_grad()
-            windows.ranks.repeat()
-            windows.count()
         windows.ranks.end_epoch()
         if windows.accumulation.window.is_open:
             windows.flush()  # the last micro-batch was skipped

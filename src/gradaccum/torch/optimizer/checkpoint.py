@@ -73,7 +73,7 @@ def window_state(windows: Windows) -> dict[str, Any]:
     open_ = windows.accumulation
     state: dict[str, Any] = {**windows.state_dict(), "window": open_.window.state_dict()}
     if open_.ranks.is_distributed:
-        state["unit"], state["rank"] = open_.unit, open_.ranks.place
+        state["unit"], state["rank"] = open_.ranks.unit, open_.ranks.place
     if not open_.window.is_open:
         return state
     windows.groups.check_parameters()
@@ -96,7 +96,8 @@ def window_state(windows: Windows) -> dict[str, Any]:
 def restore(windows: Windows, state: dict[str, Any]) -> None:
     """Go on from what `window_state` wrote."""
     open_ = windows.accumulation
-    open_.unit = state.get("unit", open_.unit)
+    if open_.ranks.is_distributed:
+        open_.ranks.unit = state.get("unit", open_.ranks.unit)
     open_.close()
     open_.empty()
     open_.expect_nothing()

@@ -17,7 +17,7 @@ from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, ch
 from gradaccum.on_torch.noise import NoiseChoice, checked_noise, noise_meter
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
-from gradaccum.torch.distributed import check_detected, detect_ranks, leaving_on_error
+from gradaccum.torch.distributed import check_closures, check_detected, detect_ranks, leaving_on_error
 from gradaccum.torch.guard import parameters_of
 from gradaccum.torch.optimizer import checkpoint
 from gradaccum.torch.optimizer.accumulation import Accumulation, Nonfinite
@@ -25,7 +25,6 @@ from gradaccum.torch.optimizer.batches import Batches
 from gradaccum.torch.optimizer.proxy import (
     OptimizerProxy,
     check_first_step,
-    check_ranks_of,
     check_steps_of,
     checked_inner,
     evaluated,
@@ -136,7 +135,7 @@ class Optimizer(OptimizerProxy):
         ranks = detect_ranks(
             self._model, [inner], steps=schedule.constant, manual_reduce=manual_reduce, options=options
         )
-        check_ranks_of(inner, ranks)
+        check_closures([inner] if needs_closure(inner) else [], ranks)
         noise = noise_meter(arguments.pop("noise_scale"), self._model)
         accumulation = Accumulation(parameters, ranks=ranks, noise=noise, **arguments)
         self._loss_scale = accumulation.loss_scale

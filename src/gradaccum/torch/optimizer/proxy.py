@@ -16,14 +16,12 @@ from torch import Tensor
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import global_step_hooks, without_global_step_hooks
 from gradaccum.schedule import Schedule
-from gradaccum.torch.distributed import SingleRank, check_flattened
 from gradaccum.torch.guard import parameters_of
 from gradaccum.torch.optimizer.loss_scale import LossScale
 
 __all__ = [
     "OptimizerProxy",
     "check_first_step",
-    "check_ranks_of",
     "check_steps_of",
     "checked_inner",
     "evaluated",
@@ -249,21 +247,10 @@ def overflows_easily(inner: torch.optim.Optimizer) -> bool:
 
 def check_steps_of(inner: torch.optim.Optimizer, arguments: dict[str, Any], schedule: Schedule) -> None:
     """Raise if the inner optimizer re-evaluates closures, and windows are longer than one micro-batch."""
-    check_flattened(inner)
     if needs_closure(inner) and (schedule.largest not in (1, None) or has_options({**arguments, "reduction": "mean"})):
         raise ValueError(
             f"{type(inner).__name__} re-evaluates its closure, which would have to run the whole window again. "
             f"Received: steps={schedule}. Use gradaccum.torch.TrainStep, which does that, or steps=1 without options."
-        )
-
-
-def check_ranks_of(inner: torch.optim.Optimizer, ranks: SingleRank) -> None:
-    """Raise if the inner optimizer evaluates closures, whose gradients ranks would have to put together each time."""
-    if needs_closure(inner) and ranks.size > 1:
-        raise ValueError(
-            f"{type(inner).__name__} evaluates its closure by itself, and {ranks.size} ranks would each see the "
-            "gradient of their own rows. Use gradaccum.torch.TrainStep, which gives each evaluation that of all ranks' "
-            "rows."
         )
 
 

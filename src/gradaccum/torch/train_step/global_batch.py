@@ -12,10 +12,20 @@ from torch import Tensor, nn
 
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.grad_buffer import GradientBuffer
+from gradaccum.on_torch.private import after_backward
 from gradaccum.on_torch.transaction import Transaction
 from gradaccum.torch.buffers import take_over
-from gradaccum.torch.distributed import SingleRank, Total, check_detected, detect_ranks
+from gradaccum.torch.distributed import (
+    SUMS,
+    Listener,
+    SingleRank,
+    Total,
+    check_closures,
+    check_detected,
+    detect_ranks,
+)
 from gradaccum.torch.loss import LossAccumulator, Objective, Terms, TermsAccumulator, Totals, Weight, counted
+from gradaccum.torch.optimizer import needs_closure
 from gradaccum.torch.train_step.update import Update
 
 __all__ = ["GlobalBatch", "Window", "check_members", "find_ranks", "inside", "spans_ranks"]
@@ -32,18 +42,26 @@ Window = LossAccumulator | TermsAccumulator
 """What adds up the losses and the gradients of a large batch."""
 
 
-class GlobalBatch:
+class GlobalBatch(Listener):
     """Puts a rank's window together with those of the others.
 
     Args:
         ranks: What keeps the ranks together.
         sums: The gradients of this rank's micro-batches.
+        spans: Whether a backward pass of one rank needs the others.
+        in_blocks: Whether a sharded model runs block by block, so that no pass is there to agree on a unit in.
     """
 
-    def __init__(self, ranks: SingleRank, sums: GradientBuffer) -> None:
+    def __init__(
+        self, ranks: SingleRank, sums: GradientBuffer, *, spans: bool = False, in_blocks: bool = False
+    ) -> None:
         self.ranks = ranks
-        self._sums = sums
+        self._sums, self._spans, self._in_blocks = sums, spans, in_blocks
+        self._window: LossAccumulator | None = None
+        self._mine: float | None = None
+        """What this rank's rows weigh, where its sum is a multiple of `_unit` and that was known beforehand."""
         self._unit = 1.0
+        ranks.attach(self)
         self._met = False
         """Whether the ranks have told each other what kind of loss they have."""
 
@@ -74,10 +92,25 @@ class GlobalBatch:
                 return window
         if not self.ranks.is_distributed:
             return LossAccumulator(objective, batch)
+        self._window = self._of_one_loss(objective, batch, None if mine is None else float(mine))
+        return self._window
+
+    def _of_one_loss(self, objective: Objective, batch: Batch, mine: float | None) -> LossAccumulator:
+        ranks, self._mine = self.ranks, None
         # What a sharded model adds up over the ranks on the way has one unit from the start.
-        unit = 1.0 if self.ranks.sharded else None
-        total = None if mine is None else self.ranks.sum_number(float(mine))
-        return LossAccumulator(objective, batch, total, unit)
+        unit = (1.0 if self._in_blocks else None) if ranks.unit is None else ranks.unit
+        if mine is None or ranks.sharded or self._spans:
+            total = None if mine is None else ranks.sum_number(mine)
+            return LossAccumulator(objective, batch, total, unit if ranks.sharded else None, ranks.sharded)
+        self._mine, self._unit = mine, ranks.unit or mine or 1.0
+        return LossAccumulator(objective, batch, self._unit)
+
+    def own_unit(self) -> float:
+        return 1.0 if self._window is None else self._window.own_unit()
+
+    def take_unit(self, unit: float) -> float:
+        after_backward(functools.partial(self.ranks.scale, 1.0))  # later micro-batches have it in their factors
+        return 1.0 if self._window is None else self._window.take_unit(unit)
 
     def anew(
         self, window: Window, objective: Objective, batch: Batch, count: Callable[[], list[Terms] | None]
@@ -97,7 +130,7 @@ class GlobalBatch:
         return window
 
     def _of_terms(self, objective: Objective, batch: Batch, mine: Totals, own: Totals | None) -> TermsAccumulator:
-        self._met = True
+        self._met, self._window = True, None
         if not self.ranks.is_distributed:
             return TermsAccumulator(objective, batch, mine, own)
         totals = self.ranks.sum_by_name({name: float(total) for name, total in mine.items()})
@@ -112,34 +145,39 @@ class GlobalBatch:
         """
         if not self.ranks.is_distributed:
             return window.loss, window.divisor, not window.empty
-        known = window.unit_and_weight()
-        factor, weight = (1.0, 0.0) if known is None else known
-        if known is not None and not self.ranks.sharded:
-            self._sums.scale_(factor / self._unit)
-        mine = Total(weight, given=known is not None, largest=weight, idle=not window.ran)
-        total = self.ranks.total(mine)
+        known = window.unit_and_weight() or (None if self._mine is None else (self._unit, self._mine))
+        unit, weight = (1.0, 0.0) if known is None else known
+        # A few numbers go with the ranks' message; on a device they are added up there, and nobody waits for them.
+        losses = window.sum.double() * unit
+        ride = losses.reshape(-1).tolist() if losses.is_cpu and losses.numel() <= SUMS else []
+        mine = Total(weight, given=known is not None, largest=weight, idle=not window.ran, sums=tuple(ride))
+        rescale = functools.partial(self._rescale, unit) if known is not None and not self.ranks.sharded else None
+        total = self.ranks.total(mine, rescale)
         if (source := self.ranks.buffers_from) is not None:
             broadcast, gives = functools.partial(self.ranks.broadcast, source=source), self.ranks.rank == source
             take_over(transaction.buffers(), transaction.device, broadcast, gives=gives, takes=not window.ran)
-        unit, self._unit = self._unit, 1.0 if self.ranks.sharded else total.largest or self._unit
-        sums, divisor, weighs = self._finished(window, factor, unit, total.weight if total.given else None)
+        sums = losses.new_tensor(total.sums[: len(ride)]).view_as(losses) if ride else self.ranks.sum(losses)
+        sums, divisor, weighs = self._finished(
+            window, sums, self.ranks.reduced_unit, total.weight if total.given else None
+        )
         if isinstance(window, TermsAccumulator):
             window.take(sums)
         loss = sums.sum()
         return loss if weighs else torch.full_like(loss, float("nan")), divisor, weighs
 
-    def _finished(
-        self, window: Window, factor: float, unit: float, weight: float | None
-    ) -> tuple[Tensor, Weight, bool]:
+    def _rescale(self, own: float, unit: float) -> None:
+        if own != unit:
+            self._sums.scale_(own / unit)
+
+    def _finished(self, window: Window, sums: Tensor, unit: float, weight: float | None) -> tuple[Tensor, Weight, bool]:
         """The losses over all ranks' rows; what the gradients are to be divided by; whether anything weighs.
 
         Args:
             window: This rank's.
-            factor: What makes its sums comparable with the other ranks'.
+            sums: Of all ranks' losses.
             unit: What gradients are multiples of.
             weight: Of all ranks' rows; None where it was known beforehand.
         """
-        sums = self.ranks.sum(window.sum.double() * factor)
         weighs, divisor = not window.empty, 1 / self.ranks.size
         if weight is not None:
             weighs, divisor = weight > 0, weight / unit / self.ranks.size
@@ -170,7 +208,7 @@ class InAdvance:
         """Ask the other ranks.
 
         Raises:
-            RanOut: Some have run out of memory in their forward passes.
+            RankOutOfMemory: Some have run out of memory in their forward passes.
             WindowError: Some have other hyperparameters.
         """
         self._window.check()
@@ -179,7 +217,10 @@ class InAdvance:
         factor, weight = (1.0, 0.0) if known is None else known
         self._ranks.compare_settings()
         given, total = self._ranks.sum_number(known is not None) > 0, self._ranks.sum_number(weight)
-        sums, self.divisor, weighs = self._finished(self._window, factor, 1.0, total if given else None)
+        sums = self._ranks.sum(self._window.sum.double() * factor)
+        sums, self.divisor, weighs = self._finished(
+            self._window, sums, self._ranks.unit or 1.0, total if given else None
+        )
         self.loss, self.empty = sums.sum(), not weighs
 
 
@@ -206,7 +247,7 @@ def find_ranks(model: nn.Module, objective: Objective, update: Update, options: 
     Raises:
         ValueError: An option differs from rank to rank.
     """
-    return detect_ranks(
+    ranks = detect_ranks(
         model,
         update.optimizers,
         steps=1,
@@ -221,6 +262,8 @@ def find_ranks(model: nn.Module, objective: Objective, update: Update, options: 
             **options,
         },
     )
+    check_closures(filter(needs_closure, update.optimizers), ranks)
+    return ranks
 
 
 def spans_ranks(model: nn.Module, ranks: SingleRank, *, exact: bool, verify: bool) -> bool:

@@ -16,7 +16,7 @@ from gradaccum.on_torch.grad_buffer import GradientBuffer
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.stages import WindowTotal, gradient_stages, run_stages
-from gradaccum.torch.distributed import SingleRank, check_flattened
+from gradaccum.torch.distributed import SingleRank
 from gradaccum.torch.layers import BackwardOptimizer, Layers, check_in_backward
 from gradaccum.torch.optimizer import needs_closure
 from gradaccum.torch.train_step.closure import Closure, takes_closure
@@ -58,8 +58,6 @@ class Update:
     ) -> None:
         self.noise, self._gauge = noise, gauge
         self.optimizers: list[torch.optim.Optimizer] = _checked_optimizers(optimizers)
-        for optimizer in self.optimizers:
-            check_flattened(optimizer)
         demanding = [optimizer for optimizer in self.optimizers if needs_closure(optimizer)]
         self.scaler = checked_scaler(scaler)
         if demanding and self.scaler is not None:
