@@ -87,3 +87,22 @@ def test_sizes_that_ranks_choose_by_themselves_are_refused_where_a_trainer_gathe
     for result in ranks.try_run(cases.fine_tuned, "SFT", micro, limit=120):
         assert isinstance(result, Raised)
         assert "gathers metrics over the ranks, so all of them need as many micro-batches" in result.message
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+@pytest.mark.parametrize(
+    ("kind", "batches", "message"),
+    [
+        (
+            "BERT, a label for each token",
+            True,
+            "different numbers of batches: 5 batches on rank 0, 4 batches on rank 1",
+        ),
+        ("SFT", False, "Received: 8 rows, 4 micro-batches on rank 0, 4 rows, 2 micro-batches on rank 1"),
+    ],
+)
+def test_ranks_that_would_wait_for_each_other_for_ever_are_refused_at_once(ranks, kind, batches, message):
+    """With a constant learning rate nothing differed, and one rank sat in a gather, another in an exchange."""
+    for result in ranks.try_run(cases.uneven, kind, batches, limit=60):
+        assert isinstance(result, Raised)
+        assert message in result.message

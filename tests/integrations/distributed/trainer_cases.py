@@ -75,7 +75,7 @@ def _trained_sharded(rank, kind, number, micro, version, **more):
         whole = {name: parameter.detach().full_tensor() for name, parameter in found.model.named_parameters()}
         assert all(isinstance(parameter, DTensor) for parameter in found.model.parameters())
         moved = [whole[name] - p.detach() for name, p in start.named_parameters() if not name.endswith("key.bias")]
-        return moved, logs(found, "loss", "grad_norm"), found._step.micro_batch_size
+        return moved, logs(found, "loss", "grad_norm"), found._gradaccum_large_batch.step.micro_batch_size
 
 
 def fine_tuned(rank, kind, micro):
@@ -94,6 +94,33 @@ def fine_tuned(rank, kind, micro):
         cls = classes[rank is not None]
         run, moved = trl.train(cls, config, trl.llama(), data, folder, micro, dict(reference), **more)
         return [update.clone() for update in moved], logs(run, "loss")
+
+
+def uneven(rank, kind, uneven_batches=True):
+    """What ranks with different numbers of batches do, or with batches of different sizes under a loss that gathers."""
+    from torch.utils.data import DataLoader
+
+    from tests.integrations.transformers import problems
+    from tests.integrations.transformers import test_trl as trl
+
+    class Uneven:
+        def get_train_dataloader(self):
+            data = self.train_dataset
+            collate = self.data_collator
+            size, count = (4, 5 - rank) if uneven_batches else (8 - 4 * rank, 2)
+            return DataLoader([data[i % len(data)] for i in range(size * count)], batch_size=size, collate_fn=collate)
+
+    with one_of_two(rank), tempfile.TemporaryDirectory() as folder:
+        if kind == "SFT":
+            trl.datasets.disable_progress_bars()
+            cls = type("Uneven", (Uneven, trl.SFT), {})
+            data, micro = trl.texts("prompt", "completion"), {"micro_batch_size": 2}
+            trl.train(cls, trl.trl.SFTConfig, trl.llama(), data, folder, micro, ddp_backend="gloo")
+        else:
+            cls, data = type("Uneven", (Uneven, MicroBatchTrainer), {}), rows(kind, 20)
+            constant = {"lr_scheduler_type": "constant", "optim": "sgd", "remove_unused_columns": False}
+            micro = {"micro_batch_size": 2}
+            problems.train(cls, model(kind).double(), data, folder, micro=micro, ddp_backend="gloo", **constant)
 
 
 def at_once(kind, number, **more):

@@ -51,7 +51,7 @@ def test_rows_are_trimmed_and_packed_by_their_tokens(kind, folder):
 
     class Watching(MicroBatchTrainer):
         def compute_loss(self, model, inputs, *args, **keywords):
-            if not self._step.proving:
+            if not self._gradaccum_large_batch.step.proving:
                 seen.append(tuple(inputs["input_ids"].shape))
             return super().compute_loss(model, inputs, *args, **keywords)
 

@@ -100,7 +100,7 @@ def test_a_compute_loss_in_a_subclass_may_ignore_the_count(tmp_path):
         pass
 
     found = assert_same(LLAMA, tmp_path, Found, Stock)
-    assert found._denominator.left[-1] == "labels shifted by one"
+    assert found._gradaccum_large_batch.denominator.left[-1] == "labels shifted by one"
 
 
 @pytest.mark.parametrize("kind", [LLAMA, TOKENS])
@@ -219,6 +219,6 @@ def test_parameters_that_single_rows_leave_out_are_no_obstacle(tmp_path):
     made, data = Experts().double(), rows(TOKENS)
     expected = train(transformers.Trainer, made, data, tmp_path)
     found = train(MicroBatchTrainer, made, data, tmp_path, micro={"micro_batch_size": 4})
-    assert found._denominator.left[-1] == "labels"  # the Trainer counts nothing for such a model
+    assert found._gradaccum_large_batch.denominator.left[-1] == "labels"  # the Trainer counts nothing for such a model
     pairs = zip(updates(found, made), updates(expected, made), strict=True)
     assert max(float((a - b).abs().max()) for a, b in pairs) <= 1e-12

@@ -67,7 +67,7 @@ def test_what_shows_only_when_training_begins_is_refused_then(change, message, t
     trainer = made(tmp_path)
     change(trainer)
     with pytest.raises(ValueError, match=message):
-        settings.check_settings(trainer, trainer._micro_batches)
+        settings.check_settings(trainer, trainer._gradaccum_large_batch.micro_batches)
 
 
 def test_neftune_and_max_tokens_do_not_go_together(tmp_path):
@@ -80,7 +80,7 @@ def test_under_neftune_micro_batches_of_so_many_rows_keep_their_padding(tmp_path
     found = train(
         MicroBatchTrainer, model(KIND), rows(KIND), tmp_path, micro=micro, max_steps=1, neftune_noise_alpha=5.0
     )
-    assert found._step.cutting.packing is None
+    assert found._gradaccum_large_batch.step.cutting.packing is None
 
 
 def test_an_optimizer_that_accumulates_is_refused_by_name(tmp_path):

@@ -1,5 +1,6 @@
 """What a Trainer does around its batches sees one finished gradient for each: clips, schedules, checkpoints, logs."""
 
+import copy
 import os
 
 import pytest
@@ -123,9 +124,9 @@ def test_the_sizes_that_auto_has_found_are_saved_and_loaded(tmp_path):
     resumed = train(
         MicroBatchTrainer, start, rows(KIND), tmp_path, micro=micro, resume=str(tmp_path / "checkpoint-6"), **more
     )
-    assert whole._step.micro_batch_size is not None
+    assert whole._gradaccum_large_batch.step.micro_batch_size is not None
     resumed._load_rng_state(str(tmp_path / "checkpoint-6"))
-    assert resumed._step_state["sizes"] == whole._step.state_dict()["sizes"]
+    assert resumed._gradaccum_large_batch._state["sizes"] == whole._gradaccum_large_batch.step.state_dict()["sizes"]
 
 
 @pytest.mark.parametrize(
@@ -167,11 +168,97 @@ def test_training_twice_and_evaluating_in_between_goes_on_as_the_stock_trainer_d
     assert relative_error(trained[1], trained[0]) <= FLOAT64
 
 
-def test_a_batch_without_any_label_makes_no_update(tmp_path):
-    data = [row | {"labels": torch.full_like(row["labels"], -100)} for row in rows(TOKENS, 10)]
-    start = model(TOKENS).double()
-    found = train(MicroBatchTrainer, start, data, tmp_path, micro=MICRO)
-    assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), start.parameters(), strict=True))
+@pytest.mark.parametrize("micro", [MICRO, {"max_tokens": 40}], ids=str)
+def test_a_batch_without_any_label_makes_the_stock_trainers_update_with_a_gradient_of_zero(micro, tmp_path):
+    """Momentum and weight decay move the parameters."""
+    data = rows(TOKENS, 10) + [row | {"labels": torch.full_like(row["labels"], -100)} for row in rows(TOKENS, 10)]
+    start, trained = model(TOKENS).double(), []
+    for cls, how in ((transformers.Trainer, None), (MicroBatchTrainer, micro)):
+        for decay in (0.0, 0.5):
+            copied = copy.deepcopy(start)
+            optimizer = torch.optim.SGD(copied.parameters(), lr=0.1, momentum=0.9, weight_decay=decay)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1.0)
+            kept = {"train_sampling_strategy": "sequential"}
+            more = {"micro": how, "trainer": {"optimizers": (optimizer, scheduler)}, **kept}
+            found = train(cls, _Same(copied), data, tmp_path, **more)
+            trained.append(updates(found, start))
+    assert relative_error(trained[2], trained[0]) <= FLOAT64
+    assert relative_error(trained[3], trained[1]) <= FLOAT64
+    assert relative_error(trained[1], trained[0]) > 1e-3
+
+
+class _Same:
+    """A model that a run trains itself, not a copy of it."""
+
+    def __init__(self, model):
+        self._model = model
+
+    def __deepcopy__(self, memo):
+        return self._model
+
+
+def test_a_proof_calls_no_callback_and_logs_nothing(tmp_path):
+    """58 calls of compute_loss logged where 36 micro-batches had run."""
+    events = []
+
+    class Logs(MicroBatchTrainer):
+        calls = 0
+
+        def compute_loss(self, model, inputs, *arguments, **keywords):
+            type(self).calls += 1
+            self.log({"rows": len(inputs["labels"])})
+            self.callback_handler.call_event("on_substep_end", self.args, self.state, self.control)
+            return super().compute_loss(model, inputs, *arguments, **keywords)
+
+    class Counts(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **more):
+            events.append(logs)
+
+        def on_substep_end(self, args, state, control, **more):
+            events.append(None)
+
+    found = train(
+        Logs, model(TOKENS), rows(TOKENS), tmp_path, micro={"micro_batch_size": 3}, trainer={"callbacks": [Counts()]}
+    )
+    logged = [entry["rows"] for entry in found.state.log_history if "rows" in entry]
+    assert sum(logged) == 24
+    assert [e["rows"] for e in events if e and "rows" in e] == logged
+    assert events.count(None) == len(logged)
+    assert Logs.calls > len(logged)
+
+
+def test_flattened_sequences_are_cut_by_their_positions(tmp_path):
+    """One row holds the whole batch, which ran at once."""
+    seen, trained = [], []
+
+    class Watched(MicroBatchTrainer):
+        def compute_loss(self, model, inputs, *arguments, **keywords):
+            if not self._gradaccum_large_batch.step.proving:
+                assert inputs["cu_seq_lens_q"].tolist()[-1] == inputs["input_ids"].shape[1]
+                seen.append(len(inputs["cu_seq_lens_q"]) - 1)
+            return super().compute_loss(model, inputs, *arguments, **keywords)
+
+    class Collator(transformers.DataCollatorWithFlattening):
+        def __call__(self, features, **keywords):
+            batch = super().__call__([dict(f) for f in features], **keywords)
+            lengths = torch.tensor([0, *(len(f["input_ids"]) for f in features)])
+            return batch | {"cu_seq_lens_q": lengths.cumsum(0).int()}
+
+    class Plain(transformers.Trainer):
+        def compute_loss(self, model, inputs, *arguments, **keywords):
+            inputs.pop("cu_seq_lens_q")
+            return super().compute_loss(model, inputs, *arguments, **keywords)
+
+    class Cut(Watched, Plain):
+        pass
+
+    start = model("Llama").double()
+    start.set_attn_implementation("sdpa")
+    for cls, micro in ((Plain, None), (Cut, {"micro_batch_size": 3})):
+        found = train(cls, start, rows("Llama", 20), tmp_path, micro=micro, trainer={"data_collator": Collator()})
+        trained.append(updates(found, start))
+    assert relative_error(trained[1], trained[0]) <= 1e-6  # Llama's loss is computed in float32
+    assert seen[-4:] == [3, 3, 2, 2]
 
 
 def test_running_out_of_memory_costs_a_micro_batch_and_no_update(tmp_path):
@@ -179,7 +266,7 @@ def test_running_out_of_memory_costs_a_micro_batch_and_no_update(tmp_path):
 
     class Full(MicroBatchTrainer):
         def compute_loss(self, model, inputs, *arguments, **keywords):
-            if inputs["input_ids"].numel() > 30 and not self._step.proving:
+            if inputs["input_ids"].numel() > 30 and not self._gradaccum_large_batch.step.proving:
                 failed.append(len(inputs["input_ids"]))
                 raise torch.OutOfMemoryError("out of memory")
             return super().compute_loss(model, inputs, *arguments, **keywords)
@@ -202,7 +289,7 @@ class Watching(MicroBatchTrainer):
         super().__init__(*arguments, **keywords)
 
     def compute_loss(self, model, inputs, *arguments, **keywords):
-        if not self._step.proving:
+        if not self._gradaccum_large_batch.step.proving:
             self.shapes.append(tuple(inputs["input_ids"].shape))
         return super().compute_loss(model, inputs, *arguments, **keywords)
 
@@ -233,7 +320,7 @@ def test_where_padding_counts_it_stays(late, tmp_path):
     expected = train(transformers.Trainer, start, data, tmp_path, **more)
     found = train(Watching, start, data, tmp_path, micro=MICRO, **more)
     assert relative_error(updates(found, start), updates(expected, start)) <= 2e-6
-    assert not found._trims
+    assert not found._gradaccum_large_batch.trims
     assert {width for _, width in found.shapes[-3:]} == {max(len(row["input_ids"]) for row in data[-10:])}
 
 

@@ -1,18 +1,19 @@
-"""What a trainer's loss is a mean over: rows, or the labels that count."""
+"""What a trainer's loss is a mean over: rows, labels that count, tokens of the completions."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradaccum.integrations.transformers.rows import as_inputs, row_count, with_labels
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.buffers import evaluated
 
-__all__ = ["Denominator"]
+__all__ = ["IGNORED", "Denominator"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -22,6 +23,8 @@ IGNORED = -100
 ENTRIES = 1 << 12
 """Entries of each parameter's gradient that are compared, about."""
 
+TRAINERS_COUNT = "the Trainer's count"
+
 Count = Callable[[Any], Any]
 """`count(batch)`: what a batch weighs."""
 
@@ -30,11 +33,13 @@ class Denominator:
     """The weight of a trainer's batches.
 
     Candidates are what the Trainer itself counts for `num_items_in_batch`, the labels that are not ignored, the same
-    shifted by one, and rows. Where they disagree about a batch, two of its rows tell which of them makes
+    shifted by one, rows, and the tokens of completions. Where they disagree about a batch, two of its rows tell which
+    of them makes
 
         g(a + b)  =  (w(a) g(a) + w(b) g(b)) / (w(a) + w(b))
 
-    true of the gradients in evaluation mode. What is wrong there is no candidate any more.
+    true of the gradients in evaluation mode. What is wrong there is no candidate any more, nor is the Trainer's count
+    once it is known to be one of the others: with one left, no batch is looked at.
 
     Args:
         trainer: The trainer.
@@ -43,34 +48,32 @@ class Denominator:
     """
 
     def __init__(self, trainer: Any, loss: Callable[[Any], Tensor], given: Count | None = None) -> None:
-        self._trainer, self._loss = trainer, loss
+        self._trainer, self._loss, self._given = trainer, loss, given
         self.exchanges = False
         """Whether all ranks have to find the same."""
         self.idle = False
         """Whether nothing can be tried out: other ranks would wait."""
-        self._counts: dict[str, Count] = {"the Trainer's count": self.items}
-        self._counts |= {"labels": _labels, "labels shifted by one": _shifted, "rows": _rows}
-        self.left = list(self._counts)
+        self.left = ["weight"] if given is not None else [TRAINERS_COUNT, *_COUNTS]
         """The candidates that are left, the first of which is taken."""
-        if given is not None:
-            self._counts, self.left = {"weight": given}, ["weight"]
         self._last: tuple[Any, Any] = (None, None)
 
     def __call__(self, batch: Any) -> Any:
         """What a batch weighs."""
+        if self._given is not None:
+            return self._given(as_inputs(batch))
         for name in self.left:
-            weight = self._counts[name](batch)
+            weight = self.items(batch) if name == TRAINERS_COUNT else _total(_COUNTS[name](batch))
             if weight is not None:
                 return weight
-        return _rows(batch)
+        return float(row_count(batch))
 
     def items(self, batch: Any) -> Any:
         """The `num_items_in_batch` that the Trainer would count in this batch by itself; None where it counts none."""
-        inputs = batch.get("examples", batch)
-        labels = inputs.get("labels")
+        labels = with_labels(batch).get("labels")
         if labels is None:
             return None
         if self._last[0] is not labels:
+            inputs = with_labels(batch) if "examples" in batch else as_inputs(batch)
             self._last = labels, self._trainer._get_num_items_in_batch([inputs], self._trainer.args.device)
         return self._last[1]
 
@@ -89,19 +92,27 @@ class Denominator:
             logger.debug("The loss is not a mean over %s. Left: %s.", ", ".join(wrong), ", ".join(self.left))
 
     def _refuted(self, batch: Batch) -> list[str]:
-        weights = {name: self._of_each_row(name, batch) for name in self.left}
-        known = {name: weight for name, weight in weights.items() if weight is not None}
+        tree, weights = batch.tree[0], dict[str, Tensor]()
+        for name in self.left:
+            each = self._of_each_row(tree, batch) if name == TRAINERS_COUNT else _COUNTS[name](tree)
+            if each is not None:
+                weights[name] = each.cpu().double()
         refuted: list[str] = []
         # Two rows that tell rows from labels may agree about labels and those shifted by one: the next two do not.
-        while (pair := _telling_pair(list(known.values()))) is not None:
-            wrong = self._refuted_by(pair, known, batch)
-            if not wrong or len(wrong) == len(known):
+        while (pair := _telling_pair(list(weights.values()))) is not None:
+            wrong = self._refuted_by(pair, weights, batch)
+            if not wrong or len(wrong) == len(weights):
                 break
             refuted += wrong
-            known = {name: weight for name, weight in known.items() if name not in wrong}
-        return refuted
+            weights = {name: weight for name, weight in weights.items() if name not in wrong}
+        if refuted:
+            own = weights.get(TRAINERS_COUNT)
+            alike = [name for name, weight in weights.items() if own is not None and torch.equal(weight, own)]
+            if len(alike) == len(weights) == 2:
+                del weights[TRAINERS_COUNT]
+        return [name for name in self.left if name not in weights] if refuted else []
 
-    def _refuted_by(self, pair: tuple[int, int], weights: dict[str, Tensor], batch: Batch) -> list[str]:
+    def _refuted_by(self, pair: tuple[int, int], weights: Mapping[str, Tensor], batch: Batch) -> list[str]:
         one, other, both = (batch.take(torch.tensor(rows)) for rows in ([pair[0]], [pair[1]], list(pair)))
         try:
             with evaluated(list(self._trainer.model.modules()), self._trainer.args.device):
@@ -115,24 +126,17 @@ class Denominator:
         # Far from the best, and from what rounding makes.
         return [name for name, error in errors.items() if not error <= 4 * best + 1e-5 * size]
 
-    def _of_each_row(self, name: str, batch: Batch) -> Tensor | None:
-        """Each row's weight by this candidate, on the host; None where it says nothing."""
-        if name == "rows":
-            return torch.ones(batch.rows, dtype=torch.float64)
-        inputs = batch.tree[0].get("examples", batch.tree[0])
-        labels = inputs.get("labels")
-        if not isinstance(labels, Tensor) or labels.dim() == 0:
-            return None
-        total = self._counts[name](batch.tree[0])
+    def _of_each_row(self, tree: Any, batch: Batch) -> Tensor | None:
+        """Each row's part in what the Trainer counts."""
+        total = self.items(tree)
         if total is None:
             return None
-        for counted in (labels, labels[..., 1:]) if labels.dim() > 1 else (labels,):
-            each = (counted != IGNORED).flatten(1).sum(1) if counted.dim() > 1 else counted != IGNORED
-            each = each.cpu().double()
-            if float(each.sum()) == float(total):
+        for count in (_labels, _shifted):
+            each = count(tree)
+            if each is not None and float(each.sum()) == float(total):
                 return each
         rows = (batch.take(slice(row, row + 1)).tree[0] for row in range(batch.rows))
-        return torch.tensor([float(self._counts[name](row)) for row in rows], dtype=torch.float64)
+        return torch.tensor([float(self.items(row)) for row in rows])
 
     def _gradient(self, rows: Batch) -> Tensor:
         parameters = [p for p in self._trainer.model.parameters() if p.requires_grad]
@@ -146,21 +150,47 @@ def _sample(tensor: Tensor, unused: bool) -> Tensor:
     return torch.zeros_like(some) if unused else some
 
 
-def _labels(batch: Any) -> Any:
-    labels = batch.get("examples", batch).get("labels")
-    return (labels != IGNORED).sum() if isinstance(labels, Tensor) else None
+# Each row's weight, by what the loss may be a mean over; None where a batch has no such thing.
 
 
-def _shifted(batch: Any) -> Any:
-    inputs = batch.get("examples", batch)
+def _labels(batch: Any) -> Tensor | None:
+    labels = with_labels(batch).get("labels")
+    if not isinstance(labels, Tensor) or labels.dim() == 0:
+        return None
+    return _per_row(labels != IGNORED)
+
+
+def _shifted(batch: Any) -> Tensor | None:
+    inputs = with_labels(batch)
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.dim() < 2:
         return None
-    return (inputs.get("shift_labels", labels[..., 1:]) != IGNORED).sum()
+    return _per_row(inputs.get("shift_labels", labels[..., 1:]) != IGNORED)
 
 
-def _rows(batch: Any) -> float:
-    return float(Batch((batch,)).rows)
+def _rows(batch: Any) -> Tensor:
+    return torch.ones(row_count(batch))
+
+
+def _completions(batch: Any) -> Tensor | None:
+    inputs = with_labels(batch)  # of reinforcement learning: preferences are means over pairs
+    return _per_row(inputs["completion_mask"]) if {"completion_mask", "advantages"} <= inputs.keys() else None
+
+
+def _per_row(mask: Tensor) -> Tensor:
+    return mask.flatten(1).sum(1) if mask.dim() > 1 else mask.long()
+
+
+_COUNTS: dict[str, Callable[[Any], Tensor | None]] = {
+    "labels": _labels,
+    "labels shifted by one": _shifted,
+    "rows": _rows,
+    "tokens of the completions": _completions,
+}
+
+
+def _total(each: Tensor | None) -> Any:
+    return None if each is None else each.sum()
 
 
 def _telling_pair(weights: Sequence[Tensor]) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ __all__ = ["NAMES", "MicroBatches", "check_hooks", "check_settings", "gathers"]
 
 
 class MicroBatches(NamedTuple):
-    """What a trainer was told about its micro-batches."""
+    """The arguments of a MicroBatchTrainer beyond a Trainer's."""
 
     micro_batch_size: int | Literal["auto"] = "auto"
     max_tokens: int | None = None
@@ -100,11 +100,6 @@ def _wrong(trainer: Any, micro_batches: MicroBatches) -> Iterator[str]:
     if across := [kind for kind in getattr(trainer, "loss_types", ()) if str(kind).startswith("aot")]:
         # With the policy still at its reference there is no difference yet that a proof could find.
         yield f"loss_type={across[0]!r} sorts the log-ratios of the whole batch. Choose one that judges pair by pair."
-    if getattr(trainer, "padding_free", False):
-        yield (
-            "padding_free=True (which packing=True brings along) makes one row of the whole batch, which can't be cut. "
-            "Remove it: `max_tokens` leaves padding out of micro-batches."
-        )
     if args.neftune_noise_alpha is not None and micro_batches.max_tokens is not None:
         yield (
             "neftune_noise_alpha makes noise by the length of the padded rows, which `max_tokens` shortens. Remove one "

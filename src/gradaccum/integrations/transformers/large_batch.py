@@ -1,0 +1,361 @@
+"""A trainer's batch in micro-batches: what stands in the place of its `compute_loss` in training."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum.errors import NotEquivalentError, WindowError
+from gradaccum.integrations.transformers.denominator import IGNORED, Denominator
+from gradaccum.integrations.transformers.rows import (
+    as_inputs,
+    as_rows,
+    blocks_of,
+    can_be_trimmed,
+    check_cuttable,
+    row_count,
+)
+from gradaccum.integrations.transformers.settings import MicroBatches, check_settings, gathers
+from gradaccum.on_torch.batch import Batch
+from gradaccum.torch import TrainStep
+from gradaccum.torch.distributed import by_rank
+
+__all__ = ["LargeBatch"]
+
+logger = logging.getLogger("gradaccum")
+
+WITHOUT_LIMIT = 1 << 40
+"""Tokens of a micro-batch that holds so many rows, whatever their lengths."""
+
+Loss = Callable[..., Any]
+
+
+class LargeBatch:
+    """Leaves the finished gradient of a trainer's batch: a backward pass from the loss it returns adds nothing."""
+
+    def __init__(self, trainer: Any, micro_batches: MicroBatches) -> None:
+        self._trainer, self.micro_batches = trainer, micro_batches
+        fixed = micro_batches.micro_batch_size != "auto" and micro_batches.max_tokens is None
+        self.trims = fixed and micro_batches.verify
+        """Whether rows are sorted, and each micro-batch rid of the padding that all its rows have."""
+        self.denominator: Denominator | None = None
+        self.step: TrainStep | None = None
+        self._made_for: Any = None
+        self._state: dict[str, Any] = {}
+        self._metrics = Metrics(trainer)
+        self._epoch = -1
+
+    def __call__(
+        self,
+        own: Loss,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """What `own`, the trainer's compute_loss, returns for this batch, its gradient left in the parameters."""
+        trainer = self._trainer
+        if return_outputs:
+            raise TypeError(
+                f"{type(trainer).__name__}.training_step asks compute_loss for the outputs of the large batch, which "
+                "are never there at once. Leave out return_outputs=True in training."
+            )
+        blocks = blocks_of(trainer)
+        check_cuttable(inputs, blocks, self.micro_batches.max_tokens)
+        batch = as_rows(inputs, blocks)
+        if "num_items_in_batch" in batch:
+            batch["_gradaccum_rows"] = row_count(batch)
+        if trainer.args.world_size > 1 or trainer.args.neftune_noise_alpha is not None:  # its noise goes by the length
+            self.trims = False
+        self.trims = self.trims and can_be_trimmed(batch)
+        step = self._step_on(model, own)
+        self._meet_other_ranks(row_count(batch), step)
+        with self._own_tokens_alone(), self._metrics.of_a_batch():
+            assert self.denominator is not None
+            self.denominator.look_at(batch)
+            try:
+                try:
+                    loss = step.backward(batch)
+                except NotEquivalentError as error:
+                    if not self.trims:
+                        raise
+                    logger.debug("Padding is not cut off: %s", error)
+                    self.trims = False
+                    step = self._step_on(model, own)
+                    loss = step.backward(batch)
+            except NotEquivalentError as error:
+                raise NotEquivalentError(f"{error}\n{self._advice()}") from None
+            if all(p.grad is None for group in trainer.optimizer.param_groups for p in group["params"]):
+                loss = self._leave_zeros(model, own, batch)
+        return loss.requires_grad_()
+
+    def _leave_zeros(self, model: nn.Module, own: Loss, batch: Any) -> Tensor:
+        """Nothing in the batch counts, on any rank: the stock trainer's update is one with a gradient of zero."""
+        parameters = [p for group in self._trainer.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        loss = self._alone(own, model, Batch((batch,)).take(slice(0, 1)).tree[0])
+        reached = torch.autograd.grad(loss, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, reached, strict=True):
+            parameter.grad = None if gradient is None else torch.zeros_like(parameter)
+        return loss.detach()
+
+    def _step_on(self, model: nn.Module, own: Loss) -> TrainStep:
+        """The machinery on this model and today's optimizer."""
+        trainer, settings = self._trainer, self.micro_batches
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's has the user's inside
+        made_for, step = (model, optimizer, self.trims), self.step
+        if step is not None and _same(made_for, self._made_for):
+            return step
+        check_settings(trainer, settings)
+        state = self._state if step is None else step.state_dict()
+
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            if new.proving or new.cutting.predicting:
+                return self._alone(own, model, batch)
+            inputs, items = self._inputs(batch)
+            self._metrics.next(batch, inputs)
+            return own(model, inputs, num_items_in_batch=items)
+
+        if step is None or not _same(made_for[:2], self._made_for[:2]):
+            self.denominator = Denominator(trainer, lambda batch: self._alone(own, model, batch), settings.weight)
+        assert self.denominator is not None
+        new = TrainStep(
+            model,
+            optimizer,
+            compute_loss=loss,
+            weight=self.denominator,
+            scaler=getattr(trainer.accelerator, "scaler", None),
+            micro_batch_size=settings.micro_batch_size,
+            max_tokens=WITHOUT_LIMIT if self.trims else settings.max_tokens,
+            memory_limit=settings.memory_limit,
+            verify=settings.verify,
+        )
+        if state:
+            new.load_state_dict(state)
+        self.denominator.exchanges, self.denominator.idle = new.ranks.is_distributed, new.ranks.sharded
+        self.step, self._made_for = new, made_for
+        return new
+
+    def _inputs(self, batch: Any) -> tuple[dict[str, Any], Any]:
+        """What the trainer's loss takes for a micro-batch, a mean over what it counts there."""
+        assert self.denominator is not None
+        inputs, rows = as_inputs(batch), batch.get("_gradaccum_rows")
+        if rows is not None:  # TRL divides a sum over the tokens by those of the whole generation
+            del inputs["_gradaccum_rows"]
+            inputs["num_items_in_batch"] = inputs["num_items_in_batch"] * (row_count(batch) / int(rows))
+        return inputs, self.denominator.items(batch)
+
+    def _alone(self, own: Loss, model: nn.Module, batch: Any) -> Tensor:
+        """The loss in a pass that only proves something: no trace in logs and metrics, no callback, no other rank."""
+        trainer = self._trainer
+        inputs, items = self._inputs(batch)
+        function = getattr(own, "__func__", None)
+        if function is not None and getattr(own, "__self__", None) is trainer:
+            own = function.__get__(_without_traces(trainer))
+        return own(trainer.accelerator.unwrap_model(model), inputs, num_items_in_batch=items)
+
+    def _meet_other_ranks(self, rows: int, step: TrainStep) -> None:
+        """Raise on all ranks at once where they have different numbers of batches, or of micro-batches that gather.
+
+        Raises:
+            WindowError: They have; one of them would wait for ever.
+        """
+        trainer = self._trainer
+        if trainer.args.world_size == 1:
+            return
+        loader = trainer.callback_handler.train_dataloader
+        try:
+            batches = len(loader)
+        except TypeError:
+            batches = -1
+        together, epoch = gathers(trainer), int(trainer.state.epoch or 0)
+        if epoch == self._epoch and batches >= 0 and not together:
+            return
+        self._epoch = epoch
+        passes = -(-rows // (step.micro_batch_size or rows or 1)) if together else 0
+        mine = [batches, trainer.accelerator.gradient_state.end_of_dataloader if batches < 0 else 0, passes, rows]
+        everybody = trainer.accelerator.gather(torch.tensor([mine], device=trainer.args.device)).tolist()
+        counts, lasts, passes_of, rows_of = zip(*everybody)
+        if len({*counts}) > 1 or len({*lasts}) > 1:
+            found = [
+                f"{n} batches" if n >= 0 else "the last batch" if last else "more" for n, last in zip(counts, lasts)
+            ]
+            raise WindowError(
+                f"Ranks have different numbers of batches: {by_rank(found)}. A rank that has used up its own would be "
+                "waited for. Leave even_batches=True in `accelerator_config`, or cut the data of all ranks to the "
+                "shortest."
+            )
+        if len({*passes_of}) > 1:
+            found = [f"{rows} rows, {passes} micro-batches" for rows, passes in zip(rows_of, passes_of)]
+            raise WindowError(
+                f"{type(trainer).__name__}.compute_loss gathers metrics over the ranks, so all of them need as many "
+                f"micro-batches. Received: {by_rank(found)}. "
+                "Set dataloader_drop_last=True, or have all ranks' batches of one size."
+            )
+
+    @contextlib.contextmanager
+    def _own_tokens_alone(self) -> Iterator[None]:
+        """Losses are means over this rank's own micro-batch: TrainStep weighs them, over all ranks."""
+        args = self._trainer.args
+        average, args.average_tokens_across_devices = args.average_tokens_across_devices, False
+        try:
+            yield
+        finally:
+            args.average_tokens_across_devices = average
+
+    def _advice(self) -> str:
+        return (
+            f"The loss is {type(self._trainer).__name__}.compute_loss on a part of the batch, with the "
+            "`num_items_in_batch` of that part. MicroBatchTrainer(weight=...) takes a `weight`, where it is a mean "
+            "over something else."
+        )
+
+    # The sizes that "auto" has found belong to a checkpoint: other micro-batches draw other dropout masks.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sizes that have been found, and whether padding is cut off."""
+        return ({} if self.step is None else self.step.state_dict()) | {"trims": self.trims}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` wrote."""
+        self._state, self.trims = state, state.get("trims", False)
+        if self.step is not None:
+            self.step.load_state_dict(state)
+
+
+def _same(some: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    return all(one is other for one, other in zip(some, others, strict=True))
+
+
+# A trainer for passes that only prove something.
+
+LARGEST = 4096
+"""Entries of a container that is copied."""
+
+_CONTAINERS = (dict, list, set, deque)
+
+
+class _Alone:
+    """An accelerator that gathers from this rank alone."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensor: Any) -> Any:
+        return tensor
+
+    def gather_for_metrics(self, tensor: Any, use_gather_object: bool = False) -> Any:
+        return tensor
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        return tensor
+
+
+class _NoCallbacks:
+    """A callback handler that calls none: all events leave the control as it is."""
+
+    def __init__(self, handler: Any) -> None:
+        self._handler = handler
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("on_") or name == "call_event":
+            return lambda args, state, control, *rest, **more: control
+        return getattr(self._handler, name)
+
+
+def _without_traces(trainer: Any) -> Any:
+    """A copy of a trainer that logs nothing, calls no callback and no rank, with counters and lists of its own."""
+    alone = copy.copy(trainer)
+    own = vars(alone)
+    for name, value in own.items():
+        if isinstance(value, _CONTAINERS) and _is_small(value, [LARGEST]):
+            own[name] = copy.deepcopy(value)
+    own["accelerator"] = _Alone(trainer.accelerator)
+    own["callback_handler"] = _NoCallbacks(trainer.callback_handler)
+    own["state"], own["control"] = copy.copy(trainer.state), copy.copy(trainer.control)
+    own["state"].log_history = list(trainer.state.log_history)
+    own["log"] = lambda *values, **more: None
+    return alone
+
+
+def _is_small(value: Any, left: list[int]) -> bool:
+    """Whether this is numbers and names alone, in containers, and not too many."""
+    left[0] -= 1
+    if left[0] < 0:
+        return False
+    if isinstance(value, dict):
+        return all(_is_small(item, left) for pair in value.items() for item in pair)
+    if isinstance(value, _CONTAINERS):
+        return all(_is_small(item, left) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+# TRL's metrics.
+
+
+class Metrics:
+    """TRL's metrics of micro-batches, one number each in a list per name, as those of the batch.
+
+    Means are weighed by the micro-batch's rows; those over tokens, by its tokens.
+    """
+
+    _OVER_TOKENS = (
+        "mean_token_accuracy",
+        "entropy",
+        "logits/chosen",
+        "logits/rejected",
+        "kl",
+        "clip_ratio/",
+        "cispo_clip_ratio",
+    )
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._weights: list[tuple[float, float]] = []
+
+    def next(self, batch: Any, inputs: Mapping[str, Any]) -> None:
+        """A micro-batch begins."""
+        if gathers(self._trainer):
+            self._weights.append((float(row_count(batch)), _tokens(inputs)))
+
+    @contextlib.contextmanager
+    def of_a_batch(self) -> Iterator[None]:
+        """Turn what the micro-batches of one batch have added to the lists into one number each."""
+        metrics = getattr(self._trainer, "_metrics", {}).get("train", {}) if gathers(self._trainer) else {}
+        before = {name: (values, len(values)) for name, values in metrics.items() if isinstance(values, list)}
+        self._weights.clear()
+        yield
+        count = len(self._weights)
+        for name, values in metrics.items():
+            known, start = before.get(name, (values, 0))
+            if count > 1 and isinstance(values, list) and values is known and len(values) - start == count:
+                values[start:] = [self._of_all(name, values[start:])]
+
+    def _of_all(self, name: str, values: list[float]) -> float:
+        for which in (min, max):
+            if which.__name__ in name.replace("/", "_").split("_"):
+                return which(values)
+        over_tokens = name.startswith(self._OVER_TOKENS)
+        if name.startswith("clip_ratio/"):  # RLOO clips the ratio of a whole completion
+            over_tokens = not any(cls.__name__ == "RLOOTrainer" for cls in type(self._trainer).__mro__)
+        place = int(over_tokens)
+        pairs = [(w[place], v) for w, v in zip(self._weights, values) if not math.isnan(v)]
+        total = sum(weight for weight, _ in pairs)
+        return sum(weight * value for weight, value in pairs) / total if total else values[-1]
+
+
+def _tokens(inputs: Mapping[str, Any]) -> float:
+    labels, mask = inputs.get("labels"), inputs.get("completion_mask", inputs.get("attention_mask"))
+    if isinstance(labels, Tensor) and labels.dim() > 1:
+        return float((labels[..., 1:] != IGNORED).sum())
+    return float(mask.sum()) if isinstance(mask, Tensor) else 1.0
