@@ -58,7 +58,6 @@ def test_an_argument_is_refused_by_name(more, message, tmp_path):
         (lambda t: setattr(t, "is_distributed_loading_by_transformers", True), r"sharded as it was loaded"),
         (lambda t: setattr(t, "is_fsdp_xla_enabled", True), r"Remove `xla` from `fsdp_config`"),
         (lambda t: setattr(t, "is_fsdp_enabled", True), r"FSDP1 reduces in every backward pass.*Use FSDP2"),
-        (lambda t: setattr(t, "padding_free", True), r"padding_free=True .*Remove it"),
         (lambda t: setattr(t, "aux_loss_enabled", True), r"load-balancing loss"),
         (lambda t: setattr(t.args, "gradient_accumulation_steps", 2), r"gradient_accumulation_steps=2"),
     ],
