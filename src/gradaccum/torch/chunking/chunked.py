@@ -7,11 +7,10 @@ second pass     backward recomputes micro-batch by micro-batch, given the gradie
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,6 +38,31 @@ from gradaccum.torch.padding import Left, Packs, can_take_positions
 __all__ = ["Chunked", "chunked"]
 
 logger = logging.getLogger("gradaccum")
+
+
+class _Plan(NamedTuple):
+    """How one call is cut into micro-batches."""
+
+    module: nn.Module
+    policy: BatchNormPolicy
+    inputs: Inputs
+    dims: BatchDims
+    rows: int
+    sizes: list[int]
+    packs: Packs | None
+    is_exact: bool
+    spans_ranks: bool
+    """Whether the ranks of a SyncBatchNorm exchange statistics: in one way, also where one has a single micro-batch."""
+
+    @property
+    def cuts(self) -> bool:
+        """Whether the module can't be called as it is."""
+        return len(self.sizes) > 1 or self.spans_ranks or (self.packs is not None and bool(self.packs.padded))
+
+    def modes(self, call: Call) -> frozenset[Any]:
+        """What a call has proven itself for."""
+        packs = self.packs
+        return frozenset(call.state.modes) | (frozenset() if packs is None else packs.padded | packs.text)
 
 
 class Chunked(nn.Module):
@@ -145,24 +169,13 @@ class Chunked(nn.Module):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if proving():  # inside of another one, which looks at a few rows
             return self.module(*args, **kwargs)
-        inputs = self._inputs(args, kwargs)
-        dims = dims_by_name(self.batch_dims, inputs, self.module)
-        rows = number_of_rows(inputs, dims)
-        packs = None if self.max_tokens is None else self._packs(inputs, self._left)
-        sizes = even_sizes(rows, self.micro_batch_size) if packs is None else packs.sizes
-        check_not_sharded_inside(self.module)
-        is_exact = self.policy.choice == "exact" and bool(batch_norms(self.module))
-        if is_exact:
-            check_plain(self.module)
-        # A SyncBatchNorm's ranks exchange statistics in one way, also where one of them has a single micro-batch.
-        spans_ranks = is_exact and any(ranks_of(layer) > 1 for _, layer in batch_norms(self.module))
-        if len(sizes) <= 1 and not spans_ranks and (packs is None or not packs.padded):
+        plan = self._plan(self._inputs(args, kwargs), self._left)
+        if not plan.cuts:
             with self.policy.recomputation():
                 return self.module(*args, **kwargs)
-        call = self._call(is_exact, self.module, inputs, dims, sizes, self.policy, packs)
+        call, tensors = self._call(plan), tensors_of(plan.inputs)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in call.state.parameters):
             raise ValueError("`module` has lazy parameters without a shape yet: call it on a few rows first.")
-        tensors = tensors_of(inputs)
         differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (*call.state.parameters, *tensors))
         if differentiated and torch._C._functorch.maybe_current_level() is not None:
             raise NotImplementedError(
@@ -170,40 +183,51 @@ class Chunked(nn.Module):
                 "jvp ...), and its two passes are torch.autograd's. Use backward() or torch.autograd.grad, or "
                 "transform the module inside."
             )
-        modes = call.state.modes | (frozenset() if packs is None else packs.padded | packs.text)
-        unproven = self._proven is not None and not modes <= self._proven
-        if unproven and packs is not None and rows < 2:  # nothing to compare it with: padding stays
-            packs = self._packs(inputs, "whole")
-            call = self._call(is_exact, self.module, inputs, dims, packs.sizes, self.policy, packs)
-        elif unproven and self._proven is not None and (differentiated or packs is not None):
-            if spans_ranks:
-                logger.warning(
-                    "Whether a chunked %s gives the outputs and gradients of all rows at once is not proven here: the "
-                    "ranks of its SyncBatchNorm wait for each other in every pass. Prove it on one process.",
-                    type(self.module).__name__,
-                )
-            else:
-                self._prove(inputs, dims, is_exact, packs)
-                if packs is not None:
-                    packs = self._packs(inputs, self._left)
-                    call = self._call(is_exact, self.module, inputs, dims, packs.sizes, self.policy, packs)
-                call.first_outputs = {}
-            self._proven |= modes
+        if self._proven is not None and not plan.modes(call) <= self._proven:
+            call = self._proven_call(plan, call, differentiated)
         with self.policy.window(), parametrizations_computed():
             return call.run(tensors, self.keep, differentiated=differentiated)
 
-    def _call(
-        self,
-        is_exact: bool,
-        module: nn.Module,
-        inputs: Inputs,
-        dims: BatchDims,
-        sizes: list[int],
-        policy: BatchNormPolicy,
-        packs: Packs | None = None,
-    ) -> Call:
-        kind = functools.partial(ExactCall, offload=self.offload) if is_exact else functools.partial(Call, packs=packs)
-        return kind(module, policy, inputs, dims, self.out_dims, sizes)
+    def _proven_call(self, plan: _Plan, call: Call, differentiated: bool) -> Call:
+        """The call, once one in these modes has proven itself; padding is treated as the proof has found right."""
+        assert self._proven is not None
+        packs = plan.packs
+        if packs is not None and plan.rows < 2:  # nothing to compare it with: padding stays
+            return self._call(self._plan(plan.inputs, "whole"))
+        if not differentiated and packs is None:
+            return call
+        if plan.spans_ranks:
+            logger.warning(
+                "Whether a chunked %s gives the outputs and gradients of all rows at once is not proven here: the "
+                "ranks of its SyncBatchNorm wait for each other in every pass. Prove it on one process.",
+                type(self.module).__name__,
+            )
+        else:
+            self._prove(plan)
+            if packs is not None:
+                call = self._call(self._plan(plan.inputs, self._left))
+            call.first_outputs = {}
+        self._proven |= plan.modes(call)
+        return call
+
+    def _plan(self, inputs: Inputs, left: Left) -> _Plan:
+        """How a call is cut."""
+        dims = dims_by_name(self.batch_dims, inputs, self.module)
+        rows = number_of_rows(inputs, dims)
+        packs = None if self.max_tokens is None else self._packs(inputs, left)
+        check_not_sharded_inside(self.module)
+        is_exact = self.policy.choice == "exact" and bool(batch_norms(self.module))
+        if is_exact:
+            check_plain(self.module)
+        spans_ranks = is_exact and any(ranks_of(layer) > 1 for _, layer in batch_norms(self.module))
+        sizes = even_sizes(rows, self.micro_batch_size) if packs is None else packs.sizes
+        return _Plan(self.module, self.policy, inputs, dims, rows, sizes, packs, is_exact, spans_ranks)
+
+    def _call(self, plan: _Plan) -> Call:
+        if plan.is_exact:
+            where = plan.dims, self.out_dims, plan.sizes
+            return ExactCall(plan.module, plan.policy, plan.inputs, *where, offload=self.offload)
+        return Call(plan.module, plan.policy, plan.inputs, plan.dims, self.out_dims, plan.sizes, plan.packs)
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         inputs = Inputs(args, kwargs)
@@ -215,16 +239,12 @@ class Chunked(nn.Module):
         assert self.max_tokens is not None
         return Packs(inputs, TokenBudget(self.max_tokens, self.micro_batch_size), left, sizes)
 
-    def _prove(self, inputs: Inputs, dims: BatchDims, is_exact: bool, packs: Packs | None) -> None:
-        """The first call in this mode: prove it, or say why it can't be proven."""
+    def _prove(self, plan: _Plan) -> None:
+        """The first call in these modes: prove it, or say why it can't be proven."""
         name = type(self.module).__name__
         try:
-            batch_norm = self.policy.choice == "exact"
             with torch.inference_mode(False):
-                if packs is None:
-                    found = self._findings(inputs, dims, is_exact, batch_norm=batch_norm)
-                else:
-                    found = self._findings_of_packs(inputs, dims, packs, batch_norm=batch_norm)
+                found = self._findings(plan, batch_norm=self.policy.choice == "exact")
         except NotEquivalentError as error:
             raise NotEquivalentError(
                 f"{error}\nFound on a few rows, before the call was made. verify=False leaves this proof out."
@@ -239,60 +259,62 @@ class Chunked(nn.Module):
                 name,
                 type(error).__name__,
                 str(error).strip().partition("\n")[0],
-                "" if packs is None else " Padding is not cut off.",
+                "" if plan.packs is None else " Padding is not cut off.",
             )
-        else:
-            if found.functional and self.policy.choice in ("pooled", "frozen"):
-                raise NotEquivalentError(
-                    f"batch_norm={self.policy.choice!r} has no hold of torch.nn.functional.batch_norm, which is called "
-                    f"in {', '.join(map(repr, found.functional))} of a chunked {name}. Use nn.BatchNorm or GroupNorm."
-                )
-            if found.functional and self.policy.choice == "warn":
-                warn_of_functional_batch_norm(self.module, found.functional, "Use GroupNorm there.")
-            for remark in found.remarks:
-                logger.warning(remark)
-
-    def _findings(
-        self, inputs: Inputs, dims: BatchDims, is_exact: bool, *, batch_norm: bool, left: Left | None = None
-    ) -> Findings:
-        """What the proof finds; of packed rows, where it is said what happens to padding on the left."""
-        choice = "exact" if is_exact else "micro"
-
-        def call_of(module: nn.Module, few: Inputs, sizes: list[int]) -> Call:
-            packs = None if left is None else self._packs(few, left, sizes)
-            call = self._call(
-                is_exact,
-                module,
-                few,
-                dims_by_name(self.batch_dims, few, self.module),
-                sizes,
-                BatchNormPolicy(choice, module),
-                packs,
+            return
+        if found.functional and self.policy.choice in ("pooled", "frozen"):
+            raise NotEquivalentError(
+                f"batch_norm={self.policy.choice!r} has no hold of torch.nn.functional.batch_norm, which is called "
+                f"in {', '.join(map(repr, found.functional))} of a chunked {name}. Use nn.BatchNorm or GroupNorm."
             )
-            call.first_outputs = {}
-            return call
+        if found.functional and self.policy.choice == "warn":
+            warn_of_functional_batch_norm(self.module, found.functional, "Use GroupNorm there.")
+        for remark in found.remarks:
+            logger.warning(remark)
 
-        return prove(self.module, call_of, inputs, dims, exact=is_exact, batch_norm=batch_norm, trims=left is not None)
-
-    def _findings_of_packs(self, inputs: Inputs, dims: BatchDims, packs: Packs, *, batch_norm: bool) -> Findings:
-        """The same of packed rows; finds out how padding on the left can be cut off."""
-        ordered = take(inputs, packs.telling(inputs, ROWS), dims)
+    def _findings(self, plan: _Plan, *, batch_norm: bool) -> Findings:
+        """What the proof finds. Of packed rows, it finds out how padding on the left can be cut off."""
+        if plan.packs is None:
+            return self._compared(plan, plan.inputs, batch_norm=batch_norm)
+        ordered = take(plan.inputs, plan.packs.telling(plan.inputs, ROWS), plan.dims)
         now: Left = "keep" if self._left == "whole" else self._left
-        ways: list[Left] = ["cut", "number", "keep"] if "left" in packs.padded else [now]
+        ways: list[Left] = ["cut", "number", "keep"] if "left" in plan.packs.padded else [now]
         for way in ways:
-            if way != "number" or can_take_positions(inputs, self.module):
+            if way != "number" or can_take_positions(plan.inputs, self.module):
                 try:
-                    found = self._findings(ordered, dims, False, batch_norm=batch_norm, left=way)
+                    found = self._compared(plan, ordered, batch_norm=batch_norm, left=way)
                 except NotEquivalentError as error:
                     wrong = error
                 else:
                     self._left = way
                     return found
-        self._findings(ordered, dims, False, batch_norm=batch_norm)  # raises, if rows depend on each other
+        self._compared(plan, ordered, batch_norm=batch_norm)  # raises, if rows depend on each other
         raise NotEquivalentError(
             "Cutting off columns of nothing but padding changes the outputs or their gradients. Either padded "
             f"positions count in them: leave them out by the attention mask, where tokens are pooled, say. Or the "
             f"model looks at them in spite of the mask. Leave out `max_tokens`, or fix that.\n{wrong}"
+        )
+
+    def _compared(self, plan: _Plan, inputs: Inputs, *, batch_norm: bool, left: Left | None = None) -> Findings:
+        """A few of these rows at once and in micro-batches; with `left`, packed ones, whose padding is treated so."""
+        is_exact = plan.is_exact and left is None
+
+        def call_of(module: nn.Module, few: Inputs, sizes: list[int]) -> Call:
+            dims = dims_by_name(self.batch_dims, few, self.module)
+            packs = None if left is None else self._packs(few, left, sizes)
+            policy = BatchNormPolicy("exact" if is_exact else "micro", module)
+            call = self._call(_Plan(module, policy, few, dims, 0, sizes, packs, is_exact, False))
+            call.first_outputs = {}
+            return call
+
+        return prove(
+            self.module,
+            call_of,
+            inputs,
+            plan.dims,
+            exact=is_exact,
+            batch_norm=batch_norm,
+            trims=left is not None,
         )
 
     def verify(self, *args: Any, **kwargs: Any) -> None:
@@ -306,15 +328,8 @@ class Chunked(nn.Module):
         Example:
             >>> chunked(nn.Linear(4, 2), 32).verify(torch.randn(256, 4))
         """
-        inputs = self._inputs(args, kwargs)
-        dims = dims_by_name(self.batch_dims, inputs, self.module)
-        is_exact = self.policy.choice == "exact" and bool(batch_norms(self.module))
-        batch_norm = self.policy.choice != "frozen"
-        if self.max_tokens is None:
-            found = self._findings(inputs, dims, is_exact, batch_norm=batch_norm)
-        else:
-            found = self._findings_of_packs(inputs, dims, self._packs(inputs, self._left), batch_norm=batch_norm)
-        for remark in found.remarks:
+        plan = self._plan(self._inputs(args, kwargs), self._left)
+        for remark in self._findings(plan, batch_norm=self.policy.choice != "frozen").remarks:
             logger.warning(remark)
 
     # The module's own, in every respect but `forward`.

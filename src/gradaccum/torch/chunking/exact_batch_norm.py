@@ -27,7 +27,7 @@ from gradaccum.torch.chunking.gradients import GradientSums, backward_roots
 from gradaccum.torch.chunking.recompute import Conditions
 from gradaccum.torch.chunking.segments import Boundary, Segment, SegmentedModel, segmented
 from gradaccum.torch.chunking.trees import Inputs, tensors_of, with_tensors, without_tensors
-from gradaccum.torch.chunking.two_passes import Call
+from gradaccum.torch.chunking.two_passes import Call, added
 
 __all__ = ["ExactCall"]
 
@@ -70,6 +70,12 @@ class Normalisation:
     def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return nn.functional.batch_norm(x, self.mean, self.variance, weight, bias, False, 0.0, self.boundary.eps)
 
+    def affine(self) -> tuple[Tensor, Tensor]:
+        """The layer's weight and bias as leaves of this use's own, whose gradients are the sums over rows it needs."""
+        weight = torch.ones_like(self.mean) if self.boundary.weight is None else self.boundary.weight
+        bias = torch.zeros_like(self.mean) if self.boundary.bias is None else self.boundary.bias
+        return weight.detach().requires_grad_(), bias.detach().requires_grad_()
+
     def through_statistics(self, weight: Tensor, to_weight: Tensor, to_bias: Tensor) -> Callable[[Tensor], Tensor]:
         """What a row's gradient gets through the mean and the variance, as a function of the row.
 
@@ -89,7 +95,7 @@ class Normalisation:
 
 
 class ExactCall(Call):
-    """One call of a module whose BatchNorm layers normalise over all micro-batches.
+    """One call of a module whose BatchNorm layers normalise over all micro-batches: a segment between each two of them.
 
     Raises:
         ValueError: The module can't be cut; the message names the line.
@@ -104,9 +110,13 @@ class ExactCall(Call):
                 raise ValueError(f'batch_norm="exact" takes tensors. Received: {path.removeprefix(".")} = {leaf!r}.')
         self.offload = offload
         self.segmented: SegmentedModel = segmented(module, self.skeleton, len(self.paths), with_tensors)
+        self.segment_count = len(self.segmented.segments)
         self.normalisations: dict[fx.Node, Normalisation] = {}
         self.stored: dict[fx.Node, list[Stored]] = {}
-        self.segment_buffers: list[LentBuffers] = []
+        """Of each value that crosses a BatchNorm layer, what each micro-batch has of it."""
+        self._segment_buffers: list[LentBuffers] = []
+
+    # Forward.
 
     def run(self, tensors: Sequence[Tensor], keep: int, *, differentiated: bool) -> Any:
         every = range(len(self.slices))
@@ -122,58 +132,18 @@ class ExactCall(Call):
             stored.tensors = []
         return tensors
 
-    def second_passes(
-        self,
-        indices: Sequence[int],
-        tensors: Sequence[Tensor],
-        stored: Sequence[Tensor],
-        needed: Sequence[bool],
-        grads: Sequence[Tensor | None],
-    ) -> list[Tensor | None]:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                'batch_norm="exact" has first derivatives only: create_graph=True needs the large batch\'s graph.'
-            )
-        values = iter(stored)
-        by_node = {
-            node: [dataclasses.replace(one, tensors=[next(values) for _ in one.devices]) for one in of_node]
-            for node, of_node in self.stored.items()
-        }
-        return Backward(self, tensors, needed, by_node).run(grads)
-
     def _outputs(self, tensors: Sequence[Tensor], *, store: bool) -> Any:
         """The outputs of all micro-batches; `store` what crosses BatchNorm layers, or drop it after its last use."""
         outputs: list[Any] = []
         for number, segment in enumerate(self.segmented.segments):
-            modules = [submodule for module in segment.modules for submodule in module.modules()]
-            held = {id(submodule._buffers) for submodule in modules}
-            places = [place for place in self.state.buffers if id(place[0]) in held]
-            holders = [holder for holder in self.state.holders if id(holder) in held]
-            buffers = LentBuffers(places, owners=self.state.owners, holders=holders)
-            self.segment_buffers.append(buffers)
+            self._segment_buffers.append(self._buffers_of(segment))
             made: dict[fx.Node, list[Stored]] = {node: [] for node in segment.stores}
             source = None if segment.boundary is None else segment.boundary.source
             pool = self._pooled_before(source)
             here = Conditions(self.generators(), self.devices)
-            for index, rows in enumerate(self.sizes):
-                values = self._values(segment, tensors, index)
-                loaded = [
-                    (node, stored)
-                    for node in segment.loads
-                    if node in self.stored
-                    for stored in [self.stored[node][index]]
-                ]
-                versions = [[tensor._version for tensor in stored.tensors] for _, stored in loaded]
-                with buffers.lent(rows):
-                    self.segmented.run(segment, values)
+            for index in range(len(self.sizes)):
+                values = self._first_values(number, tensors, index)
                 self.conditions[number, index], here = here, here.advance()
-                for (node, stored), before in zip(loaded, versions, strict=True):
-                    if [tensor._version for tensor in stored.tensors] != before:
-                        raise ValueError(
-                            f"A value is edited in place across a BatchNorm layer: what was made in {_line(node)} is "
-                            'changed after a later layer, so batch_norm="exact" can\'t cut the model there. Edit a '
-                            "clone of it."
-                        )
                 for node in segment.stores:
                     made[node].append(Stored.of(values[node], self.offload))
                     if node is source:
@@ -183,7 +153,7 @@ class ExactCall(Call):
                     self._check_rows(outputs[-1], index)
                     self.note_first(outputs[-1], index)
                 del values
-            buffers.move()
+            self._segment_buffers[-1].move()
             self.stored.update(made)
             if segment.boundary is not None:
                 assert pool is not None
@@ -193,8 +163,15 @@ class ExactCall(Call):
                     del self.stored[node]
         return concatenate(outputs, self.out_dims)
 
-    def _values(self, segment: Segment, tensors: Sequence[Tensor], index: int) -> dict[fx.Node, Any]:
-        """What a segment loads of a micro-batch, without gradients."""
+    def _buffers_of(self, segment: Segment) -> LentBuffers:
+        held = {id(layer._buffers) for module in segment.modules for layer in module.modules()}
+        places = [place for place in self.state.buffers if id(place[0]) in held]
+        holders = [holder for holder in self.state.holders if id(holder) in held]
+        return LentBuffers(places, owners=self.state.owners, holders=holders)
+
+    def _first_values(self, number: int, tensors: Sequence[Tensor], index: int) -> dict[fx.Node, Any]:
+        """Run a segment on a micro-batch, without gradients. Returns what it has loaded and made."""
+        segment = self.segmented.segments[number]
         sliced = dict(zip(self.segmented.inputs, self.pieces(tensors, index), strict=True))
         values: dict[fx.Node, Any] = {}
         for node in segment.loads:
@@ -207,6 +184,17 @@ class ExactCall(Call):
             else:
                 stored = self.stored[node][index]
                 values[node] = with_tensors(stored.skeleton, stored.fetched())
+        loaded = [(node, self.stored[node][index].tensors) for node in segment.loads if node in self.stored]
+        versions = [[tensor._version for tensor in stored] for _, stored in loaded]
+        with self._segment_buffers[number].lent(self.sizes[index]):
+            self.segmented.run(segment, values)
+        for (node, stored_tensors), before in zip(loaded, versions, strict=True):
+            if [tensor._version for tensor in stored_tensors] != before:
+                raise ValueError(
+                    f"A value is edited in place across a BatchNorm layer: what was made in {_line(node)} is "
+                    'changed after a later layer, so batch_norm="exact" can\'t cut the model there. Edit a '
+                    "clone of it."
+                )
         return values
 
     def _pooled_before(self, source: fx.Node | None) -> Pool | None:
@@ -236,107 +224,99 @@ class ExactCall(Call):
             ):
                 running.data.lerp_(new_value.to(running.dtype), boundary.momentum or 0.0)
 
+    # Backward.
 
-def _line(node: fx.Node) -> str:
-    return node.meta.get("line") or f"node {node.name}"
+    def _differentiable(self, *args: Any) -> list[Tensor | None]:
+        raise NotImplementedError(
+            'batch_norm="exact" has first derivatives only: create_graph=True needs the large batch\'s graph.'
+        )
 
+    def begin_backward(self, sums: GradientSums, stored: Sequence[Tensor]) -> None:
+        values = iter(stored)
+        self._parameters = sums.parameters
+        self._crossing = {
+            node: [dataclasses.replace(one, tensors=[next(values) for _ in one.devices]) for one in of_node]
+            for node, of_node in self.stored.items()
+        }
+        self._gradients: dict[fx.Node, list[list[Tensor | None]]] = {}  # by value, micro-batch and tensor
+        self._affine = {node: normalised.affine() for node, normalised in self.normalisations.items()}
 
-class Backward:
-    """The second pass: segments in reverse, micro-batches within them."""
-
-    def __init__(
-        self,
-        call: ExactCall,
-        tensors: Sequence[Tensor],
-        needed: Sequence[bool],
-        stored: dict[fx.Node, list[Stored]],
+    def backward_through(
+        self, segment: int, index: int, values: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> None:
-        self.call, self.stored = call, stored
-        self.sums = GradientSums(call.trained, call.dims, tensors, needed)
-        self.gradients: dict[fx.Node, list[list[Tensor | None]]] = {}
-        """Of each value that crosses a BatchNorm layer: of each micro-batch, of each of its tensors."""
-        self.affine = {node: self._affine(normalised) for node, normalised in call.normalisations.items()}
-
-    def _affine(self, normalised: Normalisation) -> tuple[Tensor, Tensor]:
-        """A layer's weight and bias as leaves of this layer's own, whose gradients are the sums over rows it needs."""
-        boundary, mean = normalised.boundary, normalised.mean
-        weight = torch.ones_like(mean) if boundary.weight is None else boundary.weight.detach()
-        bias = torch.zeros_like(mean) if boundary.bias is None else boundary.bias.detach()
-        return weight.detach().requires_grad_(), bias.detach().requires_grad_()
-
-    def run(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the parameters and inputs, given those of the outputs."""
-        segments, pieces = self.call.segmented.segments, self.call.split_gradients(grads, len(self.call.sizes))
-        with self.call.recomputation(self.sums.parameters):
-            for number in reversed(range(len(segments))):
-                for index in range(len(self.call.slices)):
-                    self._segment(number, index, pieces[index])
-                for node in segments[number].stores:
-                    self.gradients.pop(node, None)
-                if number:
-                    self._through_statistics(segments[number - 1].boundary)
-        return self.sums.gradients()
-
-    def _segment(self, number: int, index: int, grads: Sequence[Tensor | None]) -> None:
-        call, segment = self.call, self.call.segmented.segments[number]
-        inputs = self.sums.leaves_of(call.pieces(self.sums.inputs, index))
-        values: dict[fx.Node, Any] = {}
-        leaves_of: list[tuple[fx.Node, list[Tensor]]] = []
-        with torch.enable_grad():
-            for node in segment.loads:
-                if node in call.normalisations:
-                    normalised = call.normalisations[node]
-                    source = normalised.boundary.source
-                    x = [tensor.detach().requires_grad_() for tensor in self.stored[source][index].fetched()]
-                    values[node] = normalised(x[0], *self.affine[node])
-                    leaves_of.append((source, x))
-                elif node in self.stored:
-                    stored = self.stored[node][index]
-                    copies = [tensor.detach() for tensor in stored.fetched()]
-                    made = [t.requires_grad_(t.is_floating_point() or t.is_complex()) for t in copies]
-                    values[node] = with_tensors(stored.skeleton, made)
-                    leaves_of.append((node, made))
-            values.update(zip(call.segmented.inputs, inputs, strict=True))
-            with call.conditions[number, index].restored(), call.segment_buffers[number].lent():
-                call.segmented.run(segment, values)
-            roots: list[Tensor] = []
-            given: list[Tensor] = []
-            if segment.boundary is None:
-                outputs = call.segmented.returned(values)
-                call.compare_second(outputs, index)
-                roots, given = backward_roots(outputs, grads)
-            for node in segment.stores:
-                if node in self.gradients:
-                    for tensor, gradient in zip(tensors_of(values[node]), self.gradients[node][index], strict=True):
-                        if gradient is not None and tensor.requires_grad:
-                            roots.append(tensor)
-                            given.append(gradient)
-                    self.gradients[node][index] = []
-        del values
+        of_segment, known = self.segmented.segments[segment], dict[fx.Node, Any]()
+        leaves_of = [self._loaded_again(node, index, known) for node in of_segment.loads]
+        known.update(zip(self.segmented.inputs, values, strict=True))
+        with self.conditions[segment, index].restored(), self._segment_buffers[segment].lent():
+            self.segmented.run(of_segment, known)
+        roots, given = self._roots(of_segment, index, known, grads)
+        del known
         if roots:
             run_backward(roots, given)
         for node, tensors in leaves_of:
-            so_far = self.gradients.setdefault(node, [[None] * len(stored.devices) for stored in self.stored[node]])[
-                index
-            ]
-            for place, tensor in enumerate(tensors):
-                if tensor.grad is not None:
-                    known = so_far[place]
-                    so_far[place] = tensor.grad if known is None else known + tensor.grad
-        self.sums.add(inputs, call.slices[index])
+            if node is not None:
+                none = [[None] * len(one.devices) for one in self._crossing[node]]
+                so_far = self._gradients.setdefault(node, none)[index]  # type: ignore[arg-type]  # it will hold tensors
+                so_far[:] = [added(one, tensor.grad) for one, tensor in zip(so_far, tensors, strict=True)]
 
-    def _through_statistics(self, boundary: Boundary | None) -> None:
-        """All gradients have reached a layer's output: pass on what goes through its mean and variance."""
-        assert boundary is not None
-        weight, bias = self.affine[boundary.node]
+    def _loaded_again(
+        self, node: fx.Node, index: int, known: dict[fx.Node, Any]
+    ) -> tuple[fx.Node | None, list[Tensor]]:
+        """A value that a segment loads, from leaves. Returns what these leaves stand for, and the leaves."""
+        normalised = self.normalisations.get(node)
+        source = node if normalised is None else normalised.boundary.source
+        if source not in self._crossing:
+            return None, []  # one of the inputs
+        stored = self._crossing[source][index]
+        copies = [tensor.detach() for tensor in stored.fetched()]
+        made = [t.requires_grad_(t.is_floating_point() or t.is_complex()) for t in copies]
+        known[node] = (
+            with_tensors(stored.skeleton, made) if normalised is None else normalised(made[0], *self._affine[node])
+        )
+        return source, made
+
+    def _roots(
+        self, segment: Segment, index: int, values: dict[fx.Node, Any], grads: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Where a segment's backward pass starts: the outputs, and what later segments have loaded."""
+        roots: list[Tensor] = []
+        given: list[Tensor] = []
+        if segment.boundary is None:
+            outputs = self.segmented.returned(values)
+            self.compare_second(outputs, index)
+            roots, given = backward_roots(outputs, grads)
+        for node in segment.stores:
+            if node in self._gradients:
+                more, of_these = backward_roots(tensors_of(values[node]), self._gradients[node][index])
+                roots, given = [*roots, *more], [*given, *of_these]
+                self._gradients[node][index] = []
+        return roots, given
+
+    def end_segment(self, segment: int) -> None:
+        """Pass on what goes through the mean and variance of the layer before the segment."""
+        for node in self.segmented.segments[segment].stores:
+            self._gradients.pop(node, None)
+        boundary = self.segmented.segments[segment - 1].boundary if segment else None
+        if boundary is None:
+            return
+        weight, bias = self._affine[boundary.node]
         if weight.grad is None or bias.grad is None:
             return
-        rest = self.call.normalisations[boundary.node].through_statistics(weight.detach(), weight.grad, bias.grad)
-        for stored, gradients in zip(self.stored[boundary.source], self.gradients[boundary.source], strict=True):
+        with torch.no_grad():
+            self._through_statistics(boundary, weight, bias)
+
+    def _through_statistics(self, boundary: Boundary, weight: Tensor, bias: Tensor) -> None:
+        assert weight.grad is not None
+        assert bias.grad is not None
+        rest = self.normalisations[boundary.node].through_statistics(weight.detach(), weight.grad, bias.grad)
+        for stored, gradients in zip(self._crossing[boundary.source], self._gradients[boundary.source], strict=True):
             (subtracted,) = (rest(x) for x in stored.fetched())
             gradients[0] = -subtracted if gradients[0] is None else gradients[0].sub_(subtracted)
         for parameter, leaf in ((boundary.weight, weight), (boundary.bias, bias)):
-            own = None if parameter is None else self.sums.parameters.get(id(parameter))
+            own = None if parameter is None else self._parameters.get(id(parameter))
             if own is not None and own.requires_grad:
-                assert leaf.grad is not None
-                own.grad = leaf.grad if own.grad is None else own.grad + leaf.grad
+                own.grad = added(own.grad, leaf.grad)
+
+
+def _line(node: fx.Node) -> str:
+    return node.meta.get("line") or f"node {node.name}"

@@ -8,6 +8,7 @@ called several times see what they would see of the large batch.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ from gradaccum.torch.chunking.recompute import (
 from gradaccum.torch.chunking.trees import Inputs, Samples, tensors_of, with_tensors, without_tensors
 from gradaccum.torch.padding import Packs
 
-__all__ = ["Call", "ColumnsError"]
+__all__ = ["Call", "ColumnsError", "added"]
 
 
 class ColumnsError(ValueError):
@@ -50,6 +51,9 @@ class ColumnsError(ValueError):
 
 class Call:
     """One call of a chunked module: all it takes to run any of its micro-batches, once or twice.
+
+    A call is a chain of segments. Forward, a segment runs on all micro-batches before the next one begins; backward,
+    segments run again in reverse. Here it is one segment, the module; `ExactCall` has one between BatchNorm layers.
 
     Args:
         module: What is called.
@@ -72,33 +76,22 @@ class Call:
         packs: Packs | None = None,
     ) -> None:
         self.module, self.policy, self.state, self.packs = module, policy, ModuleState(module), packs
-        self.batch_dims, self.out_dims = batch_dims, out_dims
-        of_tensors = [entry for entry in described(inputs, batch_dims) if isinstance(entry[1], Tensor)]
-        for path, tensor, dim in of_tensors:
-            if dim is not None and (tensor.is_nested or tensor.layout is not torch.strided):
-                kind = "a nested tensor" if tensor.is_nested else f"of layout {tensor.layout}"
-                raise ValueError(
-                    f"{path.removeprefix('.')} is {kind}, which can't be sliced into rows. Pass a dense, padded "
-                    "tensor; or None for it in `batch_dims`, where all micro-batches share it."
-                )
+        self.out_dims, self.sizes = out_dims, sizes
+        of_tensors = _checked_tensors(inputs, batch_dims)
         self.paths = [path for path, _, _ in of_tensors]
         self.dims = [dim for _, _, dim in of_tensors]
         self.skeleton = without_tensors(inputs)
-        self.given_generators = [leaf for _, leaf in leaves(inputs) if is_generator(leaf)]
-        self.sizes = sizes
-        ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-        self.slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        self.slices = [slice(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
         self.skeletons = [self.skeleton] * len(sizes)
+        self._given_generators = [leaf for _, leaf in leaves(inputs) if is_generator(leaf)]
         if any(has_rows(leaf) and not isinstance(leaf, Tensor) for _, leaf in leaves(inputs)):  # arrays
             ordered = inputs if packs is None else take(inputs, packs.order, batch_dims)
             self.skeletons = [without_tensors(take(ordered, rows, batch_dims)) for rows in self.slices]
         self.devices = accelerators([*(leaf for _, leaf, _ in of_tensors), *self.state.parameters])
         self.conditions: dict[Any, Conditions] = {}
         """What each first pass started from, by what it ran."""
-        self._next: Conditions | None = None
-        """What the next first pass starts from, while that is to be remembered."""
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        """Of each output the shape of a row."""
+        self._next: Conditions | None = None  # what the next first pass starts from, while that is to be remembered
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of each output the shape of a row
         self.first_outputs: dict[int, list[Tensor]] | None = None
         """Of each micro-batch, for second passes to be compared with, where that is wanted: set to `{}`."""
         self.trained: list[Tensor] = []
@@ -147,7 +140,7 @@ class Call:
 
     def generators(self) -> list[Any]:
         """All that the module may draw random numbers from."""
-        return [*all_generators(self.devices), *self.state.generators, *self.given_generators]
+        return [*all_generators(self.devices), *self.state.generators, *self._given_generators]
 
     def _watch_all(self, indices: Sequence[int], tensors: Sequence[Tensor], before: RandomState) -> None:
         """A later micro-batch has drawn from a generator that the first one left alone: run them again to see which."""
@@ -222,6 +215,10 @@ class Call:
         with self.state.restored(replacements), parametrizations_computed(), kept(moved):
             yield
 
+    # Second passes.
+
+    segment_count = 1
+
     def second_passes(
         self,
         indices: Sequence[int],
@@ -232,6 +229,8 @@ class Call:
     ) -> list[Tensor | None]:
         """The gradients of the trained parameters and of the tensors in the inputs.
 
+        Each micro-batch's graph is built and used up before the next one's.
+
         Args:
             indices: Of which micro-batches.
             tensors: The parameters, then the tensors in the inputs.
@@ -239,8 +238,61 @@ class Call:
             needed: Of each of `tensors`, whether its gradient is.
             grads: The gradients of the tensors in the outputs.
         """
-        gradients = _differentiable if torch.is_grad_enabled() else _summed
-        return gradients(self, indices, tensors, needed, grads)
+        if torch.is_grad_enabled():
+            return self._differentiable(indices, tensors, needed, grads)
+        sums = GradientSums(self.trained, self.dims, tensors, needed)
+        pieces, pieces_of_grads = self.split_inputs(sums.inputs), self.split_gradients(grads, len(indices))
+        self.begin_backward(sums, stored)
+        with self.recomputation(sums.parameters), torch.enable_grad():
+            for segment in reversed(range(self.segment_count)):
+                for index in indices:
+                    values = sums.leaves_of(pieces[index])
+                    self.backward_through(segment, index, values, pieces_of_grads[index])
+                    sums.add(values, self.slices[index])
+                    del values
+                self.end_segment(segment)
+        return sums.gradients()
+
+    def begin_backward(self, sums: GradientSums, stored: Sequence[Tensor]) -> None:
+        """All gradients of the outputs are there."""
+
+    def backward_through(
+        self, segment: int, index: int, values: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> None:
+        """Run a segment again on a micro-batch, with a graph from these leaves, and backward."""
+        outputs = self.second_pass(self.inputs_of(values, index), index)
+        self.compare_second(outputs, index)
+        roots, given = backward_roots(outputs, grads)
+        del outputs
+        if roots:
+            run_backward(roots, given)
+
+    def end_segment(self, segment: int) -> None:
+        """All micro-batches have gone backward through it."""
+
+    def _differentiable(
+        self,
+        indices: Sequence[int],
+        tensors: Sequence[Tensor],
+        needed: Sequence[bool],
+        grads: Sequence[Tensor | None],
+    ) -> list[Tensor | None]:
+        """The same under `create_graph=True`: gradients that can be differentiated again, so all graphs stay."""
+        own = aliases(tensors, needed)  # so that hooks see a finished gradient, not that of each micro-batch
+        inputs = own[len(self.trained) :]
+        parameters = {id(p): alias for p, alias in zip(self.trained, own)}
+        wanted = [tensor for tensor, is_needed in zip(own, needed, strict=True) if is_needed]
+        total: list[Tensor | None] = [None] * len(wanted)
+        pieces_of_grads = self.split_gradients(grads, len(indices))
+        with self.recomputation(parameters), backward_hooks_only_look(self.module):
+            for index in indices:
+                outputs = self.second_pass(self.inputs_of(self.pieces(inputs, index), index), index)
+                roots, given = backward_roots(outputs, pieces_of_grads[index])
+                if roots:
+                    parts = torch.autograd.grad(roots, wanted, given, create_graph=True, allow_unused=True)
+                    total = [added(one, other) for one, other in zip(total, parts, strict=True)]
+        summed = iter(total)
+        return [next(summed) if is_needed else None for is_needed in needed]
 
     def stored_tensors(self) -> list[Tensor]:
         """What first passes have made for second ones, for autograd to keep."""
@@ -343,53 +395,19 @@ class TwoPasses(torch.autograd.Function):
         return (None, None, *gradients)
 
 
-def _summed(
-    call: Call,
-    indices: Sequence[int],
-    tensors: Sequence[Tensor],
-    needed: Sequence[bool],
-    grads: Sequence[Tensor | None],
-) -> list[Tensor | None]:
-    """Gradients of parameters and inputs: each micro-batch's graph is built and used up before the next one's."""
-    sums = GradientSums(call.trained, call.dims, tensors, needed)
-    pieces, pieces_of_grads = call.split_inputs(sums.inputs), call.split_gradients(grads, len(indices))
-    with call.recomputation(sums.parameters), torch.enable_grad():
-        for index in indices:
-            values = sums.leaves_of(pieces[index])
-            outputs = call.second_pass(call.inputs_of(values, index), index)
-            call.compare_second(outputs, index)
-            roots, given = backward_roots(outputs, pieces_of_grads[index])
-            if roots:
-                run_backward(roots, given)
-            sums.add(values, call.slices[index])
-            del outputs, roots, given, values
-    return sums.gradients()
+def _checked_tensors(inputs: Inputs, batch_dims: BatchDims) -> list[tuple[str, Tensor, int | None]]:
+    """The tensors of the inputs: path, tensor, dimension of the rows."""
+    found = [(path, leaf, dim) for path, leaf, dim in described(inputs, batch_dims) if isinstance(leaf, Tensor)]
+    for path, tensor, dim in found:
+        if dim is not None and (tensor.is_nested or tensor.layout is not torch.strided):
+            kind = "a nested tensor" if tensor.is_nested else f"of layout {tensor.layout}"
+            raise ValueError(
+                f"{path.removeprefix('.')} is {kind}, which can't be sliced into rows. Pass a dense, padded "
+                "tensor; or None for it in `batch_dims`, where all micro-batches share it."
+            )
+    return found
 
 
-def _differentiable(
-    call: Call,
-    indices: Sequence[int],
-    tensors: Sequence[Tensor],
-    needed: Sequence[bool],
-    grads: Sequence[Tensor | None],
-) -> list[Tensor | None]:
-    """The same under `create_graph=True`: gradients that can be differentiated again, so all graphs stay."""
-    own = aliases(tensors, needed)  # so that hooks see a finished gradient, not that of each micro-batch
-    inputs = own[len(call.trained) :]
-    parameters = {id(p): alias for p, alias in zip(call.trained, own)}
-    wanted = [tensor for tensor, is_needed in zip(own, needed, strict=True) if is_needed]
-    total: list[Tensor | None] = [None] * len(wanted)
-    pieces_of_grads = call.split_gradients(grads, len(indices))
-    with call.recomputation(parameters), backward_hooks_only_look(call.module):
-        for index in indices:
-            outputs = call.second_pass(call.inputs_of(call.pieces(inputs, index), index), index)
-            roots, given = backward_roots(outputs, pieces_of_grads[index])
-            if roots:
-                parts = torch.autograd.grad(roots, wanted, given, create_graph=True, allow_unused=True)
-                total = [_added(one, other) for one, other in zip(total, parts, strict=True)]
-    summed = iter(total)
-    return [next(summed) if is_needed else None for is_needed in needed]
-
-
-def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, either of which may be missing."""
     return other if one is None else one if other is None else one + other
