@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,15 +17,37 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+from jax.custom_derivatives import SymbolicZero
 from jax.experimental.sparse import BCOO
 from keras import tree
 
 from gradaccum.core.sizes import even_sizes
-from gradaccum.keras.backends.rows import Scope, Spec, assign, discarded, has_rows, values_of
+from gradaccum.keras.backends.rows import Result, Scope, Spec, assign, discarded, has_rows, values_of
 from gradaccum.keras.private import has_value, put_value
 from gradaccum.on_jax import scan
 
-__all__ = ["KEEPS_MASKS", "LAZY_DIVISORS", "GradientSum", "MicroBatches", "Training", "take_rows"]
+__all__ = [
+    "KEEPS_MASKS",
+    "LAZY_DIVISORS",
+    "GradientSum",
+    "MicroBatches",
+    "Program",
+    "Training",
+    "added",
+    "at_once",
+    "chunks",
+    "compiled",
+    "dense",
+    "known",
+    "no_gradient_yet",
+    "outer_tensors",
+    "plainly",
+    "pullback",
+    "recomputed",
+    "take_rows",
+    "unprovable",
+    "unrecorded",
+]
 
 KEEPS_MASKS = False
 """Whether masks come with outputs: on JAX plain `fit` loses them, too."""
@@ -87,7 +110,7 @@ class MicroBatches:
         """Run `micro(micro-batch, its rows, carry) -> (carry, tensors to keep)` from number `begin` on.
 
         Returns:
-            The last carry, and what was kept, in the order of the batch.
+            The last carry, and what was kept, for `joined`.
         """
         values, outputs, start = values_of(threads), [], begin
         for size in sorted(set(self.sizes[begin:]), reverse=True):
@@ -106,7 +129,18 @@ class MicroBatches:
             outputs.append([self._by_device(tensor) for tensor in kept])
             start += count
         assign(threads, values)
-        return carry, [jnp.concatenate(parts, 1).reshape(-1, *parts[0].shape[2:]) for parts in zip(*outputs)]
+        return carry, [jnp.concatenate(parts, 1) for parts in zip(*outputs)]
+
+    def joined(self, parts: Sequence[Any], begin: int = 0) -> Any:
+        """What was kept of consecutive micro-batches, in the order of the batch; zeros for those before `begin`."""
+        if begin:
+            zeros = jnp.zeros((self.devices, sum(self.sizes[:begin]), *parts[0].shape[2:]), parts[0].dtype)
+            parts = [zeros, *parts]
+        return jnp.concatenate(parts, 1).reshape(-1, *parts[0].shape[2:])
+
+    def part(self, output: Any) -> Any:
+        """What `at` gave, for `joined`."""
+        return self._by_device(output[None])
 
     def _stacked(self, number: int, count: int) -> Callable[[Any], Any]:
         """A leaf in `count` micro-batches of one size, stacked; of a sparse array, where each of them begins."""
@@ -229,7 +263,7 @@ class Training:
     def look(self, function: Callable[[Any], Any], batches: Any) -> Any:
         """What `function(micro-batch)` returns for its shapes alone."""
         found: list[Any] = []
-        jax.eval_shape(lambda micro_batch: found.append(function(micro_batch)), batches.sample())
+        jax.eval_shape(lambda micro_batch: found.append(function(micro_batch)), batches.at(0)[0])
         return found[0]
 
     @contextlib.contextmanager
@@ -332,3 +366,163 @@ def _finalize_only_after_updates(optimizer: Any) -> None:
 
     if int(optimizer.iterations) == 0:
         vars(optimizer)["finalize_variable_values"] = finalize
+
+
+# A chunked layer.
+
+
+def chunks(tensors: list[Any], micro_batch_size: int) -> MicroBatches:
+    """Its inputs in micro-batches."""
+    return MicroBatches(tensors, tensors[0].shape[0], lambda rows: micro_batch_size)
+
+
+class Program:
+    """A chunked layer's call, traced once for each size, as a function of what it closes over, such as its weights."""
+
+    def __init__(self, body: Any, batches: MicroBatches) -> None:
+        self.body, self.weights = body, list[Any]()
+        sizes = sorted({batches.devices * size for size in batches.sizes})
+        self._discover(sizes[-1])
+        body.state.read()
+        self._traced = {size: self._trace(size) for size in sizes}
+
+    def _shapes(self, size: int) -> list[Any]:
+        return [jax.ShapeDtypeStruct((size, *tensor.shape[1:]), tensor.dtype) for tensor in self.body.tensors]
+
+    def _discover(self, size: int) -> None:
+        """What the layer moves, and that its outputs have rows, at two sizes."""
+        shapes: list[Any] = []
+
+        def outputs(tensors: list[Any]) -> None:
+            shapes.append([tensor.shape for tensor in self.body.run(tensors).outputs])
+
+        jax.eval_shape(outputs, self._shapes(size))
+        other = size - 1 if size > 1 else 2
+        with contextlib.suppress(Exception):  # a layer that is written for one size
+            jax.eval_shape(outputs, self._shapes(other))
+            size = other
+        self.body.check_rows(size, shapes[-1])
+
+    def _trace(self, size: int) -> tuple[Any, list[int], Any]:
+        state = self.body.state
+
+        def micro_batch(values: list[Any], tensors: list[Any]) -> Any:
+            return tuple(self.body.run(tensors, zip(state.variables, values)))
+
+        shapes = self._shapes(size)
+        closed, results = jax.make_jaxpr(micro_batch, return_shape=True)(state.values(state.start()), shapes)
+        return closed.jaxpr, [self._place(const) for const in closed.consts], jax.tree.structure(results)
+
+    def _place(self, const: Any) -> int:
+        for place, known in enumerate(self.weights):
+            if known is const:
+                return place
+        self.weights.append(const)
+        return len(self.weights) - 1
+
+    is_raw = None
+    """Whether nothing can stand in for a weight: never, here."""
+
+    def start(self) -> Any:
+        """The carry before the first micro-batch."""
+        return self.body.state.start()
+
+    def evaluate(self, weights: Any, carry: list[Any], tensors: list[Any]) -> Result:
+        """The call on a micro-batch; with other weights, if any."""
+        jaxpr, places, results = self._traced[tensors[0].shape[0]]
+        given = [(self.weights if weights is None else weights)[place] for place in places]
+        flat = jax.core.eval_jaxpr(jaxpr, given, *self.body.state.values(carry), *tensors)
+        return Result(*jax.tree.unflatten(results, flat))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """Which inputs need a gradient, by position: known when the first pass is traced, and needed in the second."""
+
+    positions: tuple[int, ...]
+
+
+def recomputed(passes: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
+    """What `passes.first` returns, whose gradient is that of `passes.second`."""
+    count = len(passes.program.weights)
+
+    def outputs(inputs: list[Any], carry: list[Any]) -> Any:
+        return passes.first(inputs[:count], inputs[count:], carry)
+
+    def first(inputs: Any, carry: Any) -> Any:
+        wanted = tuple(n for n, each in enumerate(inputs) if each.perturbed and _is_inexact(each.value))
+        inputs, carry = [each.value for each in inputs], [each.value for each in carry]
+        return outputs(inputs, carry), (inputs, carry, _Wanted(wanted))
+
+    def second(kept: Any, cotangents: Any) -> Any:
+        inputs, start, wanted = kept
+        given = [None if isinstance(one, SymbolicZero) or not _is_inexact(one) else one for one in cotangents[0]]
+        return passes.second(inputs[:count], inputs[count:], start, given, wanted.positions), None
+
+    run = jax.custom_vjp(outputs)
+    run.defvjp(first, second, symbolic_zeros=True)
+    return run([*passes.program.weights, *passes.body.tensors], carry)
+
+
+def pullback(
+    function: Callable[[list[Any]], Any], inputs: list[Any], given: list[Any], is_raw: Any = None
+) -> tuple[list[Any], Any]:
+    """`function(inputs) -> (outputs, others)`: the gradients that `given` ones of the outputs give, and the others."""
+    _, pull, others = jax.vjp(function, inputs, has_aux=True)
+    return pull(given)[0], others
+
+
+def no_gradient_yet(weight: Any) -> Any:
+    """What gradients are added to: half precision in float32, as sums of many lose what they add otherwise."""
+    return jnp.zeros(weight.shape, jnp.promote_types(weight.dtype, jnp.float32))
+
+
+def added(total: Any, gradient: Any) -> Any:
+    """A sum with one more gradient in it."""
+    return total + gradient.astype(total.dtype)
+
+
+def dense(gradient: Any, tensor: Any) -> Any:
+    """The gradient of a tensor of rows."""
+    return gradient
+
+
+def _is_inexact(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.inexact)
+
+
+unrecorded = contextlib.nullcontext
+"""While this is open, nothing is recorded for gradients."""
+
+
+def plainly(run: Callable[[], Any]) -> Any:
+    """`run()`, not as part of a graph that can't hold it."""
+    return run()
+
+
+# Evaluating beside what is traced.
+
+
+def known(tensors: list[Any]) -> bool:
+    """Whether these hold numbers: not while a function is traced."""
+    return not any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
+
+
+def unprovable() -> str:
+    """Where nothing can be evaluated beside what is running; empty where it can."""
+    return ""
+
+
+def outer_tensors(outputs: list[Any], values: list[Any], layer: Any) -> list[tuple[int, ...]]:
+    """Shapes of what `outputs` pass gradients to beside `values` and a module's own parameters: here they get them."""
+    return []
+
+
+at_once = jax.ensure_compile_time_eval
+"""While this is open, operations run at once, whatever is traced."""
+
+
+def compiled(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """`function(values)`, compiled as quickly as possible: running it at once would compile each operation."""
+    return jax.jit(function, compiler_options=QUICKLY)

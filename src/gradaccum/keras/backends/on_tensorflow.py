@@ -11,17 +11,40 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras import tree
+from tensorflow.python.eager import record  # whether a tape watches a tensor is nowhere else to be asked
 
-from gradaccum.keras.backends.rows import Scope, Spec, assign, discarded, has_rows, rows_of, values_of
+from gradaccum.keras.backends.rows import Result, Scope, Spec, assign, discarded, has_rows, rows_of, values_of
 from gradaccum.keras.private import (
     compute_loss,
     embedding_table,
     in_stateless_scope,
     layers_in,
     takes_training,
+    uncast_values,
 )
 
-__all__ = ["KEEPS_MASKS", "LAZY_DIVISORS", "GradientSum", "MicroBatches", "Training", "take_rows"]
+__all__ = [
+    "KEEPS_MASKS",
+    "LAZY_DIVISORS",
+    "GradientSum",
+    "MicroBatches",
+    "Program",
+    "Training",
+    "added",
+    "at_once",
+    "chunks",
+    "compiled",
+    "dense",
+    "known",
+    "no_gradient_yet",
+    "outer_tensors",
+    "plainly",
+    "pullback",
+    "recomputed",
+    "take_rows",
+    "unprovable",
+    "unrecorded",
+]
 
 KEEPS_MASKS = True
 """Whether masks come with outputs."""
@@ -60,9 +83,10 @@ class MicroBatches:
         """The micro-batch of these rows."""
         return tree.map_structure(lambda leaf: _slice(leaf, start, size) if has_rows(leaf) else leaf, self.data)
 
-    def sample(self) -> Any:
-        """The first micro-batch, for its shapes."""
-        return self.take(0, self.size)
+    def at(self, index: int) -> tuple[Any, Any]:
+        """The micro-batch of this number, and its rows."""
+        start, size = self.ragged(index)
+        return self.take(start, size), size
 
     def start_of(self, index: Any) -> Any:
         """The first row of a micro-batch."""
@@ -110,7 +134,7 @@ class MicroBatches:
         """Run `micro(micro-batch, its rows, carry) -> (carry, tensors to keep)` from number `begin` on.
 
         Returns:
-            The last carry, and what was kept, which is of these `specs`, in the order of the batch.
+            The last carry, and what was kept, which is of these `specs`, for `joined`.
         """
         if not in_stateless_scope():  # variables are assigned where they are
             threads = ()
@@ -139,6 +163,17 @@ class MicroBatches:
             parts.append([array.concat() for array in arrays])
         assign(threads, state[0])
         return state[1], [tf.concat(pieces, 0) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts)]
+
+    def joined(self, parts: Sequence[Any], begin: int = 0) -> Any:
+        """What was kept of consecutive micro-batches, in the order of the batch; zeros for those before `begin`."""
+        if begin:
+            shape = tf.concat([[self.start_of(begin)], tf.shape(parts[0])[1:]], 0)
+            parts = [tf.zeros(shape, parts[0].dtype), *parts]
+        return tf.concat(parts, 0) if len(parts) > 1 else parts[0]
+
+    def part(self, output: Any) -> Any:
+        """What `at` gave, for `joined`."""
+        return output
 
 
 def _checked_rows(data: Any) -> Any:
@@ -263,7 +298,7 @@ class Training:
     def look(self, function: Callable[[Any], Any], batches: Any) -> Any:
         """What `function(micro-batch)` returns, for its shapes alone."""
         with tf.__internal__.FuncGraph("gradaccum_plan").as_default():
-            return function(batches.sample())
+            return function(batches.take(0, batches.size))
 
     @contextlib.contextmanager
     def counting(self, batches: Any) -> Iterator[Any]:
@@ -352,3 +387,174 @@ def _of_all_replicas(leaf: Any, strategy: Any) -> Any:
         return None
     parts = strategy.experimental_local_results(leaf)
     return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+
+
+# A chunked layer.
+
+
+def chunks(tensors: list[Any], micro_batch_size: int) -> MicroBatches:
+    """Its inputs in micro-batches: in loops over those of one size, as XLA may compile them."""
+    return MicroBatches(tensors, tensors[0].shape[0], lambda rows: micro_batch_size, static=True)
+
+
+class Program:
+    """A chunked layer's call as a function of its weights."""
+
+    def __init__(self, body: Any, batches: MicroBatches) -> None:
+        self.body = body
+        for tensor in body.tensors:
+            if isinstance(tensor, (tf.SparseTensor, tf.RaggedTensor)):
+                raise TypeError(
+                    f"The chunked {type(body.layer).__name__} {body.layer.name!r} takes dense tensors. Received: a "
+                    f"{type(tensor).__name__} of shape {tuple(tensor.shape)}."
+                )
+        self._discover(batches)
+        body.state.read()
+        self._variables = [v for v in body.read if v.trainable and tf.as_dtype(v.dtype).is_floating]
+        self._frozen = [v for v in body.read if all(v is not variable for variable in self._variables)]
+        self._frozen_values = [tf.convert_to_tensor(value) for value in uncast_values(self._frozen)]
+        self.weights = [tf.convert_to_tensor(value) for value in [*uncast_values(self._variables), *body.shared]]
+
+    def _discover(self, batches: MicroBatches) -> None:
+        """What the layer reads and moves, and what its outputs are."""
+        graph = tf.__internal__.FuncGraph("gradaccum_chunked")
+        shapes: list[tuple[Any, ...]] = []
+        with graph.as_default():
+            self.body.run(batches.take(0, batches.size))
+            size = batches.size if isinstance(batches.size, int) else 4
+            with contextlib.suppress(Exception):  # a layer that is written for one size
+                other = [tf.zeros((size + 1, *t.shape[1:]), t.dtype) for t in self.body.tensors]
+                shapes = [tuple(output.shape) for output in self.body.run(other).outputs]
+        self.body.check_rows(size + 1, shapes)
+        self._check_outer(graph)
+        drawn = {operation.type for operation in graph.get_operations() if operation.type in _STATEFUL}
+        if drawn:
+            raise ValueError(
+                f"The chunked {type(self.body.layer).__name__} {self.body.layer.name!r} draws random numbers with "
+                f"TensorFlow's own generator ({', '.join(sorted(drawn))}), which the second pass can't draw again. Use "
+                "keras.random with a keras.random.SeedGenerator."
+            )
+
+    def _check_outer(self, graph: Any) -> None:
+        """Refuse what a gradient should go to, of which `tf.custom_gradient` knows nothing."""
+        body = self.body
+        own = [*body.tensors, *body.shared, *uncast_values([*body.read, *body.state.variables])]
+        of_own = {id(tensor) for tensor in own}
+        outer = [tensor for tensor, _ in graph.captures if tensor.dtype.is_floating and id(tensor) not in of_own]
+        body.refuse_outer([tuple(tensor.shape) for tensor in outer if record.should_record_backprop([tensor])])
+
+    is_raw = None
+    """Whether nothing can stand in for a weight: never, here."""
+
+    def start(self) -> Any:
+        """The carry before the first micro-batch."""
+        return [tf.convert_to_tensor(value) for value in self.body.state.start()]
+
+    def evaluate(self, weights: Any, carry: list[Any], tensors: list[Any]) -> Result:
+        """The call on a micro-batch; with other weights, if any."""
+        state, weights = self.body.state, self.weights if weights is None else weights
+        values = [
+            *zip(self._variables, weights),
+            *zip(self._frozen, self._frozen_values),
+            *zip(state.variables, state.values(list(carry))),
+        ]
+        return self.body.run(tensors, values, weights[len(self._variables) :])
+
+
+_STATEFUL = {
+    "Multinomial",
+    "ParameterizedTruncatedNormal",
+    "RandomGamma",
+    "RandomPoissonV2",
+    "RandomShuffle",
+    "RandomStandardNormal",
+    "RandomUniform",
+    "RandomUniformInt",
+    "TruncatedNormal",
+}
+
+
+def recomputed(passes: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
+    """What `passes.first` returns, whose gradient is that of `passes.second`."""
+    weights, rows = passes.program.weights, passes.body.tensors
+    ends, count = (len(weights), len(weights) + len(rows)), len(passes.body.specs)
+
+    @tf.custom_gradient
+    def run(*tensors: Any) -> Any:
+        weights, rows, start = tensors[: ends[0]], tensors[ends[0] : ends[1]], list(tensors[ends[1] :])
+        outputs, carry = passes.first(weights, rows, start)
+
+        def gradient(*upstream: Any) -> Any:
+            given = [one if one.dtype.is_floating else None for one in upstream[:count]]
+            return [*passes.second(weights, rows, start, given), *[None] * len(start)]
+
+        return (*outputs, *carry), gradient
+
+    results = run(*weights, *rows, *carry)
+    return list(results[:count]), list(results[count:])
+
+
+def pullback(
+    function: Callable[[list[Any]], Any], inputs: list[Any], given: list[Any], is_raw: Any = None
+) -> tuple[list[Any], Any]:
+    """`function(inputs) -> (outputs, others)`: the gradients that `given` ones of the outputs give, and the others."""
+    inputs = [tf.identity(tensor) for tensor in inputs]
+    with tf.GradientTape() as tape:
+        tape.watch(inputs)
+        outputs, others = function(inputs)
+    return tape.gradient(outputs, inputs, given), others
+
+
+def no_gradient_yet(weight: Any) -> Any:
+    """What gradients are added to: half precision in float32, as sums of many lose what they add otherwise."""
+    return tf.zeros_like(weight, tf.float32 if weight.dtype in (tf.float16, tf.bfloat16) else weight.dtype)
+
+
+def added(total: Any, gradient: Any) -> Any:
+    """A sum with one more gradient in it."""
+    if gradient is None:
+        return total
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.tensor_scatter_nd_add(total, gradient.indices[:, None], tf.cast(gradient.values, total.dtype))
+    return total + tf.cast(gradient, total.dtype)
+
+
+def dense(gradient: Any, tensor: Any) -> Any:
+    """The gradient of a tensor of rows."""
+    return tf.zeros_like(tensor) if gradient is None else tf.convert_to_tensor(gradient)
+
+
+unrecorded = contextlib.nullcontext
+"""While this is open, nothing is recorded for gradients."""
+
+
+def plainly(run: Callable[[], Any]) -> Any:
+    """`run()`, not as part of a graph that can't hold it."""
+    return run()
+
+
+# Evaluating beside what is traced.
+
+
+def known(tensors: list[Any]) -> bool:
+    """Whether these hold numbers: not while a function is traced."""
+    return all(not tf.is_tensor(tensor) or isinstance(tensor, tf.__internal__.EagerTensor) for tensor in tensors)
+
+
+def unprovable() -> str:
+    """Where nothing can be evaluated beside what is running; empty where it can."""
+    return "under a strategy of several replicas" if tf.distribute.get_strategy().num_replicas_in_sync > 1 else ""
+
+
+def outer_tensors(outputs: list[Any], values: list[Any], layer: Any) -> list[tuple[int, ...]]:
+    """Shapes of what `outputs` pass gradients to beside `values` and a module's own parameters: see `_check_outer`."""
+    return []
+
+
+at_once = tf.init_scope
+"""While this is open, operations run at once, whatever is traced."""
+
+
+def compiled(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """`function(values)`, which needn't be compiled."""
+    return function

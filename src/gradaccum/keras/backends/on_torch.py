@@ -7,6 +7,7 @@ ones.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ import torch
 from keras import tree
 
 from gradaccum.core.sizes import Piece, Rows, Sizers
-from gradaccum.keras.backends.rows import RestartWindow, Spec, assign, discarded, has_rows, values_of
+from gradaccum.keras.backends.rows import RestartWindow, Result, Spec, assign, discarded, has_rows, values_of
 from gradaccum.keras.private import (
     compute_loss,
     keras_mask,
@@ -25,13 +26,36 @@ from gradaccum.keras.private import (
     set_keras_mask,
     takes_training,
     torch_device,
+    uncast_values,
 )
 from gradaccum.on_torch.fitting import nothing_fits
 from gradaccum.on_torch.memory import Gauge, is_out_of_memory
 from gradaccum.on_torch.private import run_backward
+from gradaccum.on_torch.random_state import RandomState, all_generators, every_device, kept
 from gradaccum.on_torch.transaction import Transaction
 
-__all__ = ["KEEPS_MASKS", "LAZY_DIVISORS", "GradientSum", "MicroBatches", "Training", "take_rows"]
+__all__ = [
+    "KEEPS_MASKS",
+    "LAZY_DIVISORS",
+    "GradientSum",
+    "MicroBatches",
+    "Program",
+    "Training",
+    "added",
+    "at_once",
+    "chunks",
+    "compiled",
+    "dense",
+    "known",
+    "no_gradient_yet",
+    "outer_tensors",
+    "plainly",
+    "pullback",
+    "recomputed",
+    "take_rows",
+    "unprovable",
+    "unrecorded",
+]
 
 KEEPS_MASKS = True
 """Whether masks come with outputs."""
@@ -76,15 +100,39 @@ class MicroBatches:
         """Run `micro(micro-batch, its rows, carry) -> (carry, tensors to keep)`.
 
         Returns:
-            The last carry, and what was kept, in the order of the batch.
+            The last carry, and what was kept, for `joined`.
         """
         self.ran, outputs = [], []
-        for piece in self.pieces:
+        for piece in itertools.islice(self.pieces, begin, None):
             with self.around(piece):
                 carry, kept = micro(self.take(piece), piece.size, carry)
             self.ran.append(piece)
-            outputs.append([tensor.detach() for tensor in kept])
+            outputs.append(kept)
         return carry, [torch.cat(parts) for parts in zip(*outputs)]
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.pieces)
+
+    def at(self, index: int) -> tuple[Any, int]:
+        """The micro-batch of this number, and its rows."""
+        return self.take(self.pieces[index]), self.pieces[index].size
+
+    def of(self, data: Any) -> MicroBatches:
+        """The same cut of other tensors with as many rows."""
+        return MicroBatches(data, self.rows, self.pieces, self.around)
+
+    def joined(self, parts: Sequence[Any], begin: int = 0) -> Any:
+        """What was kept of consecutive micro-batches, in the order of the batch; zeros for those before `begin`."""
+        if begin:
+            rows = sum(piece.size for piece in self.pieces[:begin])
+            parts = [parts[0].new_zeros(rows, *parts[0].shape[1:]), *parts]
+        return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+
+    def part(self, output: Any) -> Any:
+        """What `at` gave, for `joined`."""
+        return output
 
 
 def take_rows(leaf: Any, rows: Any) -> Any:
@@ -350,3 +398,207 @@ class Training:
         weights = {id(v) for layer in [model, *layers_in(model)] for v in own_trainable_variables(layer)}  # frozen ones
         variables = [*model.non_trainable_variables, *model.metrics_variables]
         return [(vars(variable), "_value") for variable in variables if id(variable) not in weights]
+
+
+# A chunked layer.
+
+
+def chunks(tensors: list[Any], micro_batch_size: int) -> MicroBatches:
+    """Its inputs in micro-batches."""
+    rows = tensors[0].shape[0]
+    return MicroBatches(tensors, rows, Piece(slice(0, rows)).split(micro_batch_size))
+
+
+class Program:
+    """A chunked layer's call as a function of its weights, with the random numbers of the first pass in the second."""
+
+    def __init__(self, body: Any, batches: MicroBatches) -> None:
+        self.body = body
+        self._random: list[RandomState] = []
+        self._generators: Any = None
+        self._again: Iterator[RandomState] | None = None
+        self._variables, self._raw = list[Any](), list[Any]()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")
+        ]
+
+    def start(self) -> Any:
+        """The carry before the first micro-batch: what the call moves shows only there."""
+        return None
+
+    @property
+    def weights(self) -> list[Any]:
+        """What the call reads that may need gradients."""
+        return [*uncast_values(self._variables), *self._raw, *self.body.shared]
+
+    def evaluate(self, weights: Any, carry: list[Any] | None, tensors: list[Any]) -> Result:
+        """The call on a micro-batch; with other weights, if any."""
+        body = self.body
+        if self._again is not None:
+            next(self._again).put_back()
+        elif self._generators is not None:
+            self._random.append(RandomState(self._generators))
+        if carry is None:
+            result = body.run(tensors)
+            body.state.read()
+            self._variables = [v for v in body.read if v.trainable]
+            own = set(map(id, uncast_values(self._variables)))
+            # Those of a torch.nn.Module inside, which Keras' variables don't stand for.
+            modules = body.layer.parameters() if isinstance(body.layer, torch.nn.Module) else []
+            self._raw = [p for p in modules if p.requires_grad and id(p) not in own]
+            return result
+        values = [*zip(body.state.variables, body.state.values(carry))]
+        if weights is None:
+            result = body.run(tensors, values)
+        else:
+            shared = weights[len(self._variables) + len(self._raw) :]
+            result = body.run(tensors, [*zip(self._variables, weights), *values], shared)
+        body.check_rows(tensors[0].shape[0], [tuple(output.shape) for output in result.outputs])
+        return result
+
+    def is_raw(self, tensor: Any) -> bool:
+        """Whether nothing can stand in for this parameter."""
+        return any(tensor is parameter for parameter in self._raw)
+
+    @contextlib.contextmanager
+    def first_pass(self) -> Iterator[None]:
+        """While this is open, random states are remembered, and nothing is recorded for gradients."""
+        self._generators = all_generators(every_device())
+        with torch.no_grad():
+            yield
+        self._generators = None
+
+    @contextlib.contextmanager
+    def second_pass(self) -> Iterator[None]:
+        """While this is open, random numbers are drawn again."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(kept(self._random[0].states))
+            for kind, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled) if enabled else contextlib.nullcontext())
+            self._again = iter(self._random)
+            try:
+                yield
+            finally:
+                self._again = None
+
+
+def recomputed(passes: Any, carry: Any) -> tuple[list[Any], list[Any]]:
+    """What `passes.first` returns, whose gradient is that of `passes.second`."""
+    program, body = passes.program, passes.body
+    with program.first_pass():
+        outputs, after = passes.first(None, body.tensors, carry)
+    start = body.state.start() if carry is None else carry
+    return [*_TwoPasses.apply(passes, start, outputs, len(program.weights), *program.weights, *body.tensors)], after
+
+
+class _TwoPasses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, passes: Any, start: Any, outputs: list[Any], weights: int, *tensors: Any) -> Any:
+        ctx.passes, ctx.start, ctx.weights = passes, start, weights
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(*(o for o in outputs if not (o.is_floating_point() or o.is_complex())))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        needed, tensors = ctx.needs_input_grad[4:], ctx.saved_tensors
+        if all(given is None for given in upstream):
+            return (None,) * (4 + len(needed))
+        wanted = [n for n, need in enumerate(needed) if need]
+        with ctx.passes.program.second_pass():
+            weights, rows = tensors[: ctx.weights], tensors[ctx.weights :]
+            return None, None, None, None, *ctx.passes.second(weights, rows, ctx.start, list(upstream), wanted)
+
+
+def pullback(
+    function: Callable[[list[Any]], Any], inputs: list[Any], given: list[Any], is_raw: Callable[[Any], bool]
+) -> tuple[list[Any], Any]:
+    """`function(inputs) -> (outputs, others)`: the gradients that `given` ones of the outputs give, and the others.
+
+    They are a graph where gradients are to be differentiated again.
+    """
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        leaves = [
+            one if is_raw(one) else one.view_as(one) if again else one.detach().requires_grad_() for one in inputs
+        ]
+        outputs, others = function(leaves)
+        roots = [(output, one) for output, one in zip(outputs, given) if output.requires_grad]
+        if not roots:
+            return [None] * len(inputs), others
+        return [
+            *torch.autograd.grad(
+                [root for root, _ in roots], leaves, [one for _, one in roots], allow_unused=True, create_graph=again
+            )
+        ], others
+
+
+def no_gradient_yet(weight: Any) -> Any:
+    """What gradients are added to."""
+    return None
+
+
+def added(total: Any, gradient: Any) -> Any:
+    """A sum with one more gradient in it: half precision in float32, as sums of many lose what they add otherwise."""
+    if gradient is None:
+        return total
+    gradient = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+    return gradient if total is None else total + gradient
+
+
+def dense(gradient: Any, tensor: Any) -> Any:
+    """The gradient of a tensor of rows."""
+    return torch.zeros_like(tensor) if gradient is None else gradient
+
+
+unrecorded = torch.no_grad
+"""While this is open, nothing is recorded for gradients."""
+
+
+def plainly(run: Callable[[], Any]) -> Any:
+    """`run()`, not as part of a graph that can't hold it."""
+    return torch._dynamo.disable(run)() if torch.compiler.is_compiling() else run()
+
+
+# Evaluating beside what runs.
+
+
+def known(tensors: list[Any]) -> bool:
+    """Whether these hold numbers."""
+    return True
+
+
+def unprovable() -> str:
+    """Where nothing can be evaluated beside what is running; empty where it can."""
+    return "inside of torch.compile" if torch.compiler.is_compiling() else ""
+
+
+def outer_tensors(outputs: list[Any], values: list[Any], layer: Any) -> list[tuple[int, ...]]:
+    """Shapes of what `outputs` pass gradients to beside `values` and a module's own parameters."""
+    own = {id(value) for value in values}
+    if isinstance(layer, torch.nn.Module):
+        own |= {id(parameter) for parameter in layer.parameters()}
+    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen, found = set(waiting), []
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in own:
+            found.append(tuple(leaf.shape))
+        new = [after for after, _ in node.next_functions if after is not None and after not in seen]
+        seen.update(new)
+        waiting += new
+    return found
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """While this is open, PyTorch's generators are left alone."""
+    with torch.random.fork_rng(), torch.enable_grad():
+        yield
+
+
+def compiled(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """`function(values)`, which needn't be compiled."""
+    return function

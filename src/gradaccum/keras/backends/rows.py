@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -13,6 +13,7 @@ from gradaccum.keras.private import keras_mask
 __all__ = [
     "PARTS",
     "RestartWindow",
+    "Result",
     "Scope",
     "Spec",
     "assign",
@@ -49,6 +50,20 @@ class Spec:
         shape = tuple(tensor.shape)
         masked = keras_mask(tensor) is not None
         return cls(keras.backend.standardize_dtype(tensor.dtype), shape[1:] if shape else None, masked)
+
+
+class Result(NamedTuple):
+    """What a chunked layer's call on a micro-batch gives.
+
+    Attributes:
+        outputs: The tensors in its outputs, and their masks.
+        values: Of the variables that the call moves, after it.
+        valid: How many values the masks of BatchNormalization layers let through.
+    """
+
+    outputs: list[Any]
+    values: list[Any]
+    valid: dict[int, Any]
 
 
 class RestartWindow(Exception):  # no error: the window runs again

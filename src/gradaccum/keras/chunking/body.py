@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
 from keras import ops, tree
 
+from gradaccum.keras.backends.rows import Result, Scope, Spec, has_rows
 from gradaccum.keras.batch_norm import BatchNormOrExact, batch_norms_of, during_micro_batch
 from gradaccum.keras.chunking.state import State
-from gradaccum.keras.loops import Spec, has_rows
 from gradaccum.keras.private import (
     keras_mask,
     layers_in,
@@ -22,45 +22,11 @@ from gradaccum.keras.private import (
     training_of_call,
 )
 
-__all__ = ["Body", "OuterTensorError", "Result", "Scope"]
-
-
-class Scope(keras.StatelessScope):
-    """Keeps what is assigned to itself; what it doesn't hold is read from the scope around it."""
-
-    def __init__(self, values: Iterable[tuple[Any, Any]] = ()) -> None:
-        super().__init__(collect_losses=True)
-        self.state_mapping = {id(variable): value for variable, value in values}
-        self.read: dict[int, Any] = {}
-        self.assigned: dict[int, Any] = {}
-
-    def get_current_value(self, variable: Any) -> Any:
-        if id(variable) in self.state_mapping:
-            return self.state_mapping[id(variable)]
-        self.read[id(variable)] = variable
-        return None if self.original_scope is None else self.original_scope.get_current_value(variable)
-
-    def add_update(self, update: Any) -> None:
-        self.assigned[id(update[0])] = update[0]
-        super().add_update(update)
+__all__ = ["Body", "OuterTensorError"]
 
 
 class OuterTensorError(ValueError):
     """A layer computes with tensors that need gradients, and are neither its inputs nor its variables."""
-
-
-class Result(NamedTuple):
-    """What a micro-batch gives.
-
-    Attributes:
-        outputs: The tensors in its outputs, and their masks.
-        values: Of the variables of the state, after it.
-        valid: How many values the masks of BatchNormalization layers let through.
-    """
-
-    outputs: list[Any]
-    values: list[Any]
-    valid: dict[int, Any]
 
 
 class Body:

@@ -16,13 +16,13 @@ from typing import Any, get_args
 import keras
 from keras import ops, tree
 
+from gradaccum.keras.backends.rows import has_rows
 from gradaccum.keras.batch_norm import BatchNormOrExact, during_micro_batch, warn
-from gradaccum.keras.chunking.backends import two_passes
 from gradaccum.keras.chunking.body import Body
 from gradaccum.keras.chunking.exact_batch_norm import Program, exact_passes
+from gradaccum.keras.chunking.passes import two_passes
 from gradaccum.keras.chunking.proof import Proof
 from gradaccum.keras.equivalence import held
-from gradaccum.keras.loops import has_rows
 from gradaccum.keras.private import is_symbolic, takes_training
 from gradaccum.schedule import checked_count
 

@@ -13,9 +13,10 @@ from typing import Any
 import keras
 from keras import ops, tree
 
+from gradaccum.keras.backends.rows import Scope
 from gradaccum.keras.batch_norm import batch_norms_of
-from gradaccum.keras.chunking.backends import two_passes
-from gradaccum.keras.chunking.body import Body, Scope
+from gradaccum.keras.chunking.body import Body
+from gradaccum.keras.chunking.passes import two_passes
 from gradaccum.keras.chunking.state import State
 from gradaccum.keras.private import (
     functional_of,

@@ -15,8 +15,8 @@ from keras import ops, tree
 from gradaccum.core.rounding import last_place, rounding
 from gradaccum.core.sizes import even_sizes
 from gradaccum.errors import NotEquivalentError
+from gradaccum.keras import backends
 from gradaccum.keras.batch_norm import BatchNorm
-from gradaccum.keras.chunking.backends import at_once, compiled, known, outer_tensors, unprovable
 from gradaccum.keras.chunking.body import Body, OuterTensorError
 from gradaccum.keras.equivalence import as_array, held, mixing_layers, precision_of, recorded_calls, relative_error
 from gradaccum.keras.loss import value_and_gradients
@@ -71,7 +71,7 @@ class Proof:
         if kind in self._proven:
             return
         self._proven.add(kind)
-        where = unprovable()
+        where = backends.running().unprovable()
         if where:
             logger.warning(
                 "Whether %s gives the outputs and gradients of all rows at once is not proven %s. `verify(*inputs)` "
@@ -111,7 +111,7 @@ class Proof:
     def _compare(self, body: Body, few: int, size: int, passes: Passes, batch_norm: BatchNorm) -> str:
         """Raises what differs. Returns why it isn't known, if it isn't."""
         errors: list[Exception] = []
-        with at_once(), outside_of_scopes():
+        with backends.running().at_once(), outside_of_scopes():
             for unknown in UNKNOWN:
                 trial = _Trial(body, few, batch_norm, unknown)
                 try:
@@ -163,7 +163,7 @@ class _Trial:
         self.certain = all(None not in tuple(tensor.shape)[1:] for tensor in body.tensors)
         tables = [layer for layer in self._layers() if isinstance(layer, keras.layers.Embedding)]
         self._ids = min((table.input_dim for table in tables), default=2)
-        self.real = known([*body.tensors, *body.shared])
+        self.real = backends.running().known([*body.tensors, *body.shared])
         if self.real:
             count = int(body.tensors[0].shape[0])
             places = np.linspace(0, count - 1, rows).astype(int)
@@ -274,7 +274,7 @@ class _Trial:
             with keras.StatelessScope(mapping) as scope:
                 body = self.body.again(tensors, self.shared, self.batch_norm)
                 outputs = run(body)
-            self.body.refuse_outer(outer_tensors(outputs, values, self.body.layer))
+            self.body.refuse_outer(backends.running().outer_tensors(outputs, values, self.body.layer))
             moved = {v.path: scope.get_current_value(v) for v in body.state.averaged}
             pulls = np.random.default_rng(0)
             pulled = [
@@ -290,7 +290,7 @@ class _Trial:
 
         values = [*(self.values if values is None else values), *(self.tensors[place] for place in self.places)]
         with held():  # the second pass, too
-            outputs, gradients, moved = compiled(outcome)(values)
+            outputs, gradients, moved = backends.running().compiled(outcome)(values)
         return _Outcome(
             list(map(as_array, outputs)),
             [np.zeros(1) if gradient is None else as_array(gradient) for gradient in gradients],

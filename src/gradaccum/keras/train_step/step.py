@@ -223,7 +223,8 @@ class MicroBatchedStep:
         specs = [*gradients.specs, *(kinds if plan.metrics == "whole" else [])]
         specs += [] if plan.loss.row is None else [plan.loss]
         threads = [*model.non_trainable_variables, *model.metrics_variables]
-        (sums, loss, tracked, pooled), rows = batches.run(micro, carry, specs, threads)
+        (sums, loss, tracked, pooled), parts = batches.run(micro, carry, specs, threads)
+        rows = [batches.joined([part]) for part in parts]
         if divisors.unplanned:  # a layer adds losses that it did not add when this was planned
             self.plans = {key: replace(known, terms=True) for key, known in self.plans.items()}
             raise RestartWindow
