@@ -390,3 +390,18 @@ def test_parameters_and_an_inner_state_that_are_pythons_numbers():
         updates, state = optimizer.update({"w": gradient}, state, params)
     assert updates["w"] == -1.0
     assert state.inner_state[0]["calls"] == 1
+
+
+def test_lookahead_gets_the_windows_gradient_for_its_fast_parameters():
+    make = lambda: optax.lookahead(optax.adam(0.1), 2, 0.5)  # noqa: E731
+    plain, optimizer = make(), windowed(make(), 2)
+    params = expected = optax.LookaheadParams.init_synced({"w": ONES})
+    state, plain_state = optimizer.init(params), plain.init(expected)
+    for n in range(6):
+        updates, state = jax.jit(optimizer.update)({"w": ONES * n}, state, params)
+        params = optax.apply_updates(params, updates)
+        if n % 2:
+            updates, plain_state = plain.update({"w": ONES * (n - 0.5)}, plain_state, expected)
+            expected = optax.apply_updates(expected, updates)
+    updates, state = optimizer.flush(state, params)
+    assert tree_error(optax.apply_updates(params, updates), expected) <= FLOAT64

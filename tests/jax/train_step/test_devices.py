@@ -228,3 +228,27 @@ def test_state_keys_and_ragged_rows_under_shard_map():
     assert tree_error(list(states), [state for (_, state), _ in alone]) <= FLOAT64
     assert tree_error([loss], [sum(loss for (loss, _), _ in alone) / 4]) <= FLOAT64
     assert tree_error(grads, jax.tree.map(lambda *leaves: sum(leaves), *(g for _, g in alone))) <= FLOAT64
+
+
+@pytest.mark.parametrize("is_sum", [True, False])
+def test_a_loss_of_all_devices_in_a_shard_map_needs_a_weight_of_all_devices(is_sum):
+    mesh, batch = mesh_of("auto"), (*rows(16), jnp.arange(16) % 3 > 0)
+
+    def total(number):
+        return jax.lax.psum(number, "data")
+
+    def loss_fn(params, batch, total=total):
+        x, y, mask = batch
+        return total((((outputs(params, x) - y) ** 2).sum(-1) * mask).sum()) / total(mask.sum())
+
+    weight = lambda batch: total(batch[2].sum()) if is_sum else batch[2].sum()  # noqa: E731
+    grad_fn = gradaccum.jax.value_and_grad(loss_fn, micro_batch_size=2, weight=weight)
+    step = jax.jit(jax.shard_map(grad_fn, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
+    if is_sum:
+        expected = jax.value_and_grad(lambda params, batch: loss_fn(params, batch, jnp.asarray))(network(), batch)
+        assert tree_error(step(network(), batch), expected) <= FLOAT64
+    else:
+        with pytest.raises(
+            ValueError, match=r"the weight.*its weight is that of one device's rows|psum\(weight, 'data'\)"
+        ):
+            step(network(), batch)

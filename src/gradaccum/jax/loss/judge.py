@@ -109,8 +109,6 @@ def judge(spec: LossSpec) -> Verdict:
     """Whether the loss of a batch follows from those of its micro-batches."""
     rows, (first, second) = _traces(spec)
     if isinstance(second, Exception):  # it is written for other numbers of rows
-        if first is None:
-            return EXACT  # nor can it be traced for its own: the error comes when it is traced in earnest
         reason = str(second).strip().partition("\n")[0]
         return Verdict("unknown", f"It can't be traced for {rows} and {2 * rows} rows, which are tried: {reason}")
     walk = Interpreter((rows, 2 * rows), _RULES)
@@ -148,17 +146,14 @@ def judge(spec: LossSpec) -> Verdict:
 
 
 def _traces(spec: LossSpec) -> tuple[int, tuple[Any, Any]]:
-    """The rows, and the loss for these and for twice as many; or an error, and whether its own rows can be traced."""
+    """The rows, and the loss for these and for twice as many; or an error in place of the second."""
     failed: Exception | None = None
     for rows in (_ROWS * spec.unit, *sorted(spec.sizes)[:1]):
         try:
             return rows, (_traced(spec, rows), _traced(spec, 2 * rows))
         except Exception as error:
             failed = failed or error
-    try:
-        return _ROWS * spec.unit, (not spec.sizes or _traced(spec, min(spec.sizes)), failed)
-    except Exception:
-        return _ROWS * spec.unit, (None, failed)
+    return _ROWS * spec.unit, (None, failed)
 
 
 def _traced(spec: LossSpec, rows: int) -> tuple[Any, Any]:

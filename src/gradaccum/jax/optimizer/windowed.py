@@ -106,7 +106,7 @@ class _Window:
         real = jnp.result_type(float)
         return WindowedState(
             inner_state=inner_state,
-            sums=jax.tree_util.tree_map_with_path(self._empty_sum, params),
+            sums=jax.tree_util.tree_map_with_path(self._empty_sum, _differentiated(params)),
             weight=jnp.zeros((), real),
             weighed=jnp.zeros((), bool),
             micro_batches=jnp.zeros((), jnp.int32),
@@ -124,7 +124,7 @@ class _Window:
     ) -> tuple[Any, WindowedState]:
         self._check_extra(extra)
         _check_state(state)
-        grads = _fitting(grads, state.sums, params)
+        grads = _fitting(grads, state.sums, _differentiated(params))
         factor, counts = _weight(weight, state.weight.dtype)
         is_first = state.micro_batches == 0
         opened = steps_of(self.schedule, state.epoch, state.updates)
@@ -155,7 +155,7 @@ class _Window:
             steps=jnp.where(is_first, opened, state.steps).astype(jnp.int32),
             noise=noise,
         )
-        like = params
+        like = _differentiated(params)
         if params is None:
             like = jax.tree.map(lambda g, total: total if g is None else g, grads, state.sums, is_leaf=_is_none)
         return self._close_if(state.micro_batches >= state.steps, state, params, like, extra)
@@ -165,7 +165,7 @@ class _Window:
         _check_state(state)
         self._check_extra(extra)
         extra.setdefault("value", None)  # whatever values there are in the window, their mean
-        updates, state = self._close_if(jnp.ones((), bool), state, params, params, extra)
+        updates, state = self._close_if(jnp.ones((), bool), state, params, _differentiated(params), extra)
         return updates, state._replace(epoch=state.epoch + 1)
 
     def _close_if(
@@ -206,10 +206,12 @@ class _Window:
         try:
             updates, new = self.inner.update(mean, inner_state, params, **extra)
         except TypeError as error:
-            missing = re.search(r"missing .* argument: '(\w+)'", str(error))
-            if missing is None or missing[1] in extra:
+            missing = re.search(r"missing .* arguments?: (.*)", str(error))
+            names = [name for name in re.findall(r"'(\w+)'", missing[1]) if name not in extra] if missing else []
+            if not names:
                 raise
-            name = missing[1]
+            self._check_extra(dict.fromkeys(names))
+            name = names[0]
             raise TypeError(
                 f"The inner optimizer needs `{name}`. Pass it with every micro-batch, update(grads, state, params, "
                 f"{name}=...): which of them closes the window is known in the compiled program alone."
@@ -236,12 +238,17 @@ class _Window:
         if self.schedule.constant == 1:
             return
         for name, value in extra.items():
-            if callable(value) or name == "grad":
+            if callable(value) or name in ("grad", "value_fn"):
                 raise ValueError(
                     f"`{name}` knows one micro-batch only, while the update is the window's. An inner optimizer that "
                     "evaluates the loss again (a line search, SAM) needs the large batch at hand: use "
                     "gradaccum.jax.value_and_grad with it."
                 )
+
+
+def _differentiated(params: Any) -> Any:
+    """The parameters that have gradients: `optax.lookahead` gets slow ones, too."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
 def _of_the_window(state: WindowedState) -> dict[str, Any]:

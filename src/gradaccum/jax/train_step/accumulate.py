@@ -27,9 +27,10 @@ def accumulated(call: Call, micro_batch_size: int) -> tuple[Any, Any, Any, tuple
             pairs = zip(jax.tree.leaves(gradients), _axes(call))
             norms = norms_of_one(call, [leaf for leaf, axis in pairs if axis is None])
         return outcome.losses, outcome.state, Beside(call, groups, outcome).of_one(outcome.aux), gradients, norms
+    accumulation = _Accumulation(call, groups)  # an error of the loss itself comes before anything is said of it
     if call.options.verification is not None:
         call.options.verification.look(call, tuple(sorted({call.batch.rows, *(group.size for group in groups)})))
-    return _Accumulation(call, groups).run()
+    return accumulation.run()
 
 
 class _Accumulation:
@@ -276,9 +277,20 @@ def _factors_of(call: Call, groups: list[Group], kinds: Outcome, state: Any, key
 
         state, found = scan(weigh, state, (jnp.arange(group.count), some))
         for name, weight in found.items():
+            _check_weight(name, weight, kinds.losses[name])
             dtype = jnp.promote_types(kinds.losses[name].dtype, jnp.float32)
             weights.setdefault(name, []).append(weight.astype(dtype))
     return {name: _normalised(call, jnp.concatenate(each)) for name, each in weights.items()}
+
+
+def _check_weight(name: str, weight: Any, loss: Any) -> None:
+    """Inside a `shard_map` a loss of all devices' rows has a weight of all devices' rows."""
+    axes = ", ".join(map(repr, sorted(varying_axes(weight) - varying_axes(loss))))
+    if axes:
+        raise ValueError(
+            f"The loss{f' {name!r}' if name else ''} is that of all devices along {axes}, and its weight is that of "
+            f"one device's rows: it differs along {axes}. Return the sum of all of them, jax.lax.psum(weight, {axes})."
+        )
 
 
 def _normalised(call: Call, weights: Any) -> Any:
