@@ -79,7 +79,7 @@ class Outcome:
     gradients: Mapping[str, Array | None]
     buffers: Mapping[str, Array] = dataclasses.field(default_factory=dict)
     floors: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """The smallest scale by which a buffer's error is measured, where it averages what nearly cancels."""
+    """The smallest scale by which an array's error is measured, where it averages what nearly cancels."""
 
     def parts(self) -> Iterator[tuple[Key, Array | None]]:
         """Every array with its part and name."""
@@ -304,10 +304,11 @@ def measured_parts(runner: Runner, actual: Outcome, expected: Outcome) -> dict[K
 def differences_of(measured: Mapping[Key, Measured], expected: Outcome) -> list[Difference]:
     """What was measured as relative errors. A gradient that is zero but for rounding is measured by the largest one."""
     largest = max((one.scale for (part, _), one in measured.items() if part == "gradient"), default=0.0)
-    floors = {"loss": lambda _: 0.0, "gradient": lambda _: SMALL * largest}
     found = []
     for (part, name), one in measured.items():
-        floor = floors.get(part, lambda name: expected.floors.get(name, 0.0))(name)
+        if part == "buffer" and not (one.distance or one.scale):  # a buffer of zeros, or a move that isn't one
+            continue
+        floor = max(expected.floors.get(name, 0.0), SMALL * largest if part == "gradient" else 0.0)
         found.append(Difference(name, one.error(floor), part, one.entries if part != "loss" else 1))
     return found
 

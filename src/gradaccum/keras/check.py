@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops, tree
 
-from gradaccum.core.equivalence import Difference, Equivalence
+from gradaccum.core.equivalence import Difference, Equivalence, limits_of
+from gradaccum.core.proof import Comparison, Way, differences_between, worst
 from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import even_sizes
 from gradaccum.keras import backends
 from gradaccum.keras.backends.rows import has_rows, rows_of
 from gradaccum.keras.batch_norm import BatchNorm
-from gradaccum.keras.equivalence import Outcome, find_causes, precision_of
+from gradaccum.keras.equivalence import Evaluation, StepRunner, find_causes, precision_of
 from gradaccum.keras.private import build_symbolically, torch_device
 from gradaccum.keras.train_step import MicroBatchedStep, ragged_size
 from gradaccum.schedule import checked_count
@@ -98,76 +99,70 @@ class _Check:
 
     def run(self, micro_batch_size: int | None, tolerance: float | None) -> Equivalence:
         precision = precision_of(self.model)
-        if tolerance is None:
-            tolerance = rounding(precision, _device())
-        whole = self._outcome(np.arange(self.rows), self.rows)
-        if not np.isfinite(whole.loss).all():
-            raise ValueError(f"The large batch's own loss is {whole.loss}: there is nothing to compare.")
-        worst: dict[tuple[str, str], Difference] = {}
-        partitions, failing, most = _partitions(self.rows, micro_batch_size), None, tolerance
-        for order, size in partitions:
-            # A moved variable may heed the order of rows, such as the last row's value.
-            expected = whole if np.all(np.diff(order) > 0) else self._outcome(order, self.rows)
-            differences = [*self._outcome(order, size).differences(expected)]
-            differences += (
-                [d for d in expected.differences(whole) if d.part != "buffer"] if expected is not whole else []
-            )
-            for difference in differences:
-                key = difference.part, difference.name
-                if key not in worst or not difference.error <= worst[key].error:
-                    worst[key] = difference
-                if not difference.error <= most:
-                    failing, most = (order, size), difference.error
-        causes = [] if failing is None else self._causes(*failing, list(worst.values()), tolerance)
+        allowed = rounding(precision, _device()) if tolerance is None else tolerance
+        runner = StepRunner(self._evaluate, self._step(self.rows).state, precision, allowed)
+        given, ragged = _ways(range(self.rows), micro_batch_size), _ways(_shuffled(self.rows), None)
+        in_order = Comparison(runner, range(self.rows), given, "raise")
+        loss = in_order.large.losses["loss"]
+        if not np.isfinite(loss).all():
+            raise ValueError(f"The large batch's own loss is {loss}: there is nothing to compare.")
+        # A moved variable may heed the order of rows, such as the last row's value.
+        shuffled = Comparison(runner, ragged[0][0], ragged, "raise")
+        moved = [d for d in differences_between(runner, shuffled.large, in_order.large) if d.part != "buffer"]
+        found = worst([*(in_order.differences() or []), *(shuffled.differences() or []), *moved])
+        compared = sorted([*in_order.compared, *shuffled.compared], key=lambda one: -one.error)
+        failing = ragged[0] if any(not d.error <= allowed for d in moved) else None
+        failing = compared[0].way if not compared[0].error <= allowed else failing
         return Equivalence(
-            tuple(worst.values()),
-            tolerance,
-            tuple(causes),
+            tuple(found),
+            allowed,
+            () if failing is None else tuple(self._causes(failing, found, allowed)),
             rows=self.rows,
-            partitions=tuple(tuple(even_sizes(self.rows, size)) for _, size in partitions),
-            notes=tuple(self._notes(whole)),
+            partitions=tuple(tuple(sizes) for _, sizes in [*given, *ragged]),
+            notes=tuple(self._notes(runner)),
             precision=precision,
             device=_device(),
         )
 
-    def _outcome(self, order: np.ndarray, size: int) -> Outcome:
+    def _step(self, size: int) -> MicroBatchedStep:
         if size not in self.steps:
             self.steps[size] = MicroBatchedStep(self.model, size, self.batch_norm, verify=False)
-        return self.steps[size].outcome(self._take(order))
+        return self.steps[size]
 
-    def _take(self, rows: np.ndarray) -> Any:
+    def _evaluate(self, rows: np.ndarray, size: int, state: Any) -> Evaluation:
         take = backends.running().take_rows
-        return tree.map_structure(lambda leaf: take(leaf, rows) if has_rows(leaf) else leaf, self.data)
+        return self._step(size).outcome(
+            tree.map_structure(lambda leaf: take(leaf, rows) if has_rows(leaf) else leaf, self.data), state
+        )
 
-    def _causes(self, order: np.ndarray, size: int, differences: list[Difference], tolerance: float) -> Any:
-        parts = np.split(order, np.cumsum(even_sizes(self.rows, size))[:-1])
-        trainable, non_trainable, _, metrics = MicroBatchedStep(self.model, size, self.batch_norm, verify=False).state()
+    def _causes(self, way: Way, differences: list[Difference], tolerance: float) -> Any:
+        order, sizes = way
+        parts = np.split(np.asarray(order), np.cumsum(sizes)[:-1])
+        trainable, non_trainable, _, metrics = self._step(max(sizes)).state()
         return find_causes(
             self.model, (trainable, non_trainable, metrics), self.data, parts, differences, tolerance, self.batch_norm
         )
 
-    def _notes(self, whole: Outcome) -> Iterator[str]:
-        if whole.draws.held:
+    def _notes(self, runner: StepRunner) -> Iterator[str]:
+        if runner.draws.held:
             yield "Random numbers were held: whatever is drawn, as by dropout, was the same for each row."
-        if whole.draws.raw:
+        if runner.draws.raw:
             yield (
                 "Random numbers are drawn that don't come from keras.random: they can't be held, and differ from one "
                 "partition to the other."
             )
-        if self.rows < 4:
-            yield f"{self.rows} rows allow few partitions: a batch of 8 or more says more."
-        yield (
-            "This is evidence from one batch, not a proof: what happens only with other data, other sizes or at "
-            "another time in training can't be excluded."
-        )
+        yield from limits_of(self.rows)
 
 
-def _partitions(rows: int, size: int | None) -> list[tuple[np.ndarray, int]]:
-    """Orders of the rows with a micro-batch size: the given one in order, a ragged one in order and shuffled."""
-    in_order, shuffled = np.arange(rows), np.random.default_rng(0).permutation(rows)
-    ragged = ragged_size(rows) or 1
-    plans = [] if size is None or size >= rows else [(in_order, size)]
-    return [*plans, (in_order, ragged), (shuffled, ragged)]
+def _shuffled(rows: int) -> list[int]:
+    return np.random.default_rng(0).permutation(rows).tolist()
+
+
+def _ways(order: Sequence[int], size: int | None) -> list[Way]:
+    """Ways to cut these rows: in micro-batches of the given size, and in ragged ones."""
+    rows = len(order)
+    sizes = [*([] if size is None or size >= rows else [size]), ragged_size(rows) or 1]
+    return [(order, even_sizes(rows, size)) for size in sizes]
 
 
 def _converted(leaf: Any) -> Any:

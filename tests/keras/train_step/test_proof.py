@@ -186,13 +186,19 @@ def own_loss():
 
 
 MIXING = {
-    "softmax over rows": (lambda: with_layer(layers.Softmax(axis=0, name="mix")), "'mix' is a Softmax"),
-    "normalised over rows": (lambda: with_layer(layers.UnitNormalization(axis=0, name="mix")), "'mix' is a UnitNorm"),
-    "the batch's mean": (lambda: with_layer(Mixed(lambda h: h - ops.mean(h, axis=0), name="mix")), "'mix' is a Mixed"),
-    "cumulated": (lambda: with_layer(Mixed(lambda h: ops.cumsum(h, axis=0), name="mix")), "'mix' is a Mixed"),
-    "sorted": (lambda: with_layer(Mixed(lambda h: ops.sort(h, axis=0), name="mix")), "'mix' is a Mixed"),
-    "flipped": (lambda: with_layer(Mixed(lambda h: ops.flip(h, axis=0), name="mix")), "'mix' is a Mixed"),
-    "an operation of a functional model": (with_operation, "'[a-z_0-9.]*mean[a-z_0-9]*' is a Mean"),
+    "softmax over rows": (lambda: with_layer(layers.Softmax(axis=0, name="mix")), "'mix' .Softmax.* mixes rows"),
+    "normalised over rows": (
+        lambda: with_layer(layers.UnitNormalization(axis=0, name="mix")),
+        "'mix' .UnitNorm.* mixes rows",
+    ),
+    "the batch's mean": (
+        lambda: with_layer(Mixed(lambda h: h - ops.mean(h, axis=0), name="mix")),
+        "'mix' .Mixed.* mixes rows",
+    ),
+    "cumulated": (lambda: with_layer(Mixed(lambda h: ops.cumsum(h, axis=0), name="mix")), "'mix' .Mixed.* mixes rows"),
+    "sorted": (lambda: with_layer(Mixed(lambda h: ops.sort(h, axis=0), name="mix")), "'mix' .Mixed.* mixes rows"),
+    "flipped": (lambda: with_layer(Mixed(lambda h: ops.flip(h, axis=0), name="mix")), "'mix' .Mixed.* mixes rows"),
+    "an operation of a functional model": (with_operation, "'[a-z_0-9.]*mean[a-z_0-9]*' .Mean. mixes rows"),
     "the model's own call": (Inside, "`call` of Inside itself mixes rows"),
     "compute_loss": (own_loss, "`compute_loss` of Summed is no mean over rows"),
     "add_loss": (lambda: with_layer(AddsSum()), r"model.losses\[0\] is no mean over rows"),

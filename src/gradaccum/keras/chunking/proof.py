@@ -12,13 +12,14 @@ import keras
 import numpy as np
 from keras import ops, tree
 
+from gradaccum.core.numpy_arrays import relative_error
 from gradaccum.core.rounding import last_place, rounding
 from gradaccum.core.sizes import even_sizes
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras import backends
 from gradaccum.keras.batch_norm import BatchNorm
 from gradaccum.keras.chunking.body import Body, OuterTensorError
-from gradaccum.keras.equivalence import as_array, held, mixing_layers, precision_of, recorded_calls, relative_error
+from gradaccum.keras.equivalence import as_array, held, mixing_layers, precision_of, recorded_calls
 from gradaccum.keras.loss import value_and_gradients
 from gradaccum.keras.private import has_value, layers_in, outside_of_scopes
 

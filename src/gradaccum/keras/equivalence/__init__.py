@@ -2,17 +2,17 @@
 
 from gradaccum.keras.equivalence.causes import find_causes, mixing_layers
 from gradaccum.keras.equivalence.layer_calls import recorded_calls
-from gradaccum.keras.equivalence.outcome import Outcome, as_array, precision_of, relative_error
+from gradaccum.keras.equivalence.outcome import Evaluation, StepRunner, as_array, precision_of
 from gradaccum.keras.equivalence.random_numbers import Draws, held
 
 __all__ = [
     "Draws",
-    "Outcome",
+    "Evaluation",
+    "StepRunner",
     "as_array",
     "find_causes",
     "held",
     "mixing_layers",
     "precision_of",
     "recorded_calls",
-    "relative_error",
 ]

@@ -9,12 +9,13 @@ import keras
 import numpy as np
 from keras import ops, tree
 
+from gradaccum.core.causes import innermost, mixing_cause
 from gradaccum.core.equivalence import Cause, Difference
+from gradaccum.core.numpy_arrays import relative_error
 from gradaccum.keras import backends
 from gradaccum.keras.backends.rows import has_rows
 from gradaccum.keras.batch_norm import BatchNorm, batch_norms_of, during_micro_batch
 from gradaccum.keras.equivalence.layer_calls import LayerCall, recorded_calls, same_rows
-from gradaccum.keras.equivalence.outcome import relative_error
 from gradaccum.keras.equivalence.random_numbers import held
 from gradaccum.keras.loss import Measured, coupled_losses, divisors_of
 from gradaccum.keras.private import sublayers, takes_training
@@ -164,17 +165,19 @@ def mixing_layers(
         tolerance: The largest relative error that is rounding.
     """
     order = np.argsort(np.concatenate(list(parts)))
-    guilty: set[int] = set()
-    for key, call in calls.items():
-        theirs = [calls[key] for calls in part_calls if key in calls]
-        if len(theirs) != len(parts) or guilty & _inside(call.layer):
-            continue
-        inputs, outputs = [one.inputs for one in theirs], [one.outputs for one in theirs]
-        if not same_rows(inputs, call.inputs, order, relative_error, tolerance):
-            continue
-        if not same_rows(outputs, call.outputs, order, relative_error, tolerance):
-            guilty.add(key)
-            yield _layer_cause(call.layer, call.path, call.layer is model)
+    found = {key: [calls[key] for calls in part_calls if key in calls] for key in calls}
+
+    def inputs_agree(key: int) -> bool:
+        inputs = [call.inputs for call in found[key]]
+        complete = len(inputs) == len(parts)
+        return complete and same_rows(inputs, calls[key].inputs, order, relative_error, tolerance)
+
+    def outputs_differ(key: int) -> bool:
+        outputs = [call.outputs for call in found[key]]
+        return not same_rows(outputs, calls[key].outputs, order, relative_error, tolerance)
+
+    for key in innermost(calls, inputs_agree, outputs_differ, lambda a, b: a in _inside(calls[b].layer)):
+        yield _layer_cause(calls[key].layer, calls[key].path, calls[key].layer is model)
 
 
 def _inside(layer: Any) -> set[int]:
@@ -192,18 +195,17 @@ def _inside(layer: Any) -> set[int]:
 
 def _layer_cause(layer: Any, path: str, is_model: bool) -> Cause:
     kind = type(layer).__name__
-    if isinstance(layer, keras.layers.BatchNormalization):
-        return Cause(
-            "batch_norm",
-            path,
-            f"{path!r} is a {kind}: it normalises each micro-batch by itself. Use GroupNormalization or "
-            'LayerNormalization, or batch_norm="frozen".',
-        )
     if is_model:
         what = f"`call` of {kind} itself mixes rows, outside of its layers"
-    else:
-        what = f"{path!r} is a {kind} in which a row's output depends on the other rows of its batch"
-    return Cause("mixes_rows", path, f"{what}: micro-batches can't give what the whole batch does.")
+        return Cause("mixes_rows", path, f"{what}: micro-batches can't give what the whole batch does.")
+    is_batch_norm = isinstance(layer, keras.layers.BatchNormalization)
+    return mixing_cause(
+        path,
+        kind,
+        batch_norm='Use GroupNormalization or LayerNormalization, or batch_norm="frozen".' if is_batch_norm else "",
+        advice="Compute it per row, or take it out of the model into the loss and use gradaccum.keras.chunked around "
+        "what comes before.",
+    )
 
 
 def _number(tensor: Any) -> float:

@@ -1,7 +1,8 @@
-"""What one update is made of, as numbers, and how far two of them are apart."""
+"""What one update is made of, as numbers, and the runner that evaluates it for a proof."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,20 +10,25 @@ import keras
 import numpy as np
 from keras import ops
 
-from gradaccum.core.equivalence import Difference
+from gradaccum.core.numpy_arrays import is_finite, largest, measure
+from gradaccum.core.proof import Measured, Outcome
+from gradaccum.core.rounding import last_place
+from gradaccum.core.sizes import even_sizes
 from gradaccum.keras.equivalence.layer_calls import dotted
 from gradaccum.keras.equivalence.random_numbers import Draws
 from gradaccum.keras.private import compiled_losses, layers_in, loss_entries
 
-__all__ = ["Outcome", "as_array", "precision_of", "relative_error"]
+__all__ = ["Evaluation", "StepRunner", "as_array", "precision_of"]
 
 _SMALL = 1e-2
 """Tensors that are smaller than the largest gradient by this factor are measured by that one: where a gradient is zero,
 as that of the bias of attention's keys, all of it is rounding."""
+NEARBY = 2
+"""How often the weights are moved by one unit in the last place, to see what rounding makes of a result."""
 
 
 @dataclass
-class Outcome:
+class Evaluation:
     """The loss and the gradients of a batch, and what its forward passes moved.
 
     Attributes:
@@ -40,51 +46,97 @@ class Outcome:
     after: list[np.ndarray] = field(default_factory=list)
     draws: Draws = field(default_factory=Draws)
 
-    def differences(self, whole: Outcome) -> list[Difference]:
-        """How far each part is from that of the whole batch."""
-        found = [Difference("loss", relative_error(self.loss, whole.loss), "loss", int(np.size(whole.loss)))]
-        largest = max((_largest(g) for g in whole.gradients if g is not None), default=0.0)
-        for variable, ours, theirs in zip(self.model.trainable_variables, self.gradients, whole.gradients):
-            if ours is None and theirs is None:
-                continue
-            ours, theirs = (np.zeros(variable.shape) if g is None else g for g in (ours, theirs))
-            error = relative_error(ours, theirs, floor=_SMALL * largest)
-            found.append(Difference(dotted(self.model, variable.path), error, "gradient", int(theirs.size)))
-        for variable, before, ours, theirs in zip(
-            self.model.non_trainable_variables, self.before, self.after, whole.after
-        ):
-            if np.array_equal(ours, before) and np.array_equal(theirs, before):
-                continue
-            floor = 0.0 if before.dtype.kind in "iub" else _SMALL * max(_largest(before), _largest(theirs))
-            error = relative_error(_difference(ours, before), _difference(theirs, before), floor)
-            found.append(Difference(dotted(self.model, variable.path), error, "buffer", int(theirs.size)))
-        return found
+    def outcome(self) -> Outcome:
+        """The same by name; of variables, how they have moved."""
+        scale = _SMALL * max((largest(gradient) for gradient in self.gradients if gradient is not None), default=0.0)
+        trained = self._named(self.model.trainable_variables, self.gradients)
+        floors = dict.fromkeys(trained, scale)
+        moved = self._named(self.model.non_trainable_variables, zip(self.before, self.after), trained)
+        for name, (before, after) in moved.items():
+            floors[name] = 0.0 if before.dtype.kind in "iub" else _SMALL * max(largest(before), largest(after))
+        moves = {name: after.astype("float64") - before.astype("float64") for name, (before, after) in moved.items()}
+        unmoved = [name for name, move in moves.items() if not move.any()]
+        floors.update(dict.fromkeys(unmoved, 0.0))
+        return Outcome({"loss": self.loss}, trained, moves, floors)
+
+    def _named(self, variables: Sequence[Any], values: Any, taken: Any = ()) -> dict[str, Any]:
+        """These by the paths of variables, of which several may be the same."""
+        named: dict[str, Any] = {}
+        for place, (variable, value) in enumerate(zip(variables, values)):
+            name = dotted(self.model, variable.path)
+            named[f"{name}#{place}" if name in named or name in taken else name] = value
+        return named
 
 
-def _difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.asarray(a, "float64") - np.asarray(b, "float64")
-
-
-def _largest(array: np.ndarray) -> float:
-    array = np.abs(np.asarray(array, "float64"))
-    return float(array[np.isfinite(array)].max(initial=0.0))
-
-
-def relative_error(actual: Any, expected: Any, floor: float = 0.0) -> float:
-    """`max|actual - expected| / max|expected|`; inf where only one of both is finite.
+class StepRunner:
+    """A `gradaccum.core.proof.Runner` for training steps of Keras.
 
     Args:
-        actual: What was computed.
-        expected: What it should be.
-        floor: The smallest scale to divide by.
+        evaluate: `evaluate(rows, size, state)` evaluates these rows in even micro-batches of at most this size, with
+            random numbers held; from this state, or from that of the model (None).
+        state: Returns the state.
+        precision: The narrowest dtype that is computed in, by name.
+        tolerance: The largest relative error that is rounding in it.
     """
-    actual, expected = np.asarray(actual, "float64"), np.asarray(expected, "float64")
-    finite = np.isfinite(expected)
-    if actual.shape != expected.shape or not np.array_equal(np.isfinite(actual), finite):
-        return float("inf")
-    scale = max(_largest(expected), floor)
-    difference = float(np.abs(actual - expected, where=finite, out=np.zeros(actual.shape)).max(initial=0.0))
-    return difference / scale if scale else (float("inf") if difference else 0.0)
+
+    def __init__(
+        self,
+        evaluate: Callable[[np.ndarray, int, Any], Evaluation],
+        state: Callable[[], Any],
+        precision: str,
+        tolerance: float,
+    ) -> None:
+        self._evaluate, self._state, self._precision, self.tolerance = evaluate, state, precision, tolerance
+        self.draws = Draws()
+
+    def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
+        """These rows in micro-batches of these sizes, which are even; None: at once."""
+        assert sizes is None or list(sizes) == even_sizes(len(rows), max(sizes))
+        return self._run(rows, len(rows) if sizes is None else max(sizes), None)
+
+    def _run(self, rows: Sequence[int], size: int, state: Any) -> Outcome:
+        evaluation = self._evaluate(np.asarray(rows), size, state)
+        self.draws = evaluation.draws
+        return evaluation.outcome()
+
+    def nearby(self, rows: Sequence[int]) -> Iterator[Outcome]:
+        """The rows at once, with weights that differ by a unit in the last place."""
+        random, unit = np.random.default_rng(0), last_place(self._precision)
+
+        def moved(value: Any) -> Any:
+            if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(value.dtype)):
+                return value
+            signs = random.choice([-1.0, 1.0], tuple(value.shape))
+            return value * ops.convert_to_tensor(1.0 + unit * signs, value.dtype)
+
+        for _ in range(NEARBY):
+            weights, *others = self._state()
+            yield self._run(rows, len(rows), ([moved(value) for value in weights], *others))
+
+    def measure(self, pairs: Sequence[tuple[Any, Any]]) -> list[Measured]:
+        """How far arrays are from each other."""
+        return measure(pairs)
+
+    def is_finite(self, arrays: Sequence[Any]) -> bool:
+        """Whether all numbers in these are."""
+        return is_finite(arrays)
+
+    @property
+    def in_half(self) -> bool:
+        """Whether it computes in 16 bits or fewer."""
+        return self._precision in ("bfloat16", "float16")
+
+    def lower_scale(self) -> bool:
+        """There is no scale."""
+        return False
+
+    def replace_noise(self) -> bool:
+        """Random numbers are always held."""
+        return False
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Nobody asks: fewer rows are tried after any error."""
+        return False
 
 
 def as_array(value: Any) -> np.ndarray:

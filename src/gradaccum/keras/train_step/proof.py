@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,14 +12,15 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from gradaccum.core.equivalence import Equivalence
-from gradaccum.core.rounding import last_place, rounding
+from gradaccum.core.equivalence import Difference, Equivalence
+from gradaccum.core.proof import Comparison
+from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import even_sizes
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras import backends
 from gradaccum.keras.backends.rows import has_rows, rows_of, unpack
 from gradaccum.keras.batch_norm import batch_norms_of
-from gradaccum.keras.equivalence import Outcome, find_causes, precision_of
+from gradaccum.keras.equivalence import Evaluation, StepRunner, find_causes, precision_of
 from gradaccum.keras.private import compiled_losses, recorded_reads
 from gradaccum.keras.train_step.sorts import Sorts, dealt, few_rows
 
@@ -121,21 +122,21 @@ class Proof:
         for few, size in _attempts(rows, self.step.micro_batch_size):
             order = dealt(few_rows(data, few, new), even_sizes(few, size))
             batch = tree.map_structure(lambda leaf, order=order: _take(leaf, order), data)
+            runner = self._runner(batch, state, reads=whole_reads)
+            comparison = Comparison(runner, range(few), [(range(few), even_sizes(few, size))], "raise")
             try:
-                with recorded_reads() as reads:
-                    whole = self.step.trial(few, "frozen").outcome(batch, state)
-                whole_reads.update(reads)
-                if not np.isfinite(whole.loss).all():
-                    reason = reason or ValueError(f"the loss of {few} rows at once is {whole.loss}")
+                loss = comparison.large.losses["loss"]
+                if not np.isfinite(loss).all():
+                    reason = reason or ValueError(f"the loss of {few} rows at once is {loss}")
                     break
-                parts = self.step.trial(size, "frozen").outcome(batch, state)
+                differences = comparison.differences() or []
             except NotEquivalentError:
                 raise
             except Exception as error:
                 reason = reason or error
                 continue
             reason = None
-            self._judge(batch, few, size, whole, parts, state)
+            self._judge(batch, comparison, differences, state)
             break
         if proven is None:
             proven = self._proven.setdefault(self._kind(data), _Proven())
@@ -170,54 +171,47 @@ class Proof:
             )
         self._doubt = ""
 
-    def _judge(self, batch: Any, rows: int, size: int, whole: Outcome, parts: Outcome, state: Any) -> None:
-        model = self.step.model
-        precision = precision_of(model)
-        sharp = rounding(precision) / 10
-        differences = [d for d in parts.differences(whole) if not d.error <= sharp]
-        if not differences:
+    def _runner(self, batch: Any, state: Any, reads: dict[int, Any]) -> StepRunner:
+        """Runs rows of a batch as the step's updates do, with BatchNormalization frozen; notes what at once reads."""
+
+        def evaluate(rows: np.ndarray, size: int, moved: Any) -> Evaluation:
+            trial = self.step.trial(size, "frozen")
+            if size < len(rows) or moved is not None:
+                return trial.outcome(batch, state if moved is None else moved)
+            with recorded_reads() as read:
+                found = trial.outcome(batch, state)
+            reads.update(read)
+            return found
+
+        precision = precision_of(self.step.model)
+        return StepRunner(
+            evaluate, lambda: self.step.state() if state is None else state, precision, rounding(precision) / 10
+        )
+
+    def _judge(self, batch: Any, comparison: Comparison, differences: Sequence[Difference], state: Any) -> None:
+        runner: Any = comparison.runner
+        allowed, model = runner.tolerance, self.step.model
+        if all(difference.error <= allowed for difference in differences):
             return
-        if parts.draws.raw or whole.draws.raw or self._random(batch, rows, whole, sharp, state):
+        again = [d for d in comparison.unrepeatable() if d.part != "buffer"]
+        if runner.draws.raw or any(not difference.error <= allowed for difference in again):
             self._doubt = "it draws random numbers that don't come from keras.random, and can't be held"
             return
-        noise = self._noise(batch, rows, whole, precision, state)
-        differences = [d for d in differences if not d.error <= 10 * noise.get((d.part, d.name), 0.0)]
-        if not differences:
+        wrong = comparison.beyond_rounding(differences)
+        if not wrong:
             return
-        sizes = even_sizes(rows, size)
+        rows, [(_, sizes)] = len(comparison.rows), comparison.ways
         cuts = np.split(np.arange(rows), np.cumsum(sizes)[:-1])
         values = self.step.state() if state is None else state
-        causes = find_causes(
-            model, (values[0], values[1], values[3]), unpack(batch), cuts, differences, sharp, "frozen"
-        )
+        causes = find_causes(model, (values[0], values[1], values[3]), unpack(batch), cuts, wrong, allowed, "frozen")
         try:
-            Equivalence(tuple(differences), sharp, tuple(causes), rows=rows).raise_if_different()
+            Equivalence(tuple(wrong), allowed, tuple(causes), rows=rows).raise_if_different()
         except NotEquivalentError as error:
             raise NotEquivalentError(
                 f"{error}\nThat is of {rows} rows of the batch, whole and in micro-batches of "
                 f"{', '.join(map(str, sizes))}; nothing has been trained with it. micro_batched(..., verify=False) "
                 "trains all the same."
             ) from None
-
-    def _random(self, batch: Any, rows: int, whole: Outcome, sharp: float, state: Any) -> bool:
-        """Whether the same rows give something else the next time."""
-        again = self.step.trial(rows, "frozen").outcome(batch, state)
-        return any(not d.error <= sharp for d in again.differences(whole) if d.part != "buffer")
-
-    def _noise(self, batch: Any, rows: int, whole: Outcome, precision: str, state: Any) -> dict[tuple[str, str], float]:
-        """How far each part moves with weights that differ in the last place."""
-        values = self.step.state() if state is None else state
-        random = np.random.default_rng(0)
-
-        def moved(value: Any) -> Any:
-            if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(value.dtype)):
-                return value
-            signs = random.choice([-1.0, 1.0], tuple(value.shape))
-            return value * ops.convert_to_tensor(1.0 + last_place(precision) * signs, value.dtype)
-
-        nearby = ([moved(value) for value in values[0]], *values[1:])
-        outcome = self.step.trial(rows, "frozen").outcome(batch, nearby)
-        return {(d.part, d.name): d.error for d in outcome.differences(whole) if math.isfinite(d.error)}
 
     def _kind(self, batch: Any) -> str:
         def kind(leaf: Any) -> Any:

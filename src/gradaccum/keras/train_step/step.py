@@ -19,7 +19,7 @@ from keras import ops, tree
 from gradaccum.keras import backends
 from gradaccum.keras.backends.rows import RestartWindow, Spec, assign, discarded, has_rows, rows_of, unpack, values_of
 from gradaccum.keras.batch_norm import BatchNorm, Pool, batch_norms_of, during_micro_batch, warn
-from gradaccum.keras.equivalence import Draws, Outcome, as_array, held
+from gradaccum.keras.equivalence import Draws, Evaluation, as_array, held
 from gradaccum.keras.loss import Measured, update_trackers, weighed_losses
 from gradaccum.keras.private import (
     build_symbolically,
@@ -330,7 +330,7 @@ class MicroBatchedStep:
 
     # For a proof.
 
-    def outcome(self, data: Any, state: Any = None) -> Outcome:
+    def outcome(self, data: Any, state: Any = None) -> Evaluation:
         """What the update of this batch is made of, computed as an update computes it. Leaves everything as found.
 
         Args:
@@ -341,7 +341,7 @@ class MicroBatchedStep:
             loss, gradients, before, after = self.training.evaluate(data, state)
         self._draws.held |= draws.held  # on JAX seen while it is traced, and not again
         self._draws.raw |= draws.raw or getattr(self.training, "drew", False)
-        return Outcome(
+        return Evaluation(
             self.model,
             as_array(loss),
             [None if gradient is None else as_array(gradient) for gradient in gradients],

@@ -114,8 +114,8 @@ def check_row_weights(loss_fn: Any, outputs: Any) -> None:
         name = type(loss_fn).__name__
         raise ValueError(
             f"{name}(weight=...) holds a weight for each of {weight.shape[0]} rows, and was given {outputs.shape[0]} "
-            "rows: micro-batches are cut out of the batch, and weights that the loss holds are not. Make them a part of "
-            "the batch: compute_loss=lambda model, x, y, w: torch.nn.functional."
+            "rows: micro-batches are cut out of the batch, and weights that the loss holds are not. Make them a part "
+            "of the batch: compute_loss=lambda model, x, y, w: torch.nn.functional."
             f"{_BY_ELEMENT[type(loss_fn)]}(model(x), y, weight=w), and step(x, y, w)."
         )
 

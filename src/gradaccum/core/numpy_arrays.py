@@ -1,0 +1,60 @@
+"""How far arrays are from each other, in NumPy: the arithmetic of a proof for frameworks that hand over arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gradaccum.core.proof import Measured
+
+__all__ = ["is_finite", "largest", "measure", "relative_error"]
+
+
+def measure(pairs: Sequence[tuple[Any, Any]]) -> list[Measured]:
+    """How far each first array is from its second one: `max|a - b|`, with `max|b|`. None stands for zeros.
+
+    Example:
+        >>> measure([([1.0, 4.5], [1.0, 4.0]), (None, [2.0])])
+        [Measured(distance=0.5, scale=4.0, entries=2), Measured(distance=2.0, scale=2.0, entries=1)]
+    """
+    return [_measured(actual, expected) for actual, expected in pairs]
+
+
+def _measured(actual: Any, expected: Any) -> Measured:
+    given = np.asarray(actual if expected is None else expected)
+    ours, theirs = (np.zeros(given.shape) if one is None else _wide(one) for one in (actual, expected))
+    finite = np.isfinite(theirs)
+    if ours.shape != theirs.shape or not np.array_equal(np.isfinite(ours), finite):
+        return Measured(math.inf, largest(theirs), int(theirs.size))
+    difference = np.where(finite, ours, 0) - np.where(finite, theirs, 0)
+    return Measured(largest(difference), largest(theirs), int(theirs.size))
+
+
+def _wide(array: Any) -> np.ndarray:
+    array = np.asarray(array)
+    return array if array.dtype.kind == "c" else array.astype("float64")
+
+
+def largest(array: Any) -> float:
+    """`max|array|` over its finite numbers; 0 without any."""
+    array = np.abs(np.asarray(array))
+    return float(array[np.isfinite(array)].max(initial=0.0))
+
+
+def is_finite(arrays: Sequence[Any]) -> bool:
+    """Whether all numbers in these arrays are finite."""
+    return all(bool(np.isfinite(array).all()) for array in arrays)
+
+
+def relative_error(actual: Any, expected: Any, floor: float = 0.0) -> float:
+    """`max|actual - expected| / max|expected|`; inf where only one of both is finite.
+
+    Args:
+        actual: What was computed.
+        expected: What it should be.
+        floor: The smallest scale to divide by.
+    """
+    return _measured(actual, expected).error(floor)
