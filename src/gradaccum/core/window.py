@@ -29,7 +29,7 @@ Reduction = Literal["mean", "sum"]
 
 @dataclasses.dataclass(slots=True)
 class MicroBatch:
-    """What is known of the micro-batch in progress."""
+    """The micro-batch in progress, or the next one."""
 
     default: float = 1.0
     """What it weighs where no loss says so: under `batches()` its rows, or `weight(batch)`."""
@@ -79,11 +79,15 @@ class Window:
         self.steps = steps
         self.reduction = reduction
         self.micro_batch = MicroBatch()
-        """The one in progress, or the next one."""
+        self.number = 0
+        """How many windows have been closed."""
         self.close()
 
     def close(self) -> None:
         """Empty the window; the next micro-batch is the first of a new one."""
+        self.number += 1
+        self.micro_batches = 0
+        """How many are in."""
         self.weights: list[float] = []
         """Of each micro-batch that is in."""
         self.weight = 0.0
@@ -93,19 +97,14 @@ class Window:
         self.micro_batch.restart()
 
     @property
-    def micro_batches(self) -> int:
-        """How many are in."""
-        return len(self.weights)
-
-    @property
     def is_open(self) -> bool:
         """Whether a micro-batch is in."""
-        return bool(self.weights)
+        return self.micro_batches > 0
 
     @property
     def closes_next(self) -> bool:
         """Whether the micro-batch in progress, or the next one, closes the window."""
-        return self.micro_batch.last or len(self.weights) + 1 >= self.steps
+        return self.micro_batch.last or self.micro_batches + 1 >= self.steps
 
     @property
     def divisor(self) -> float:
@@ -142,7 +141,7 @@ class Window:
             last: Whether it is the epoch's last.
         """
         one = self.micro_batch
-        one.restart()
+        one.weight, one.given, one.factor, one.weighed = None, False, 1.0, 0
         one.default, one.default_given, one.last = default, given, last
         one.in_batches = one.announced = True
 
@@ -192,15 +191,18 @@ class Window:
         one = self.micro_batch
         weight = one.weight
         if weight is None:
-            self.weigh()
             weight = one.default
+            if not self.unit and weight > 0 and self.reduction == "mean":
+                self.unit = weight
+        self.micro_batches += 1
         self.weights.append(weight)
         self.weight += weight
         if weight > self.largest:
             self.largest = weight
         self.weights_given = self.weights_given or one.given
-        self.micro_batch = MicroBatch(one.default, one.default_given, one.in_batches)
-        return one.last or len(self.weights) >= self.steps
+        closes = one.last or self.micro_batches >= self.steps
+        one.weight, one.given, one.factor, one.weighed, one.announced, one.last = None, False, 1.0, 0, False, False
+        return closes
 
     def rescale(self, unit: float) -> float:
         """Keep the sum in multiples of another unit from now on. Returns the factor to multiply the sum with."""
@@ -226,8 +228,12 @@ class Window:
         self.expect_nothing()
         for name in ("steps", "weight", "unit", "largest", "weights_given"):
             setattr(self, name, state[name])
-        count = state["micro_batches"]
-        self.weights = [self.weight / max(count, 1)] * count if weights is None else list(weights)
+        self.restore(state["micro_batches"], self.weight, weights)
+
+    def restore(self, micro_batches: int, weight: float, weights: list[float] | None = None) -> None:
+        """So many micro-batches are in, of this weight together."""
+        self.micro_batches, self.weight = micro_batches, weight
+        self.weights = [weight / max(micro_batches, 1)] * micro_batches if weights is None else list(weights)
 
     def __repr__(self) -> str:
         return f"Window({self.micro_batches} of {self.steps} micro-batches, weight={self.weight:g})"
@@ -245,6 +251,8 @@ def checked_weight(weight: Any) -> float:
         >>> checked_weight(731)
         731.0
     """
+    if (type(weight) is int or type(weight) is float) and (LEAST_WEIGHT <= weight <= LARGEST_WEIGHT or weight == 0):
+        return float(weight)  # as nearly always
     if getattr(weight, "requires_grad", False):
         raise ValueError(
             "A weight must not require a gradient: the gradient of a mean passes through what it is divided by, and "

@@ -34,10 +34,11 @@ def scale_(tensors: Iterable[Tensor], factor: float | Tensor) -> None:
         torch._foreach_mul_(group, here)
 
 
-@torch.no_grad()
 def divide_(tensors: Sequence[Tensor], divisor: float) -> None:
     """Divide each tensor in place."""
-    if divisor == 1.0:
+    if [t for t in tensors if t.requires_grad] and torch.is_grad_enabled():  # after create_graph=True
+        with torch.no_grad():
+            divide_(tensors, divisor)
         return
     exact = 2 <= divisor < 2**64 and math.frexp(divisor)[0] == 0.5  # times 1/4 is divided by 4, in less time
     number, operation = (1.0 / divisor, torch._foreach_mul_) if exact else (divisor, torch._foreach_div_)

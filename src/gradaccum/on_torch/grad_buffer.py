@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradaccum.on_torch.foreach import all_finite, scale_
 from gradaccum.on_torch.private import leaves_of
 
-__all__ = ["Arrivals", "GradientBuffer", "ScreenedBuffer"]
+__all__ = ["ArrivalScale", "GradientBuffer", "ScreenedBuffer"]
 
 
 class GradientBuffer:
@@ -160,14 +160,14 @@ class GradientBuffer:
         for parameter in self.parameters():
             if parameter.grad is None:
                 continue
-            if set_to_none or self.dtype is not None:
+            if set_to_none:
                 parameter.grad = None
             else:
                 parameter.grad = parameter.grad.detach()
                 parameter.grad.zero_()
         if self.dtype is not None:
             for parameter in self._narrow():
-                parameter.grad_dtype = self.dtype
+                _give(parameter, self.dtype)
         self.restored = None
         if self.detached is not None:
             self.detached = [None for _ in self.parameters()]
@@ -177,16 +177,17 @@ class GradientBuffer:
         self.detached = self.restored = None
 
 
-class Arrivals:
+class ArrivalScale:
     """Multiplies gradients as they arrive, before they join the sum; costs nothing while the factor is 1."""
 
     def __init__(self, parameters: Callable[[], list[Tensor]]) -> None:
         self._parameters = parameters
         self.factor = 1.0
+        self.muted = False
+        """Whether a loss that is multiplied itself goes backward."""
         self._hooks: list[Any] = []
-        self._muted = False
 
-    def scale(self, factor: float) -> None:
+    def set(self, factor: float) -> None:
         """The factor for the gradients that arrive from now on."""
         if factor == self.factor:
             return
@@ -197,18 +198,9 @@ class Arrivals:
         if factor != 1.0:
 
             def times(gradient: Tensor) -> Tensor | None:
-                return None if self._muted else gradient * factor
+                return None if self.muted else gradient * factor
 
             self._hooks = [p.register_hook(times) for p in self._parameters() if p.requires_grad]
-
-    @contextlib.contextmanager
-    def muted(self) -> Iterator[None]:
-        """Gradients of a loss that was multiplied itself."""
-        self._muted = True
-        try:
-            yield
-        finally:
-            self._muted = False
 
 
 class ScreenedBuffer(GradientBuffer):

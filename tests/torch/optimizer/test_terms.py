@@ -121,11 +121,11 @@ def test_a_sum_for_each_loss_but_the_first_and_none_for_one() -> None:
     x, y = micro_batches()[0]
     for terms, copies in ((losses(model, x, y), 3), ({"rows": losses(model, x, y)["rows"]}, 1)):
         optimizer.backward(terms)
-        everything = optimizer._windows.accumulation.sums.everything()
+        everything = optimizer._windows.current.buffer.everything()
         assert sum(g.numel() for g in everything) <= copies * sum(p.numel() for p in model.parameters())
         optimizer.step()
         optimizer.discard()
-        assert not optimizer._windows.accumulation.sums.everything()
+        assert not optimizer._windows.current.buffer.everything()
 
 
 @pytest.mark.parametrize("way", ["state_dict", "file", "pickle"])
@@ -218,7 +218,7 @@ def test_clipping_and_wider_sums_see_the_finished_gradient() -> None:
     wide = Optimizer(torch.optim.SGD(half.parameters(), lr=0.1), 5, accumulate_dtype=torch.float32)
     for a, b in micro_batches():
         wide.backward(losses(half, a.bfloat16(), b))
-        assert all(s.dtype == torch.float32 for s in wide._windows.accumulation.sums.everything())
+        assert all(s.dtype == torch.float32 for s in wide._windows.current.buffer.everything())
         wide.step()
     assert relative_error([p.grad for p in half.parameters()], gradients) < 0.05
 

@@ -25,8 +25,8 @@ from gradaccum.integrations.lightning.ranks import Ranks, mean, over_ranks, redu
 from gradaccum.on_torch.foreach import scale_
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
-from gradaccum.torch.guard import Guard
 from gradaccum.torch.optimizer import BatchWeight
+from gradaccum.torch.watch import GradientMonitor
 
 __all__ = ["GradientAccumulation"]
 
@@ -79,7 +79,7 @@ class GradientAccumulation(Callback):
         self._unit: float | None = None
         """What all ranks' sums are multiples of: the largest weight of the first batches."""
         self._trainer: Trainer | None = None
-        self._guard: Guard | None = None
+        self._monitor: GradientMonitor | None = None
         self._ranks: Ranks | None = None
         self._total: float | None = None
         """What the window that closes weighs on all ranks."""
@@ -120,7 +120,7 @@ class GradientAccumulation(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # In the middle of an epoch Lightning goes on without on_train_epoch_start.
         trainer.accumulate_grad_batches = self._schedule(trainer.current_epoch)
-        self._guard = Guard(self._parameters)
+        self._monitor = GradientMonitor(self._parameters)
         if is_overridden("on_train_batch_start", pl_module):
             self._flush_where_the_rest_is_skipped(trainer, pl_module)
         count_updates(trainer)
@@ -181,7 +181,7 @@ class GradientAccumulation(Callback):
             loss.mul_(factor)  # Lightning's own copy, the mean over N, which the backward pass starts from
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert self._guard is not None
+        assert self._monitor is not None
         if not self._window.is_open:
             self._settings = hyperparameters(trainer)
         self._window.add()
@@ -193,9 +193,9 @@ class GradientAccumulation(Callback):
             for parameter in self._without:
                 parameter.grad = None
         if self._silenced:
-            self._guard.accept()
+            self._monitor.resync()
         self._silenced, self._without = [], []
-        self._guard.counted(self.micro_batches + 1 >= trainer.accumulate_grad_batches)
+        self._monitor.counted(self.micro_batches + 1 >= trainer.accumulate_grad_batches)
         if closes:
             self._finish(trainer)
 
@@ -215,10 +215,10 @@ class GradientAccumulation(Callback):
         Raises:
             WindowError: They are not what autograd has added up.
         """
-        assert self._guard is not None
+        assert self._monitor is not None
         if not self._window.is_open:
             return
-        found = self._guard.tampering()
+        found = self._monitor.modification()
         if found is not None:
             raise WindowError(
                 f"The gradients were {found} inside an open window, perhaps in on_after_backward. "
@@ -266,8 +266,8 @@ class GradientAccumulation(Callback):
         """An empty window."""
         self._window.close()
         self._window.unit, self._settings, self._total = self._unit, None, None
-        if self._guard is not None:
-            self._guard.close()
+        if self._monitor is not None:
+            self._monitor.close()
 
     # The end of an epoch.
 
@@ -316,24 +316,24 @@ class GradientAccumulation(Callback):
 
     def _let_go(self) -> None:
         """Leave Trainer, module and parameters as they were found."""
-        trainer, guard = self._trainer, self._guard
+        trainer, monitor = self._trainer, self._monitor
         if trainer is not None:
             trainer.accumulate_grad_batches = 1
             count_batches(trainer)
             trainer.lightning_module.__dict__.pop("on_train_batch_start", None)
-        if guard is not None:
-            guard.remove()
-        self._guard = self._trainer = self._ranks = None
+        if monitor is not None:
+            monitor.remove()
+        self._monitor = self._trainer = self._ranks = None
 
     # Files.
 
     def state_dict(self) -> dict[str, Any]:
         """The open window with its gradients. All ranks call it, and get the same: the mean of theirs."""
         state: dict[str, Any] = {"unit": self._unit}
-        trainer, guard = self._trainer, self._guard
-        if trainer is None or guard is None or not self._window.is_open:
+        trainer, monitor = self._trainer, self._monitor
+        if trainer is None or monitor is None or not self._window.is_open:
             return state
-        if guard.failed:
+        if monitor.failed:
             logger.warning("The checkpoint leaves out the open window, in which a backward pass has failed")
             return state
         self._check_sum()
@@ -370,9 +370,9 @@ class GradientAccumulation(Callback):
             parameter = parameters[index]
             parameter.grad = gradient.to(parameter.device) * share
         count, weight = window["micro_batches"], window["weight"] * share
-        self._window.weights, self._window.weight = [weight / count] * count, weight
-        assert self._guard is not None
-        self._guard.accept()
+        self._window.restore(count, weight)
+        assert self._monitor is not None
+        self._monitor.resync()
 
     def _parameters(self) -> list[Tensor]:
         trainer = self._trainer

@@ -38,10 +38,24 @@ def inside_step(optimizer: Any, around: contextlib.AbstractContextManager[Any]) 
             yield
         return
     with contextlib.ExitStack() as entered, contextlib.ExitStack() as hooks:
-        after = optimizer.register_step_post_hook(lambda *_: entered.close())
+        depth = 0  # torch calls the hooks of a class whose step() calls super().step() once for each of the two
+
+        def begins(*_: Any) -> None:
+            nonlocal depth
+            depth += 1
+            if depth == 1:
+                entered.enter_context(around)
+
+        def ends(*_: Any) -> None:
+            nonlocal depth
+            depth -= 1
+            if depth == 0:
+                entered.close()
+
+        after = optimizer.register_step_post_hook(ends)
         hooks.callback(after.remove)
         optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
-        before = optimizer.register_step_pre_hook(lambda *_: entered.enter_context(around) and None)
+        before = optimizer.register_step_pre_hook(begins)
         hooks.callback(before.remove)
         yield
 

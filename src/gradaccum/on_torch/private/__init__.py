@@ -14,6 +14,7 @@ from gradaccum.on_torch.private.autograd import (
     leaves_of,
     pass_for_parameter,
     queue_callback,
+    recorded_operations,
     run_backward,
 )
 from gradaccum.on_torch.private.names import NAMES, missing
@@ -62,6 +63,7 @@ __all__ = [
     "pass_for_parameter",
     "queue_callback",
     "rebuild_buckets",
+    "recorded_operations",
     "run_backward",
     "runs_in_forward",
     "sharded_groups",

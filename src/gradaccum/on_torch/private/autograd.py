@@ -18,6 +18,7 @@ __all__ = [
     "leaves_of",
     "pass_for_parameter",
     "queue_callback",
+    "recorded_operations",
     "run_backward",
 ]
 
@@ -112,3 +113,6 @@ def graph_of(*ends: Any) -> Iterator[Any]:
 
 current_backward: Callable[[], int | None] = getattr(torch._C, "_current_graph_task_id", lambda: None)
 """A number for the backward pass that is running, -1 where none is; None if it cannot be told."""
+
+recorded_operations: Callable[[], int] = getattr(getattr(torch._C, "_autograd", None), "_get_sequence_nr", lambda: 0)
+"""How many operations autograd has recorded in this thread, in all graphs; 0 if it cannot be told."""

@@ -23,6 +23,12 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch", "_foreach_div_", "the same"),
     PrivateName("torch", "_foreach_norm", "the same"),
     PrivateName("torch", "_foreach_copy_", "the same"),
+    PrivateName("torch", "_foreach_max", "the same"),
+    PrivateName("torch", "_foreach_clamp_min_", "the same"),
+    PrivateName("torch", "_foreach_clamp_max_", "the same"),
+    PrivateName(
+        "torch", "_C._autograd._get_sequence_nr", "tells forward passes apart", "several passes are said at INFO"
+    ),
     PrivateName("torch", "_subclasses.fake_tensor.FakeTensorMode", "runs a model without memory, to size batches"),
     PrivateName("torch", "utils._python_dispatch.TorchDispatchMode", "sees every operation; documented for extensions"),
     PrivateName("torch", "nn.modules.batchnorm._BatchNorm", "what all BatchNorm layers have in common"),

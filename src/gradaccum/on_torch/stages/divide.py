@@ -23,8 +23,11 @@ class Divide:
             logger.warning("No update: this window of %d micro-batches weighs nothing", total.micro_batches)
             return False
         divisor = total.divisor
-        if isinstance(divisor, Tensor):  # of weights on a device, for which nobody waits
-            scale_([*total.gradients, *total.outside], torch.where(divisor > 0, 1.0 / divisor, 0.0))
-        elif divisor is not None and divisor != 1.0:
-            divide_([*total.gradients, *total.outside], divisor)
+        if divisor is None:
+            return True
+        gradients = [*total.gradients, *total.outside]
+        if type(divisor) is not float and isinstance(divisor, Tensor):  # of weights on a device: nobody waits for it
+            scale_(gradients, torch.where(divisor > 0, 1.0 / divisor, 0.0))
+        elif divisor != 1:
+            divide_(gradients, divisor)
         return True

@@ -40,6 +40,8 @@ class TermSums(GradientBuffer):
     """
 
     def __init__(self, *arguments: Any) -> None:
+        self.used = False
+        """Whether losses have ever come by name."""
         self.terms: dict[Hashable, _Term] = {}
         """By name, the one in `p.grad` first."""
         self._aside: list[Tensor | None] | None = None
@@ -200,6 +202,7 @@ class TermSums(GradientBuffer):
     def load_terms(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Go on from what `state_of_terms` wrote."""
         parameters = self.parameters()
+        self.used = self.used or bool(state)
         for saved in state:
             term = self.terms[saved["name"]] = _Term(saved["unit"])
             term.weights = list(saved["weights"])

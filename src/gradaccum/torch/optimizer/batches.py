@@ -1,9 +1,9 @@
-"""One epoch of a loader, seen by the optimizers whose windows its batches fill."""
+"""Loop over a data loader with gradient accumulation: `optimizer.batches(loader)` knows the epoch's last batch."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,8 @@ from torch import Tensor
 
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.batch import has_rows, leaves
-from gradaccum.torch.guard import are
 from gradaccum.torch.optimizer.rows import BatchWeight
-from gradaccum.torch.optimizer.windows import Windows
+from gradaccum.torch.window import Phase, Windows
 
 __all__ = ["Batches"]
 
@@ -83,8 +82,31 @@ class Batches:
             self._to_skip = 0
 
     def __iter__(self) -> Iterator[Any]:
+        resumed, to_skip = self._to_skip is not None, self._to_skip or 0
+        self._to_skip = None
+        if not resumed:
+            self._handed_out = 0
+        ahead: _Ahead | None = None
         try:
-            ahead = yield from self._epoch()
+            ahead = self._begin(resumed, to_skip)
+            while ahead.arrives() if ahead.knows_end else ahead.failure is None and not ahead.is_empty:
+                batch = ahead.batch
+                self._loader_state = ahead.fetch()
+                for member in self.members:
+                    member.expect(batch, ahead.is_over)
+                self._handed_out += 1
+                yield batch
+                for member in self.members:
+                    member.pass_on()
+                if ahead.is_over:
+                    ahead.exhaust()
+                    break
+            self._finish(ahead, resumed)
+        except GeneratorExit:
+            assert ahead is not None
+            for member in self.members:
+                member.break_off(self, ahead)
+            raise
         except Exception:  # the batches cannot be used, or a window cannot be closed
             for member in self.members:
                 member.windows.ranks.abort()
@@ -95,42 +117,25 @@ class Batches:
             finally:
                 ahead.failure = None  # no cycle with its traceback: the optimizer goes with the loop that this ends
 
-    def _epoch(self) -> Generator[Any, None, _Ahead]:
-        resumed, to_skip = self._to_skip is not None, self._to_skip or 0
-        self._to_skip = None
-        if not resumed:
-            self._handed_out = 0
+    def _begin(self, resumed: bool, to_skip: int) -> _Ahead:
+        """Fetch the first batch, or go on from what a loop over the same iterator has left."""
         try:
             ahead = self._left_over() or _Ahead(self.loader, to_skip, resumed, self._others_may_have_rows())
         except Exception:
             for member in self.members:
-                if member.windows.ranks.is_distributed:  # the others wait until it begins, then learn it left
+                if member.windows.ranks.is_distributed:  # others wait for this one to begin, then learn that it left
                     member.begin(self, resumed)
             raise
         for member in self.members:
             member.begin(self, resumed)
-        while ahead.arrives():
-            batch = ahead.batch
-            self._loader_state = ahead.fetch()
-            for member in self.members:
-                member.expect(batch, ahead.is_over)
-            self._handed_out += 1
-            try:
-                yield batch
-            except GeneratorExit:
-                for member in self.members:
-                    member.break_off(self, ahead)
-                raise
-            for member in self.members:
-                member.pass_on()
-            if ahead.is_over:
-                ahead.exhaust()
-                break
+        return ahead
+
+    def _finish(self, ahead: _Ahead, resumed: bool) -> None:
+        """The loop has used the last batch, or its loader has failed."""
         self._handed_out, self._loader_state = 0, None
         took_part = self._end() if ahead.failure is None else []
         if ahead.is_empty and not resumed and not any(took_part):
             raise _empty_error(self.loader)
-        return ahead
 
     def _end(self) -> list[bool]:
         """The loop has used the last batch. Returns for each optimizer whether the epoch had one, on any rank.
@@ -148,7 +153,7 @@ class Batches:
             for member in ending:
                 member.windows.ranks.check_end()
         for member in ending:
-            member.windows.keep_up()
+            member.windows.join_remaining()
         others = [True] * (len(self.members) - len(ending))  # another loop has begun since
         return others + [member.close(before) for member, before in zip(ending, updates, strict=True)]
 
@@ -182,11 +187,11 @@ class _Ahead:
         """Raised when the batch in hand has been trained on: it is a good one."""
         self.is_over = False
         self._iterator = iter(loader)
-        self._knows_end = hasattr(loader, "end_of_dataloader")
+        self.knows_end = hasattr(loader, "end_of_dataloader")
         self._is_due = False
         """Whether the next batch is yet to be fetched, from a loader that knows its end."""
         self._has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        self._compares = True
+        self._fetched = 0
         try:
             for _ in range(to_skip):
                 next(self._iterator)
@@ -197,7 +202,6 @@ class _Ahead:
                 self.is_empty = self.is_over = True
                 return
             raise _empty_error(loader, to_skip) from None
-        self._contents = _Contents(self.batch)
 
     def arrives(self) -> bool:
         """Whether there is a batch to hand out."""
@@ -218,7 +222,7 @@ class _Ahead:
         Raises:
             WindowError: It has further batches.
         """
-        if self._knows_end and next(self._iterator, self) is not self:
+        if self.knows_end and next(self._iterator, self) is not self:
             raise WindowError(
                 "The loader yielded a batch after the one that it called its last (`end_of_dataloader`), with which "
                 "the epoch's last window was closed. Something inside of it fetches ahead: leave that out."
@@ -231,12 +235,13 @@ class _Ahead:
             ValueError: That changed the batch before.
         """
         state = _state_of(self.loader) if self._has_state else None
-        if self._knows_end:
+        if self.knows_end:
             self.is_over = bool(self.loader.end_of_dataloader)  # type: ignore[attr-defined]  # it has
             self._is_due = not self.is_over
             return state
-        before = self._contents
-        before.remember(copied=self._compares)
+        self._fetched += 1
+        looks = self._fetched & (self._fetched - 1) == 0  # a loader that refills its batches does so from the start
+        before = _Contents(self.batch) if looks else None
         try:
             self.batch = next(self._iterator)
         except StopIteration:
@@ -244,9 +249,7 @@ class _Ahead:
         except Exception as error:
             self.failure = error
         else:
-            self._contents = _Contents(self.batch)
-            self._compares = before.shares_memory(self._contents)
-            if before.changed():
+            if before is not None and before.changed():
                 raise ValueError(
                     "Fetching the next batch changed the one in use: the loader refills a buffer, or the container "
                     "that it yields, and batches() fetches one batch ahead. Yield new ones: buffer.clone(), or "
@@ -272,49 +275,33 @@ def _state_of(loader: Any) -> Any:
 
 
 class _Contents:
-    """The tensors of a batch, and where in memory they lie."""
+    """The tensors of a batch as they are now."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
-        self._hold(_tensors(batch))
-        self._fixed = type(batch) is tuple and are(batch, self._tensors)
-        """Whether it cannot come to hold other tensors."""
-
-    def _hold(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
-        self._spans = [span for tensor in tensors if (span := _span(tensor))]
-
-    def remember(self, copied: bool) -> None:
-        """As they are now they are to be found again."""
-        if not self._fixed and not are(now := _tensors(self._batch), self._tensors):
-            self._hold(now)
+        self._tensors = _tensors(batch)
         self._versions = [tensor._version for tensor in self._tensors]
-        self._copies = [tensor.clone() for tensor in self._tensors] if copied else None
-
-    def shares_memory(self, other: _Contents) -> bool:
-        """Whether another batch's tensors lie, in part perhaps, where these do."""
-        for a, b in self._spans:
-            for c, d in other._spans:
-                if a < d and c < b:
-                    return True
-        return False
+        self._copies = [tensor.clone() for tensor in self._tensors]  # NumPy does not count versions
 
     def changed(self) -> bool:
         """Whether the batch holds other tensors by now, or other numbers in them."""
-        now = self._tensors if self._fixed else _tensors(self._batch)
+        now = _tensors(self._batch)
         if len(now) != len(self._tensors):
             return True
-        for index, (one, before) in enumerate(zip(now, self._tensors, strict=True)):
-            if one is not before and (one.shape != before.shape or _span(one) != _span(before)):
+        found = zip(now, self._tensors, self._versions, self._copies, strict=True)
+        for one, before, version, copied in found:
+            # Arrays are made into new tensors each time.
+            if one is not before and (one.shape != before.shape or one.data_ptr() != before.data_ptr()):
                 return True
-            if before._version != self._versions[index]:
+            if before._version != version or not _same_values(before, copied):
                 return True
-            # NumPy does not count versions.
-            if self._copies is not None and not torch.equal(before, self._copies[index]):
-                kept = self._copies[index]
-                if not (before.is_floating_point() and torch.allclose(before, kept, 0, 0, equal_nan=True)):
-                    return True
         return False
+
+
+def _same_values(one: Tensor, other: Tensor) -> bool:
+    if torch.equal(one, other):
+        return True
+    return one.is_floating_point() and torch.allclose(one, other, 0, 0, equal_nan=True)
 
 
 def _tensors(batch: Any) -> list[Tensor]:
@@ -332,32 +319,22 @@ def _tensors(batch: Any) -> list[Tensor]:
     return found
 
 
-def _span(tensor: Tensor) -> tuple[int, int] | None:
-    """From where to where in memory it lies; None if it is empty."""
-    start = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return (start, start + tensor.nbytes) if start else None
-    if not tensor.numel():
-        return None
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return start, start + (last + 1) * tensor.element_size()
-
-
 class _Member:
     """An optimizer's windows, and what the batches of an epoch mean for them."""
 
     def __init__(self, windows: Windows, weight: Callable[[Any], float] | None) -> None:
         self.windows = windows
         self.weigh = BatchWeight(weight)
+        self._given = weight is not None
         self._first_unused: bool | None = None
 
     def begin(self, batches: Batches, resumed: bool) -> None:
         """The first batch is there."""
         windows = self.windows
-        before, windows.source = windows.source, None
-        self._first_unused, windows.fetched_ahead = None, False
-        if windows.restored or resumed:
-            windows.restored = False
+        before, phase = windows.source, windows.phase
+        windows.source, windows.phase, self._first_unused = None, Phase.PLAIN, None
+        if phase is Phase.RESTORED or resumed:
+            pass
         elif before is None:
             windows.flush()  # left over by a plain loop; the window ends with its epoch
         elif not (
@@ -365,52 +342,52 @@ class _Member:
         ):
             # The loop before was left by an exception. An iterator goes on where it was; a loader starts over.
             windows.discard()
-        windows.source = batches
+        windows.begin_loop(batches)
 
     def expect(self, batch: Any, last: bool) -> None:
         """A batch is about to be handed out."""
-        self._expect(self.weigh(batch), self.weigh.given, last)
-
-    def _expect(self, weight: float, given: bool, last: bool) -> None:
-        windows, ranks = self.windows, self.windows.ranks
-        if ranks.is_distributed:
-            ranks.agree_on_last(last)
-        windows.accumulation.expect(weight, given, last)
-        if ranks.is_distributed:
-            windows.expect_next(counts=weight > 0)
+        weight, windows = self.weigh(batch), self.windows
+        if not windows.ranks.is_distributed:
+            windows.current.expect(weight, self._given, last)
+            return
+        windows.ranks.agree_on_last(last)
+        windows.current.expect(weight, self._given, last)
+        windows.expect_next(counts=weight > 0)
 
     def pass_on(self) -> None:
         """The next batch is asked for."""
-        accumulation = self.windows.accumulation
+        current = self.windows.current
+        announced = current.window.micro_batch.announced
         if self._first_unused is None:
-            self._first_unused = accumulation.window.micro_batch.announced
-        accumulation.skip()
+            self._first_unused = announced
+        if announced or current.special or current.monitor.looking or current.monitor.arrivals:
+            current.skip()
 
     def end(self) -> None:
         """The loop has used the last batch."""
         windows = self.windows
-        windows.fetched_ahead, windows.after_loop = bool(self._first_unused), True
+        windows.phase = Phase.ENDING
         windows.ranks.end_epoch()
-        if windows.accumulation.window.is_open:
+        if windows.current.window.micro_batches:
             windows.flush()  # the last micro-batch was skipped
 
     def close(self, updates: int) -> bool:
         """The epoch is over on all ranks. Returns whether it had a batch on any; `updates` were made before its end."""
         windows = self.windows
         in_epoch = windows.in_epoch
-        windows.end_epoch()
+        windows.end_loop(ahead=bool(self._first_unused))
         if windows.updates > updates:
             windows.may_have_missed()
         return in_epoch
 
     def break_off(self, batches: Batches, ahead: _Ahead) -> None:
         """The loop was left before its end."""
-        windows, window = self.windows, self.windows.accumulation.window
+        windows, window = self.windows, self.windows.current.window
         if windows.source is not batches:
             return
         windows.ranks.abort()
-        if window.is_open or window.micro_batch.weight is not None:
+        if window.micro_batches or window.micro_batch.weight is not None:
             windows.discard()
-        windows.end_epoch()
+        windows.end_loop(ahead=False)
         if not ahead.is_over:
             windows.left_over = ahead

@@ -1,4 +1,4 @@
-"""What a checkpoint of a wrapped optimizer holds beside the inner one's state: the open window.
+"""Checkpoints of a wrapped optimizer: the inner one's state dict, and beside it the open window with its gradients.
 
 Of a sharded model it is in the inner one's state (see sharded_state.py). Everything in it is a number, a string, a
 list, a dict or a tensor, so `torch.load(weights_only=True)` reads it.
@@ -6,6 +6,7 @@ list, a dict or a tensor, so `torch.load(weights_only=True)` reads it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from gradaccum.core.window import uncounted_error
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.batch import map_leaves
 from gradaccum.torch.optimizer import sharded_checkpoint as sharded
-from gradaccum.torch.optimizer.windows import Windows
+from gradaccum.torch.window import Windows
 
 __all__ = ["KEY", "initialise", "is_initialisation", "load", "state_dict"]
 
@@ -38,10 +39,11 @@ def is_initialisation(windows: Windows) -> bool:
 
 def initialise(windows: Windows) -> None:
     """Have the inner optimizer make its state."""
-    if not windows.accumulation.window.is_open:
+    if not windows.current.window.is_open:
         windows.inner.step()
         if windows.ranks.sharded and not windows.updates:
             sharded.reserve(windows.inner)
+            windows.before_update = functools.partial(sharded.release, windows.inner)
     for parameter in windows.parameters():
         parameter.grad = None
 
@@ -70,32 +72,33 @@ def window_state(windows: Windows) -> dict[str, Any]:
     Raises:
         WindowError: A gradient of a micro-batch that is not counted yet is in the sum; or its parameters are others.
     """
-    open_ = windows.accumulation
+    open_ = windows.current
     state: dict[str, Any] = {**windows.state_dict(), "window": open_.window.state_dict()}
     if open_.ranks.is_distributed:
         state["unit"], state["rank"] = open_.ranks.unit, open_.ranks.place
     if not open_.window.is_open:
         return state
-    windows.groups.check_parameters()
+    open_.saved = True
+    windows.parameter_monitor.check_parameters()
     open_.check_failed()
     if open_.ranks.sharded:
         open_.ranks.reduce_pending()
-        open_.guard.arrivals = 0  # of the reduction
-    elif open_.sums.detached is None and open_.guard.arrivals:
+        open_.monitor.forget_arrivals()  # of the reduction
+    elif open_.buffer.detached is None and open_.monitor.arrivals:
         raise uncounted_error()
     scale = open_.loss_scale
-    state["scaled"] = scale.in_use or open_.sums.restored is not None
+    state["scaled"] = scale.in_use or open_.buffer.restored is not None
     state["overflow"] = scale.overflowed()
     if open_.screened is not None:
         state["weights"], state["counted"] = list(open_.window.weights), open_.screened.counted()
-    if open_.by_name is not None and open_.by_name.terms:
-        state["terms"] = open_.by_name.state_of_terms(scale.scale)
-    return {**state, "gradients": open_.sums.copies(scale.scale), **open_.loss.state_dict()}
+    if open_.named is not None and open_.named.terms:
+        state["terms"] = open_.named.state_of_terms(scale.scale)
+    return {**state, "gradients": open_.buffer.copies(scale.scale), **open_.loss.state_dict()}
 
 
 def restore(windows: Windows, state: dict[str, Any]) -> None:
     """Go on from what `window_state` wrote."""
-    open_ = windows.accumulation
+    open_ = windows.current
     if open_.ranks.is_distributed:
         open_.ranks.unit = state.get("unit", open_.ranks.unit)
     open_.close()
@@ -104,15 +107,17 @@ def restore(windows: Windows, state: dict[str, Any]) -> None:
     open_.loss.restart()
     if state["window"]["micro_batches"]:
         open_.window.load_state_dict(state["window"], state.get("weights"))
-        open_.loss.load_state_dict(state, open_.sums.parameters()[0].device)
+        open_.loss.load_state_dict(state, open_.buffer.parameters()[0].device)
         if open_.screened is not None:
             open_.screened.restore(state["gradients"], state.get("counted", [True] * open_.window.micro_batches))
         else:
-            open_.sums.restore(state["gradients"])
+            open_.buffer.restore(state["gradients"])
             open_.loss_scale.restore(state["overflow"])
-        if open_.by_name is not None:
-            open_.by_name.load_terms(state.get("terms", ()))
-        open_.ranks.restored([p for i, p in enumerate(open_.sums.parameters()) if i in state["gradients"]])
+        if open_.named is not None:
+            open_.named.load_terms(state.get("terms", ()))
+            open_.build_stages()
+        open_.special = True
+        open_.ranks.restored([p for i, p in enumerate(open_.buffer.parameters()) if i in state["gradients"]])
     windows.load_state_dict(state)
 
 
@@ -135,13 +140,13 @@ def _check_window(windows: Windows, state: dict[str, Any]) -> None:
             f"done), and this optimizer has steps={steps} there. A window's length changes only between windows: load "
             f"it with steps={saved['steps']}, or take the checkpoint when `updated` is True."
         )
-    if state.get("terms") and (windows.accumulation.by_name is None or windows.accumulation.noise is not None):
+    if state.get("terms") and (windows.current.named is None or windows.current.noise is not None):
         raise WindowError(
             "The checkpoint was taken inside a window of several losses with a denominator each, which "
             'nonfinite="skip_micro_batch" and noise_scale=True do not go together with. Load it without, or take it '
             "when `updated` is True."
         )
-    reduction = windows.accumulation.window.reduction
+    reduction = windows.current.window.reduction
     if saved.get("reduction", reduction) != reduction:
         raise WindowError(
             f'The checkpoint was taken inside a window of losses with reduction="{saved["reduction"]}", and this '

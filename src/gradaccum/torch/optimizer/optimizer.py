@@ -1,11 +1,11 @@
-"""The wrapper: torch's optimizer protocol on the outside, a window of micro-batches on the inside."""
+"""Gradient accumulation for any PyTorch optimizer: one update per window of micro-batches, that of the large batch."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -18,14 +18,13 @@ from gradaccum.on_torch.noise import NoiseChoice, checked_noise, noise_meter
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
 from gradaccum.torch.distributed import check_closures, check_detected, detect_ranks, leaving_on_error
-from gradaccum.torch.guard import parameters_of
 from gradaccum.torch.optimizer import checkpoint
-from gradaccum.torch.optimizer.accumulation import Accumulation, Nonfinite
 from gradaccum.torch.optimizer.batches import Batches
 from gradaccum.torch.optimizer.proxy import (
     OptimizerProxy,
     check_first_step,
     check_steps_of,
+    checked_gradients,
     checked_inner,
     evaluated,
     has_options,
@@ -34,7 +33,8 @@ from gradaccum.torch.optimizer.proxy import (
     needs_closure,
     overflows_easily,
 )
-from gradaccum.torch.optimizer.windows import Windows, let_go
+from gradaccum.torch.watch import parameters_of
+from gradaccum.torch.window import GradientWindow, Nonfinite, Windows, on_collect
 
 __all__ = ["Nonfinite", "Optimizer"]
 
@@ -137,11 +137,11 @@ class Optimizer(OptimizerProxy):
         )
         check_closures([inner] if needs_closure(inner) else [], ranks)
         noise = noise_meter(arguments.pop("noise_scale"), self._model)
-        accumulation = Accumulation(parameters, ranks=ranks, noise=noise, **arguments)
-        self._loss_scale = accumulation.loss_scale
-        self._windows = windows = Windows(inner, schedule, accumulation, step, check_steps)
+        current = GradientWindow(parameters, ranks=ranks, noise=noise, **arguments)
+        self._loss_scale = current.loss_scale
+        self._windows = windows = Windows(inner, schedule, current, step, check_steps)
         self._rates = windows.rates
-        weakref.finalize(self, let_go, windows).atexit = False
+        weakref.finalize(self, on_collect, windows).atexit = False
         self._checked = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -183,7 +183,7 @@ class Optimizer(OptimizerProxy):
     @property
     def micro_batches(self) -> int:
         """Micro-batches in the open window."""
-        return self._windows.accumulation.window.micro_batches
+        return self._windows.current.window.micro_batches
 
     @property
     def closes_next(self) -> bool:
@@ -201,17 +201,17 @@ class Optimizer(OptimizerProxy):
 
         None unless losses came through `backward`.
         """
-        return self._windows.accumulation.loss.mean()
+        return self._windows.current.loss.mean()
 
     @property
     def losses(self) -> dict[Any, Tensor]:
         """Of losses that came by name, each one's mean over the same window as `loss`, by its name."""
-        return {name: mean for name, mean in self._windows.accumulation.loss.means().items() if name is not None}
+        return {name: mean for name, mean in self._windows.current.loss.means().items() if name is not None}
 
     @property
     def grad_norm(self) -> Tensor | None:
         """2-norm of the last finished gradient, before clipping; None without `clip_grad_norm`."""
-        return self._windows.accumulation.grad_norm
+        return self._windows.current.grad_norm
 
     @property
     def noise_scale(self) -> NoiseScale:
@@ -220,7 +220,7 @@ class Optimizer(OptimizerProxy):
         Raises:
             ValueError: It is not measured.
         """
-        noise = self._windows.accumulation.noise
+        noise = self._windows.current.noise
         if noise is None:
             raise ValueError("The noise scale is not measured. Pass noise_scale=True to the optimizer.")
         return noise.estimate()
@@ -263,7 +263,39 @@ class Optimizer(OptimizerProxy):
             >>> optimizer.updated
             True
         """
-        self._windows.accumulation.backward(loss, weight, retain_graph=retain_graph, create_graph=create_graph)
+        self._windows.current.backward(loss, weight, retain_graph, create_graph)
+
+    def add_gradients(
+        self, gradients: Sequence[Tensor | None] | Mapping[Tensor, Tensor], weight: float | None = None
+    ) -> None:
+        """Add this micro-batch's gradient to the open window, where it comes from no backward pass.
+
+        For `torch.autograd.grad` and `torch.func.grad`, whose results a plain loop assigns to `p.grad`: an assignment
+        would replace the sum of the window's other micro-batches. `step()` counts the micro-batch, as after a backward
+        pass.
+
+        Args:
+            gradients: In the order of the optimizer's parameters, None for those without one; or by parameter. Each is
+                the gradient of the mean over this micro-batch (with `reduction="sum"`, of the sum), times a
+                GradScaler's scale where one is used. They are not changed.
+            weight: What that mean is over, as for `backward`.
+
+        Raises:
+            TypeError: `weight` is no number.
+            ValueError: Their number or a shape doesn't fit, or a parameter is not the optimizer's.
+            WindowError: The sum was edited from outside, or an earlier backward pass of this window failed.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 1)
+            >>> optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
+            >>> for rows in (16, 4):
+            ...     loss = model(torch.ones(rows, 3)).mean()
+            ...     optimizer.add_gradients(torch.autograd.grad(loss, list(model.parameters())), weight=rows)
+            ...     optimizer.step()
+            >>> optimizer.updated
+            True
+        """
+        self._windows.current.add_gradients(checked_gradients(gradients, self._windows.parameters()), weight)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Count a micro-batch; with the one that closes the window, make the update.
@@ -277,6 +309,9 @@ class Optimizer(OptimizerProxy):
         Raises:
             WindowError: The sum of an open window was edited or cleared from outside, or a backward pass failed.
         """
+        if closure is None and self._checked and (self.inner.state or self._windows.current.monitor.arrivals):
+            self._windows.count(self._scaled)  # nearly always
+            return None
         windows, self._answer, result = self._windows, (), None
         if closure is not None:
             again = may_evaluate_again(self.inner)
@@ -288,16 +323,19 @@ class Optimizer(OptimizerProxy):
             with torch.enable_grad():
                 result = closure()
             if left_out(closure, result):
-                windows.accumulation.window.leave_out()
+                windows.current.window.leave_out()
             self._answer = (evaluated(self.inner, result),) if again else ()
-        if not windows.accumulation.guard.arrivals and checkpoint.is_initialisation(windows):
+        if not windows.current.monitor.arrivals and checkpoint.is_initialisation(windows):
             return checkpoint.initialise(windows)
         if not self._checked:
             check_detected(self._model, windows.parameters(), windows.ranks, windows.schedule.constant)
             if windows.schedule.constant != 1:
-                check_first_step(windows.parameters())
+                check_first_step(self, closure)
             self._checked = True
-        windows.count(self._scaled)
+        try:
+            windows.count(self._scaled)
+        finally:
+            self._answer = ()
         return result
 
     # torch would call the hooks around every call of `step`; here they belong to the update.

@@ -1,13 +1,14 @@
-"""An optimizer in the place of another: where torch looks for the inner one's tables, hooks and loss scale."""
+"""Delegate torch's optimizer protocol to an inner optimizer: parameter groups, state, step hooks, GradScaler."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from torch import Tensor
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import global_step_hooks, without_global_step_hooks
 from gradaccum.schedule import Schedule
-from gradaccum.torch.guard import parameters_of
-from gradaccum.torch.optimizer.loss_scale import LossScale
+from gradaccum.torch.watch import parameters_of
+from gradaccum.torch.window import LossScale
 
 __all__ = [
     "OptimizerProxy",
     "check_first_step",
     "check_steps_of",
+    "checked_gradients",
     "checked_inner",
     "evaluated",
     "has_options",
@@ -58,8 +60,9 @@ class OptimizerProxy(torch.optim.Optimizer):
         self._scaled: list[Any] = []
         self._answer: tuple[Callable[[], Any], ...] = ()
         """What the inner optimizer gets for a closure that has been evaluated."""
-        self._rates: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        """Has the hyperparameters of the update in place."""
+        self._rates: Callable[[], contextlib.AbstractContextManager[None] | None] = _own_rates
+        """Has the hyperparameters of the update in place, where they are not the inner optimizer's own."""
+        self._global_hooks = global_step_hooks()
 
     # The inner optimizer's own tables, so that schedulers, scalers and checkpoints find them where they look.
 
@@ -106,16 +109,20 @@ class OptimizerProxy(torch.optim.Optimizer):
 
     def _step_inner(self, *closure: Callable[[], Any]) -> Any:
         """The inner optimizer's step, between the hooks of all optimizers and those that were registered here."""
-        own = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
-        if not any(own) and not any(global_step_hooks()):
-            with self._rates():
-                return self.inner.step(*(closure or self._answer))
-        args: Any = (self, *(closure or self._answer))
+        closure = closure or self._answer
+        before_all, after_all = self._global_hooks
+        if not (self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or before_all or after_all):
+            rates = self._rates()
+            if rates is None:
+                return self.inner.step(*closure)
+            with rates:
+                return self.inner.step(*closure)
+        args: Any = (self, *closure)
         kwargs = dict[str, Any]()
         with without_global_step_hooks() as (before, after):
             for pre_hook in (*before, *self._optimizer_step_pre_hooks.values()):
                 args, kwargs = pre_hook(self, args, kwargs) or (args, kwargs)
-            with self._rates():
+            with self._rates() or contextlib.nullcontext():
                 result = self.inner.step(*args[1:], **kwargs)
             for post_hook in (*self._optimizer_step_post_hooks.values(), *after):
                 post_hook(self, args, kwargs)
@@ -153,6 +160,10 @@ class OptimizerProxy(torch.optim.Optimizer):
     @found_inf.deleter
     def found_inf(self) -> None:
         self._scaled = []
+
+
+def _own_rates() -> None:
+    return None
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -199,45 +210,47 @@ def evaluated(optimizer: torch.optim.Optimizer, result: Any) -> Callable[[], Any
 
 def left_out(closure: Callable[[], Any], result: Any) -> bool:
     """Whether Lightning's `training_step` returned None: there was no backward pass, and there are no rows."""
+    return result is None and _lightning_module(closure) is not None
+
+
+def _lightning_module(closure: Any) -> Any:
+    """The module whose automatic optimization has made this closure; None where that isn't Lightning."""
     module = next(iter(getattr(closure, "args", ())), None)
-    return result is None and bool(getattr(module, "automatic_optimization", False))
+    return module if getattr(module, "automatic_optimization", False) is True else None
 
 
-def check_first_step(parameters: Iterable[Tensor]) -> None:
-    """Raise, or warn, for what is around a wrapped optimizer, or on its parameters, and makes its windows inexact."""
-    _check_alone()
-    _warn_of_hooks(parameters)
-
-
-def _check_alone() -> None:
-    """Raise if a framework that calls `step()` accumulates as well: it would take the mean of batches of any size.
+def check_first_step(optimizer: Any, closure: Any) -> None:
+    """Raise, or warn, for what is around a wrapped optimizer, or on its parameters, and makes its windows inexact.
 
     Raises:
-        ValueError: Accelerate or Lightning does; the message names the setting.
+        ValueError: Accelerate or Lightning accumulates as well: it would take the mean of batches of any size.
     """
-    frame: Any = sys._getframe(1)
-    for _ in range(12):  # hooks and profilers lie in between
-        frame = frame.f_back
-        if frame is None:
-            return
-        name = frame.f_globals.get("__name__", "")
-        if not name.endswith(("accelerate.optimizer", "pytorch.core.optimizer", "pytorch_lightning.core.optimizer")):
-            continue  # reading a frame's locals keeps them alive, and a user's optimizer is among them
-        caller = frame.f_locals.get("self")
-        steps, setting = 1, ""
-        if name == "accelerate.optimizer":
-            steps = getattr(getattr(caller, "gradient_state", None), "num_steps", 1)
-            setting = f"Accelerator(gradient_accumulation_steps={steps})"
-        elif name.endswith("pytorch.core.optimizer") or name == "pytorch_lightning.core.optimizer":
-            module = getattr(getattr(caller, "_strategy", None), "lightning_module", None)
-            if module is not None and module.automatic_optimization:
-                steps = module.trainer.accumulate_grad_batches
-                setting = f"Trainer(accumulate_grad_batches={steps})"
-        if steps != 1:
-            raise ValueError(
-                f"{setting} accumulates as well as this optimizer, and takes the mean of batches as if they were of "
-                "one size. Remove it: the optimizer accumulates by itself."
-            )
+    steps, setting = 1, ""
+    module = _lightning_module(closure)
+    if module is not None:
+        steps = module.trainer.accumulate_grad_batches
+        setting = f"Trainer(accumulate_grad_batches={steps})"
+    elif "accelerate.state" in sys.modules and "accelerate.optimizer" in sys.modules:
+        steps = _accelerates_steps(optimizer)
+        setting = f"Accelerator(gradient_accumulation_steps={steps})"
+    if steps != 1:
+        raise ValueError(
+            f"{setting} accumulates as well as this optimizer, and takes the mean of batches as if they were of "
+            "one size. Remove it: the optimizer accumulates by itself."
+        )
+    _warn_of_hooks(parameters_of(optimizer))
+
+
+def _accelerates_steps(optimizer: Any) -> int:
+    """Over how many batches Accelerate accumulates for this optimizer: 1 where it hasn't prepared it."""
+    state = getattr(sys.modules["accelerate.state"], "GradientState", None)
+    shared = getattr(state, "_shared_state", None)
+    steps = state().num_steps if state is not None and shared else 1
+    if steps == 1:
+        return 1
+    prepared = getattr(sys.modules["accelerate.optimizer"], "AcceleratedOptimizer", ())
+    holders = [holder for one in gc.get_referrers(optimizer) for holder in (one, *gc.get_referrers(one))]
+    return steps if any(isinstance(h, prepared) and h.optimizer is optimizer for h in holders) else 1
 
 
 def overflows_easily(inner: torch.optim.Optimizer) -> bool:
@@ -279,24 +292,41 @@ def checked_inner(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _works_on_gradients(method: Any, seen: frozenset[str] = frozenset()) -> bool:
-    """Whether a method's code, or that of methods it names, reads `grad` or steps."""
+_WORDS_OF_OTHERS = frozenset({"no_grad", "enable_grad", "set_grad_enabled", "inference_mode"})
+
+
+def checked_gradients(gradients: Any, parameters: list[Tensor]) -> list[Tensor | None]:
+    """Gradients in the order of the parameters.
+
+    Raises:
+        ValueError: They don't fit.
+    """
+    if isinstance(gradients, Mapping):
+        given, unknown = dict(gradients), {id(p) for p in gradients} - {id(p) for p in parameters}
+        if unknown:
+            raise ValueError(f"`gradients` has {len(unknown)} parameters that are not the optimizer's.")
+        found = [given.get(parameter) for parameter in parameters]
+    else:
+        found = list(gradients)
+    if len(found) != len(parameters):
+        raise ValueError(
+            f"`gradients` must have one for each of the {len(parameters)} parameters, None for those without one. "
+            f"Received: {len(found)}."
+        )
+    for index, (gradient, parameter) in enumerate(zip(found, parameters, strict=True)):
+        if gradient is not None and gradient.shape != parameter.shape:
+            raise ValueError(
+                f"The gradient of parameter {index} has the shape {tuple(gradient.shape)}, and the parameter "
+                f"{tuple(parameter.shape)}."
+            )
+    return found
+
+
+def _works_on_gradients(method: Any) -> bool:
+    """Whether a method is called a step, or names gradients or a step in what it does."""
     code = getattr(inspect.unwrap(method), "__code__", None)
-    if code is None:
-        return False
-    names, waiting = {method.__name__}, [code]
-    while waiting:
-        code = waiting.pop()
-        names.update(code.co_names)
-        waiting += [constant for constant in code.co_consts if inspect.iscode(constant)]
-    if "grad" in names or any("step" in name.split("_") for name in names):
-        return True
-    owner = type(method.__self__)
-    further = [getattr(owner, name, None) for name in names - seen if name not in vars(torch.optim.Optimizer)]
-    return any(
-        inspect.isfunction(function) and _works_on_gradients(function.__get__(method.__self__), seen | names)
-        for function in further
-    )
+    names = {method.__name__, *(code.co_names if code is not None else ())} - _WORDS_OF_OTHERS
+    return any(word in ("grad", "step") for name in names for word in name.split("_"))
 
 
 def _refuse(method: str, *args: Any, **kwargs: Any) -> Any:

@@ -1,19 +1,17 @@
-"""What a batch weighs: its number of rows, or what the user says."""
+"""The weight of a batch: its number of rows, or what the user says."""
 
 from __future__ import annotations
 
-import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from gradaccum.core.window import Window, checked_weight
+from gradaccum.core.window import checked_weight
 from gradaccum.on_torch.batch import children, has_rows, number_of_rows
 
-__all__ = ["BatchWeight", "RowsBeside"]
+__all__ = ["BatchWeight"]
 
 
 class BatchWeight:
@@ -51,13 +49,28 @@ class BatchWeight:
         Raises:
             TypeError, ValueError: `weight` returned no such number; or the batch's rows cannot be told.
         """
-        return float(self._rows(batch)) if self._weight is None else checked_weight(self._weight(batch))
+        if self._weight is not None:
+            return checked_weight(self._weight(batch))
+        rows = self._flat_rows(batch)
+        return float(self._rows(batch) if rows is None else rows)
+
+    def _flat_rows(self, batch: Any) -> int | None:
+        """The rows of a flat sequence of tensors, as most loaders yield; None if it is none, or needs a closer look."""
+        rows = None
+        if type(batch) is tuple or type(batch) is list:
+            for leaf in batch:  # attributes alone: this runs for every batch
+                if type(leaf) is not Tensor or not leaf.ndim:
+                    return None
+                if rows is None:
+                    rows = leaf.shape[0]
+                if rows != leaf.shape[0] or (leaf.ndim == 3 and rows in (1, 3, 4) and not self._rows_in_front):
+                    return None
+        self._rows_in_front = self._rows_in_front or rows not in (None, 1, 3, 4)
+        return rows
 
     def _rows(self, batch: Any) -> int:
-        rows = _rows_of_tensors(batch) if type(batch) in (tuple, list) else None
         try:
-            if rows is None:
-                rows = _number_of_rows(batch)
+            rows = _number_of_rows(batch)
             if rows not in (1, 3, 4):
                 self._rows_in_front = True
             elif not self._rows_in_front:
@@ -99,61 +112,3 @@ def _check_channels(node: Any) -> None:
         )
     for item in items:
         _check_channels(item)
-
-
-def _rows_of_tensors(batch: Iterable[Any]) -> int | None:
-    """The rows of a flat sequence of tensors, as most loaders yield; None if this is none, or they disagree."""
-    rows = None
-    for leaf in batch:
-        if not isinstance(leaf, Tensor):
-            return None
-        if leaf.dim():
-            length = leaf.size(0)  # len() is written in Python
-            if rows is None:
-                rows = length
-            elif rows != length:
-                return None
-    return rows
-
-
-class RowsBeside:
-    """Looks at the batches of other optimizers' `batches()`, inside of which this one's micro-batches are counted.
-
-    Args:
-        window: This optimizer's.
-    """
-
-    _filled: ClassVar[weakref.WeakSet[Window]] = weakref.WeakSet()
-    """Windows that a loop of `batches()` fills, of all optimizers."""
-
-    def __init__(self, window: Window) -> None:
-        self._window = window
-        self._before: weakref.WeakKeyDictionary[Window, float] = weakref.WeakKeyDictionary()
-        self._warned = False
-
-    def tell(self, filled: bool) -> None:
-        """Whether a loop of `batches()` fills this optimizer's window from now on."""
-        (self._filled.add if filled else self._filled.discard)(self._window)
-
-    @property
-    def any(self) -> bool:
-        """Whether there is anything to look at."""
-        return bool(self._filled) and not self._warned
-
-    def look(self) -> None:
-        """Warn, once, if this window counts another one's batches equally, and they differ."""
-        window, before = self._window, self._before
-        if window.weights_given or window.reduction == "sum":
-            return
-        others = [other for other in self._filled if other is not window]
-        self._before = weakref.WeakKeyDictionary((other, other.micro_batch.default) for other in others)
-        for other, rows in self._before.items():
-            if window.micro_batches > 1 and rows != before.get(other, rows):
-                self._warned = True
-                warnings.warn(
-                    "This optimizer steps inside of another one's batches(), which weigh differently (the last two "
-                    f"{before[other]:g} and {rows:g}), and counts its micro-batches equally. Let both share the "
-                    "batches, a.batches(b.batches(loader)), or use backward(loss, weight=...).",
-                    stacklevel=4,
-                )
-                break

@@ -1,4 +1,4 @@
-"""What users are told when the sum of a window was touched."""
+"""The errors and warnings about gradients that were modified inside an open window."""
 
 from __future__ import annotations
 
@@ -6,31 +6,57 @@ import sys
 from typing import Any
 
 from gradaccum.errors import WindowError
-from gradaccum.torch.guard.watched import Tampering
 
-__all__ = ["NOTHING_CHANGED", "failed_error", "tampering_error", "untouched_error"]
+__all__ = [
+    "KEPT_VALUES",
+    "SEVERAL_PASSES",
+    "failed_error",
+    "modification_error",
+    "several_passes_warning",
+    "untouched_error",
+]
 
-NOTHING_CHANGED = (
+SEVERAL_PASSES = (
+    "%d backward passes reached one step(), which counts one micro-batch: right for several losses over the same rows. "
+    "Where they are of several micro-batches, call step() after each of them."
+)
+
+KEPT_VALUES = (
     "The gradients were written inside an open window and kept their values, as clip_grad_norm_(parameters, inf) does "
     "to read a norm. From now on they are compared on every micro-batch; torch.nn.utils.get_total_norm reads a norm "
     "without that. Clipping that has an effect is an error there: pass clip_grad_norm= to the wrapper."
 )
 
 
-def tampering_error(tampering: Tampering) -> WindowError:
+def several_passes_warning(passes: int) -> str:
+    """A loop still accumulates by hand, around a wrapped optimizer."""
+    return (
+        f"{passes} forward and backward passes reached one step(), which counts one micro-batch, and steps={passes}: "
+        "does the loop still call step() on every so many micro-batches, `if (i + 1) % steps == 0:`? Then windows are "
+        f"{passes} times too long, and the gradient is {passes} times too large. Call zero_grad() and step() on every "
+        "micro-batch, without dividing the loss: the wrapped optimizer counts."
+    )
+
+
+def modification_error(modification: str) -> WindowError:
     """Somebody else has changed the sum."""
     trainer = _inside_the_trainer()
     if trainer is not None:
         return WindowError(trainer)
     advice = {
         "cleared": "cleared or replaced inside an open window, by model.zero_grad() perhaps. Use "
-        "optimizer.zero_grad(), which waits for the window's end.",
+        "optimizer.zero_grad(), which waits for the window's end. Gradients of torch.autograd.grad are added by "
+        "optimizer.add_gradients().",
         "edited": "edited inside an open window, by clipping perhaps. Until step() closes the window p.grad holds "
         "an undivided sum. Pass clip_grad_norm= to the wrapper, or edit the finished gradient in a hook: "
-        "register_step_pre_hook. To read a norm without editing use torch.nn.utils.get_total_norm.",
+        "register_step_pre_hook. Gradients of torch.autograd.grad are added by optimizer.add_gradients(), not copied "
+        "into p.grad. To read a norm without editing use torch.nn.utils.get_total_norm.",
         "left": "left from the last window: the finished mean gradient would join this window's sum. Call "
         "optimizer.zero_grad() on every micro-batch, which waits for the window's end.",
-    }[tampering]
+        "assigned": "assigned, where backward passes add to them: each assignment replaces the sum of the window's "
+        "micro-batches. Hand gradients of torch.autograd.grad or torch.func.grad to "
+        "optimizer.add_gradients(gradients).",
+    }[modification]
     return WindowError(f"The gradients were {advice} discard() drops the window.")
 
 

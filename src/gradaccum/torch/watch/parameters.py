@@ -1,4 +1,4 @@
-"""Notices what happens to an optimizer's groups inside an open window."""
+"""Detect changes of parameters, parameter groups and hyperparameters inside an open window."""
 
 from __future__ import annotations
 
@@ -12,32 +12,49 @@ from torch import Tensor
 
 from gradaccum.errors import WindowError
 
-__all__ = ["ParameterGroups", "are", "parameters_of"]
+__all__ = ["ParameterMonitor", "parameters_of", "same_objects"]
 
 
-class ParameterGroups:
-    """The inner optimizer's groups as a window began: parameters stay until it closes, hyperparameters should.
+class ParameterMonitor:
+    """The inner optimizer's parameters and groups as a window began: parameters stay until it closes, settings should.
+
+    It looks in windows 1, 2, 4, 8, ...; in the others it tells whether parameters have joined or left between windows.
 
     Args:
         inner: The optimizer.
     """
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self._inner, self._warned, self._parameters = inner, False, parameters_of(inner)
-        self.note()
-
-    def note(self) -> bool:
-        """A window begins. Returns whether other parameters are there than before."""
-        self._settings, before = [*map(dict, self._inner.param_groups)], self._parameters
+        self._inner, self._warned, self._looking = inner, False, False
+        self._versions: list[int] = []
         self.note_parameters()
-        return not are(before, self._parameters)
+
+    def window_begins(self, looking: bool) -> bool:
+        """The window's first micro-batch is in. Returns whether other parameters are there than before."""
+        groups, self._looking = self._inner.param_groups, looking
+        if not looking and len(groups) == len(self._lists):
+            for group, (parameters, count) in zip(groups, self._lists):
+                if group["params"] is not parameters or len(parameters) != count:
+                    break
+            else:
+                return False
+        before = self._parameters
+        self.note_parameters()
+        return not same_objects(before, self._parameters)
 
     def note_parameters(self) -> None:
-        """The parameters that are there now are those of the window."""
+        """The parameters that are there now are those of the window, and written from here on at the user's risk."""
         self._parameters, self._lists = parameters_of(self._inner), self._look()
+        self._settings = [*map(dict, self._inner.param_groups)]
+        self._versions = [parameter._version for parameter in self._parameters]
 
-    def _look(self) -> list[tuple[int, int]]:
-        return [(id(parameters := group["params"]), len(parameters)) for group in self._inner.param_groups]
+    def resume(self) -> None:
+        """A window goes on from a checkpoint."""
+        self._looking = True
+        self.note_parameters()
+
+    def _look(self) -> list[tuple[list[Tensor], int]]:
+        return [(group["params"], len(group["params"])) for group in self._inner.param_groups]
 
     def check_lists(self) -> None:
         """A micro-batch is in: has a parameter come or gone? What replaces one, or stands elsewhere, shows at the end.
@@ -45,8 +62,15 @@ class ParameterGroups:
         Raises:
             WindowError: One has.
         """
-        if self._look() != self._lists:
+        now = self._look()
+        if len(now) != len(self._lists) or any(a is not b or n != m for (a, n), (b, m) in zip(now, self._lists)):
             raise self._changed_error()
+
+    def written(self) -> bool:
+        """Whether a parameter was written since the window began."""
+        return self._looking and any(
+            parameter._version != version for parameter, version in zip(self._parameters, self._versions, strict=True)
+        )
 
     def check_parameters(self) -> None:
         """The sum of an open window is about to be used.
@@ -54,12 +78,12 @@ class ParameterGroups:
         Raises:
             WindowError: The parameters are others, or in another order.
         """
-        if not are(self._parameters, parameters_of(self._inner)):
+        if not same_objects(self._parameters, parameters_of(self._inner)):
             raise self._changed_error()
 
     def check_settings(self) -> None:
         """Hyperparameters belong to an update: warn, once, if one has changed inside the window."""
-        if self._warned or not _differ(self._inner.param_groups, self._settings):  # next to always
+        if self._warned or not self._looking or not _differ(self._inner.param_groups, self._settings):
             return
         changed = dict[str, str]()
         for group, before in zip(self._inner.param_groups, self._settings):
@@ -85,7 +109,7 @@ class ParameterGroups:
         )
 
 
-def are(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether both hold the same objects."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
 

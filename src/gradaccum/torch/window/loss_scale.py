@@ -1,4 +1,4 @@
-"""Windows under `torch.amp.GradScaler`, whose scale may change on every micro-batch."""
+"""Gradient accumulation under `torch.amp.GradScaler`, whose loss scale may change on every micro-batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.grad_buffer import GradientBuffer
-from gradaccum.torch.guard import Guard, all_require_grad
+from gradaccum.torch.watch import GradientMonitor, all_require_grad
 
 __all__ = ["LossScale", "unscaled_error"]
 
@@ -36,9 +36,11 @@ class LossScale:
 
     neutral = _Neutral()
 
-    def __init__(self, sums: GradientBuffer, guard: Guard) -> None:
-        self._sums = sums
-        self._guard = guard
+    def __init__(self, buffer: GradientBuffer, monitor: GradientMonitor) -> None:
+        self._buffer = buffer
+        self._monitor = monitor
+        self.known = False
+        """Whether a GradScaler has ever stepped."""
         self._live: Tensor | None = None
         self._handle: Any = None
         self._due = False
@@ -54,6 +56,8 @@ class LossScale:
         self._due = False
         self._own: Tensor | None = None
         self._scaled: bool | None = None
+        self.unscaled = False
+        """Whether a micro-batch of this window came without the scaler."""
 
     def check(self, scaled: bool) -> None:
         """A micro-batch that weighs something came through the scaler, or without it: as those before it.
@@ -61,19 +65,14 @@ class LossScale:
         Raises:
             WindowError: One of this window came the other way, so that the sum has no one scale.
         """
-        if self._scaled is not None and scaled != self._scaled:
+        if (self._scaled is not None and scaled != self._scaled) or (scaled and self.unscaled):
             raise _mixed_scales_error()
         self._scaled = scaled
 
     def restore(self, overflow: bool) -> None:
         """Go on from a checkpoint, whose sums are not scaled."""
         if overflow:
-            self.overflow = torch.ones(1, device=self._sums.parameters()[0].device)
-
-    @property
-    def known(self) -> bool:
-        """Whether a GradScaler has ever stepped."""
-        return self._live is not None
+            self.overflow = torch.ones(1, device=self._buffer.parameters()[0].device)
 
     @property
     def in_use(self) -> bool:
@@ -91,12 +90,12 @@ class LossScale:
 
     def show(self) -> None:
         """`GradScaler.step` wants a gradient to look at: a zero where the window has none in `p.grad` so far."""
-        parameters = [p for p in self._sums.parameters() if p.requires_grad]
+        parameters = [p for p in self._buffer.parameters() if p.requires_grad]
         if parameters and all(p.grad is None for p in parameters):
             smallest = min(parameters, key=Tensor.numel)
             smallest.grad = zero = torch.zeros_like(smallest, requires_grad=False)
             self._shown = smallest, zero, zero._version
-        self._sums.expose(self._guard.accepting)
+        self._buffer.expose(self._monitor.resyncing)
 
     def hide(self) -> None:
         """Remove the zero gradient that `show` made, if no other has joined or replaced it.
@@ -127,14 +126,7 @@ class LossScale:
             self._scale = live.detach().clone()  # `live` itself is about to change in place
         elif counts or self._scale is None:
             self._scale = torch.ones_like(found_inf)
-        self._sums.join_restored(self._scale)
-
-    def unscale_(self) -> None:
-        """Divide the finished sum by its scale."""
-        if self.in_use and self._scale is not None:
-            self._sums.scale_(
-                self._scale.double().reciprocal() if self._scale.device.type != "mps" else 1 / self._scale
-            )
+        self._buffer.join_restored(self._scale)
 
     def expect_backward(self) -> None:
         """The window stays open: bring the sum to the next backward pass's scale as soon as that one starts."""
@@ -148,7 +140,7 @@ class LossScale:
                     scale.rescale_()
 
             # Frozen ones, too: which ones are may change at any time.
-            leaves = [p for p in self._sums.parameters() if p.is_leaf and p.is_floating_point()]
+            leaves = [p for p in self._buffer.parameters() if p.is_leaf and p.is_floating_point()]
             with all_require_grad(leaves):
                 self._handle = torch.autograd.graph.register_multi_grad_hook(leaves, backward_starts, mode="any")
 
@@ -160,10 +152,10 @@ class LossScale:
         if not self._due and version == self._rescaled_to:
             return
         self._due, self._rescaled_to = False, version
-        with torch.no_grad(), self._guard.accepting():
-            self._sums.scale_(self._live / self._scale)
+        with torch.no_grad(), self._monitor.resyncing():
+            self._buffer.scale_(self._live / self._scale)
             overflow = self.overflow > 0
-            for part in self._sums.everything():
+            for part in self._buffer.everything():
                 part.masked_fill_(overflow.to(part.device), 0)
         self._scale = self._live.detach().clone()
 
@@ -178,7 +170,7 @@ class LossScale:
     def bring_to(self, scale: float) -> None:
         """Bring the finished sum to this scale."""
         if self.in_use and self._scale is not None and scale:
-            self._sums.scale_(scale / self._scale)
+            self._buffer.scale_(scale / self._scale)
             self._scale.fill_(scale)
 
     def agreement(self) -> tuple[float, float, bool]:

@@ -1,0 +1,7 @@
+"""Windows of gradient accumulation: count, add weights, and at the end run the stages and the inner step."""
+
+from gradaccum.torch.window.gradient_window import GradientWindow, Nonfinite
+from gradaccum.torch.window.loss_scale import LossScale
+from gradaccum.torch.window.windows import Phase, Windows, on_collect
+
+__all__ = ["GradientWindow", "LossScale", "Nonfinite", "Phase", "Windows", "on_collect"]

@@ -1,0 +1,553 @@
+"""The open window of gradient accumulation: count micro-batches, add weights, and finish the gradient at its end.
+
+An ordinary micro-batch compares three gradients' tensors and versions, and adds its weight. At the window's end
+
+    for stage in stages:
+        if not stage(total):
+            return False
+
+leaves the mean gradient in `p.grad`. What else there may be (a GradScaler, several ranks, losses by name, the sum of a
+checkpoint, micro-batches that are screened) makes a window `special`: then `_count_special` is in charge.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gradaccum.core.window import Reduction, Window, mixed_error
+from gradaccum.on_torch.foreach import all_finite, scale_
+from gradaccum.on_torch.grad_buffer import ArrivalScale, GradientBuffer, ScreenedBuffer
+from gradaccum.on_torch.noise import NoiseMeter
+from gradaccum.on_torch.private import run_backward
+from gradaccum.on_torch.stages import Stage, Unscale, WindowTotal, gradient_stages
+from gradaccum.torch.distributed import Listener, SingleRank, Total
+from gradaccum.torch.loss import (
+    NamedLoss,
+    TermSums,
+    WindowLoss,
+    checked_scalar,
+    checked_terms,
+    mixed_terms_error,
+    not_by_name_error,
+    unscaled_terms_error,
+)
+from gradaccum.torch.watch import (
+    GradientMonitor,
+    ShardedMonitor,
+    failed_error,
+    modification_error,
+    untouched_error,
+)
+from gradaccum.torch.window.loss_scale import LossScale, unscaled_error
+
+__all__ = ["GradientWindow", "Nonfinite"]
+
+logger = logging.getLogger("gradaccum")
+
+Nonfinite = Literal["propagate", "skip_window", "skip_micro_batch"]
+
+
+class GradientWindow(Listener):
+    """The open window of one optimizer, with its gradients.
+
+    For each micro-batch: `expect` (optional) says what it weighs, gradients arrive through `backward` or by themselves,
+    `count` counts it. When the window closes, `finish` leaves the mean gradient in `p.grad`, and `close` empties it.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], list[Tensor]],
+        *,
+        ranks: SingleRank | None = None,
+        reduction: Reduction = "mean",
+        clip_grad_norm: float | None = None,
+        clip_grad_value: float | None = None,
+        accumulate_dtype: torch.dtype | None = None,
+        nonfinite: Nonfinite = "propagate",
+        noise: NoiseMeter | None = None,
+    ) -> None:
+        self.window = Window(reduction=reduction)
+        self.ranks = SingleRank() if ranks is None else ranks
+        self.noise = noise
+        self._options: dict[str, Any] = {
+            "skip_nonfinite": nonfinite == "skip_window",
+            "sum_over_ranks": self.ranks.sum if self.ranks.sharded else None,
+            "noise": noise,
+            "clip_grad_norm": clip_grad_norm,
+            "clip_grad_value": clip_grad_value,
+            "accumulates_wide": accumulate_dtype is not None,
+        }
+        self.screened = ScreenedBuffer(parameters, accumulate_dtype) if nonfinite == "skip_micro_batch" else None
+        self.named = None if self.screened is not None else TermSums(parameters, accumulate_dtype)
+        self.buffer: GradientBuffer = self.screened or self.named  # type: ignore[assignment]  # one of the two is there
+        self.monitor: GradientMonitor = (
+            ShardedMonitor(parameters, self.ranks.pending) if self.ranks.sharded else GradientMonitor(parameters)
+        )
+        self.loss_scale = LossScale(self.buffer, self.monitor)
+        self.arrival_scale = ArrivalScale(parameters)
+        self.buffer.attach(self.ranks.pending)
+        self.ranks.attach(self)
+        self.loss = WindowLoss(reduction)
+        self.grad_norm: Tensor | None = None
+        self._failure: BaseException | None = None
+        self.saved = False
+        """Whether a checkpoint holds all of it: it may go on elsewhere."""
+        self.set_to_none = True
+        """What the user's loop passes to `zero_grad`."""
+        self._always_special = self.screened is not None or self.noise is not None or self.ranks.is_distributed
+        self.begin()
+        self.build_stages()
+
+    def build_stages(self) -> None:
+        """List what happens to the gradients at a window's end: anew where something more is asked for."""
+        ranks, scaled = self.ranks.is_distributed, self.loss_scale.known
+        self.stages: list[Stage] = gradient_stages(
+            self._screen if self.screened is not None else None,
+            self._fold if self.named is not None and self.named.used else None,
+            self._reduce if ranks else None,
+            Unscale() if scaled or ranks else None,
+            **self._options,
+        )
+
+    def begin(self) -> None:
+        """An empty window; where a backward pass will reduce it, its unit must be the other ranks', too."""
+        self.window.close()
+        self.special = self._always_special
+        if self.ranks.is_distributed and not self.ranks.manual_reduce:
+            self.window.unit = self.ranks.unit
+
+    def parameters_added(self) -> None:
+        """Parameters have joined a group: they are summed and watched like the others."""
+        self.buffer.prepare()
+        self.loss_scale.remove()
+        self.monitor.watch_all()
+
+    def remove(self) -> None:
+        """Leave the parameters as they were found: no hooks, their own `grad_dtype`."""
+        self.monitor.remove()
+        self.loss_scale.remove()
+        self.arrival_scale.set(1.0)
+        self.buffer.release()
+
+    # A micro-batch, until it is counted.
+
+    def expect_nothing(self) -> None:
+        """The micro-batches that come weigh the same, unless `backward` says otherwise."""
+        self.window.expect_nothing()
+        self._scale_arrivals(1.0)
+
+    def expect(self, weight: float, given: bool, last: bool) -> None:
+        """The next micro-batch weighs this much; `given` by the user, or its rows; `last` of its epoch."""
+        window = self.window
+        window.expect(weight, given, last)
+        if weight == window.unit and not self.special:
+            return  # nearly always
+        arriving = 1.0
+        if weight == 0:
+            if self.ranks.sharded:
+                arriving = 0.0  # the other ranks need this one's passes
+            else:
+                self.check_sum()
+                self._detach()
+        elif window.reduction == "mean" and weight != window.unit and not (self.named and self.named.terms):
+            if self.ranks.is_distributed and not self.ranks.manual_reduce and window.unit is not None:
+                arriving = weight / window.unit
+            else:  # a gradient that comes through loss.backward() joins the sum as it is, so the sum takes its unit
+                factor = window.rescale(weight)
+                if window.micro_batches and factor != 1.0:
+                    with self.monitor.resyncing():
+                        self.buffer.scale_(factor)
+        self._scale_arrivals(arriving)
+
+    def _detach(self) -> None:
+        self.buffer.detach()
+        self.monitor.restart()
+        self.special = True
+
+    def _reattach(self) -> None:
+        self.buffer.reattach()
+        self.monitor.resync()
+
+    def _scale_arrivals(self, factor: float) -> None:
+        """What comes through `loss.backward()` cannot be multiplied there, so it is on its way to the sum."""
+        if self.ranks.sharded:
+            self.ranks.scale(factor)
+        else:
+            self.arrival_scale.set(factor)
+            self.special = self.special or factor != 1.0
+
+    def backward(self, loss: Any, weight: Any, retain_graph: bool | None, create_graph: bool) -> None:
+        """Weigh the micro-batch, and run the backward pass with its factor."""
+        if self._failure is not None or self.monitor.failed:
+            self.check_failed()
+        if type(loss) is not Tensor and isinstance(loss, (Mapping, list)):
+            self._backward_named(checked_terms(loss, weight), retain_graph=retain_graph, create_graph=create_graph)
+            return
+        window, one = self.window, self.window.micro_batch
+        if type(loss) is not Tensor or loss.ndim:
+            loss = checked_scalar(loss, "`loss`")
+        if self.special and self.named is not None and self.named.terms:
+            raise mixed_terms_error()
+        if one.weight is None:
+            if not window.micro_batches:
+                self.loss.restart()
+            if weight is None and one.default_given:
+                weight = one.default
+        if weight is not None and self.ranks.sharded and self.ranks.unit is None:
+            window.unit = None  # the ranks agree on one in this pass, by what it weighs
+        factor = window.weigh(weight)
+        if one.weight == 0 and not self.ranks.sharded:
+            self.loss_scale.rescale_()  # no backward pass will do it
+            self.special = True
+            with self.monitor.resyncing():
+                self.buffer.reach(loss)
+            return
+        if one.weight:
+            self.loss.add(window.micro_batches, loss, one.weight, one.given)
+        self._run_backward(loss, factor, retain_graph=retain_graph, create_graph=create_graph)
+
+    def _backward_named(self, terms: list[NamedLoss], **how: Any) -> None:
+        """The backward passes of several losses, each to a sum of its own."""
+        window, one, named = self.window, self.window.micro_batch, self.named
+        if named is None or self.noise is not None or self.ranks.is_distributed or one.default_given:
+            raise not_by_name_error()
+        if not named.terms and (window.weight > 0 or one.weight is not None or self.monitor.arrivals):
+            raise mixed_terms_error()
+        if not named.used:
+            named.used = True
+            self.build_stages()
+        self.special = True
+        if one.weight is None and not window.micro_batches:
+            self.loss.restart()
+        counts = any(weight for _, _, weight in terms)
+        if one.weight is None or (counts and one.weight == 0):
+            one.weight = None
+            window.weigh(float(counts))
+        if not counts:
+            self.loss_scale.rescale_()  # no backward pass will do it
+        for name, loss, weight in terms:
+            if weight:
+                self.loss.add(window.micro_batches, loss, weight, True, name)
+        named.backward(terms, window.reduction, self.monitor.resyncing, self._run_backward, **how)
+
+    def _run_backward(self, loss: Tensor, factor: float, *, retain_graph: bool | None, create_graph: bool) -> None:
+        """The backward pass of a loss, with the factor of its gradient."""
+        one, scaling = self.window.micro_batch, self.arrival_scale
+        others = self.monitor.arrivals - one.weighed
+        try:
+            if self.ranks.sharded:
+                self.ranks.scale(1.0 if one.weight else 0.0)
+            scaling.muted = True
+            if create_graph or not loss.requires_grad:
+                start = None if factor == 1.0 else torch.full_like(loss, factor)
+                loss.backward(start, retain_graph=retain_graph, create_graph=create_graph)
+            else:
+                run_backward([loss], [torch.full_like(loss, factor, requires_grad=False)], bool(retain_graph))
+        except BaseException as error:
+            self._failure, self.special = error, True
+            self.ranks.abort()
+            raise
+        finally:
+            scaling.muted = False
+        one.weighed = self.monitor.arrivals - others
+
+    def add_gradients(self, gradients: Sequence[Tensor | None], weight: Any) -> None:
+        """Add a micro-batch's gradients, in the order of the parameters, as a backward pass would."""
+        self.check_failed()
+        window, one, parameters = self.window, self.window.micro_batch, self.buffer.parameters()
+        self.check_sum()
+        if self.named is not None and self.named.terms:
+            raise mixed_terms_error()
+        if weight is None and one.default_given:
+            weight = one.default
+        factor = window.weigh(weight)
+        self.special = True
+        self.loss_scale.rescale_()
+        if one.weight == 0:
+            return
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if gradient is None:
+                    continue
+                part = gradient.detach() * factor
+                wide = parameter.grad_dtype or parameter.dtype if hasattr(parameter, "grad_dtype") else parameter.dtype
+                if parameter.grad is None:
+                    parameter.grad = part.to(wide)
+                elif part.is_sparse or parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad + part.to(wide)
+                else:
+                    parameter.grad.add_(part)
+        before = self.monitor.arrivals
+        self.monitor.arrived()
+        one.weighed += self.monitor.arrivals - before
+
+    # A micro-batch is counted.
+
+    def count(self, scaled: Sequence[Any] = ()) -> bool:
+        """Count the micro-batch. Returns whether the window closes with it.
+
+        Args:
+            scaled: Under a GradScaler, its live scale (None after `unscale_`) and whether it found an overflow.
+
+        Raises:
+            WindowError: The sum was edited or cleared from outside, or a backward pass failed.
+        """
+        window, monitor, one = self.window, self.monitor, self.window.micro_batch
+        if one.weight is None:
+            mixed = window.weights_given and not one.in_batches
+        else:
+            mixed = one.factor != 1.0 and monitor.arrivals != one.weighed
+        if mixed or self.special or scaled or not monitor.count_untouched():
+            return self._count_special(scaled)
+        if one.weight is None and one.default_given:
+            window.weigh(one.default)
+        self.loss_scale.unscaled, self.saved = True, False
+        return window.add()
+
+    def _count_special(self, scaled: Sequence[Any]) -> bool:
+        """`count`, where there is more to do than to compare and to add."""
+        window, monitor, one = self.window, self.monitor, self.window.micro_batch
+        if scaled and scaled[0] is None:
+            monitor.forget_values()  # `unscale_` has changed them, and raises no version
+        self.check_failed()
+        self.check_sum()
+        in_reach = self.buffer.detached is None
+        if not in_reach:
+            self._reattach()
+        self._check_ways()
+        if one.weight is None:  # it came through loss.backward(), or had no backward pass
+            window.weigh(one.default if one.default_given else None)
+        # One that weighs nothing has no say, unless `unscale_` has divided the others' sum in it.
+        has_say = one.weight or (scaled and scaled[0] is None and in_reach)
+        if has_say and self.screened is None and (scaled or monitor.arrivals or not monitor.idle):
+            self.loss_scale.check(bool(scaled))
+        if scaled:
+            self._unscale(*scaled, in_reach=in_reach)
+        elif self.buffer.restored is not None:
+            self.buffer.join_restored()
+            monitor.resync()
+        weight = one.weight
+        closes = window.add()
+        self.saved = False
+        if self.ranks.sharded or self.arrival_scale.factor != 1.0:
+            self._scale_arrivals(1.0)
+        if self.screened is not None:
+            self.screened.add()
+            monitor.resync()  # its gradient has moved into the sum
+        if weight and not self.ranks.sharded:
+            monitor.counted(window.closes_next)
+        else:
+            monitor.forget_arrivals()
+            if isinstance(monitor, ShardedMonitor):
+                monitor.keep()
+        if self.noise is not None and self.noise.waiting and window.weight > 0 and not self.ranks.reduced:
+            self._measure(self.noise)
+        if not closes and self.loss_scale.in_use:
+            self.loss_scale.expect_backward()
+        named = self.named is not None and bool(self.named.terms)
+        self.special = self._always_special or named or self.loss_scale.in_use or self.buffer.restored is not None
+        return closes
+
+    def _check_ways(self) -> None:
+        """Raise if losses of this window came in ways that don't go together: by name or not, weighed or not."""
+        window, one, arrivals = self.window, self.window.micro_batch, self.monitor.arrivals
+        if self.named is not None and self.named.terms:
+            if arrivals != one.weighed:
+                raise mixed_terms_error()
+            self.named.micro_batch_over()
+        elif one.weight is None:
+            if arrivals and window.weights_given and not one.in_batches and window.reduction == "mean":
+                raise mixed_error()
+        elif one.factor != 1.0 and arrivals != one.weighed:
+            raise mixed_error()
+
+    def _measure(self, noise: NoiseMeter) -> None:
+        """Show the meter the sum so far: unscaled and over the weight, it is the mean of the micro-batches so far."""
+        given, rows, weight = self.window.weights_given, self.window.micro_batch.in_batches, self.window.weight
+        noise.unit, noise.counts_rows = "rows" if given or rows else "micro-batches", rows and not given
+        scale = 1.0 if self.loss_scale.scale is None else self.loss_scale.scale.double()
+        held = [g for g in self.buffer.get() if g is not None] or self.ranks.pending()
+        noise.micro_batch(held, weight, weight / (self.window.unit or 1.0) * scale)
+
+    def skip(self) -> None:
+        """The micro-batch that was expected is over, counted or not: if not, it must not have left a gradient."""
+        if self.window.micro_batches or self.window.micro_batch.announced:
+            self.check_untouched()
+        if self.buffer.detached is not None:
+            self._reattach()
+
+    def _unscale(self, scale: Tensor | None, found_inf: Tensor, *, in_reach: bool) -> None:
+        if not self.loss_scale.known:
+            self.loss_scale.known = True
+            self.build_stages()
+        if scale is not None:
+            self.loss.unscale(self.window.micro_batches, scale)
+        if self.screened is None:
+            if scale is None and self.named is not None and len(self.named.terms) > 1:
+                raise unscaled_terms_error()
+            if scale is None and not self.window.closes_next:
+                raise unscaled_error()
+            if self.window.micro_batch.weight or self.loss_scale.in_use or self.ranks.is_distributed:
+                self.loss_scale.add(scale, found_inf, in_reach)
+                self.monitor.resync()
+        elif scale is not None:
+            scale_(self.buffer.gradients(), scale.reciprocal())
+
+    # The window's end.
+
+    def finish(self) -> bool:
+        """Turn the sum into the mean gradient in `p.grad`. Returns whether there is one to update with."""
+        window, scale = self.window, self.loss_scale
+        total = WindowTotal(self.buffer, window.divisor, window.weight, window.micro_batches)
+        if self.special:
+            self.buffer.join_restored(scale.scale)
+            total.scale, total.overflow = scale.scale, False if scale.overflow is None else scale.overflow
+            self._weigh(total)
+        for stage in self.stages:
+            if not stage(total):
+                self.buffer.clear(self.set_to_none)
+                return False
+        if total.grad_norm is not None:
+            self.grad_norm = total.grad_norm
+        return True
+
+    def _weigh(self, total: WindowTotal) -> None:
+        """What the window weighs has become known."""
+        window, size = self.window, self.ranks.size
+        # The ranks' reduction leaves a mean over them.
+        total.weight, total.divisor = window.weight, window.divisor / size
+        weight = window.weight / (window.unit or 1)
+        total.rows, total.multiple = window.weight, weight / total.divisor / size if total.divisor else 1.0
+
+    # Stages of its own: what they need of torch's shell, no other has.
+
+    def _screen(self, total: WindowTotal) -> bool:
+        """Leave out micro-batches that were not finite, and have the sum of the rest in `p.grad`."""
+        assert self.screened is not None
+        counted = self.screened.present()
+        self.loss.dropped = {index for index, counts in enumerate(counted) if not counts}
+        if self.loss.dropped:
+            logger.warning("Left out %d of %d micro-batches: gradient not finite", counted.count(False), len(counted))
+        self.window.weight = math.fsum(w for w, counts in zip(self.window.weights, counted, strict=True) if counts)
+        self._weigh(total)
+        return True
+
+    def _fold(self, total: WindowTotal) -> bool:
+        """Put the sums of losses by name together."""
+        assert self.named is not None
+        if self.named.terms:
+            self.named.fold()
+            total.divisor = None
+        return True
+
+    def _reduce(self, total: WindowTotal) -> bool:
+        """Make the sum and its weight those of all ranks."""
+        window, ranks, scale = self.window, self.ranks, self.loss_scale
+        manual_reduce = not ranks.reduced
+        if manual_reduce:
+            scale.bring_to(ranks.loss_scale)
+        weights = window.weight, window.weights_given, window.largest
+        mine = Total(*weights, *scale.agreement(), window.equal, idle=not window.micro_batches)
+        everybody = ranks.total(mine, self._rescale)
+        scale.agree(ranks.loss_scale)
+        window.weight, window.weights_given = everybody.weight, everybody.given
+        total.scale, total.overflow = everybody.scale or None, everybody.overflow
+        if everybody.scale and manual_reduce and ranks.sharded and not everybody.overflow:
+            # The scaler has not seen what FSDP kept; each rank has looked at its shard.
+            finite = all_finite(self.buffer.gradients())
+            total.overflow = ranks.sum((~finite).double()).item() > 0
+        self._weigh(total)
+        return True
+
+    def _rescale(self, unit: float) -> None:
+        if self.window.reduction == "mean":
+            factor = self.window.rescale(unit)
+            if factor != 1.0:
+                self.buffer.scale_(factor)
+
+    # What `ranks` calls: a `gradaccum.torch.distributed.Listener`.
+
+    def share(self) -> Total | None:
+        """What the window weighs with the micro-batch in progress; a GradScaler's verdict comes after its pass."""
+        window, one = self.window, self.window.micro_batch
+        if self.loss_scale.known:
+            return None
+        weight = one.default if one.weight is None else one.weight
+        given = window.weights_given or one.given or (one.weight is None and one.default_given)
+        total = window.weight + weight
+        equal = not (given or one.in_batches) and total > 0 and window.reduction == "mean"
+        return Total(total, given, max(window.largest, weight), equal=equal)
+
+    def own_unit(self) -> float:
+        window, one = self.window, self.window.micro_batch
+        weight = one.default if one.weight is None else one.weight
+        return (window.unit or weight) if weight and window.reduction == "mean" else float(weight > 0)
+
+    def take_unit(self, unit: float) -> float:
+        factor = (self.own_unit() or unit) / unit
+        self.window.rescale(unit)
+        return factor
+
+    def forward_done(self, loss_scale: float) -> None:
+        self.loss_scale.adopt(loss_scale)
+
+    def backward_starts(self) -> None:
+        if isinstance(self.monitor, ShardedMonitor):
+            self.monitor.pass_begins()
+        self.loss_scale.rescale_()
+
+    def reduced(self) -> None:
+        self.monitor.resync()
+
+    def close(self) -> None:
+        """The update is made, or given up: the next micro-batch is the first of a new window."""
+        self.begin()
+        self.buffer.close()
+        self.monitor.close()
+        self._restart()
+
+    def empty(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients, too; None: in the way of the loop's own `zero_grad`."""
+        self.window.micro_batch.restart()
+        self.monitor.restart()
+        self._failure = None
+        if self.special:
+            self.ranks.clear()
+            self.special = self._always_special
+        self.buffer.clear(self.set_to_none if set_to_none is None else set_to_none)
+        self._restart()
+
+    def _restart(self) -> None:
+        self.loss_scale.close()
+        self.saved = False
+        if self.noise is not None:
+            self.noise.restart()
+
+    # Misuse.
+
+    def check_failed(self) -> None:
+        """Raise if a backward pass has failed in this window."""
+        if self._failure is not None or self.monitor.failed:
+            raise failed_error(self._failure) from self._failure
+
+    def check_sum(self) -> None:
+        """Raise if somebody else changed the sum; in a window of one micro-batch, the plain loop, that is fine."""
+        found = self.monitor.modification()
+        if found is None:
+            return
+        window = self.window
+        alone = not window.micro_batches and window.closes_next
+        if not (alone and not (window.reduction == "sum" and window.micro_batch.given)):
+            raise modification_error(found)
+
+    def check_untouched(self) -> None:
+        """Raise if a gradient has arrived since the last micro-batch was counted."""
+        self.check_failed()
+        if self.monitor.arrivals or self.window.micro_batch.weight is not None:
+            raise untouched_error()
