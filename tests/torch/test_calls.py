@@ -3,6 +3,7 @@
 The first thing to see after a change to the window. A count is that of the wrapped loop minus that of the loop by hand.
 """
 
+import gc
 import sys
 from collections import Counter
 
@@ -11,9 +12,20 @@ import torch
 from torch import nn
 
 import gradaccum.torch
+from gradaccum.torch.window.other_loops import OtherLoops
 
 STEPS, WARM = 4, 8
 """Windows 1, 2, 4 and 8 look at all gradients; the next seven don't."""
+
+
+@pytest.fixture(autouse=True)
+def undisturbed():
+    """No garbage of other tests is collected meanwhile, and none of their loops runs on."""
+    gc.collect()
+    gc.disable()
+    OtherLoops.running.clear()
+    yield
+    gc.enable()
 
 
 class Calls:
