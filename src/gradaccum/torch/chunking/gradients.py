@@ -28,14 +28,7 @@ __all__ = [
 
 
 class GradientSums:
-    """What second passes sum gradients in: leaves in place of the parameters, and the inputs' gradients of all rows.
-
-    Args:
-        trained: The parameters.
-        dims: Where the rows of the tensors in the inputs are.
-        tensors: What the parameters held at first, then the tensors in the inputs.
-        needed: Of each of them, whether its gradient is.
-    """
+    """What second passes sum gradients in: leaves in place of the parameters, and the inputs' gradients of all rows."""
 
     def __init__(
         self,
@@ -126,12 +119,7 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def spare_hooks(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Keep hooks on parameters that got no gradient from being called with None, as torch does after a Function.
-
-    Args:
-        parameters: Inputs of the Function.
-        gradients: What its backward pass returns for them.
-    """
+    """Keep hooks on parameters that got no gradient from being called with None, as torch does after a Function."""
     for parameter, gradient in zip(parameters, gradients):
         hooks = parameter._backward_hooks
         if gradient is None and hooks:

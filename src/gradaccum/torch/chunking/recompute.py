@@ -51,9 +51,6 @@ class ModuleState:
 
     Attributes are remembered as they are assigned; what is edited inside one of them, say a list, is not noticed.
 
-    Args:
-        module: The module, submodules included.
-
     Example:
         >>> layer = nn.Dropout(0.5)
         >>> state = ModuleState(layer)
@@ -115,11 +112,7 @@ class ModuleState:
 
     @contextlib.contextmanager
     def restored(self, replacements: Mapping[int, Tensor] | None = None) -> Iterator[None]:
-        """The module holds inside what it held then; afterwards, what it holds now.
-
-        Args:
-            replacements: Other tensors in place of some parameters, by `id` of the parameter.
-        """
+        """The module holds what it held then, with these in place of parameters; afterwards what it holds now."""
         replacements = dict(replacements or {})
         for parameter, version in self._frozen:
             if version is not None and parameter._version != version:
@@ -188,10 +181,6 @@ def parametrizations_computed() -> Iterator[None]:
 class Conditions:
     """The random state and the autocast settings that a forward pass starts from.
 
-    Args:
-        generators: Whose states count.
-        devices: Accelerators that the forward pass uses.
-
     Example:
         >>> here = Conditions(["cpu"])
         >>> drawn = torch.rand(3)
@@ -213,9 +202,6 @@ class Conditions:
 
     def advance(self, *, all_moved: bool = False) -> Conditions:
         """The forward pass has run: keep the states of the generators that it has moved, only.
-
-        Args:
-            all_moved: It has moved all of them, or may have, without a look.
 
         Returns:
             The conditions of the next forward pass.

@@ -114,12 +114,6 @@ class SegmentedModel:
 def segmented(module: nn.Module, inputs: Any, count: int, with_tensors: Any) -> SegmentedModel:
     """Cut a model at the BatchNorm layers that are in training mode.
 
-    Args:
-        module: The model.
-        inputs: What it is called with.
-        count: How many tensors there are in it.
-        with_tensors: `with_tensors(inputs, values)` is `inputs` with other values in place of its tensors.
-
     Raises:
         ValueError: What the model does can't be recorded; the message names the line.
     """

@@ -131,13 +131,7 @@ def as_leaf(leaf: Any, like: Any = None) -> Any:
 
 
 class Samples:
-    """Some numbers of each input that lies in host memory, where it may be refilled behind autograd's back.
-
-    Args:
-        paths: Of the tensors.
-        tensors: Those in the inputs.
-        skeleton: The inputs without them: arrays are left.
-    """
+    """Some numbers of each input that lies in host memory, where it may be refilled behind autograd's back."""
 
     def __init__(self, paths: Sequence[str], tensors: Sequence[Tensor], skeleton: Any) -> None:
         self.paths, self.skeleton = paths, skeleton

@@ -54,15 +54,6 @@ class Call:
 
     A call is a chain of segments. Forward, a segment runs on all micro-batches before the next one begins; backward,
     segments run again in reverse. Here it is one segment, the module; `ExactCall` has one between BatchNorm layers.
-
-    Args:
-        module: What is called.
-        policy: What to do about its BatchNorm layers.
-        inputs: What it is called with.
-        batch_dims: Where the inputs' rows are.
-        out_dims: Where the outputs' rows are.
-        sizes: Rows of each micro-batch.
-        packs: How padded rows are packed into these; None: in order, as they are.
     """
 
     def __init__(
@@ -101,13 +92,7 @@ class Call:
         """Where the rows of the tensors in the outputs are."""
 
     def run(self, tensors: Sequence[Tensor], keep: int, *, differentiated: bool) -> Any:
-        """The outputs of all micro-batches.
-
-        Args:
-            tensors: Those in the inputs.
-            keep: How many micro-batches, the last ones, keep their activations.
-            differentiated: Whether backward may come, and recompute the others.
-        """
+        """The outputs of all micro-batches, of which the last `keep` keep their activations."""
         recomputed = max(len(self.slices) - keep, 0) if differentiated else 0
         if self.packs is not None:
             tensors = [
@@ -154,13 +139,7 @@ class Call:
                 self.conditions[index], here = here, here.advance()
 
     def first_pass(self, tensors: Sequence[Tensor], index: int, pieces: Sequence[Tensor] | None = None) -> Any:
-        """The outputs of one micro-batch; graph and activations are kept as the grad mode says.
-
-        Args:
-            tensors: Those in the inputs.
-            index: Which micro-batch.
-            pieces: Its rows of them, where they are at hand.
-        """
+        """The outputs of one micro-batch; graph and activations are kept as the grad mode says."""
         inputs = self.inputs_of(self.pieces(tensors, index) if pieces is None else pieces, index)
         versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
         with self.policy.micro_batch(), self.buffers.lent(self.sizes[index]), hooks_on_activations_explained():
@@ -206,11 +185,7 @@ class Call:
 
     @contextlib.contextmanager
     def recomputation(self, replacements: Mapping[int, Tensor]) -> Iterator[None]:
-        """Around second passes: the module is as it was in the first ones, and they leave no trace.
-
-        Args:
-            replacements: Tensors in place of parameters, by `id` of the parameter.
-        """
+        """Around second passes: the module is as it was in the first ones, and they leave no trace."""
         moved = {generator for conditions in self.conditions.values() for generator in conditions.random.states}
         with self.state.restored(replacements), parametrizations_computed(), kept(moved):
             yield
@@ -229,14 +204,8 @@ class Call:
     ) -> list[Tensor | None]:
         """The gradients of the trained parameters and of the tensors in the inputs.
 
-        Each micro-batch's graph is built and used up before the next one's.
-
-        Args:
-            indices: Of which micro-batches.
-            tensors: The parameters, then the tensors in the inputs.
-            stored: What `stored_tensors` has returned.
-            needed: Of each of `tensors`, whether its gradient is.
-            grads: The gradients of the tensors in the outputs.
+        Each micro-batch's graph is built and used up before the next one's. `tensors` are the parameters, then those in
+        the inputs; `needed`: whether the gradient of each is; `stored` is what `stored_tensors` has returned.
         """
         if torch.is_grad_enabled():
             return self._differentiable(indices, tensors, needed, grads)

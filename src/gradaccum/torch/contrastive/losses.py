@@ -9,10 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradaccum.torch.contrastive.inputs import Inputs
-from gradaccum.torch.contrastive.objectives import CrossEntropy, Sigmoid
-from gradaccum.torch.contrastive.pairs import PairsOf
-from gradaccum.torch.contrastive.tiles import TiledLoss
+from gradaccum.torch.contrastive.rows import Inputs, PairsOf
+from gradaccum.torch.contrastive.tiles import CrossEntropy, Scores, Sigmoid, TiledLoss
 
 __all__ = ["info_nce", "sigmoid_loss"]
 
@@ -123,15 +121,20 @@ def sigmoid_loss(
 
 def _info_nce(*arguments: Any) -> Tensor:
     inputs = Inputs("info_nce", *arguments)
-    scores = inputs.scores()
+    scores = _scores(inputs)
     objective = functools.partial(CrossEntropy, scores, len(inputs.a), symmetric=inputs.symmetric)
     return TiledLoss.apply(scores, objective, inputs.a, inputs.b, *inputs.numbers())
 
 
 def _sigmoid_loss(*arguments: Any) -> Tensor:
     inputs = Inputs("sigmoid_loss", *arguments)
-    scores = inputs.scores()
+    scores = _scores(inputs)
     return TiledLoss.apply(scores, functools.partial(Sigmoid, scores), inputs.a, inputs.b, *inputs.numbers())
+
+
+def _scores(inputs: Inputs) -> Scores:
+    exchange = inputs.exchange()
+    return Scores(exchange, *inputs.pairs(exchange), inputs.tile, inputs.dtype)
 
 
 def _check_no_transform(name: str) -> None:

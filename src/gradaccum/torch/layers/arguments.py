@@ -38,10 +38,8 @@ GivenTensors = dict[int, tuple[Any, list[Tensor]]]
 class Arguments:
     """The arguments of a block's call, as they are before it.
 
-    Args:
-        inputs: What the block is about to be called with.
-        given: What objects had before the first block. Tensors that other blocks have put there since are replaced by
-            shapes, as a cache of all blocks' keys and values would take the memory of all blocks.
+    Of objects, tensors that other blocks have put there since the first one (`given`) are replaced by shapes: a cache
+    of all blocks' keys and values would take the memory of all blocks.
 
     Example:
         >>> class Cache:

@@ -100,15 +100,7 @@ def checked_blocks(blocks: BlocksChoice, *, batch_norm: str, noise_scale: bool) 
 
 
 def check_in_backward(*, clips: bool, scales: bool, closure: str | None, searched: bool, replicated: bool) -> None:
-    """Raise a ValueError if a block can't be updated before the gradients of the others are known.
-
-    Args:
-        clips: Whether gradients are clipped by the norm of all of them.
-        scales: Whether there is a GradScaler.
-        closure: The name of an optimizer that evaluates a closure, if there is one.
-        searched: Whether the size of micro-batches is searched for.
-        replicated: Whether other ranks have the same parameters.
-    """
+    """Raise a ValueError if a block can't be updated before the gradients of the others are known."""
     for wrong, why in (
         (clips, "`clip_grad_norm` needs the norm of all of them"),
         (scales, "a GradScaler makes an update only where all of them are finite: use autocast=torch.bfloat16"),
@@ -136,11 +128,6 @@ class Block(NamedTuple):
 
 def find_blocks(model: nn.Module, blocks: Any) -> list[Block]:
     """The blocks of a model, in the order in which they are called.
-
-    Args:
-        model: The model.
-        blocks: An `nn.ModuleList` or `nn.Sequential`, its dotted path, a list of modules, or `"auto"`: the longest list
-            of modules of one class, lists inside of its modules left aside.
 
     Raises:
         TypeError: It is none of these.

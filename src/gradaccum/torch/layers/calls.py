@@ -104,15 +104,7 @@ class BlockCall:
         *,
         differentiated: bool,
     ) -> Any:
-        """The outputs, without a graph of the block's inside.
-
-        Args:
-            generators: What the block may draw random numbers from.
-            devices: Accelerators that it uses.
-            buffers: The block's.
-            store: Where the inputs wait.
-            differentiated: Whether the outputs pass gradients on to the block.
-        """
+        """The outputs, without a graph of the inside; `differentiated`: whether they pass gradients on to the block."""
         inputs, self._inputs = self._inputs, Inputs((), {})
         if not differentiated:
             with torch.no_grad():

@@ -149,10 +149,6 @@ class MicroBatch:
     def reach(self, batch: Batch, first: str) -> tuple[list[Tensor], list[Tensor]]:
         """What stands before the blocks runs again. Returns what the first block is called with, and its gradients.
 
-        Args:
-            batch: The micro-batch, taken once more.
-            first: The first block's path.
-
         Raises:
             ValueError: That block is called with something else than before.
         """
@@ -215,16 +211,9 @@ class Drawn:
 class ForwardPasses:
     """One window's passes forward, and what they leave for those in which blocks run again.
 
-    Args:
-        model: The model.
-        blocks: Its blocks.
-        store: Where activations between blocks wait.
-        offloaded: Brings blocks that live in host memory, or None.
-        drawn: The generators that the model is known to draw from.
-        tail: The place of the block that the tail begins with; their number, where all of them run again.
-        around: Called with a block's place. Returns a context around each of its calls.
-        proving: Whether what blocks keep in attributes is noted.
-        notes_leaves: Whether it is noted whose gradients come from graphs between blocks.
+    `tail` is the place of the block that the tail begins with: their number, where all of them run again. `around`
+    returns a context around each call of the block at a place. `notes_leaves`: whose gradients come from graphs between
+    blocks is noted.
     """
 
     def __init__(
@@ -270,10 +259,6 @@ class ForwardPasses:
     @contextlib.contextmanager
     def micro_batch(self, retake: Callable[[], Batch], forward: Callable[[Batch], Any]) -> Iterator[None]:
         """Around a micro-batch's forward pass.
-
-        Args:
-            retake: Returns the micro-batch once more.
-            forward: Computes its loss, as the forward pass does.
 
         Raises:
             ValueError: The blocks are not called once each in order; the message names the first that isn't.

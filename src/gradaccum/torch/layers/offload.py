@@ -110,10 +110,6 @@ class _InFile(Waiting):
 class Store:
     """Keeps tensors until backward wants them, each once however many blocks are called with it.
 
-    Args:
-        offload: Where they wait: False, where they are; True, in host memory, if they are on a device; a folder, in
-            files there.
-
     Raises:
         TypeError, ValueError: It is none of these, or not a folder.
 

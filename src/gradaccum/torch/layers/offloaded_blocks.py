@@ -150,10 +150,7 @@ class OffloadedBlocks:
     def on_device(self, place: int, *, following: int = -1, joined: bool = False) -> Iterator[None]:
         """The block is on the device meanwhile; then its gradients and its buffers come back.
 
-        Args:
-            place: The block's.
-            following: The place of the block that comes next; -1: nobody knows.
-            joined: Whether graphs lead through the copies, for a backward pass that comes later.
+        The block at `following` comes next. `joined`: graphs lead through the copies, for a backward pass later.
         """
         copies: dict[int, Tensor] = {}
         leaves: _Copies = []

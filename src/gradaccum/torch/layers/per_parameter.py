@@ -80,9 +80,6 @@ def check_own_step(optimizer: torch.optim.Optimizer) -> None:
 def check_per_parameter(optimizer: torch.optim.Optimizer) -> list[float]:
     """Raise if what the optimizer does to a parameter depends on others, or on how often it steps, or it does more.
 
-    Args:
-        optimizer: The user's. It and its parameters stay as they are.
-
     Returns:
         Of each group, how many bytes of state there are for one of a parameter's numbers, at most.
 

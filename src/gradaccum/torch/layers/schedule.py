@@ -68,13 +68,6 @@ class Layers:
     ) -> None:
         """All passes of a window.
 
-        Args:
-            plan: Its micro-batches.
-            forward_and_loss: Runs the forward pass of one, and its loss' backward pass down to the last block.
-            gauge: What memory there is.
-            window: What adds up the losses.
-            proving: Whether rows are taken again before second passes, and what blocks keep is noted.
-
         Raises:
             StartOver: Smaller micro-batches may fit.
             torch.OutOfMemoryError: None does.
@@ -188,11 +181,7 @@ class Layers:
         raise StartOver
 
     def backward(self, finished: Callable[[int], None] | None = None) -> None:
-        """Block by block, each over all micro-batches; then what stands before the blocks.
-
-        Args:
-            finished: Called with the place of each block whose gradients are complete, and with -1 at the end.
-        """
+        """Block by block, each over all micro-batches; then what stands before the blocks (-1)."""
         forward = self._forward
         assert forward is not None
         forward.current = None
