@@ -1,18 +1,14 @@
 """TensorFlow, JAX and PyTorch behind one interface: loops over micro-batches, gradients, assignments, random numbers.
 
 The order of things stands once, in `train_step`, `chunking` and `optimizer`. What they ask of the backend that Keras
-runs on is a module here; the other two are not imported. Each has
-
-- `MicroBatches`: a batch that is cut along its rows. `run(micro, carry, specs, threads)` calls
-  `micro(micro_batch, size, carry) -> (carry, rows to keep)` for each: a `tf.while_loop`, a `lax.scan`, a loop of
-  Python's. Variables that move are `threads`: where a loop is a function, it takes their values along.
-- `GradientSum`: gradients added up. `add(carry, forward, share)` runs `forward()` and what differentiates it.
-- `Training`: a training step's own. `attempt` runs a window, and once more where that must start over.
+runs on is a module here (`base` has the interface); the other two are not imported.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import types
 from typing import Any
 
 import keras
@@ -22,8 +18,9 @@ __all__ = ["running"]
 BACKENDS = ("tensorflow", "jax", "torch")
 
 
+@functools.cache
 def running() -> Any:
-    """The module of the backend that Keras runs on.
+    """The backend that Keras runs on.
 
     Raises:
         ImportError: There is none for it.
@@ -34,4 +31,5 @@ def running() -> Any:
             f"gradaccum.keras trains on the Keras backends {', '.join(BACKENDS)}. Received: {backend!r}. Choose one "
             "with the environment variable KERAS_BACKEND, before the first import of keras."
         )
-    return importlib.import_module(f"gradaccum.keras.backends.on_{backend}")
+    base, own = (importlib.import_module(f"gradaccum.keras.backends.{name}") for name in ("base", f"on_{backend}"))
+    return types.SimpleNamespace(**{**vars(base), **vars(own)})

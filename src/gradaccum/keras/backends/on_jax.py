@@ -17,43 +17,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.sparse import BCOO
 from keras import tree
 
 from gradaccum.core.sizes import even_sizes
-from gradaccum.keras.backends.rows import Result, Scope, Spec, assign, discarded, has_rows, values_of
+from gradaccum.keras.backends import base
+from gradaccum.keras.backends.base import Micro
+from gradaccum.keras.backends.rows import Result, Scope, Spec, assign, has_rows, values_of
+from gradaccum.keras.optimizer.window import Counts, Window, added_to, rescaled
 from gradaccum.keras.private import has_value, put_value
 from gradaccum.on_jax import scan
 
-__all__ = [
-    "KEEPS_MASKS",
-    "LAZY_DIVISORS",
-    "GradientSum",
-    "MicroBatches",
-    "Program",
-    "Training",
-    "added",
-    "at_once",
-    "chunks",
-    "compiled",
-    "dense",
-    "known",
-    "no_gradient_yet",
-    "outer_tensors",
-    "plainly",
-    "pullback",
-    "recomputed",
-    "take_rows",
-    "unprovable",
-    "unrecorded",
-]
+__all__: list[str] = []
 
-KEEPS_MASKS = False
-"""Whether masks come with outputs: on JAX plain `fit` loses them, too."""
-LAZY_DIVISORS = False
-"""Whether what a loss divides by may be found while gradients are summed; else a first pass counts it, of which the
-compiler drops all that the counts don't depend on."""
+keeps_masks = False  # on JAX plain `fit` loses them, too
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """For XLA: what runs but twice takes longest to compile."""
 
@@ -83,35 +62,21 @@ class MicroBatches:
         self.sizes = even_sizes(rows // self.devices, size(rows // self.devices))
 
     def of(self, data: Any) -> MicroBatches:
-        """The same cut of other arrays with as many rows."""
         other = copy.copy(self)
         other.data = data
         return other
 
     @property
     def count(self) -> int:
-        """How many there are."""
         return len(self.sizes)
 
-    def sample(self) -> Any:
-        """The first micro-batch, for its shapes."""
-        return self._take(
-            self.data, self.devices * self.sizes[0], tree.map_structure(self._stacked(0, 1), self.data), 0
-        )
+    def at(self, index: int) -> tuple[Any, int]:
+        rows = self.devices * self.sizes[index]
+        return self._take(self.data, rows, tree.map_structure(self._stacked(index, 1), self.data), 0), rows
 
     def run(
-        self,
-        micro: Callable[[Any, Any, Any], tuple[Any, list[Any]]],
-        carry: Any,
-        specs: Sequence[Spec] = (),
-        threads: Sequence[Any] = (),
-        begin: int = 0,
+        self, micro: Micro, carry: Any, specs: Any = (), threads: Any = (), begin: int = 0
     ) -> tuple[Any, list[Any]]:
-        """Run `micro(micro-batch, its rows, carry) -> (carry, tensors to keep)` from number `begin` on.
-
-        Returns:
-            The last carry, and what was kept, for `joined`.
-        """
         values, outputs, start = values_of(threads), [], begin
         for size in sorted(set(self.sizes[begin:]), reverse=True):
             count = self.sizes[begin:].count(size)
@@ -132,14 +97,12 @@ class MicroBatches:
         return carry, [jnp.concatenate(parts, 1) for parts in zip(*outputs)]
 
     def joined(self, parts: Sequence[Any], begin: int = 0) -> Any:
-        """What was kept of consecutive micro-batches, in the order of the batch; zeros for those before `begin`."""
         if begin:
             zeros = jnp.zeros((self.devices, sum(self.sizes[:begin]), *parts[0].shape[2:]), parts[0].dtype)
             parts = [zeros, *parts]
         return jnp.concatenate(parts, 1).reshape(-1, *parts[0].shape[2:])
 
     def part(self, output: Any) -> Any:
-        """What `at` gave, for `joined`."""
         return self._by_device(output[None])
 
     def _stacked(self, number: int, count: int) -> Callable[[Any], Any]:
@@ -213,15 +176,9 @@ class GradientSum:
         self.moving = [*model.non_trainable_variables, *model.metrics_variables]
 
     def zeros(self) -> Any:
-        """The carry before the first micro-batch."""
         return [jnp.zeros(v.shape, jnp.promote_types(v.dtype, jnp.float32)) for v in values_of(self.variables)]
 
     def add(self, sums: Any, forward: Callable[[], Any], share: Any) -> Any:
-        """`forward() -> (loss to differentiate, what else it gives)`, times `share`.
-
-        Returns:
-            The sums with its gradient, what else it gave, and rows to keep.
-        """
 
         def loss(values: Any) -> Any:
             with Scope(zip(self.variables, values)):
@@ -234,20 +191,19 @@ class GradientSum:
         return [join(*pair) for join, pair in zip(joined, zip(sums, gradients))], others, []
 
     def finish(self, sums: Any, kept: list[Any], scale: Any = None) -> list[Any]:
-        """The gradients."""
         return sums
 
 
-class Training:
+class Training(base.Training):
     """What a training step leaves to JAX."""
 
     def __init__(self, step: Any) -> None:
-        self.step = step
+        super().__init__(step)
         self._gradients_of: Callable[..., Any] | None = None
         self._trials: dict[Any, Any] = {}
 
-    def call(self, state: Any, data: Any) -> tuple[Any, Any]:
-        """Keras' signature: a pure function."""
+    def call(self, *args: Any) -> Any:
+        state, data = args
         parts = self.step.variables()
         with _in_scope(parts, state):
             logs = self.step.update(data)
@@ -257,25 +213,16 @@ class Training:
         """Keras builds before it traces."""
 
     def attempt(self, data: Any, rows: Any, size: Callable[[Any], int], run: Callable[[Any, Any], Any]) -> Any:
-        """`run(micro-batches, sum of gradients)`."""
         return run(MicroBatches(data, rows, size), GradientSum(self.step.model, self.step.overwriting))
 
     def look(self, function: Callable[[Any], Any], batches: Any) -> Any:
-        """What `function(micro-batch)` returns for its shapes alone."""
         found: list[Any] = []
         jax.eval_shape(lambda micro_batch: found.append(function(micro_batch)), batches.at(0)[0])
         return found[0]
 
-    @contextlib.contextmanager
-    def counting(self, batches: Any) -> Iterator[Any]:
-        """While this is open, forward passes move nothing. Yields the micro-batches."""
-        with discarded(self.step.model):
-            yield batches
-
     eagerly = staticmethod(jax.ensure_compile_time_eval)
 
     def compute(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
-        """Loss times the optimizer's scale, loss and outputs of a micro-batch, as `fit` computes them."""
         model = self.step.model
         trained, *moving = model.trainable_variables, model.non_trainable_variables, model.metrics_variables
         optimizer = [] if model.optimizer is None else model.optimizer.variables
@@ -287,14 +234,12 @@ class Training:
         return scaled, loss, y_pred
 
     def apply(self, gradients: list[Any]) -> None:
-        """An update. Not `apply`: that of a LossScaleOptimizer assigns inside of a branch."""
         optimizer, variables = self.step.model.optimizer, self.step.model.trainable_variables
         trained, state = optimizer.stateless_apply(values_of(optimizer.variables), gradients, values_of(variables))
         assign(variables, trained)
         assign(optimizer.variables, state)
 
     def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
-        """Loss and gradients of a batch, and the non-trainable variables before and after it. Moves nothing."""
         step = self.step
         state = step.state() if state is None else state
         if self._gradients_of is None:
@@ -311,7 +256,6 @@ class Training:
         return loss, gradients, state[1], after
 
     def trial(self, *choices: Any) -> Any:
-        """The same step with other choices, not installed. It is kept with what it has compiled."""
         if choices not in self._trials:
             self._trials[choices] = self.step.other(*choices)
         return self._trials[choices]
@@ -420,15 +364,10 @@ class Program:
         self.weights.append(const)
         return len(self.weights) - 1
 
-    is_raw = None
-    """Whether nothing can stand in for a weight: never, here."""
-
     def start(self) -> Any:
-        """The carry before the first micro-batch."""
         return self.body.state.start()
 
     def evaluate(self, weights: Any, carry: list[Any], tensors: list[Any]) -> Result:
-        """The call on a micro-batch; with other weights, if any."""
         jaxpr, places, results = self._traced[tensors[0].shape[0]]
         given = [(self.weights if weights is None else weights)[place] for place in places]
         flat = jax.core.eval_jaxpr(jaxpr, given, *self.body.state.values(carry), *tensors)
@@ -444,7 +383,6 @@ class _Wanted:
 
 
 def recomputed(passes: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
-    """What `passes.first` returns, whose gradient is that of `passes.second`."""
     count = len(passes.program.weights)
 
     def outputs(inputs: list[Any], carry: list[Any]) -> Any:
@@ -466,9 +404,8 @@ def recomputed(passes: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def pullback(
-    function: Callable[[list[Any]], Any], inputs: list[Any], given: list[Any], is_raw: Any = None
+    function: Callable[[list[Any]], Any], inputs: list[Any], given: list[Any], program: Any
 ) -> tuple[list[Any], Any]:
-    """`function(inputs) -> (outputs, others)`: the gradients that `given` ones of the outputs give, and the others."""
     _, pull, others = jax.vjp(function, inputs, has_aux=True)
     return pull(given)[0], others
 
@@ -483,40 +420,15 @@ def added(total: Any, gradient: Any) -> Any:
     return total + gradient.astype(total.dtype)
 
 
-def dense(gradient: Any, tensor: Any) -> Any:
-    """The gradient of a tensor of rows."""
-    return gradient
-
-
 def _is_inexact(value: Any) -> bool:
     return jnp.issubdtype(value.dtype, jnp.inexact)
-
-
-unrecorded = contextlib.nullcontext
-"""While this is open, nothing is recorded for gradients."""
-
-
-def plainly(run: Callable[[], Any]) -> Any:
-    """`run()`, not as part of a graph that can't hold it."""
-    return run()
 
 
 # Evaluating beside what is traced.
 
 
 def known(tensors: list[Any]) -> bool:
-    """Whether these hold numbers: not while a function is traced."""
     return not any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
-
-
-def unprovable() -> str:
-    """Where nothing can be evaluated beside what is running; empty where it can."""
-    return ""
-
-
-def outer_tensors(outputs: list[Any], values: list[Any], layer: Any) -> list[tuple[int, ...]]:
-    """Shapes of what `outputs` pass gradients to beside `values` and a module's own parameters: here they get them."""
-    return []
 
 
 at_once = jax.ensure_compile_time_eval
@@ -524,5 +436,88 @@ at_once = jax.ensure_compile_time_eval
 
 
 def compiled(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """`function(values)`, compiled as quickly as possible: running it at once would compile each operation."""
     return jax.jit(function, compiler_options=QUICKLY)
+
+
+# An optimizer's window.
+
+
+def accumulate(window: Window, gradients: list[Any], rows: Any) -> None:
+    counts, weight, rescale, closes = window.rule.add(Counts(*window.counts.value), rows)
+    sums = [
+        rescaled(total.value, variable, rescale)
+        if gradient is None
+        else added_to(total.value, gradient, variable, weight, rescale)
+        for total, gradient, variable in zip(window.sums, gradients, window.variables)
+    ]
+    present = jnp.asarray([gradient is not None for gradient in gradients], window.touched.dtype)
+    touched = jnp.maximum(window.touched.value, present)
+    if isinstance(closes, jax.core.Tracer):
+        _traced(window, sums, counts, touched, closes, [g is None for g in gradients])
+        return
+    assign(window.sums, sums)
+    assign([window.counts, window.touched], [_vector(counts), touched])
+    if closes:
+        close(window)
+
+
+def close(window: Window) -> None:
+    inner = window.inner
+    counts = Counts(*window.counts.value)
+    means = window.means([total.value for total in window.sums], counts.weight)
+    touched = keras.ops.convert_to_numpy(window.touched.value)
+    before = jnp.asarray(inner.iterations)
+    if touched.any():
+        # Not apply(): that of a LossScaleOptimizer assigns inside of a branch.
+        some, inner_variables = [mean if t else None for mean, t in zip(means, touched)], inner.variables
+        values = [[v.value for v in variables] for variables in (inner_variables, window.variables)]
+        weights, state = inner.stateless_apply(values[0], some, values[1])
+        assign(window.variables, weights)
+        assign(inner_variables, state)
+    updated = jnp.asarray(inner.iterations) != before if window.may_skip else 1
+    assign(window.sums, [jnp.zeros_like(total.value) for total in window.sums])
+    assign(
+        [window.counts, window.touched],
+        [_vector(window.rule.closed(counts, updated)), jnp.zeros_like(window.touched.value)],
+    )
+
+
+def _traced(window: Window, sums: Any, counts: Counts, touched: Any, closes: Any, absent: list[bool]) -> None:
+    """The same in a compiled function. No assignment happens in a branch: branches return values."""
+    inner, variables = window.inner, window.variables
+    inner_variables = inner.variables
+
+    def update(weights: Any, state: Any, sums: Any) -> Any:
+        means = window.means(sums, counts.weight)
+
+        def all_of_them() -> Any:
+            return inner.stateless_apply(state, means, weights)
+
+        def without_absent() -> Any:
+            some = [None if none else mean for mean, none in zip(means, absent)]
+            return inner.stateless_apply(state, some, weights)
+
+        if any(absent):
+            # Whether an earlier micro-batch of the window had a gradient for one of them is known only at run time.
+            weights, state = jax.lax.cond(jnp.any(touched[np.flatnonzero(absent)] > 0), all_of_them, without_absent)
+        else:
+            weights, state = all_of_them()
+        return list(weights), list(state), [jnp.zeros_like(total) for total in sums]
+
+    def wait(weights: Any, state: Any, sums: Any) -> Any:
+        return weights, state, sums
+
+    before = jnp.asarray(inner.iterations)
+    weights, state, sums = jax.lax.cond(
+        closes, update, wait, [v.value for v in variables], [v.value for v in inner_variables], sums
+    )
+    assign(variables, weights)
+    assign(inner_variables, state)
+    assign(window.sums, sums)
+    updated = jnp.asarray(inner.iterations) != before if window.may_skip else 1
+    vector = jnp.where(closes, _vector(window.rule.closed(counts, updated)), _vector(counts))
+    assign([window.counts, window.touched], [vector, jnp.where(closes, 0, touched)])
+
+
+def _vector(counts: Counts) -> Any:
+    return jnp.stack([jnp.asarray(count, "int32") for count in counts])

@@ -13,44 +13,20 @@ import tensorflow as tf
 from keras import tree
 from tensorflow.python.eager import record  # whether a tape watches a tensor is nowhere else to be asked
 
-from gradaccum.keras.backends.rows import Result, Scope, Spec, assign, discarded, has_rows, rows_of, values_of
+from gradaccum.keras.backends import base
+from gradaccum.keras.backends.base import Micro
+from gradaccum.keras.backends.rows import Result, Scope, Spec, assign, has_rows, rows_of, values_of
+from gradaccum.keras.optimizer.window import Counts, Window, is_overwritten, rescaled
 from gradaccum.keras.private import (
-    compute_loss,
     embedding_table,
     in_stateless_scope,
     layers_in,
-    takes_training,
+    strategy_of,
     uncast_values,
 )
 
-__all__ = [
-    "KEEPS_MASKS",
-    "LAZY_DIVISORS",
-    "GradientSum",
-    "MicroBatches",
-    "Program",
-    "Training",
-    "added",
-    "at_once",
-    "chunks",
-    "compiled",
-    "dense",
-    "known",
-    "no_gradient_yet",
-    "outer_tensors",
-    "plainly",
-    "pullback",
-    "recomputed",
-    "take_rows",
-    "unprovable",
-    "unrecorded",
-]
+__all__: list[str] = []
 
-KEEPS_MASKS = True
-"""Whether masks come with outputs."""
-LAZY_DIVISORS = False
-"""Whether what a loss divides by may be found while gradients are summed; else a first pass counts it, of which what
-the counts don't depend on is stateless, and pruned from the graph."""
 _INDEX = Spec("int64", ())
 
 
@@ -74,7 +50,6 @@ class MicroBatches:
         self.size, self.larger = self.rows // self.count, self.rows % self.count
 
     def of(self, data: Any) -> MicroBatches:
-        """The same cut of other tensors with as many rows."""
         other = copy.copy(self)
         other.data = data
         return other
@@ -84,7 +59,6 @@ class MicroBatches:
         return tree.map_structure(lambda leaf: _slice(leaf, start, size) if has_rows(leaf) else leaf, self.data)
 
     def at(self, index: int) -> tuple[Any, Any]:
-        """The micro-batch of this number, and its rows."""
         start, size = self.ragged(index)
         return self.take(start, size), size
 
@@ -124,18 +98,8 @@ class MicroBatches:
                 yield max(first, begin), stop, bounds
 
     def run(
-        self,
-        micro: Callable[[Any, Any, Any], tuple[Any, list[Any]]],
-        carry: Any,
-        specs: Sequence[Spec] = (),
-        threads: Sequence[Any] = (),
-        begin: int = 0,
+        self, micro: Micro, carry: Any, specs: Any = (), threads: Any = (), begin: int = 0
     ) -> tuple[Any, list[Any]]:
-        """Run `micro(micro-batch, its rows, carry) -> (carry, tensors to keep)` from number `begin` on.
-
-        Returns:
-            The last carry, and what was kept, which is of these `specs`, for `joined`.
-        """
         if not in_stateless_scope():  # variables are assigned where they are
             threads = ()
         state, parts = (values_of(threads), carry), []
@@ -165,14 +129,12 @@ class MicroBatches:
         return state[1], [tf.concat(pieces, 0) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts)]
 
     def joined(self, parts: Sequence[Any], begin: int = 0) -> Any:
-        """What was kept of consecutive micro-batches, in the order of the batch; zeros for those before `begin`."""
         if begin:
             shape = tf.concat([[self.start_of(begin)], tf.shape(parts[0])[1:]], 0)
             parts = [tf.zeros(shape, parts[0].dtype), *parts]
         return tf.concat(parts, 0) if len(parts) > 1 else parts[0]
 
     def part(self, output: Any) -> Any:
-        """What `at` gave, for `joined`."""
         return output
 
 
@@ -232,15 +194,9 @@ class GradientSum:
         return tuple(s for w in weights for s in (Spec(w.dtype, tuple(w.shape[1:])), _INDEX))
 
     def zeros(self) -> Any:
-        """The carry before the first micro-batch."""
         return [tf.zeros(() if i in self.sparse else w.shape, _wide(w.dtype)) for i, w in enumerate(self.weights)]
 
     def add(self, sums: Any, forward: Callable[[], Any], share: Any) -> Any:
-        """`forward() -> (loss to differentiate, what else it gives)`, times `share`.
-
-        Returns:
-            The sums with its gradient, what else it gave, and rows to keep.
-        """
         with tf.GradientTape() as tape:
             scaled, others = forward()
             scaled *= share if isinstance(share, float) else tf.cast(share, scaled.dtype)
@@ -258,7 +214,6 @@ class GradientSum:
         return after, others, [part for i in sorted(found) for part in (gradients[i].values, gradients[i].indices)]
 
     def finish(self, sums: Any, kept: list[Any], scale: Any = None) -> list[Any]:
-        """The gradients; None for those that no loss depends on."""
         gradients = [None if i in self.missing else total for i, total in enumerate(sums)]
         for i, (values, indices) in zip(sorted(self.sparse), zip(kept[::2], kept[1::2])):
             gradients[i] = tf.IndexedSlices(values, indices, tf.constant(tuple(self.weights[i].shape), tf.int64))
@@ -273,22 +228,10 @@ def _wide(dtype: str) -> str:
     return "float32" if dtype in ("float16", "bfloat16") else dtype
 
 
-class Training:
+class Training(base.Training):
     """What a training step leaves to TensorFlow."""
 
-    def __init__(self, step: Any) -> None:
-        self.step = step
-
-    def call(self, data: Any) -> Any:
-        """Keras' signature."""
-        return self.step.update(data)
-
-    def build(self, data: Any) -> None:
-        """Build what is not built."""
-        self.step.build(data)
-
     def attempt(self, data: Any, rows: Any, size: Callable[[Any], int], run: Callable[[Any, Any], Any]) -> Any:
-        """`run(micro-batches, sum of gradients)`, and once more where sparse gradients were not expected."""
         model = self.step.model
         batches, sums = MicroBatches(data, rows, size, model.jit_compile), GradientSum(model, self.step.overwriting)
         while True:
@@ -296,31 +239,15 @@ class Training:
                 return run(batches, sums)
 
     def look(self, function: Callable[[Any], Any], batches: Any) -> Any:
-        """What `function(micro-batch)` returns, for its shapes alone."""
         with tf.__internal__.FuncGraph("gradaccum_plan").as_default():
             return function(batches.take(0, batches.size))
 
-    @contextlib.contextmanager
-    def counting(self, batches: Any) -> Iterator[Any]:
-        """While this is open, forward passes move nothing. Yields the micro-batches."""
-        with discarded(self.step.model):
-            yield batches
-
     eagerly = staticmethod(tf.init_scope)
 
-    def compute(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
-        """Loss times the optimizer's scale, loss and outputs of a micro-batch, as `fit` computes them."""
-        model = self.step.model
-        y_pred = model(x, training=True) if takes_training(model) else model(x)
-        loss = compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-        return loss if model.optimizer is None else model.optimizer.scale_loss(loss), loss, y_pred
-
     def apply(self, gradients: list[Any]) -> None:
-        """An update."""
         self.step.model.optimizer.apply_gradients(zip(gradients, self.step.model.trainable_weights))
 
     def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
-        """Loss and gradients of a batch, and the non-trainable variables before and after it. Moves nothing."""
         step = self.step
         step.build(data)
         variables, moving = [v for part in step.variables() for v in part], step.model.non_trainable_variables
@@ -335,10 +262,6 @@ class Training:
             assign(variables, found)
         gradients = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in window.gradients]
         return tf.reduce_sum(window.loss), gradients, before, after
-
-    def trial(self, *choices: Any) -> Any:
-        """The same step with other choices, not installed."""
-        return self.step.other(*choices)
 
     def make_train_function(self, make: Callable[[], None]) -> None:
         """Keras' own; where an update is to be proved, behind a look at its batch, which is drawn here for that.
@@ -443,15 +366,10 @@ class Program:
         outer = [tensor for tensor, _ in graph.captures if tensor.dtype.is_floating and id(tensor) not in of_own]
         body.refuse_outer([tuple(tensor.shape) for tensor in outer if record.should_record_backprop([tensor])])
 
-    is_raw = None
-    """Whether nothing can stand in for a weight: never, here."""
-
     def start(self) -> Any:
-        """The carry before the first micro-batch."""
         return [tf.convert_to_tensor(value) for value in self.body.state.start()]
 
     def evaluate(self, weights: Any, carry: list[Any], tensors: list[Any]) -> Result:
-        """The call on a micro-batch; with other weights, if any."""
         state, weights = self.body.state, self.weights if weights is None else weights
         values = [
             *zip(self._variables, weights),
@@ -475,7 +393,6 @@ _STATEFUL = {
 
 
 def recomputed(passes: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
-    """What `passes.first` returns, whose gradient is that of `passes.second`."""
     weights, rows = passes.program.weights, passes.body.tensors
     ends, count = (len(weights), len(weights) + len(rows)), len(passes.body.specs)
 
@@ -495,9 +412,8 @@ def recomputed(passes: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def pullback(
-    function: Callable[[list[Any]], Any], inputs: list[Any], given: list[Any], is_raw: Any = None
+    function: Callable[[list[Any]], Any], inputs: list[Any], given: list[Any], program: Any
 ) -> tuple[list[Any], Any]:
-    """`function(inputs) -> (outputs, others)`: the gradients that `given` ones of the outputs give, and the others."""
     inputs = [tf.identity(tensor) for tensor in inputs]
     with tf.GradientTape() as tape:
         tape.watch(inputs)
@@ -520,41 +436,183 @@ def added(total: Any, gradient: Any) -> Any:
 
 
 def dense(gradient: Any, tensor: Any) -> Any:
-    """The gradient of a tensor of rows."""
     return tf.zeros_like(tensor) if gradient is None else tf.convert_to_tensor(gradient)
-
-
-unrecorded = contextlib.nullcontext
-"""While this is open, nothing is recorded for gradients."""
-
-
-def plainly(run: Callable[[], Any]) -> Any:
-    """`run()`, not as part of a graph that can't hold it."""
-    return run()
 
 
 # Evaluating beside what is traced.
 
 
 def known(tensors: list[Any]) -> bool:
-    """Whether these hold numbers: not while a function is traced."""
     return all(not tf.is_tensor(tensor) or isinstance(tensor, tf.__internal__.EagerTensor) for tensor in tensors)
 
 
 def unprovable() -> str:
-    """Where nothing can be evaluated beside what is running; empty where it can."""
     return "under a strategy of several replicas" if tf.distribute.get_strategy().num_replicas_in_sync > 1 else ""
-
-
-def outer_tensors(outputs: list[Any], values: list[Any], layer: Any) -> list[tuple[int, ...]]:
-    """Shapes of what `outputs` pass gradients to beside `values` and a module's own parameters: see `_check_outer`."""
-    return []
 
 
 at_once = tf.init_scope
 """While this is open, operations run at once, whatever is traced."""
 
 
-def compiled(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """`function(values)`, which needn't be compiled."""
-    return function
+# An optimizer's window.
+
+
+def accumulate(window: Window, gradients: list[Any], rows: Any) -> None:
+    if tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            "Gradients must be applied by a replica. Call strategy.run(train_step), and apply them in train_step."
+        )
+    rows = None if rows is None else tf.cast(rows, "int64")
+    if not tf.__internal__.distribute.strategy_supports_no_merge_call():
+        tf.distribute.get_replica_context().merge_call(
+            lambda strategy, gradients, rows: _accumulate(window, gradients, rows, strategy),
+            args=(gradients, rows),
+        )
+    else:
+        _accumulate(window, gradients, rows, None)
+
+
+def close(window: Window) -> None:
+    strategy = window.place
+    untouched = _untouched(window)
+    if strategy.num_replicas_in_sync > 1:
+        with strategy.scope():
+            # In a graph: run eagerly, replicas wait for each other's reductions in an order that can lock.
+            tf.function(lambda: _close(window, _read(window), untouched, strategy))()
+    else:
+        _close(window, _read(window), untouched, None)
+
+
+def _accumulate(window: Any, gradients: Any, rows: Any, strategy: Any) -> None:
+    """`gradients` and `rows` are one replica's for `strategy=None`, else those of every replica."""
+    replicas = strategy.num_replicas_in_sync if strategy else 1
+    all_rows = strategy.reduce("SUM", rows, axis=None) if strategy and rows is not None else rows
+    counts, weight, rescale, closes = window.rule.add(_read(window), all_rows)
+
+    def add(total: Any, gradient: Any, rows: Any, variable: Any) -> None:
+        gradient = tf.cast(gradient, total.dtype)
+        if is_overwritten(variable):
+            total.assign(tf.maximum(total, gradient))
+            return
+        # Keras divides each replica's loss by their number; where rows are known it shall count by its rows.
+        gradient = _times(gradient, tf.cast(weight if rows is None else rows * replicas, total.dtype))
+        if isinstance(gradient, tf.IndexedSlices):
+            total.scatter_add(gradient)
+        else:
+            total.assign_add(gradient)
+
+    def scale_sums() -> None:
+        for total, variable in zip(window.sums, window.variables):
+            if strategy:
+                strategy.extended.update(total.value, _scale, args=(variable, rescale), group=False)
+            else:
+                _scale(total.value, variable, rescale)
+
+    if rescale is not None:
+        tf.cond(tf.cast(rescale, "int64") == 1, lambda: None, scale_sums)
+    for total, gradient, variable in zip(window.sums, gradients, window.variables):
+        if gradient is None:
+            continue
+        if strategy:
+            strategy.extended.update(total.value, add, args=(gradient, rows, variable), group=False)
+        else:
+            add(total.value, gradient, rows, variable)
+    absent = [gradient is None for gradient in gradients]
+    present = tf.constant([not none for none in absent], window.touched.value.dtype)
+    window.touched.value.assign(tf.maximum(window.touched.value, present))
+    tf.cond(
+        closes,
+        lambda: _close(window, counts, absent if tf.inside_function() else _untouched(window), strategy),
+        lambda: _write(window, counts),
+    )
+
+
+def _close(window: Any, counts: Counts, absent: list[bool], strategy: Any) -> None:
+    inner, variables = window.inner, window.variables
+    touched = window.touched.value
+
+    def in_each_replica(function: Any) -> None:
+        if strategy:
+            strategy.extended.call_for_each_replica(function)
+        else:
+            function()
+
+    def apply(leave_out: list[bool]) -> None:
+        def in_replica() -> None:
+            means = window.means([total.value for total in window.sums], counts.weight)
+            inner.apply([None if none else mean for mean, none in zip(means, leave_out)], variables)
+
+        if not all(leave_out):
+            in_each_replica(in_replica)
+
+    before = tf.identity(inner.iterations)
+    if any(absent) and tf.inside_function():
+        # Whether an earlier micro-batch of the window had a gradient for one of them is known only at run time.
+        tf.cond(
+            tf.reduce_any(tf.boolean_mask(touched, absent) > 0),
+            lambda: apply([False] * len(absent)),
+            lambda: apply(absent),
+        )
+    else:
+        apply(absent)
+    for total in window.sums:
+        total.value.assign(tf.zeros(total.shape, total.value.dtype))
+    touched.assign(tf.zeros(touched.shape, touched.dtype))
+    updated = tf.cast(inner.iterations != before, "int64") if window.may_skip else 1
+    _write(window, window.rule.closed(counts, updated))
+
+
+def _scale(total: Any, variable: Any, rescale: Any) -> None:
+    total.assign(rescaled(total, variable, rescale))
+
+
+def _untouched(window: Window) -> list[bool]:
+    """Which variables have had no gradient in this window."""
+    return [not touched for touched in window.touched.value.numpy().tolist()]
+
+
+def _times(gradient: Any, factor: Any) -> Any:
+    # A replica without rows has a NaN for its mean, and counts for nothing.
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.math.multiply_no_nan(gradient.values, factor)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.math.multiply_no_nan(gradient, factor)
+
+
+def _read(window: Window) -> Counts:
+    return Counts(*tf.unstack(tf.convert_to_tensor(window.counts.value)))
+
+
+def _write(window: Window, counts: Counts) -> None:
+    variable = window.counts.value
+    variable.assign(tf.stack([tf.cast(count, variable.dtype) for count in counts]))
+
+
+def replica() -> Any:
+    context = tf.distribute.get_replica_context()
+    replica = getattr(context, "replica_id_in_sync_group", 0)
+    return replica if isinstance(replica, int) else 0
+
+
+def place_of(optimizer: Any) -> Any:
+    return strategy_of(optimizer)
+
+
+def beside(place: Any, variable: Any) -> Any:
+    own = variable.value if isinstance(variable, keras.Variable) else variable
+    return place.extended.colocate_vars_with(own)
+
+
+def total(variable: Any) -> Any:
+    return tf.add_n([tf.convert_to_tensor(part) for part in _parts(variable)])
+
+
+def put(variable: Any, value: Any) -> None:
+    first, *others = _parts(variable)
+    first.assign(value)
+    for part in others:
+        part.assign(tf.zeros(part.shape, part.dtype))
+
+
+def _parts(variable: Any) -> list[Any]:
+    return list(getattr(variable.value, "values", [variable.value]))

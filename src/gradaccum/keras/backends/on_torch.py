@@ -13,18 +13,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import torch
 from keras import tree
 
 from gradaccum.core.sizes import Piece, Rows, Sizers
+from gradaccum.keras.backends import base
+from gradaccum.keras.backends.base import Micro
 from gradaccum.keras.backends.rows import RestartWindow, Result, Spec, assign, discarded, has_rows, values_of
+from gradaccum.keras.optimizer.window import Counts, Window, is_overwritten
 from gradaccum.keras.private import (
-    compute_loss,
+    in_stateless_scope,
     keras_mask,
     layers_in,
     own_trainable_variables,
     set_keras_mask,
-    takes_training,
     torch_device,
     uncast_values,
 )
@@ -34,33 +37,9 @@ from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.random_state import RandomState, all_generators, every_device, kept
 from gradaccum.on_torch.transaction import Transaction
 
-__all__ = [
-    "KEEPS_MASKS",
-    "LAZY_DIVISORS",
-    "GradientSum",
-    "MicroBatches",
-    "Program",
-    "Training",
-    "added",
-    "at_once",
-    "chunks",
-    "compiled",
-    "dense",
-    "known",
-    "no_gradient_yet",
-    "outer_tensors",
-    "plainly",
-    "pullback",
-    "recomputed",
-    "take_rows",
-    "unprovable",
-    "unrecorded",
-]
+__all__: list[str] = []
 
-KEEPS_MASKS = True
-"""Whether masks come with outputs."""
-LAZY_DIVISORS = True
-"""Whether what a loss divides by may be found while gradients are summed: a first pass that counts it costs a third."""
+lazy_divisors = True  # a first pass that counts costs a third
 
 logger = logging.getLogger("gradaccum")
 
@@ -90,18 +69,8 @@ class MicroBatches:
         return tree.map_structure(lambda leaf: leaf[piece.rows] if has_rows(leaf) else leaf, self.data)
 
     def run(
-        self,
-        micro: Callable[[Any, Any, Any], tuple[Any, list[Any]]],
-        carry: Any,
-        specs: Sequence[Spec] = (),
-        threads: Sequence[Any] = (),
-        begin: int = 0,
+        self, micro: Micro, carry: Any, specs: Any = (), threads: Any = (), begin: int = 0
     ) -> tuple[Any, list[Any]]:
-        """Run `micro(micro-batch, its rows, carry) -> (carry, tensors to keep)`.
-
-        Returns:
-            The last carry, and what was kept, for `joined`.
-        """
         self.ran, outputs = [], []
         for piece in itertools.islice(self.pieces, begin, None):
             with self.around(piece):
@@ -112,26 +81,21 @@ class MicroBatches:
 
     @property
     def count(self) -> int:
-        """How many there are."""
         return len(self.pieces)
 
     def at(self, index: int) -> tuple[Any, int]:
-        """The micro-batch of this number, and its rows."""
         return self.take(self.pieces[index]), self.pieces[index].size
 
     def of(self, data: Any) -> MicroBatches:
-        """The same cut of other tensors with as many rows."""
         return MicroBatches(data, self.rows, self.pieces, self.around)
 
     def joined(self, parts: Sequence[Any], begin: int = 0) -> Any:
-        """What was kept of consecutive micro-batches, in the order of the batch; zeros for those before `begin`."""
         if begin:
             rows = sum(piece.size for piece in self.pieces[:begin])
             parts = [parts[0].new_zeros(rows, *parts[0].shape[1:]), *parts]
         return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
     def part(self, output: Any) -> Any:
-        """What `at` gave, for `joined`."""
         return output
 
 
@@ -155,16 +119,10 @@ class GradientSum:
         self.apart = sorted(half | overwriting)
 
     def zeros(self) -> Any:
-        """The carry before the first micro-batch: the sums that are not in `.grad`."""
         self.model.zero_grad()
         return {}
 
     def add(self, sums: Any, forward: Callable[[], Any], share: Any) -> Any:
-        """`forward() -> (loss to differentiate, what else it gives)`, times `share`.
-
-        Returns:
-            The sums with its gradient, what else it gave, and rows to keep.
-        """
         scaled, others = forward()
         self.before_backward()
         if self.parameters:
@@ -182,7 +140,6 @@ class GradientSum:
         return sums, tree.map_structure(_detached, others), []
 
     def finish(self, sums: Any, kept: list[Any], scale: Any = None) -> list[Any]:
-        """The gradients, times `scale`; None for those that no loss depends on."""
         gradients = [sums.get(index, parameter.grad) for index, parameter in enumerate(self.parameters)]
         for index, gradient in enumerate(gradients):
             if scale is not None and gradient is not None and index not in self.overwriting:
@@ -200,11 +157,11 @@ def _detached(one: Any) -> Any:
     return detached
 
 
-class Training:
+class Training(base.Training):
     """What a training step leaves to PyTorch: memory, and random numbers of PyTorch's own."""
 
     def __init__(self, step: Any) -> None:
-        self.step = step
+        super().__init__(step)
         device = torch.device(torch_device())
         self.gauge = Gauge(device)
         self.transaction = Transaction([step.model], self._trained, device, self._places)
@@ -216,8 +173,8 @@ class Training:
         self._counted: list[Piece] | None = None
         """The micro-batches in which divisors were counted, where these hang on random numbers."""
 
-    def call(self, data: Any) -> Any:
-        """Keras' signature."""
+    def call(self, *args: Any) -> Any:
+        (data,) = args
         proof = self.step.proof
         if proof is None or not proof.is_due(1):
             return self._update(data)
@@ -233,12 +190,10 @@ class Training:
         return logs
 
     def build(self, data: Any) -> None:
-        """The model has been compiled: build it, and look anew at what moves."""
         self.step.build(data)
         self.transaction.forget()
 
     def attempt(self, data: Any, rows: Any, size: Any, run: Callable[[Any, Any], Any]) -> Any:
-        """`run(micro-batches, sum of gradients)`, and once more in smaller ones where memory runs out."""
         step = self.step
         if self.sizers is None:  # only a model that is built has all its layers
             self.sizers = Sizers(step.micro_batch_size, self.gauge.limit, minimum=2 if step.batch_norms else 1)
@@ -299,7 +254,6 @@ class Training:
             self._live = self.gauge.live()
 
     def look(self, function: Callable[[Any], Any], batches: Any) -> Any:
-        """What `function(micro-batch)` returns for a few rows, without gradients and side effects."""
         pieces = [Piece(slice(0, rows)) for rows in (min(2, batches.rows), 1)]
         for piece in pieces:
             try:
@@ -316,7 +270,6 @@ class Training:
 
     @contextlib.contextmanager
     def counting(self, batches: Any) -> Iterator[Any]:
-        """While this is open, forward passes run without gradients and side effects. Yields the micro-batches."""
         pieces = batches.pieces  # while a size is searched for, they are not known beforehand
         cut = pieces if isinstance(pieces, list) else Piece(slice(0, batches.rows)).split(pieces.sizer.size)
         with torch.no_grad(), discarded(self.step.model) as scope:
@@ -330,21 +283,15 @@ class Training:
         return torch.random.fork_rng()
 
     def compute(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
-        """Loss times the optimizer's scale, loss and outputs of a micro-batch, as `fit` computes them."""
-        model = self.step.model
         # On PyTorch, Keras' losses multiply sample weights with masks in place: they get copies.
-        sample_weight = tree.map_structure(lambda one: one.clone() if torch.is_tensor(one) else one, sample_weight)
-        y_pred = model(x, training=True) if takes_training(model) else model(x)
-        loss = compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-        return loss if model.optimizer is None else model.optimizer.scale_loss(loss), loss, y_pred
+        weights = tree.map_structure(lambda one: one.clone() if torch.is_tensor(one) else one, sample_weight)
+        return super().compute(x, y, weights)
 
     @torch.no_grad()
     def apply(self, gradients: list[Any]) -> None:
-        """An update."""
         self.step.model.optimizer.apply(gradients, self.step.model.trainable_weights[:])
 
     def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
-        """Loss and gradients of a batch, and the non-trainable variables before and after it. Moves nothing."""
         step, model = self.step, self.step.model
         variables = [variable for part in step.variables() for variable in part]
         found = None if state is None else [value.detach().clone() for value in values_of(variables)]
@@ -367,13 +314,6 @@ class Training:
                     assign(variables, found)
             for value, gradient in zip(values_of(model.trainable_variables), own):
                 value.grad = gradient
-
-    drew = False
-    """Whether the batch that was evaluated last drew random numbers that nobody holds."""
-
-    def trial(self, *choices: Any) -> Any:
-        """The same step with other choices, not installed."""
-        return self.step.other(*choices)
 
     def make_train_function(self, make: Callable[[], None]) -> None:
         """Keras' own, which would hand the whole step to torch.compile where it is asked to.
@@ -423,7 +363,6 @@ class Program:
         ]
 
     def start(self) -> Any:
-        """The carry before the first micro-batch: what the call moves shows only there."""
         return None
 
     @property
@@ -432,7 +371,6 @@ class Program:
         return [*uncast_values(self._variables), *self._raw, *self.body.shared]
 
     def evaluate(self, weights: Any, carry: list[Any] | None, tensors: list[Any]) -> Result:
-        """The call on a micro-batch; with other weights, if any."""
         body = self.body
         if self._again is not None:
             next(self._again).put_back()
@@ -483,7 +421,6 @@ class Program:
 
 
 def recomputed(passes: Any, carry: Any) -> tuple[list[Any], list[Any]]:
-    """What `passes.first` returns, whose gradient is that of `passes.second`."""
     program, body = passes.program, passes.body
     with program.first_pass():
         outputs, after = passes.first(None, body.tensors, carry)
@@ -512,16 +449,13 @@ class _TwoPasses(torch.autograd.Function):
 
 
 def pullback(
-    function: Callable[[list[Any]], Any], inputs: list[Any], given: list[Any], is_raw: Callable[[Any], bool]
+    function: Callable[[list[Any]], Any], inputs: list[Any], given: list[Any], program: Program
 ) -> tuple[list[Any], Any]:
-    """`function(inputs) -> (outputs, others)`: the gradients that `given` ones of the outputs give, and the others.
-
-    They are a graph where gradients are to be differentiated again.
-    """
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         leaves = [
-            one if is_raw(one) else one.view_as(one) if again else one.detach().requires_grad_() for one in inputs
+            one if program.is_raw(one) else one.view_as(one) if again else one.detach().requires_grad_()
+            for one in inputs
         ]
         outputs, others = function(leaves)
         roots = [(output, one) for output, one in zip(outputs, given) if output.requires_grad]
@@ -532,6 +466,10 @@ def pullback(
                 [root for root, _ in roots], leaves, [one for _, one in roots], allow_unused=True, create_graph=again
             )
         ], others
+
+
+def _leaf(tensor: torch.Tensor, _: Any) -> torch.Tensor:
+    return tensor.detach().requires_grad_()
 
 
 def no_gradient_yet(weight: Any) -> Any:
@@ -548,7 +486,6 @@ def added(total: Any, gradient: Any) -> Any:
 
 
 def dense(gradient: Any, tensor: Any) -> Any:
-    """The gradient of a tensor of rows."""
     return torch.zeros_like(tensor) if gradient is None else gradient
 
 
@@ -557,25 +494,17 @@ unrecorded = torch.no_grad
 
 
 def plainly(run: Callable[[], Any]) -> Any:
-    """`run()`, not as part of a graph that can't hold it."""
     return torch._dynamo.disable(run)() if torch.compiler.is_compiling() else run()
 
 
 # Evaluating beside what runs.
 
 
-def known(tensors: list[Any]) -> bool:
-    """Whether these hold numbers."""
-    return True
-
-
 def unprovable() -> str:
-    """Where nothing can be evaluated beside what is running; empty where it can."""
     return "inside of torch.compile" if torch.compiler.is_compiling() else ""
 
 
 def outer_tensors(outputs: list[Any], values: list[Any], layer: Any) -> list[tuple[int, ...]]:
-    """Shapes of what `outputs` pass gradients to beside `values` and a module's own parameters."""
     own = {id(value) for value in values}
     if isinstance(layer, torch.nn.Module):
         own |= {id(parameter) for parameter in layer.parameters()}
@@ -599,6 +528,69 @@ def at_once() -> Iterator[None]:
         yield
 
 
-def compiled(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """`function(values)`, which needn't be compiled."""
-    return function
+# An optimizer's window.
+
+
+@torch.no_grad()
+def accumulate(window: Window, gradients: list[Any], rows: Any) -> None:
+    if in_stateless_scope():  # what the caller gave stays as it is
+        for variable in [*window.sums, window.counts, window.touched]:
+            variable.assign(variable.value.clone())
+    counts, weight, rescale, closes = window.rule.add(_read(window), rows)
+    if rescale not in (None, 1):
+        scaled = [t.value for t, v in zip(window.sums, window.variables) if not is_overwritten(v)]
+        if scaled:
+            torch._foreach_mul_(scaled, rescale)
+    plain: tuple[list[Any], list[Any]] = ([], [])
+    for index, (total, gradient) in enumerate(zip(window.sums, gradients)):
+        if gradient is None:
+            continue
+        window.touched.value[index] = 1
+        if is_overwritten(window.variables[index]):
+            total.assign(torch.maximum(total.value, gradient.to(total.value.dtype)))
+        else:
+            plain[0].append(total.value)
+            plain[1].append(gradient)
+    if plain[0]:
+        torch._foreach_add_(*plain, alpha=weight)
+    _write(window, counts)
+    if closes:
+        close(window)
+
+
+@torch.no_grad()
+def close(window: Window) -> None:
+    inner, variables = window.inner, window.variables
+    counts, sums = _read(window), [total.value for total in window.sums]
+    mean = [t for t, v in zip(sums, variables) if not is_overwritten(v)]
+    if counts.weight != 1 and mean:
+        torch._foreach_div_(mean, counts.weight)  # in place: the sums are emptied below
+    touched = window.touched.value.tolist()
+    gradients = [
+        total.to(variable.value.dtype) if is_touched else None
+        for total, variable, is_touched in zip(sums, variables, touched)
+    ]
+    # Reading the count waits for the device, so only where the inner optimizer may have skipped the update.
+    before = int(inner.iterations) if window.may_skip else -1
+    if any(touched):
+        inner.apply(gradients, variables)
+    updated = int(not window.may_skip or int(inner.iterations) != before)
+    if in_stateless_scope():  # where assigning keeps the tensor: these may be the new values of something
+        for total in window.sums:
+            total.assign(torch.zeros_like(total.value))
+    else:
+        torch._foreach_zero_(sums)
+    window.touched.value.zero_()
+    _write(window, window.rule.closed(counts, updated))
+
+
+def _read(window: Window) -> Counts:
+    return Counts(*window.counts.value.tolist())
+
+
+def _write(window: Window, counts: Counts) -> None:
+    window.counts.value.copy_(torch.tensor(counts))
+
+
+def host() -> Any:
+    return keras.device("cpu")

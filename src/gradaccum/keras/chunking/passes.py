@@ -88,7 +88,7 @@ class _Passes:
                 return [result.outputs[n] for n in used], result
 
             inputs = [*(weights[n] for n in shared), *(tensors[n] for n in own)]
-            found, result = backend.pullback(outputs, inputs, given, self.program.is_raw)
+            found, result = backend.pullback(outputs, inputs, given, self.program)
             sums = [backend.added(*pair) for pair in zip(sums, found)]
             rows = [backend.dense(gradient, tensors[n]) for n, gradient in zip(own, found[len(shared) :])]
             return (self._after(carry, result, size), sums), rows

@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from gradaccum.errors import WindowError
-from gradaccum.keras.optimizer.accumulation import accumulation
+from gradaccum.keras import backends
 from gradaccum.keras.optimizer.window import Counts, Window
 from gradaccum.schedule import Schedule
 
@@ -30,7 +30,7 @@ def save(window: Window, store: Any) -> None:
     store[COUNTS] = ops.convert_to_numpy(window.counts.value)
     store[TOUCHED] = ops.convert_to_numpy(window.touched.value)
     for index, total in enumerate(window.sums):
-        store[f"{SUM}{index}"] = ops.convert_to_numpy(accumulation.total(total))
+        store[f"{SUM}{index}"] = ops.convert_to_numpy(backends.running().total(total))
 
 
 def load(window: Window, store: Any) -> None:
@@ -53,7 +53,7 @@ def load(window: Window, store: Any) -> None:
         window.write(counts)
         window.touched.assign(np.asarray(store[TOUCHED]))
         for index, total in enumerate(window.sums):
-            accumulation.put(total, np.asarray(store[f"{SUM}{index}"]))
+            backends.running().put(total, np.asarray(store[f"{SUM}{index}"]))
         window.loaded = True
         if counts.by_rows and not (window.rule.fixed or window.driven):
             logger.warning(

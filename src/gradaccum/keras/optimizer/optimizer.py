@@ -12,9 +12,8 @@ from typing import Any
 import keras
 from keras.optimizers import Optimizer as KerasOptimizer
 
-from gradaccum.keras import private
+from gradaccum.keras import backends, private
 from gradaccum.keras.optimizer import checkpoint
-from gradaccum.keras.optimizer.accumulation import accumulation
 from gradaccum.keras.optimizer.proxy import OptimizerProxy, check_inner, inside
 from gradaccum.keras.optimizer.window import StepsRule, Window
 from gradaccum.schedule import Schedule, Steps
@@ -73,7 +72,7 @@ class Optimizer(OptimizerProxy):
 
     def _wrap(self, optimizer: Any, rule: StepsRule, name: str | None) -> None:
         OptimizerProxy.__init__(self, optimizer, name)
-        self.window = Window(optimizer, rule, accumulation.place_of(self))
+        self.window = Window(optimizer, rule, backends.running().place_of(self))
         self._told_of_leftovers = False
         self._log_wrapping()
 
@@ -134,7 +133,7 @@ class Optimizer(OptimizerProxy):
         """
         if not self.micro_batches:
             return False
-        accumulation.close(self.window)
+        backends.running().close(self.window)
         return self.updated
 
     # Keras' protocol.
@@ -154,7 +153,7 @@ class Optimizer(OptimizerProxy):
             )
         self.__dict__["_trainable_variables"] = list(variables)
         self.__dict__["_trainable_variables_indices"] = {id(variable): i for i, variable in enumerate(variables)}
-        self.window.build(variables, self.add_variable, accumulation.host, accumulation.beside)
+        self.window.build(variables, self.add_variable, backends.running().host, backends.running().beside)
         self.built = True
         self.window.name_batch_norms(_batch_norms_by_name(variables))
 
@@ -171,7 +170,7 @@ class Optimizer(OptimizerProxy):
         if all(gradient is None for gradient in gradients):
             raise ValueError("No gradients provided for any variable.")
         self._check_driven()
-        accumulation.accumulate(self.window, gradients, self.window.rows_in(accumulation.replica()))
+        backends.running().accumulate(self.window, gradients, self.window.rows_in(backends.running().replica()))
 
     def _by_variable(self, grads: list[Any], variables: Any) -> list[Any]:
         """The gradients in the order of our own variables; None for those that have none."""

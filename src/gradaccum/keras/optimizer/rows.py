@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
+from gradaccum.keras import backends
 from gradaccum.keras.backends.rows import PARTS, leaves_with_rows, listing
-from gradaccum.keras.optimizer.accumulation import accumulation
 from gradaccum.keras.optimizer.window import Window
 
 __all__ = ["RowWatch"]
@@ -54,7 +54,7 @@ def _counting(train_step: Callable[..., Any], window: Window) -> Callable[..., A
     def counting_train_step(*args: Any, **kwargs: Any) -> Any:
         # JAX passes its state first. The data is last everywhere.
         data = kwargs["data"] if "data" in kwargs else args[-1]
-        with window.with_rows(accumulation.replica(), _rows_of(data)):
+        with window.with_rows(backends.running().replica(), _rows_of(data)):
             return train_step(*args, **kwargs)
 
     return counting_train_step

@@ -23,7 +23,7 @@ __all__ = [
     "Counts",
     "StepsRule",
     "Window",
-    "added",
+    "added_to",
     "is_overwritten",
     "minimum",
     "rescaled",
@@ -302,7 +302,7 @@ def is_overwritten(variable: Any) -> bool:
     return getattr(variable, "overwrite_with_gradient", False)
 
 
-def added(total: Any, gradient: Any, variable: Any, weight: Any, rescale: Any) -> Any:
+def added_to(total: Any, gradient: Any, variable: Any, weight: Any, rescale: Any) -> Any:
     """A sum, `rescale` times (None: once), with one more gradient of this variable in it, `weight` times."""
     gradient = ops.cast(gradient, total.dtype)
     if is_overwritten(variable):

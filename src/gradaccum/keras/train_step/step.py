@@ -177,7 +177,7 @@ class MicroBatchedStep:
         """All micro-batches, and what they add up to."""
         model, training, backend = self.model, self.training, self.backend
         plan = self._plan(batches)
-        lazy = bool(plan.counted) and backend.LAZY_DIVISORS and not plan.terms
+        lazy = bool(plan.counted) and backend.lazy_divisors and not plan.terms
         divisors = _Divisors(lazy, self._counted(batches, plan) if plan.counted and not lazy else None)
         layers = self.batch_norms
         pool = Pool(layers if self.batch_norm == "pooled" else [])
@@ -253,7 +253,7 @@ class MicroBatchedStep:
     def _measured(self, micro_batch: Any) -> tuple[Measured, Any, Any]:
         with weighed_losses(self.model) as measured:
             _, loss, y_pred = self.training.compute(*unpack(micro_batch))
-        measured.added = self.backend.LAZY_DIVISORS and bool(self.model.losses)
+        measured.added = self.backend.lazy_divisors and bool(self.model.losses)
         return measured, loss, y_pred
 
     def _plan(self, batches: Any) -> Plan:
@@ -263,7 +263,7 @@ class MicroBatchedStep:
             return leaf if leaf is None else len(leaf.shape)
 
         key = compiled_losses(self.model), str(tree.map_structure(ranks, batches.data))
-        if key not in self.plans or not self.backend.LAZY_DIVISORS:  # what is traced is traced for these shapes
+        if key not in self.plans or not self.backend.lazy_divisors:  # what is traced is traced for these shapes
 
             def planned(micro_batch: Any) -> Plan:
                 with discarded(self.model):
@@ -286,7 +286,7 @@ class MicroBatchedStep:
             )
             kept, held = _numbers_per_row(outputs), _numbers_per_row(micro_batch)
             metrics = "streamed" if additive and (kept is None or held is None or kept > held) else "whole"
-        spec = Spec.of if self.backend.KEEPS_MASKS else lambda output: replace(Spec.of(output), masked=False)
+        spec = Spec.of if self.backend.keeps_masks else lambda output: replace(Spec.of(output), masked=False)
         return Plan(
             counted=tuple(sorted(measured.divisors)),
             loss=Spec.of(loss),
@@ -340,7 +340,7 @@ class MicroBatchedStep:
         with held() as draws:
             loss, gradients, before, after = self.training.evaluate(data, state)
         self._draws.held |= draws.held  # on JAX seen while it is traced, and not again
-        self._draws.raw |= draws.raw or getattr(self.training, "drew", False)
+        self._draws.raw |= draws.raw or self.training.drew
         return Evaluation(
             self.model,
             as_array(loss),
