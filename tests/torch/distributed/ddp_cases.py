@@ -344,6 +344,86 @@ def counted(ranks: Any) -> list[int]:
     return messages
 
 
+class Parts(nn.Module):
+    """Two networks in one, of which a forward pass runs one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = network(), network()
+
+    def forward(self, x: Tensor, which: str) -> Tensor:
+        return self.a(x) + self.b(x) if which == "ab" else getattr(self, which)(x)
+
+
+def optimizers_of_parts(rank: int, steps: Sequence[int], which: Sequence[str], unused: bool) -> list[float]:
+    """Two optimizers on parts of one DDP module, whose windows close in turns, as a GAN's."""
+    model = Parts()
+    plain, replica = copy.deepcopy(model), DistributedDataParallel(model, find_unused_parameters=unused)
+    parts, others = [replica.module.a, replica.module.b], [plain.a, plain.b]
+    optimizers = [Optimizer(OPTIMIZERS["sgd"](m.parameters()), n, model=replica) for m, n in zip(parts, steps)]
+    expected, weights = [OPTIMIZERS["sgd"](m.parameters()) for m in others], [0, 0]
+    ranks = data([[4, 3, 2, 5, 4, 4], [2, 5, 1, 2, 2, 3]])
+    for i, own in enumerate(ranks[rank]):
+        for k, (optimizer, name) in enumerate(zip(optimizers, which)):
+            optimizer.zero_grad()
+            parts[1 - k].requires_grad_(False)
+            weight = len(own[0])
+            optimizer.backward(nn.functional.cross_entropy(replica(own[0], name), own[1]), weight=weight)
+            optimizer.step()
+            parts[1 - k].requires_grad_(True)
+            x, y = concatenated([both[i] for both in ranks])  # with the other part as it is now
+            loss = nn.functional.cross_entropy(plain(x, name), y, reduction="sum")
+            loss.backward(inputs=[*others[k].parameters()])
+            weights[k] += len(x)
+            if optimizer.updated:
+                for parameter in others[k].parameters():
+                    parameter.grad /= weights[k]
+                expected[k].step()
+                expected[k].zero_grad()
+                weights[k] = 0
+    return [relative_error(list(m.parameters()), list(o.parameters())) for m, o in zip(parts, others)]
+
+
+class InForward(nn.Module):
+    """Runs the loop's body in its forward pass, as a DistributedDataParallel's that Lightning calls does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = network()
+
+    def forward(self, body: Any) -> None:
+        body(self.model)
+
+
+def loop_in_forward(rank: int, steps: int, part: bool) -> float:
+    """Lightning's manual optimization: forward, backward and step() within the forward pass of the DDP module."""
+    model = InForward()
+    oracle = Oracle(model.model)
+    replica = DistributedDataParallel(model)
+    optimizer = Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps, model=model.model if part else replica)
+    ranks = data([[4, 3, 2, 5, 4, 4], [2, 5, 1, 2, 2, 3]])
+    oracle.see(ranks, steps)
+
+    def body(rows: Rows) -> Any:
+        def run(m: nn.Module) -> None:
+            optimizer.zero_grad()
+            loss = loss_of(m, rows)
+            if replica.require_backward_grad_sync:  # what Lightning does before each backward pass
+                replica.reducer._rebuild_buckets()  # type: ignore[attr-defined]
+                replica.reducer.prepare_for_backward([])  # type: ignore[attr-defined]
+            optimizer.backward(loss, weight=len(rows[0]))
+            optimizer.step()
+            replica.require_backward_grad_sync = False
+
+        return run
+
+    for rows in ranks[rank]:
+        replica(body(rows))
+        replica.require_backward_grad_sync = True
+    assert optimizer.updates == 6 // steps
+    return oracle.error(model.model)
+
+
 WAYS = ["plain", "batches", "backward", "batches backward", "TrainStep", "GradScaler"]
 
 

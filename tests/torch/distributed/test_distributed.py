@@ -226,6 +226,23 @@ def test_every_rank_resumes_its_part_of_an_open_window(ranks: Processes, bucket_
     assert max(ranks.run(cases.resumed, bucket_views, unused_too)) <= FLOAT64
 
 
+@pytest.mark.parametrize("unused", [True, False])
+@pytest.mark.parametrize("steps", [(1, 1), (2, 2), (2, 3)])
+@pytest.mark.parametrize("which", [("a", "b"), ("ab", "ab")])
+def test_optimizers_on_parts_of_one_model_are_exact(
+    ranks: Processes, which: tuple[str, str], steps: tuple[int, int], unused: bool
+) -> None:
+    for errors in ranks.run(cases.optimizers_of_parts, steps, which, unused):
+        assert max(errors) <= FLOAT64
+
+
+@pytest.mark.parametrize("part", [True, False])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_loop_that_runs_in_the_models_forward_pass_is_exact(ranks: Processes, steps: int, part: bool) -> None:
+    """Lightning's, whose module has the optimizer's model as a part of it, or is it."""
+    assert max(ranks.run(cases.loop_in_forward, steps, part)) <= FLOAT64
+
+
 def test_several_models_share_a_window(ranks: Processes) -> None:
     assert max(ranks.run(cases.towers)) <= FLOAT64
 

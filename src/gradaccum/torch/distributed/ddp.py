@@ -53,13 +53,20 @@ class Replicas:
     another's in backward.
 
     `wide`: gradients may be wider than their parameters, and than DDP's buckets: they are reduced without those.
+    `own_only`: these models have more than the optimizer's model in them, which runs by itself.
     """
 
     sharded = False
     """Whether all ranks must run the same passes."""
     passes = 0
 
-    def __init__(self, models: Sequence[DistributedDataParallel], parameters: Sequence[Tensor], wide: bool) -> None:
+    def __init__(
+        self,
+        models: Sequence[DistributedDataParallel],
+        parameters: Sequence[Tensor],
+        wide: bool,
+        own_only: bool = False,
+    ) -> None:
         self.models = list(models)
         self.group: dist.ProcessGroup = self.models[0].process_group
         self.members: list[int] = dist.get_process_group_ranks(self.group)
@@ -73,6 +80,7 @@ class Replicas:
             _without_static_graph(model)
             model.require_forward_param_sync = False  # DDP's constructor has synchronised the buffers
         self._reduced = [_reduced_parameters(model) for model in self.models]
+        self._own_only = own_only
         if wide and any(map(communication_hooks, self.models)):
             logger.warning("accumulate_dtype: gradients are reduced in it directly, without DDP's communication hook")
         self._sparse = {
@@ -104,12 +112,14 @@ class Replicas:
         for other in take(self.models, self):
             if isinstance(other, Replicas) and other._optimized.isdisjoint(self._optimized):
                 other._share()
-                self._share()
+                self._own_only = True
+        if self._own_only:
+            self._share()
 
     def _share(self) -> None:
-        """Another optimizer has other parameters of the same model: each reduces its own, when its window closes."""
-        if communication_hooks(self.models[0]):
-            logger.warning("Two optimizers share a DDP model: gradients are reduced without its communication hook")
+        """Others run this model, or parts of it: an optimizer reduces its own parameters when its window closes."""
+        if any(map(communication_hooks, self.models)):
+            logger.warning("Gradients of parts of a DDP model are reduced without its communication hook")
         self._reduce_own()
         self._reduced = [[p for p in parameters if p in self._optimized] for parameters in self._reduced]
 

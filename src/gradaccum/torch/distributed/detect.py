@@ -62,15 +62,25 @@ def detect_ranks(
     if shards:
         _check_shards(parameters, options.get("nonfinite"), wide)
 
-    engine = Replicas(replicas, parameters, wide) if replicas else Shards(shards, parameters, always)
+    engine: Replicas | Shards
+    if replicas:
+        engine = Replicas(
+            replicas, parameters, wide, own_only=any(replica not in model.modules() for replica in replicas)
+        )
+    else:
+        engine = Shards(shards, parameters, always)
     settings = Settings(groups)
     return Ranks(engine, parameters, settings, steps=steps, options=options, manual_reduce=manual_reduce, always=always)
 
 
 def _data_parallel(model: nn.Module) -> tuple[list[DistributedDataParallel], list[nn.Module]]:
-    """What is replicated in a model, and what is sharded."""
+    """What is replicated in a model, or around it, as Lightning does, and what is sharded."""
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    return replicas, sharded_modules(model) if not replicas else []
+    shards = sharded_modules(model) if not replicas else []
+    if not (replicas or shards) and dist.get_world_size() > 1:
+        around = (o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel))
+        replicas = [module for module in around if any(part is model for part in module.modules())][-1:]
+    return replicas, shards
 
 
 def leaving_on_error(construct: Callable[Concatenate[Self, P], None]) -> Callable[Concatenate[Self, P], None]:
