@@ -11,8 +11,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -342,6 +344,30 @@ def counted(ranks: Any) -> list[int]:
 
     channel.send = counting
     return messages
+
+
+def distributed_checkpoint(rank: int, folder: str, micro_batches: int) -> tuple[float, list[str]]:
+    """torch.distributed.checkpoint keeps nothing of an open window. Returns the error of what goes on, and warnings."""
+    ranks = data([[4, 3, 5, 1, 2], [2, 5, 1, 4, 2]])
+    model, again = network(), network()
+    oracle = Oracle(model, "adam")
+    ends = micro_batches - micro_batches % 2
+    oracle.see([[*own[:ends], *own[micro_batches:]] for own in ranks], 2)
+    replica, other = DistributedDataParallel(model), DistributedDataParallel(again)
+    optimizer, new = (Optimizer(OPTIMIZERS["adam"](m.parameters()), steps=2, model=m) for m in (replica, other))
+    train_on(replica, optimizer, ranks[rank][:micro_batches], weighed=True)
+    states = get_state_dict(replica, optimizer)
+    dcp.save(dict(zip(("model", "optimizer"), states)), checkpoint_id=folder)
+    states = get_state_dict(other, new)
+    dcp.load(dict(zip(("model", "optimizer"), states)), checkpoint_id=folder)
+
+    def load() -> None:
+        set_state_dict(other, new, model_state_dict=states[0], optim_state_dict=states[1])
+
+    warnings = lines_of(load)
+    train_on(other, new, ranks[rank][micro_batches:], weighed=True)
+    new.flush()
+    return oracle.error(again), warnings
 
 
 class Parts(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.reference import FLOAT64
@@ -224,6 +226,15 @@ def test_sums_add_up_over_all_ranks(ranks: Processes, weighed: bool) -> None:
 @pytest.mark.parametrize("bucket_views", [True, False])
 def test_every_rank_resumes_its_part_of_an_open_window(ranks: Processes, bucket_views: bool, unused_too: bool) -> None:
     assert max(ranks.run(cases.resumed, bucket_views, unused_too)) <= FLOAT64
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_a_distributed_checkpoint_that_loses_an_open_window_says_so(
+    ranks: Processes, tmp_path: Path, micro_batches: int
+) -> None:
+    for error, warnings in ranks.run(cases.distributed_checkpoint, str(tmp_path), micro_batches):
+        assert error <= FLOAT64
+        assert any("1 of 2 micro-batches are lost" in warning for warning in warnings) == (micro_batches == 3)
 
 
 @pytest.mark.parametrize("unused", [True, False])

@@ -7,6 +7,7 @@ list, a dict or a tensor, so `torch.load(weights_only=True)` reads it.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,12 @@ from gradaccum.torch.window import Windows
 
 __all__ = ["KEY", "initialise", "is_initialisation", "load", "state_dict"]
 
+logger = logging.getLogger("gradaccum")
+
 KEY = "gradaccum"
+
+_IN_WINDOW = "gradaccum_window"
+"""In the first group: how many micro-batches the open window holds, and its steps."""
 
 
 def state_dict(windows: Windows) -> dict[str, Any]:
@@ -29,7 +35,13 @@ def state_dict(windows: Windows) -> dict[str, Any]:
     window = window_state(windows)
     if windows.ranks.sharded:
         return sharded.pack(windows.inner, window, windows.ranks)
-    return {**windows.inner.state_dict(), KEY: window}
+    state = {**windows.inner.state_dict(), KEY: window}
+    if windows.ranks.is_distributed or window["window"]["micro_batches"]:
+        # torch.distributed.checkpoint keeps "state" and "param_groups" alone: it shall not lose a window unnoticed.
+        first, *others = state["param_groups"]
+        in_window = [window["window"]["micro_batches"], window["window"]["steps"]]
+        state["param_groups"] = [{**first, _IN_WINDOW: in_window}, *others]
+    return state
 
 
 def is_initialisation(windows: Windows) -> bool:
@@ -53,6 +65,17 @@ def load(windows: Windows, state_dict: dict[str, Any]) -> None:
     _check_form(state_dict)
     state_dict, own = sharded.unpack(dict(state_dict), windows.ranks)
     own = state_dict.pop(KEY, own)
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    held, steps = next(iter([group.pop(_IN_WINDOW) for group in groups if _IN_WINDOW in group]), (0, 0))
+    state_dict["param_groups"] = groups
+    if held and own is None:
+        logger.warning(
+            "This checkpoint was taken inside a window, by something that keeps nothing of it, as get_state_dict of "
+            "torch.distributed.checkpoint: %d of %d micro-batches are lost, and the window begins again. Save after an "
+            "update, or each rank's optimizer.state_dict().",
+            held,
+            steps,
+        )
     _check_inner(windows.inner, state_dict)
     if own is not None:
         _check_whole(own)
