@@ -172,7 +172,7 @@ def returning(value):
             returning(lambda z: (z.mean(), {"n": z})),
             {"has_aux": True, "aux": {"m": "sum"}},
             TypeError,
-            "`aux` is no pytree prefix of what stands beside the loss",
+            "`aux` is no pytree prefix of the aux of loss_fn",
         ),
         (
             returning(lambda z: ({"a": (z.mean(), 1)}, z.mean())),

@@ -11,11 +11,6 @@ __all__ = ["argument_numbers", "axes_of_each"]
 def argument_numbers(name: str, given: Any, *, from_end: bool = False) -> tuple[int, ...]:
     """An argument's number, or those of several, as a tuple.
 
-    Args:
-        name: What the user calls them. If it ends in "argnums", there may be several.
-        given: What the user said.
-        from_end: Whether they may be negative, counted from the last argument.
-
     Raises:
         TypeError: Not ints.
         ValueError: One is there twice, or negative where it must not be.

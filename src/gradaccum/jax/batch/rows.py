@@ -35,11 +35,6 @@ class Batch:
     Only where the batch is spread over several devices, each micro-batch takes its rows from all of them: the batch is
     seen as `blocks` parts of equal length, and a micro-batch has the same rows of each part.
 
-    Args:
-        arguments: The batch arguments.
-        in_axes: For each of them, a pytree prefix of axes, as for `jax.vmap`. None marks what is shared.
-        names: What messages call each of them.
-
     Raises:
         ValueError: The leaves' rows disagree, a leaf has no such axis, or there are no rows at all.
         TypeError: `in_axes` is no prefix of the arguments, or a leaf with rows is no array.
@@ -153,12 +148,7 @@ class Batch:
         return jax.tree.unflatten(self.structure, [rows_of(*pair) for pair in zip(self.leaves, self.axes)])
 
     def joined(self, parts: list[Any], axis: int = 0) -> Any:
-        """The rows of all micro-batches, in the order of the batch.
-
-        Args:
-            parts: For each group an array with an entry for each micro-batch: (count, ..., size, ...).
-            axis: Where an entry has its rows.
-        """
+        """The rows of all micro-batches, in the order of the batch."""
         pieces = []
         for part in parts:
             count, shape = part.shape[0], part.shape[1:]

@@ -16,13 +16,7 @@ __all__ = ["Body", "Traced"]
 
 
 class Traced(NamedTuple):
-    """`fn` on micro-batches of one size.
-
-    Args:
-        jaxpr: It takes `consts`, then what all share, the micro-batch's leaves, and its keys.
-        consts: What `fn` closes over: arrays, also those that are being differentiated.
-        outputs: The types of its outputs, flat.
-    """
+    """`fn` on micro-batches of one size."""
 
     jaxpr: Any
     consts: list[Any]

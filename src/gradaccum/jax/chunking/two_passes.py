@@ -18,15 +18,7 @@ __all__ = ["TwoPasses"]
 
 
 class _Part(NamedTuple):
-    """Micro-batches of one size that are treated alike.
-
-    Args:
-        group: Which.
-        first: The number of the first, among all.
-        kept: Whether their activations are kept.
-        traced: The function on one of them.
-        consts: The positions of its constants among those of all sizes.
-    """
+    """Micro-batches of one size that are treated alike."""
 
     group: Group
     first: int

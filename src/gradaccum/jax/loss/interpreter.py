@@ -95,12 +95,7 @@ class Equation(NamedTuple):
 
 
 class Interpreter:
-    """Two traces of a loss, side by side.
-
-    Args:
-        rows: The numbers of rows that it was traced for.
-        rules: What is known of each primitive.
-    """
+    """Two traces of a loss, side by side."""
 
     def __init__(self, rows: tuple[int, int], rules: dict[str, Rule]) -> None:
         self.rows, self.rules = rows, rules
@@ -356,11 +351,6 @@ def does_alike(first: Any, second: Any, third: Any, rows: tuple[int, int]) -> bo
 
     Its operations are the same, and so are its numbers, or they go with the power of the rows that they go with from
     the first to the second.
-
-    Args:
-        first, second: For some rows, and for twice as many; closed jaxprs.
-        third: For others.
-        rows: The rows of `first` and `third`.
     """
     traces = [list(_done(closed)) for closed in (first, second, third)]
     if len({len(trace) for trace in traces}) > 1:

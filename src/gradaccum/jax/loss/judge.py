@@ -315,7 +315,7 @@ def _mixes(source: Source, origin: Any, statistics: frozenset[Any]) -> Verdict:
     if origin is not None and origin in statistics:
         return Verdict(
             "batch_norm",
-            "A row's output depends on the other rows of its micro-batch by statistics that are returned beside the "
+            "A row's output depends on the other rows of its micro-batch by statistics that are returned with the "
             f"loss ({_at(source)}), as BatchNorm's in training mode: each micro-batch is normalised by itself. Freeze "
             "it (use its running averages), or take GroupNorm or LayerNorm.",
         )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gradaccum.jax.batch import Group, as_varying, like, varying_axes, zeros
-from gradaccum.jax.train_step.beside import Beside
+from gradaccum.jax.train_step.aux_outputs import AuxOutputs
 from gradaccum.jax.train_step.call import Call, Outcome
 from gradaccum.jax.train_step.noise import NoiseMeter, norms_of_one
 from gradaccum.on_jax import scan
@@ -26,7 +26,7 @@ def accumulated(call: Call, micro_batch_size: int) -> tuple[Any, Any, Any, tuple
         if call.options.noise_scale:
             pairs = zip(jax.tree.leaves(gradients), _axes(call))
             norms = norms_of_one(call, [leaf for leaf, axis in pairs if axis is None])
-        return outcome.losses, outcome.state, Beside(call, groups, outcome).of_one(outcome.aux), gradients, norms
+        return outcome.losses, outcome.state, AuxOutputs(call, groups, outcome).of_one(outcome.aux), gradients, norms
     accumulation = _Accumulation(call, groups)  # an error of the loss itself comes before anything is said of it
     if call.options.verification is not None:
         call.options.verification.look(call, tuple(sorted({call.batch.rows, *(group.size for group in groups)})))
@@ -45,7 +45,7 @@ class _Accumulation:
         self.kinds = call.kinds(groups[0])
         self.state = call.state_like(call.state, self.kinds.state)
         self.factors = _factors_of(call, groups, self.kinds, self.state, self.keys)
-        self.beside = Beside(call, groups, self.kinds)
+        self.aux = AuxOutputs(call, groups, self.kinds)
         self.given = tuple(call.args[number] for number in self.options.differentiated)
         self.axes = _axes(call)
         varying = varying_axes(self.kinds.losses)
@@ -103,11 +103,11 @@ class _Accumulation:
         added = {
             "losses": losses,
             "gradients": [leaf for leaf, axis in zip(leaves, self.axes) if axis is None],
-            **self.beside.added(outcome.aux, factors, group),
+            **self.aux.added(outcome.aux, factors, group),
         }
         part = {
             "gradients": [leaf for leaf, axis in zip(leaves, self.axes) if axis is not None],
-            "aux": self.beside.rows(outcome.aux, group),
+            "aux": self.aux.rows(outcome.aux, group),
         }
         if self.noise is not None:
             first = self.noise.seen(first, added["gradients"], factors, group)
@@ -128,7 +128,7 @@ class _Accumulation:
 
     def _start(self, group: Group, sums: Any) -> Any:
         """The sums to go on from: of the group before, or zeros."""
-        last = self.beside.last(group)
+        last = self.aux.last(group)
         if sums is not None:
             return {**sums, "last": last}
         leaves = jax.tree.leaves(tuple(self.call.args[number] for number in self.options.differentiated))
@@ -142,7 +142,7 @@ class _Accumulation:
                 name: zeros(kind, self.options.sum_dtype(kind.dtype)) for name, kind in self.kinds.losses.items()
             },
             "gradients": self._placed(started),
-            **self.beside.start(),
+            **self.aux.start(),
             "last": last,
         }
 
@@ -181,7 +181,7 @@ class _Accumulation:
                 scaled = [_scaled(part, self._unit(group, "gradients")) for part, group in zip(next(rows), self.groups)]
                 gradient = self.call.batch.joined(scaled, axis)
             gradients.append(gradient.astype(jnp.result_type(leaf)))
-        aux = self.beside.finished(sums, [part["aux"] for part in parts])
+        aux = self.aux.finished(sums, [part["aux"] for part in parts])
         return losses, state, aux, jax.tree.unflatten(structure, gradients), norms
 
 

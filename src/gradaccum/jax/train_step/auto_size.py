@@ -39,13 +39,7 @@ class Trial(NamedTuple):
 
 
 class AutoSize:
-    """The sizes of one `value_and_grad`, one for each set of shapes.
-
-    Args:
-        limit: Bytes that arguments, results and temporaries may take together; None: temporaries and results may take
-            what the device has free.
-        compute: Takes a call and a size; gives loss and gradients.
-    """
+    """The sizes of one `value_and_grad`, one for each set of shapes."""
 
     def __init__(self, limit: int | None, compute: Callable[[Call, int], Any]) -> None:
         self.limit = limit
@@ -95,11 +89,6 @@ def fastest(
     rows: int, trial_of: Callable[[int], Trial], limit: float
 ) -> tuple[int, dict[int, Trial], dict[int, float]]:
     """The fastest size whose memory is within the limit, with what was compiled and timed to find it.
-
-    Args:
-        rows: Rows of the batch.
-        trial_of: Compiles a size.
-        limit: Bytes.
 
     Raises:
         ValueError: Not even one row fits.

@@ -33,16 +33,7 @@ class Outcome(NamedTuple):
 
 
 class Call:
-    """The loss with the arguments of one call of `value_and_grad`.
-
-    Args:
-        options: What the user asked for.
-        args: The arguments of the call.
-        kwargs: Its keywords; every micro-batch has them.
-        batch: Its batch, if it is known.
-        axes: Mesh axes of the devices that have rows of the batch, where these are the rows of one of them.
-        devices: How many they are.
-    """
+    """The loss with the arguments of one call of `value_and_grad`."""
 
     def __init__(
         self,
@@ -160,18 +151,18 @@ class Call:
             raise
         state = aux = None
         if options.has_aux or options.state_argnum is not None:
-            returned, beside = self._pair(returned)
+            returned, second = self._pair(returned)
             if options.state_argnum is None:
-                aux = beside
+                aux = second
             elif not options.has_aux:
-                state = beside
+                state = second
             else:
-                if not isinstance(beside, tuple | list) or len(beside) != 2:
+                if not isinstance(second, tuple | list) or len(second) != 2:
                     raise TypeError(
                         "`loss_fn` must return (loss, (new_state, aux)), as `state_argnum` and `has_aux` are given. "
-                        f"Received beside the loss: {_kind(beside)}."
+                        f"Received in second place: {_kind(second)}."
                     )
-                state, aux = beside
+                state, aux = second
         if options.state_argnum is not None:
             self._check_state(state, values[options.state_argnum])
         losses, weights = self._losses(returned)
@@ -283,7 +274,7 @@ def _type(value: Any) -> Any:
 def _checked_loss(value: Any, who: str) -> Any:
     must = f"{who} must return a scalar, the mean or sum over the rows it is given. Received: {_kind(value)}."
     if isinstance(value, tuple | list):
-        raise TypeError(f"{must} Pass has_aux=True if what stands beside the loss is to be returned with it.")
+        raise TypeError(f"{must} Pass has_aux=True if it returns an aux with the loss.")
     kind = _type(value)
     if kind is None:
         raise TypeError(must)

@@ -39,14 +39,7 @@ def data_axes(call: Call) -> tuple[str, ...]:
 def on_each_device(
     call: Call, axes: tuple[str, ...], compute: Callable[[Call], Any], otherwise: Callable[[], Any]
 ) -> Any:
-    """What `compute` gives for the call's arguments, on every device for the rows that it has.
-
-    Args:
-        call: The call.
-        axes: Its `data_axes`.
-        compute: Takes the call on one device; its sums are those of all devices.
-        otherwise: What to do if the loss can't be traced for the rows of one device: if it names the mesh itself.
-    """
+    """What `compute` gives for the call's arguments, on every device for the rows that it has."""
     leaves, places, structure = call.leaves()
     mesh = next(jax.typeof(leaf).sharding.mesh for leaf, axis in zip(leaves, places) if axis is not None)
     arrays = [number for number, leaf in enumerate(leaves) if hasattr(leaf, "shape")]

@@ -16,12 +16,7 @@ __all__ = ["First", "NoiseMeter", "norms_of_one"]
 
 
 class First(NamedTuple):
-    """The first micro-batch of nonzero weight.
-
-    Args:
-        squared: The squared norm of its mean gradient.
-        rows: Its rows; 0 before there is one.
-    """
+    """The first micro-batch of nonzero weight."""
 
     squared: jax.Array
     rows: jax.Array
@@ -36,13 +31,7 @@ def norms_of_one(call: Call, gradients: Any) -> Norms:
 
 
 class NoiseMeter:
-    """The norms of one pass over the micro-batches of a batch.
-
-    Args:
-        call: The call that is measured.
-        count: Its micro-batches.
-        varying: Axes of an enclosing `shard_map` that gradients may vary over.
-    """
+    """The norms of one pass over the micro-batches of a batch."""
 
     def __init__(self, call: Call, count: int, varying: Iterable[str]) -> None:
         self.call = call

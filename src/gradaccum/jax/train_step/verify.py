@@ -113,7 +113,7 @@ def _spec(call: Call, sizes: tuple[int, ...] = ()) -> LossSpec:
         args, _ = jax.tree.unflatten(structure, mine)
         weights = {} if options.weight is None else {"": call.weight(list(args))}
         outcome = call.outcome(list(args))
-        return outcome.losses, outcome.weights or weights, _beside(call, outcome)
+        return outcome.losses, outcome.weights or weights, _more(call, outcome)
 
     def kinds(rows: int) -> list[Any]:
         def resized(position: int) -> Any:
@@ -138,12 +138,12 @@ def _spec(call: Call, sizes: tuple[int, ...] = ()) -> LossSpec:
     )
 
 
-def _beside(call: Call, outcome: Any) -> dict[str, Any]:
-    """What stands beside the loss: what moves (the state, and means in its aux that are no single numbers), and aux."""
+def _more(call: Call, outcome: Any) -> dict[str, Any]:
+    """What comes with the loss: what moves (the state, and means in its aux that are no single numbers), and aux."""
     state = jax.tree.leaves(outcome.state)
     aux: dict[tuple[str, str], Any] = {}
     if call.options.has_aux:
-        hows = spread(call.options.aux, outcome.aux, "aux", "what stands beside the loss")
+        hows = spread(call.options.aux, outcome.aux, "aux", "the aux of loss_fn")
         leaves, _ = jax.tree_util.tree_flatten_with_path(outcome.aux)
         aux = {(how, jax.tree_util.keystr(path)): leaf for (path, leaf), how in zip(leaves, hows)}
     moving = [*state, *(leaf for (how, _), leaf in aux.items() if how != "concat" and jnp.ndim(leaf))]

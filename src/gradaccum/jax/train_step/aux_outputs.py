@@ -1,4 +1,4 @@
-"""What stands beside the loss, `aux`: a row for each row, a sum, a mean, or the last micro-batch's."""
+"""Combines the `aux` outputs of micro-batches: a row for each row, a sum, a mean, or the last one's."""
 
 from __future__ import annotations
 
@@ -10,24 +10,18 @@ import jax.numpy as jnp
 from gradaccum.jax.batch import Group, spread, zeros
 from gradaccum.jax.train_step.call import Call, Outcome
 
-__all__ = ["Beside"]
+__all__ = ["AuxOutputs"]
 
 
-class Beside:
-    """The aux of all micro-batches.
-
-    Args:
-        call: The call that it belongs to.
-        groups: Its micro-batches.
-        kinds: What the loss gives for one of the first group, or that itself.
-    """
+class AuxOutputs:
+    """The aux of all micro-batches."""
 
     def __init__(self, call: Call, groups: list[Group], kinds: Outcome) -> None:
         self.call = call
         self.groups = groups
         self.options = call.options
         self.kinds, self.structure = jax.tree.flatten(kinds.aux)
-        self.hows = spread(self.options.aux, kinds.aux, "aux", "what stands beside the loss") if self.kinds else []
+        self.hows = spread(self.options.aux, kinds.aux, "aux", "the aux of loss_fn") if self.kinds else []
         self._check(kinds)
 
     def _check(self, kinds: Outcome) -> None:

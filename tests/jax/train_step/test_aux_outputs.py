@@ -1,4 +1,4 @@
-"""What stands beside the loss: aux, random keys and state."""
+"""What comes with the loss: aux, random keys and state."""
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def test_aux_of_grad_and_one_word_for_all():
     assert (aux[1] == batch[1]).all()
 
 
-def test_means_beside_the_loss_are_weighed_as_the_loss():
+def test_means_in_the_aux_are_weighed_as_the_loss():
     x = jnp.asarray([1.0, 2.0, 3.0, 4.0, 5.0])
     mask = jnp.asarray([True, False, False, False, True])
 
@@ -64,7 +64,7 @@ def test_means_beside_the_loss_are_weighed_as_the_loss():
     assert int(aux["right"]) == 2
 
 
-def test_means_beside_a_summed_loss_are_weighed_by_rows():
+def test_means_in_the_aux_of_a_summed_loss_are_weighed_by_rows():
     def loss_fn(w, x):
         return (w * x).sum(), x.mean()
 
@@ -133,7 +133,7 @@ def test_state_goes_from_micro_batch_to_micro_batch():
     assert tree_error(one, by_hand(params, batch, state, [11])) <= FLOAT64
 
 
-def test_state_and_aux_stand_beside_the_loss_together():
+def test_state_and_aux_come_with_the_loss_together():
     def loss_fn(params, batch, state):
         loss, state = moving(params, batch, state)
         return loss, (state, batch[0])
@@ -145,8 +145,8 @@ def test_state_and_aux_stand_beside_the_loss_together():
     assert tree_error((loss, state_found, grads), (expected, expected_state, expected_grads)) <= FLOAT64
     assert (aux == batch[0]).all()
     again = gradaccum.jax.grad(loss_fn, micro_batch_size=4, state_argnum=2, has_aux=True)
-    grads_again, beside = jax.jit(again)(params, batch, state)
-    assert tree_error((grads_again, beside), (grads, (state_found, aux))) <= FLOAT64
+    grads_again, second = jax.jit(again)(params, batch, state)
+    assert tree_error((grads_again, second), (grads, (state_found, aux))) <= FLOAT64
 
 
 def test_statistics_pooled_over_the_batch_are_an_aux():
