@@ -356,6 +356,16 @@ FOLLOWED = {
     ),
     "sums with weights of the batch": (batch_wide_softmax, WIDE, X, {}, "looks across the rows"),
     "a statistic over its mirror image": (reversed_mean, WIDE, X, {}, "looks across the rows"),
+    "a half of what is negative, by a sum that may be": (
+        lambda p, x: (jax.nn.relu((x @ p) * x[:, 0].sum()) / x[:, 0].sum()).mean(), W, X, {}, "looks across the rows",
+    ),
+    "a loss that isn't NaN, where something else is so": (
+        lambda p, x: (lambda it: jnp.where(jnp.isfinite(it) & (x.mean() > 0), 2 * it, 0.0))((x @ p).mean()), W, X,
+        {}, "can't be told",
+    ),
+    "parts that make the whole": (
+        lambda p, x: sum((part**2).mean() for part in jnp.split(x @ p, 2)) / 2, W, X, {}, "can't be told",
+    ),
     "dropout over its count": (dropped_and_counted, W, X, {}, "rng_argnum="),
     "a shift by the largest": (
         lambda p, x: (lambda z: jax.nn.logsumexp(z - z.max(), axis=-1) - (z - z.max())[:, 0])(x @ p).mean(), WIDE, X,

@@ -247,7 +247,8 @@ def _reduced(walk: Interpreter, equation: Equation, inputs: list[Value]) -> list
     if linear and not value.own:
         return [walk.made(equation, inputs, value.terms, None)]
     alone = equation.outputs[0] == ()
-    terms = of(Symbol(equation.number, "mixed", value.free, alone, equation.source, equation.number))
+    symbol = Symbol(equation.number, "mixed", value.free, alone, equation.source, equation.number)
+    terms = of(symbol._replace(positive=value.positive))
     asks = value.free and equation.name == "reduce_or" and alone
     guard = walk.number("sum", walk.whole_of.get(value.number, value.number)) if asks else None
     return [

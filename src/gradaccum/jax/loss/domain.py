@@ -11,16 +11,17 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 __all__ = [
-    "COUNT", "FINITE", "LIFTED", "ONE", "SHARED", "CannotTell", "Factor", "Lost", "MixesRows", "Place", "Source",
-    "Symbol", "Term", "Terms", "Value", "as_factor", "chosen", "common_place", "exponent", "function", "lifted",
-    "moved", "of", "power", "power_of", "product", "settled", "shift_of", "summed", "symbols_of", "times", "union",
+    "COUNT", "FINITE", "LIFTED", "NAN", "ONE", "POSITIVE", "SHARED", "CannotTell", "Factor", "Lost", "MixesRows",
+    "Place", "Source", "Symbol", "Term", "Terms", "Value", "as_factor", "chosen", "common_place", "exponent",
+    "function", "lifted", "moved", "of", "power", "power_of", "product", "settled", "shift_of", "summed", "symbols_of",
+    "times", "union",
 ]  # fmt: skip
 
 Factor = frozenset[tuple["Symbol", Fraction]]
 """Powers of symbols; the empty one is 1."""
 ONE: Factor = frozenset()
-FINITE = "finite"
-"""What `Value.guard` asks where it looks for NaN."""
+FINITE, NAN = "finite", "NaN"
+"""What `Value.guard` asks where it looks for NaN: whether it is none, and whether it is."""
 _MOST = 12
 """Terms of a number that are told apart."""
 
@@ -38,7 +39,8 @@ class Symbol(NamedTuple):
     Its kind is "count" for a function of the number of rows, "sum" for a sum over rows, "position" for a row's place in
     the batch, "random" for what is drawn for rows from a key that all micro-batches share, and "mixed" for any other
     function of several rows. `free`: it follows from the batch alone, not from what is differentiated. `scalar`: it is
-    one number (`per_row`: one for each row). `origin`: the number of the first sum over rows that it comes from.
+    one number (`per_row`: one for each row), `positive`: not below 0. `origin`: the number of the first sum over rows
+    that it comes from.
     """
 
     number: Any
@@ -48,6 +50,7 @@ class Symbol(NamedTuple):
     source: Any = None
     origin: Any = None
     per_row: bool = False
+    positive: bool = False
 
     def __hash__(self) -> int:
         return hash((self.number, self.kind))
@@ -56,7 +59,7 @@ class Symbol(NamedTuple):
         return isinstance(other, Symbol) and (self.number, self.kind) == (other.number, other.kind)
 
 
-COUNT = Symbol("rows", "count")
+COUNT = Symbol("rows", "count", positive=True)
 """The number of rows."""
 
 
@@ -73,6 +76,8 @@ class Term(NamedTuple):
 Terms = frozenset[Term]
 """The parts that a number is the sum of; none for 0."""
 SHARED = frozenset([Term(False)])
+POSITIVE = {"abs", "exp", "exp2", "logistic", "sqrt", "square"}
+"""Operations that give nothing below 0."""
 
 
 class Place(NamedTuple):
@@ -127,11 +132,12 @@ class Value:
         scalar: Whether all entries (of a row) are one number.
         values: The number itself at both counts of rows, where it is known.
         position: Whether it counts the rows: 0, 1, 2, ...
-        guard: What it asks: the number of a sum, whether anything is in it; or `FINITE`, whether it is NaN.
+        guard: What it asks: the number of a sum, whether anything is in it; or `FINITE`, `NAN`.
         fresh: Whether it follows from what is another one for each micro-batch: its key, or its state.
         free: Whether it does not follow from what is differentiated.
         unsure: Whether what mixes rows in it may cancel out, or be the same for all micro-batches.
         whole: Whether its entries are whole numbers.
+        positive: Whether none of them is below 0.
         sums: The sums over rows that have gone into it: `(number, source)`.
         core: Of a sum over rows times what is known, the number and the source of that sum.
         doubts: What was taken for true of it, and need not be: messages.
@@ -151,6 +157,7 @@ class Value:
     free: bool = True
     unsure: bool = False
     whole: bool = False
+    positive: bool = False
     sums: frozenset[Any] = frozenset()
     core: tuple[Any, Any] | None = None
     doubts: frozenset[str] = frozenset()
@@ -229,7 +236,7 @@ def as_factor(value: Value, source: Source) -> Factor:
     own = next(iter(factors)) if kind == "sum" else ONE
     number, source = value.core or (value.number, source)
     origin, source = min(value.sums, key=lambda each: each[0], default=(number, source))
-    symbol = Symbol(number, kind, value.free, value.scalar, source, origin)
+    symbol = Symbol(number, kind, value.free, value.scalar, source, origin, positive=value.positive)
     return times(own, frozenset([(symbol, Fraction(1))]))
 
 
@@ -288,8 +295,11 @@ def product(a: Value, b: Value, source: Source) -> Terms:
 
 
 def power_of(value: Value, degree: Fraction, source: Source, number: Any) -> Terms:
-    """A power of a number, or what goes by a power of it."""
+    """A power of a number, or what goes by a power of its size: of a factor that may be below 0, neither."""
     one = _one(value.terms)
+    unsigned = degree.denominator % 2 == 0 or source.primitive not in ("div", "integer_pow", "pow", "square")
+    if unsigned and one is not None and any(not s.positive and (degree == 1 or d % 2 == 0) for s, d in one.factor):
+        return function([value], source, number)
     if one is None or (value.place is None and one.own):
         if value.place is not None or not value.terms:
             return function([value], source, number)
@@ -314,7 +324,8 @@ def function(values: Sequence[Value], source: Source, number: Any) -> Terms:
     causes += [each for value in values for each in value.sums if kind == "mixed"]
     origin, source = min(causes, key=lambda cause: cause[0], default=(number, source))
     free, scalar = all(value.free for value in values), all(value.scalar for value in values)
-    return of(Symbol(number, kind, free, scalar, source, origin, with_rows), own and with_rows)
+    positive = source.primitive in POSITIVE
+    return of(Symbol(number, kind, free, scalar, source, origin, with_rows, positive), own and with_rows)
 
 
 def shift_of(value: Value) -> Any:
@@ -328,7 +339,7 @@ def chosen(which: Value, cases: Sequence[Value], source: Source, number: Any) ->
     """Of `select_n`: one of several numbers, entry by entry."""
     if which.guard:
         kept = [case for case in cases if case.values is None]
-        if kept and (which.guard == FINITE or all(case.divides(which.guard) for case in kept)):
+        if kept and (which.guard in (FINITE, NAN) or all(case.divides(which.guard) for case in kept)):
             return union(kept)
     if (which.terms and _one(which.terms) not in (Term(False), Term(True))) or (which.own and which.place is None):
         return function([which, *cases], source, number)

@@ -12,6 +12,7 @@ import numpy as np
 
 from gradaccum.jax.loss.domain import (
     FINITE,
+    NAN,
     SHARED,
     Symbol,
     Term,
@@ -112,7 +113,9 @@ def _compared(compute: Callable[[Any, Any], Any]) -> Rule:
         a, b = inputs
         if a.position and b.values == (0, 0) and equation.name == "lt":
             return [walk.of_values(False, False)]
-        asks = FINITE if a.number == b.number and a.place is None else None
+        asks: Any = None
+        if a.number == b.number and a.place is None:
+            asks = NAN if equation.name == "ne" else FINITE
         for x, y in ((a, b), (b, a)):
             if _small(x, 1.0 if y.whole else _TINY) is not None and y.core and y.place is None and y.free:
                 asks = y.core[0]
@@ -198,7 +201,7 @@ def _select(walk: Interpreter, equation: Equation, inputs: list[Value]) -> list[
         return [cases[int(which.values[0])]]
     place = common_place(inputs)
     kept = [case for case in cases if case.values is None]
-    sure = kept and (which.guard == FINITE or (which.guard and all(case.divides(which.guard) for case in kept)))
+    sure = kept and (which.guard in (FINITE, NAN) or (which.guard and all(case.divides(which.guard) for case in kept)))
     itself = len(kept) == 1 and which.guard == (FINITE, kept[0].number)
     if (sure or itself) and len(kept) == 1 and kept[0].place == place:
         return [kept[0]]
@@ -216,10 +219,10 @@ def _finite(walk: Interpreter, equation: Equation, inputs: list[Value]) -> list[
 
 
 def _both(walk: Interpreter, equation: Equation, inputs: list[Value]) -> list[Known]:
-    """`and`: whether it is NaN, and more, asks for NaN."""
+    """`and`: whether it is NaN, and something else, is no where it is none."""
     (found,) = _entries(_function)(walk, equation, inputs)
     assert isinstance(found, Value)
-    return [found.but(guard=FINITE if any(value.guard == FINITE for value in inputs) else None)]
+    return [found.but(guard=NAN if any(value.guard == NAN for value in inputs) else None)]
 
 
 def _iota(walk: Interpreter, equation: Equation, inputs: list[Value]) -> list[Known]:

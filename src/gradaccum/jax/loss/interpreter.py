@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
@@ -17,6 +16,7 @@ from gradaccum.jax.loss.domain import (
     COUNT,
     LIFTED,
     ONE,
+    POSITIVE,
     SHARED,
     CannotTell,
     Lost,
@@ -162,7 +162,7 @@ class Interpreter:
         else:
             terms = frozenset([Term(False, frozenset([(COUNT, degree)]) if degree else ONE)])
         whole = all(not isinstance(value, float) or value.is_integer() for value in (first, second))
-        return Value(terms, None, number, True, (first, second), whole=whole)
+        return Value(terms, None, number, True, (first, second), whole=whole, positive=min(first, second) >= 0)
 
     def place_by_shapes(self, first: Sequence[int], second: Sequence[int]) -> Place | None:
         """Where an array has its rows by its shapes: the axis that differs."""
@@ -251,20 +251,25 @@ class Interpreter:
             and place is None
             and any(s.kind == "mixed" for t in terms for s, _ in t.factor)
         )
-        return Value(
-            terms,
-            place,
-            equation.number if n == 0 else self.number("output", equation.number, n),
-            size == 1,
-            fresh=any(value.fresh for value in inputs),
-            free=whole or all(value.free for value in inputs),  # no gradient goes through whole numbers
-            unsure=asks or any(value.unsure for value in inputs),
-            whole=whole or (equation.name in _WHOLE and all(value.whole for value in inputs)),
-            sums=frozenset().union(*(value.sums for value in inputs)),
-            doubts=frozenset().union(*(value.doubts for value in inputs)),
-            state=frozenset().union(*(value.state for value in inputs)),
-            local=any(value.local for value in inputs),
-        )
+        number = equation.number if n == 0 else self.number("output", equation.number, n)
+        whole = whole or (equation.name in _WHOLE and all(value.whole for value in inputs))
+        kept = equation.name in _WHOLE | {"div"} and equation.name not in ("neg", "sub")
+        positive = equation.name in POSITIVE or str(equation.dtypes[1][n]).startswith(("bool", "uint"))
+        positive = positive or (kept and all(value.positive for value in inputs))
+        found = Value(terms, place, number, size == 1, whole=whole, positive=positive, **_followed(inputs))
+        # No gradient goes through whole numbers.
+        return found.but(free=found.free or is_whole(equation.dtypes[1][n]), unsure=found.unsure or asks)
+
+
+def _followed(values: Sequence[Value]) -> dict[str, Any]:
+    """What a number inherits from those that it follows from."""
+    found: dict[str, Any] = {
+        name: any(getattr(value, name) for value in values) for name in ("fresh", "unsure", "local")
+    }
+    found |= {
+        name: frozenset().union(*(getattr(value, name) for value in values)) for name in ("sums", "doubts", "state")
+    }
+    return found | {"free": all(value.free for value in values)}
 
 
 def _is_place(term: Term) -> bool:
@@ -290,8 +295,8 @@ def _carried(lost: list[Lost], values: list[Any], equation: Equation) -> Lost:
         how, certain = "mixed", not linear
     elif how == "order" and fewer > 0:
         how, certain = ("some", True) if name in _PICKS else ("mixed", not linear)
-    elif how == "some" and name == "concatenate":
-        how, certain = "order", False
+    elif how == "some" and len(lost) > 1:  # what is missing in one may be in the other
+        how, certain = ("order", False) if name == "concatenate" else ("mixed", not linear)
     elif any(each.how == "mixed" for each in lost):
         how, certain = "mixed", any(each.certain for each in lost) or not linear
     elif how == "pairs" and fewer > 0 and name in _PICKS:
@@ -320,26 +325,12 @@ def joined(walk: Interpreter, a: Known, b: Known) -> Known:
         place = common_place([a, b])
     except MixesRows:
         return Lost("unsure", Source("branches"))
-    return dataclasses.replace(
-        a,
-        terms=a.terms | b.terms,
-        place=place,
-        number=a.number if a.number == b.number else walk.number("either", a.number, b.number),
-        scalar=a.scalar and b.scalar,
-        values=a.values if a.values == b.values else None,
-        position=a.position and b.position,
-        guard=a.guard if a.guard == b.guard else None,
-        fresh=a.fresh or b.fresh,
-        free=a.free and b.free,
-        unsure=a.unsure or b.unsure,
-        sums=a.sums | b.sums,
-        core=None,
-        whole=a.whole and b.whole,
-        doubts=a.doubts | b.doubts,
-        state=a.state | b.state,
-        parts=None,
-        local=a.local or b.local,
-    )
+    both: dict[str, Any] = {
+        name: getattr(a, name) if getattr(a, name) == getattr(b, name) else None for name in ("values", "guard")
+    }
+    number = a.number if a.number == b.number else walk.number("either", a.number, b.number)
+    both |= {name: getattr(a, name) and getattr(b, name) for name in ("scalar", "position", "whole", "positive")}
+    return Value(a.terms | b.terms, place, number, **both, **_followed([a, b]))
 
 
 _LAYOUT = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"}

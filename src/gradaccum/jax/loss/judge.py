@@ -116,7 +116,8 @@ def judge(spec: LossSpec) -> Verdict:
     inputs = [
         Value(
             frozenset([Term(axis is not None)]), None if axis is None else Place(axis), walk.number("input", n),
-            fresh=fresh, free=not wanted, whole=is_whole(kind.dtype), state=frozenset([n] if name else []),
+            fresh=fresh, free=not wanted, whole=is_whole(kind.dtype), positive=str(kind.dtype) == "bool",
+            state=frozenset([n] if name else []),
         )
         for n, (kind, axis, fresh, wanted, name) in enumerate(
             zip(one.in_avals, spec.axes, spec.fresh, spec.differentiated, spec.state)

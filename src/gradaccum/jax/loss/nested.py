@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from gradaccum.jax.loss.domain import (
     FINITE,
     LIFTED,
+    NAN,
     SHARED,
     CannotTell,
     Lost,
@@ -194,7 +195,7 @@ def _branched(walk: Interpreter, equation: Equation, inputs: list[Known]) -> lis
         return walk.run(*pairs[int(which.values[0])], rest)
     found = [walk.run(one, other, list(rest)) for one, other in pairs]
     known = [value for each in found for value in each if isinstance(value, Value) and value.values is None]
-    guards = known and (which.guard == FINITE or all(value.divides(which.guard) for value in known))
+    guards = known and (which.guard in (FINITE, NAN) or all(value.divides(which.guard) for value in known))
     if which.guard and not guards:
         raise MixesRows("unsure")
     result = found[0]
