@@ -25,7 +25,7 @@ from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.random_state import all_generators, kept
 from gradaccum.torch.buffers import Attributes, LentBuffers, gradients_kept
 from gradaccum.torch.chunking.gradients import gradient_leaf
-from gradaccum.torch.chunking.recompute import ModuleState, accelerators, parametrizations_computed
+from gradaccum.torch.chunking.recompute import ModuleContents, accelerators, parametrizations_computed
 from gradaccum.torch.chunking.trees import Inputs, as_leaf, copied, is_floating, tensors_of
 from gradaccum.torch.chunking.two_passes import Call
 from gradaccum.torch.chunking.watch import (
@@ -164,7 +164,7 @@ class _Runner(TorchRunner):
         # Where rows are not what is cut, noise that belongs to no row is replaced by its mean at once.
         super().__init__(RowwiseRng(rows, neutral=exact or trims), found[0] if found else torch.device("cpu"))
         self.rng.holds(*generators_of(module, few))
-        self.state = ModuleState(module)
+        self.state = ModuleContents(module)
         self.names = {id(parameter): name for name, parameter in module.named_parameters()}
         self.whole: _Pass
         self.parts: _Pass

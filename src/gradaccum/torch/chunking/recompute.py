@@ -22,7 +22,7 @@ from gradaccum.on_torch.random_state import RandomState, is_generator
 
 __all__ = [
     "Conditions",
-    "ModuleState",
+    "ModuleContents",
     "accelerators",
     "check_not_sharded_inside",
     "checked_module",
@@ -46,14 +46,14 @@ def accelerators(tensors: Iterable[Any]) -> list[torch.device]:
     return sorted((device for device in found if device.type not in ("cpu", "meta")), key=str)
 
 
-class ModuleState:
+class ModuleContents:
     """What a module holds at this moment: parameters, buffers, submodules, hooks, and attributes such as `training`.
 
     Attributes are remembered as they are assigned; what is edited inside one of them, say a list, is not noticed.
 
     Example:
         >>> layer = nn.Dropout(0.5)
-        >>> state = ModuleState(layer)
+        >>> state = ModuleContents(layer)
         >>> _ = layer.eval()
         >>> with state.restored():
         ...     layer.training
@@ -74,41 +74,44 @@ class ModuleState:
         """What each module, by its place, is, whether it is in training mode, with the root's own, and its hooks."""
         self._held: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._held_parameters: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        parameters: dict[int, Tensor] = {}
-        submodules = list(module.modules())
-        seen = set(map(id, submodules))
-        for place, submodule in enumerate(submodules):
+        submodules = {id(submodule): submodule for submodule in module.modules()}
+        waiting = list(submodules.values())
+        for place, submodule in enumerate(waiting):
             attributes = vars(submodule)
             self.modes.add((module.training, place, submodule.training, type(submodule).__qualname__))
             self.modes.update([(place, kind, by) for kind, by in _hooks(attributes)])
-            then = dict(attributes)
-            for name, value in attributes.items():
-                if type(value) in _PLAIN:
-                    continue
-                if isinstance(value, nn.Module):  # one that torch isn't told of, such as the inside of a Chunked
-                    if id(value) not in seen:
-                        seen.add(id(value))
-                        submodules.append(value)
-                elif isinstance(value, Tensor) and value.grad_fn is not None:
-                    del then[name]  # made by an earlier call, whose graph would live as long as this one's
-                elif is_generator(value):
-                    self.generators.append(value)
-            self._held.append((attributes, then))
-            own = attributes["_parameters"]
-            if own:
-                self._held_parameters.append((own, dict(own)))
-                parameters.update({id(p): p for p in own.values() if p is not None})
-            self.owners[id(attributes["_buffers"])] = submodule
+            for inner in self._hold_attributes(attributes):
+                if id(inner) not in submodules:
+                    submodules[id(inner)] = inner
+                    waiting.append(inner)
+            buffers = attributes["_buffers"]
+            self.owners[id(buffers)] = submodule
             if not isinstance(submodule, _BatchNorm):
-                self.holders.append(attributes["_buffers"])
-            for name, buffer in attributes["_buffers"].items():
-                if buffer is not None:
-                    self.buffers.append((attributes["_buffers"], name, buffer))
+                self.holders.append(buffers)
+            self.buffers += [(buffers, name, buffer) for name, buffer in buffers.items() if buffer is not None]
             for kind in ("_buffers", "_modules", *_HOOKS):
                 self._held.append((attributes[kind], dict(attributes[kind])))
-        self.parameters = list(parameters.values())
+            if own := attributes["_parameters"]:
+                self._held_parameters.append((own, dict(own)))
+        every = [p for _, own in self._held_parameters for p in own.values() if p is not None]
+        self.parameters = list({id(p): p for p in every}.values())
         """Each once. What `torch.func.functional_call` puts in their place counts."""
         self._frozen = [(p, None if p.is_inference() else p._version) for p in self.parameters if not p.requires_grad]
+
+    def _hold_attributes(self, attributes: dict[str, Any]) -> list[nn.Module]:
+        """Returns the modules among them that torch doesn't know of, such as the inside of a `Chunked`."""
+        then, modules = dict(attributes), []
+        for name, value in attributes.items():
+            if type(value) in _PLAIN:
+                continue
+            if isinstance(value, nn.Module):
+                modules.append(value)
+            elif isinstance(value, Tensor) and value.grad_fn is not None:
+                del then[name]  # made by an earlier call, whose graph would live as long as this one's
+            elif is_generator(value):
+                self.generators.append(value)
+        self._held.append((attributes, then))
+        return modules
 
     @contextlib.contextmanager
     def restored(self, replacements: Mapping[int, Tensor] | None = None) -> Iterator[None]:

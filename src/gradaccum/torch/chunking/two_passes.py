@@ -35,7 +35,7 @@ from gradaccum.torch.chunking.gradients import (
 )
 from gradaccum.torch.chunking.recompute import (
     Conditions,
-    ModuleState,
+    ModuleContents,
     accelerators,
     parametrizations_computed,
 )
@@ -66,7 +66,7 @@ class Call:
         sizes: list[int],
         packs: Packs | None = None,
     ) -> None:
-        self.module, self.policy, self.state, self.packs = module, policy, ModuleState(module), packs
+        self.module, self.policy, self.state, self.packs = module, policy, ModuleContents(module), packs
         self.out_dims, self.sizes = out_dims, sizes
         of_tensors = _checked_tensors(inputs, batch_dims)
         self.paths = [path for path, _, _ in of_tensors]

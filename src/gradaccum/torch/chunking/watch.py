@@ -16,7 +16,7 @@ from gradaccum.core.rounding import rounding
 from gradaccum.on_torch.adapter.arrays import relative_error
 from gradaccum.on_torch.batch import leaves
 from gradaccum.on_torch.random_state import is_generator
-from gradaccum.torch.chunking.recompute import ModuleState
+from gradaccum.torch.chunking.recompute import ModuleContents
 from gradaccum.torch.chunking.trees import Inputs, is_floating
 
 __all__ = [
@@ -199,4 +199,4 @@ def same_values(one: Any, other: Any) -> bool:
 
 def generators_of(module: nn.Module, inputs: Inputs) -> list[Any]:
     """Generators of the user's own that the module may draw from."""
-    return [*ModuleState(module).generators, *(leaf for _, leaf in leaves(inputs) if is_generator(leaf))]
+    return [*ModuleContents(module).generators, *(leaf for _, leaf in leaves(inputs) if is_generator(leaf))]

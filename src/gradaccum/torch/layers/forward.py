@@ -21,7 +21,7 @@ from gradaccum.on_torch.fitting import StartOver
 from gradaccum.on_torch.held import held_generators
 from gradaccum.on_torch.private import graph_of, leaves_of
 from gradaccum.on_torch.random_state import all_generators
-from gradaccum.torch.chunking.recompute import Conditions, ModuleState, accelerators
+from gradaccum.torch.chunking.recompute import Conditions, ModuleContents, accelerators
 from gradaccum.torch.chunking.trees import Inputs, tensors_of
 from gradaccum.torch.chunking.watch import attributes_of
 from gradaccum.torch.layers.arguments import Arguments, GivenTensors
@@ -238,7 +238,7 @@ class ForwardPasses:
         """Of what graphs between blocks lead to, by id, after which block's turn its gradient is in."""
         self.reaching = False
         """Whether what stands before the blocks runs again."""
-        self.states = dict[int, ModuleState]()
+        self.states = dict[int, ModuleContents]()
         """Of blocks that run again, by place."""
         inside = [module for block in blocks for module in block.module.modules()]
         known = set(map(id, inside))
@@ -364,5 +364,5 @@ class ForwardPasses:
     def _note_state(self, place: int) -> None:
         """What the block holds: gathered, where it is sharded, and not copied to a device yet."""
         if place not in self.states:
-            self.states[place] = state = ModuleState(self._blocks[place].module)
+            self.states[place] = state = ModuleContents(self._blocks[place].module)
             self._buffers[place] = MovedBuffers(state.buffers)

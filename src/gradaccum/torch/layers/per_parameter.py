@@ -220,25 +220,20 @@ def _numbers(value: Any) -> list[Any]:
     return [leaf for _, leaf in leaves(value) if isinstance(leaf, (Tensor, float, int))]
 
 
+def _everything(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """All numbers of an optimizer: its own, its groups', its parameters and their state."""
+    found = _numbers({key: value for key, value in vars(optimizer).items() if key not in ("param_groups", "state")})
+    for group in optimizer.param_groups:
+        found += _numbers({key: value for key, value in group.items() if key != "params"})
+        for p in group["params"]:
+            found += [p.detach(), *_numbers(optimizer.state.get(p, {}))]
+    return found
+
+
 def _agree(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
     """Whether parameters, state and groups are the same but for rounding."""
-    apart = {"param_groups", "state"}
-    own = [_numbers({k: v for k, v in vars(optimizer).items() if k not in apart}) for optimizer in (one, other)]
-    if len(own[0]) != len(own[1]) or any(x is not y and _far(x, y) for x, y in zip(*own, strict=True)):
-        return False
-    for a, b in zip(one.param_groups, other.param_groups, strict=True):
-        scalars = {key: value for key, value in a.items() if key != "params" and not isinstance(value, Tensor)}
-        if any(b.get(key) != value for key, value in scalars.items()):
-            return False
-        both: list[tuple[Any, Any]] = [(a[key], b[key]) for key in a if isinstance(a[key], Tensor)]
-        for p, q in zip(a["params"], b["params"], strict=True):
-            states = [_numbers(optimizer.state.get(key, {})) for optimizer, key in ((one, p), (other, q))]
-            if len(states[0]) != len(states[1]):
-                return False
-            both += [(p.detach(), q.detach()), *zip(*states, strict=True)]
-        if any(_far(x, y) for x, y in both):
-            return False
-    return True
+    own, others = _everything(one), _everything(other)
+    return len(own) == len(others) and not any(x is not y and _far(x, y) for x, y in zip(own, others, strict=True))
 
 
 def _far(x: Any, y: Any) -> bool:
