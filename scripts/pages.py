@@ -33,6 +33,9 @@ EXAMPLES = {
     if path.parent.name != "demo"
 }
 PAGES = {**WHOLE_FILES, **EXAMPLES}
+CONCEPTS = ("noise_scale.md", "batch_norm.md", "equivalence.md", "limits.md", "layers.md", "contrastive.md")
+"""Pages that a search for their subject finds before those that mention it."""
+LAST = ("benchmarks.md", "changelog.md", "examples/")
 
 
 def public_names() -> dict[str, dict[str, list[str]]]:
@@ -65,7 +68,16 @@ def _reference(face: str) -> str:
 
     names = public_names()[face]
     entries = [_entry(face, name, names[name]) for name in sorted(names, key=order)]
-    return "\n".join([f"# `{face}`\n", introduction, "", *entries])
+    return "\n".join([f"# `{face}`\n", introduction, "", *_wrapped_classes(face), *entries])
+
+
+def _wrapped_classes(face: str) -> list[str]:
+    """The classes of a module that makes them when they are asked for: its stub lists them."""
+    stub = ROOT / "src" / f"{face.replace('.', '/')}.pyi"
+    if not stub.exists():
+        return []
+    names = re.findall(r"^class (\w+)\(", stub.read_text(encoding="utf-8"), re.MULTILINE)
+    return [f"By name: {', '.join(f'`{name}`' for name in names)}.", ""]
 
 
 def _example(path: str) -> str:
@@ -94,6 +106,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         "navigation": uri in ("index.md", "start.md"),
     }
     page.meta["hide"] = [part for part, is_hidden in hidden.items() if is_hidden]
+    page.meta["search"] = {"boost": 4.0 if uri in CONCEPTS else 0.5 if uri.startswith(("reference/", *LAST)) else 1.0}
     sources = {to: path for path, to in PAGES.items()}
     folder = posixpath.dirname(sources.get(uri, f"docs/{uri}"))
 
