@@ -22,7 +22,16 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from gradaccum.core.equivalence import Cause
 
-__all__ = ["Leaf", "LossFacts", "LossSplit", "innermost", "loss_cause", "mixing_cause", "moving_cause"]
+__all__ = [
+    "Leaf",
+    "LossFacts",
+    "LossSplit",
+    "coupling_cause",
+    "innermost",
+    "loss_cause",
+    "mixing_cause",
+    "moving_cause",
+]
 
 Array = Any
 Rows = Any
@@ -217,11 +226,20 @@ def loss_cause(splits: Sequence[LossSplit], facts: LossFacts) -> Cause | None:
             "times the share of the rows, as in `sum + penalty * len(x) / total_rows`; or return a mean over rows plus "
             "the term, which accumulates exactly.",
         )
+    return coupling_cause(facts.across_rows)
+
+
+def coupling_cause(advice: str) -> Cause:
+    """A loss that is no mean or sum over rows.
+
+    Args:
+        advice: What else it may be, and what to do.
+    """
     return Cause(
         "loss",
         "loss",
         "The loss is not additive over rows: no weights make the parts add up to the large batch's. It looks across "
-        f"the batch (contrastive, Dice, a batch mean or variance), or {facts.across_rows}",
+        f"the batch (contrastive, Dice, a batch mean or variance), or {advice}",
     )
 
 

@@ -177,7 +177,8 @@ class Comparison:
         self.compared: list[Compared] = []
         """The ways that have run."""
         self._large: Outcome | None = None
-        self._error: Exception | None = None
+        self.error: Exception | None = None
+        """What the last way raised that could not run."""
 
     def restart(self) -> None:
         """Something has changed: the rows run at once again."""
@@ -211,8 +212,8 @@ class Comparison:
             elif found:
                 return found
             else:
-                assert self._error is not None
-                raise self._error
+                assert self.error is not None
+                raise self.error
 
     def _all_ways(self) -> Iterator[Compared]:
         large = self.large
@@ -222,7 +223,7 @@ class Comparison:
             except Exception as error:
                 if self.failed == "raise" or self.runner.is_out_of_memory(error):
                     raise
-                self._error = error
+                self.error = error
                 if self.failed == "differs":
                     yield Compared((order, sizes), [Difference("loss", math.inf, "loss")], {})
                 continue

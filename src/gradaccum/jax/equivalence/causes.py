@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradaccum.core.causes import Leaf, LossFacts, LossSplit, coupling_cause, loss_cause
 from gradaccum.core.equivalence import Cause, Difference
+from gradaccum.core.proof import Outcome, differences_between
 from gradaccum.jax.batch import drawn_shapes
-from gradaccum.jax.equivalence.trial import Outcome, Trial
+from gradaccum.jax.equivalence.trial import Trial
 from gradaccum.jax.loss import Verdict
 
 __all__ = ["find_causes"]
@@ -52,8 +53,9 @@ def find_causes(
                 "it, and with the statistics of fewer rows. Loss and gradient are the large batch's.",
             )
         ]
-    splits = [_Split(trial, order, np.random.default_rng(seed)) for seed in range(3)]
-    cause = _of_an_input(trial, order, size, allowed) or _of_the_loss(trial, splits)
+    cause = _of_an_input(trial, order, size, allowed) or loss_cause(_splits(trial, order), _facts(trial))
+    if cause is not None and cause.kind == "loss":  # nothing that is known of it says more
+        cause = None
     seen = verdict.kind if verdict.certain else ""
     if seen and seen != "batch_norm" and (cause is None or cause.kind not in (seen, "input")):
         return [Cause(seen, "loss", verdict.message)]  # type: ignore[arg-type]  # its kinds are causes' kinds
@@ -70,16 +72,58 @@ def find_causes(
                 "GroupNorm or LayerNorm.",
             )
         ]
-    return [
-        Cause(
-            "loss",
-            "loss",
-            "The loss is not additive over rows: no weights make the parts add up to the large batch's. It looks "
-            "across the batch (contrastive, Dice, a batch mean or variance), or a layer does (BatchNorm in training "
-            "mode). For the former use gradaccum.jax.chunked around the model, which gives the large batch's gradient "
-            "for any loss.",
-        )
-    ]
+    return [coupling_cause(_ACROSS_ROWS)]
+
+
+_ACROSS_ROWS = (
+    "a layer does (BatchNorm in training mode). For the former use gradaccum.jax.chunked around the model, which gives "
+    "the large batch's gradient for any loss."
+)
+
+
+def _splits(trial: Trial, order: np.ndarray) -> list[LossSplit]:
+    """The rows in two parts, each evaluated by itself."""
+    splits, cut = [], max(1, (3 * len(order)) // 8)
+    for seed in range(3):
+        shuffled = np.random.default_rng(seed).permutation(order)
+        first, second = shuffled[:cut], shuffled[cut:]
+        parts = [trial.vector(first)], [trial.vector(second)]
+        splits.append(LossSplit.of((first, second), [trial.vector(shuffled)], parts))
+    return splits
+
+
+def _facts(trial: Trial) -> LossFacts:
+    """What is known of the loss, in the user's words."""
+    is_mean = trial.options["reduction"] == "mean"
+    weighed = "what `weight` returns" if trial.options["weight"] is not None else "rows"
+    return LossFacts(
+        trial.options["reduction"],
+        weighed if is_mean else "nothing, being taken for sums",
+        trial.weight,
+        [
+            _leaf(path, np.moveaxis(np.asarray(leaf), axis, 0))
+            for path, axis, leaf in trial.leaves()
+            if axis is not None and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        ],
+        [trial.names[number] for number in trial.batches],
+        "Leave `weight` out",
+        "Pass weight=, a function of the batch that returns what the loss divides by.",
+        _ACROSS_ROWS,
+        fits=_FITS,
+    )
+
+
+def _leaf(path: str, values: np.ndarray) -> Leaf:
+    kind = {"b": "bool", "i": "whole", "u": "whole"}.get(values.dtype.kind, "float")
+    return Leaf(
+        path,
+        path,
+        lambda rows: values[rows],
+        kind,  # type: ignore[arg-type]  # one of these
+        values.ndim,
+        frozenset(np.unique(values).tolist()) if kind == "whole" else None,
+        kind == "float" and not (values >= 0).all(),
+    )
 
 
 def _draws_for_rows(trial: Trial) -> bool:
@@ -87,119 +131,6 @@ def _draws_for_rows(trial: Trial) -> bool:
         return False
     rows = np.arange(trial.rows)
     return drawn_shapes(trial.jaxpr(rows)) != drawn_shapes(trial.jaxpr(rows[:-1]))
-
-
-class _Split:
-    """The rows in two parts, each evaluated by itself."""
-
-    def __init__(self, trial: Trial, order: np.ndarray, random: np.random.Generator) -> None:
-        shuffled = random.permutation(order)
-        first = max(1, (3 * len(order)) // 8)
-        self.rows = shuffled[:first], shuffled[first:]
-        self.whole = _vector(trial, shuffled)
-        self.parts = [_vector(trial, rows) for rows in self.rows]
-
-    def share(self) -> float | None:
-        """s of `whole = s first + (1 - s) second`; None where there is none."""
-        first, second = self.parts
-        across, target = first - second, self.whole - second
-        if not np.vdot(across, across).real:
-            return None
-        share = (np.vdot(across, target) / np.vdot(across, across)).real
-        residual = np.abs(target - share * across).max()
-        return float(share) if residual <= _FITS * np.abs(self.whole).max() else None
-
-    def excess(self) -> np.ndarray:
-        """What the sum of the parts has too much, relative to the whole."""
-        return (self.parts[0] + self.parts[1] - self.whole) / np.abs(self.whole).max()
-
-
-def _vector(trial: Trial, rows: np.ndarray) -> np.ndarray:
-    return trial.outcome(rows, len(rows)).vector
-
-
-def _of_the_loss(trial: Trial, splits: list[_Split]) -> Cause | None:
-    if any(not np.isfinite(part).all() for split in splits for part in split.parts):
-        return None
-    shares = [split.share() for split in splits]
-    if all(share is not None and -_FITS < share < 1 + _FITS for share in shares):
-        return _wrong_weight(trial, splits, [share for share in shares if share is not None])
-    excess = [split.excess() for split in splits]
-    if all(np.abs(each).max() < _FITS for each in excess) and trial.options["reduction"] == "mean":
-        return Cause(
-            "reduction",
-            "loss",
-            "The loss is a sum over its rows, or is divided by a number that doesn't depend on the micro-batch, and "
-            'was taken to be a mean. Pass reduction="sum".',
-        )
-    if max(np.abs(each - excess[0]).max() for each in excess) < _FITS:
-        return Cause(
-            "regulariser",
-            "loss",
-            "The loss has a term that doesn't depend on the rows (a regulariser, such as a sum over the parameters) "
-            "beside a sum over them, so it is counted once per micro-batch. Return a mean over rows plus the term, "
-            "which accumulates exactly.",
-        )
-    return None
-
-
-def _wrong_weight(trial: Trial, splits: list[_Split], shares: list[float]) -> Cause | None:
-    declared = [[trial.weight(rows) for rows in split.rows] for split in splits]
-    is_mean = trial.options["reduction"] == "mean"
-    if is_mean and all(_close(share, _share(weights)) for share, weights in zip(shares, declared)):
-        return None  # weighed right: the loss is not what differs
-    weighed = "what `weight` returns" if trial.options["weight"] is not None else "rows"
-    was = weighed if is_mean else "nothing, being taken for sums"
-
-    def fits(count: Any) -> bool:
-        counted = [[count(rows) for rows in split.rows] for split in splits]
-        return all(min(c) >= 0 and sum(c) > 0 and _close(s, _share(c)) for s, c in zip(shares, counted))
-
-    found = next(((name, code) for name, code, count in _candidates(trial) if fits(count)), None)
-    if found is None:
-        first, second = (len(rows) for rows in splits[0].rows)
-        return Cause(
-            "weight",
-            "loss",
-            f"The loss is a mean, but not over {was}: micro-batches of {first} and {second} rows would have to weigh "
-            f"{shares[0]:.4g} to {1 - shares[0]:.4g}. Tried rows, targets that are not ignored, and masks; none of "
-            "them is it. Pass weight=, a function of the batch that returns what the loss divides by.",
-        )
-    name, code = found
-    names = ", ".join(trial.names[n] for n in trial.batches)
-    advice = [] if is_mean else ['reduction="mean"']
-    advice += [f"weight=lambda {names}: {code}"] if code else []
-    return Cause(
-        "weight",
-        "loss",
-        f"The loss is a mean over {name}, but its micro-batches were weighed by {was}. "
-        f"{'Pass ' + ', '.join(advice) if advice else 'Leave `weight` out'}: that makes them exact.",
-    )
-
-
-def _candidates(trial: Trial) -> Iterator[tuple[str, str, Any]]:
-    """`(what, its code, its count for rows)` of what a mean may be over."""
-    yield "rows", "", lambda rows: float(len(rows))
-    for path, axis, leaf in trial.leaves():
-        if axis is None or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            continue
-        values = np.moveaxis(np.asarray(leaf), axis, 0)
-        if np.issubdtype(values.dtype, np.integer) or values.dtype == bool:
-            if values.dtype == bool or set(np.unique(values)) <= {0, 1}:
-                yield f"the entries of {path} that are set", f"{path}.sum()", lambda r, v=values: float(v[r].sum())
-            for ignored in (-100, -1, 0):
-                yield (
-                    f"the entries of {path} that are not {ignored}",
-                    f"({path} != {ignored}).sum()",
-                    lambda r, v=values, i=ignored: float((v[r] != i).sum()),
-                )
-        elif np.issubdtype(values.dtype, np.floating) and (values >= 0).all():
-            yield f"the weights in {path}", f"{path}.sum()", lambda r, v=values: float(v[r].sum())
-            yield (
-                f"the entries of {path} that are not 0",
-                f"({path} != 0).sum()",
-                lambda r, v=values: float((v[r] != 0).sum()),
-            )
 
 
 def _of_an_input(trial: Trial, order: np.ndarray, size: int, allowed: float) -> Cause | None:
@@ -222,8 +153,10 @@ def _of_an_input(trial: Trial, order: np.ndarray, size: int, allowed: float) -> 
         except Exception:  # the shapes say that it is to be split
             continue
         whole = whole or trial.outcome(order, trial.rows, in_axes, position)
-        counts_alone = all(each.error <= allowed for each in part.differences(whole))  # nothing hangs on the others
-        if not counts_alone and all(each.error <= allowed for each in found.differences(whole)):
+        counts_alone = all(
+            each.error <= allowed for each in differences_between(trial, part, whole)
+        )  # nothing hangs on the others
+        if not counts_alone and all(each.error <= allowed for each in differences_between(trial, found, whole)):
             return Cause(
                 "input",
                 path,
@@ -237,11 +170,3 @@ class _Axis:
 
     def __init__(self, axis: int | None) -> None:
         self.axis = axis
-
-
-def _share(weights: Sequence[float]) -> float:
-    return weights[0] / sum(weights) if sum(weights) else 0.0
-
-
-def _close(a: float, b: float) -> bool:
-    return abs(a - b) < 1e-5

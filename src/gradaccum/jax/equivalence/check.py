@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from gradaccum.core.equivalence import Cause, Difference, Equivalence
+from gradaccum.core.equivalence import Cause, Equivalence, limits_of
+from gradaccum.core.proof import Compared, Comparison, Way, worst
 from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import even_sizes
 from gradaccum.jax.equivalence.causes import find_causes
@@ -87,55 +88,61 @@ def check_equivalence(
 
 def _checked(trial: Trial, micro_batch_size: int | None, tolerance: float | None) -> Equivalence:
     rows = trial.rows
-    in_order, shuffled = np.arange(rows), np.random.default_rng(0).permutation(rows)
-    whole = trial.outcome(in_order, rows)
-    bad = {name: loss for name, loss in whole.losses.items() if not np.isfinite(loss).all()}
-    if bad:
-        raise ValueError(f"The large batch's own loss is {next(iter(bad.values()))}: there is nothing to compare.")
     precision, device = trial.precision(), jax.default_backend()
-    allowed = rounding(precision, device) if tolerance is None else tolerance
+    allowed = trial.tolerance = rounding(precision, device) if tolerance is None else tolerance
     ragged = _ragged_size(rows)
-    given = [] if micro_batch_size is None or micro_batch_size >= rows else [(in_order, micro_batch_size)]
-    partitions = [*given, (in_order, ragged), (shuffled, ragged)]
-    worst: dict[tuple[str, str], Difference] = {}
-    failing, most, causes = None, allowed, []
-    for order, size in partitions:
-        expected = whole if order is in_order else trial.outcome(order, rows)
-        try:
-            found = trial.outcome(order, size)
-        except Exception as error:
-            first_line = (str(error).strip().splitlines() or [""])[0]
-            sizes = " + ".join(map(str, even_sizes(rows, size)))
-            message = f"In micro-batches of {sizes} rows the loss raises {type(error).__name__}: {first_line}"
-            causes = [Cause("error", "loss", f"{message} The large batch does not. {_SIZES}")]
-            break
-        for difference in found.differences(expected):
-            key = difference.part, difference.name
-            if key not in worst or not difference.error <= worst[key].error:
-                worst[key] = difference
-            if not difference.error <= most:
-                failing, most = (order, size), difference.error
-    differences = tuple(worst.values())
+    given = [] if micro_batch_size is None or micro_batch_size >= rows else [micro_batch_size]
+    orders: list[tuple[Sequence[int], list[int]]] = [
+        (range(rows), [*given, ragged]),
+        (np.random.default_rng(0).permutation(rows).tolist(), [ragged]),
+    ]
+    found: list[Compared] = []
+    ways: list[Way] = []
+    causes: list[Cause] = []
+    for order, sizes in orders:
+        cuts: list[Way] = [(order, even_sizes(rows, size)) for size in sizes]
+        comparison = Comparison(trial, order, cuts, "differs")
+        bad = [loss for loss in comparison.large.losses.values() if not np.isfinite(loss).all()]
+        if bad and not found:
+            raise ValueError(f"The large batch's own loss is {bad[0]}: there is nothing to compare.")
+        comparison.differences()
+        found += comparison.compared
+        ways += cuts
+        failed = next((one.way for one in comparison.compared if not one.distances), None)
+        if failed is not None and not causes:
+            causes = [_failure(comparison.error, failed)]
+    found.sort(key=lambda one: -one.error)
+    differences = worst(d for one in found if one.distances for d in one.differences)
+    differs = not found[0].error <= allowed
     verdict = trial.verdict()
-    if failing is not None and not causes:
-        causes = find_causes(trial, *failing, differences, allowed, verdict)
+    if differs and not causes:
+        worst_order, parts = found[0].way
+        causes = find_causes(trial, np.asarray(worst_order), max(parts), differences, allowed, verdict)
     refused = verdict.certain and verdict.kind != "exact"
-    ok = failing is None and not causes
-    if ok and not refused:
+    if not differs and not refused:
         known_exact(trial.loss_fn)
+    held = "Random numbers were held: whatever is drawn, as by dropout, was the same for each row."
     return Equivalence(
-        differences,
+        tuple(differences),
         allowed,
         tuple(causes),
         rows=rows,
-        partitions=tuple(tuple(even_sizes(rows, size)) for _, size in partitions),
+        partitions=tuple(tuple(sizes) for _, sizes in ways),
         notes=(
-            *_notes(trial),
-            *([_REFUSED.format(verdict.message)] if refused and failing is None and not causes else []),
+            *([held] if trial.holds_keys else []),
+            *limits_of(rows),
+            *([_REFUSED.format(verdict.message)] if refused and not differs else []),
         ),
         precision=precision,
         device=device,
     )
+
+
+def _failure(error: Exception | None, way: Way) -> Cause:
+    """What the loss raises in micro-batches, and not on the large batch."""
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    message = f"In micro-batches of {' + '.join(map(str, way[1]))} rows the loss raises {type(error).__name__}: "
+    return Cause("error", "loss", f"{message}{first_line} The large batch does not. {_SIZES}")
 
 
 _REFUSED = "This batch hides what others will show, and value_and_grad refuses the loss: {}"
@@ -145,14 +152,3 @@ _SIZES = "Write it for any number of rows."
 def _ragged_size(rows: int) -> int:
     """A size that gives micro-batches of different sizes, if these rows can have that."""
     return next((size for size in range(rows - 1, 0, -1) if len(set(even_sizes(rows, size))) > 1), 1)
-
-
-def _notes(trial: Trial) -> Iterator[str]:
-    if trial.holds_keys:
-        yield "Random numbers were held: whatever is drawn, as by dropout, was the same for each row."
-    if trial.rows < 4:
-        yield f"{trial.rows} rows allow few partitions: a batch of 8 or more says more."
-    yield (
-        "This is evidence from one batch, not a proof: what happens only with other data, other sizes or at another "
-        "time in training can't be excluded."
-    )

@@ -3,63 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum.core.equivalence import Difference
+from gradaccum.core.numpy_arrays import is_finite, largest, measure
+from gradaccum.core.proof import Measured, Outcome
 from gradaccum.jax.batch import Batch, argument_numbers, axes_of_each, equations
 from gradaccum.jax.equivalence.held_keys import held
 from gradaccum.jax.loss import Verdict
 from gradaccum.jax.train_step import judge_loss, value_and_grad
 
-__all__ = ["Outcome", "Trial"]
+__all__ = ["Trial"]
 
-_SMALL = 1e-2
+SMALL = 1e-2
 """Gradients that are smaller than the largest one by this factor are measured by that one: where a gradient is zero,
 all of it is rounding."""
 
 
-class Outcome(NamedTuple):
-    """What one evaluation gave.
-
-    Args:
-        losses: By name; a single one is `"loss"`.
-        gradients: By the parameter's path.
-        state: By path: where the state is afterwards.
-    """
-
-    losses: dict[str, np.ndarray]
-    gradients: dict[str, np.ndarray]
-    state: dict[str, np.ndarray]
-
-    @property
-    def vector(self) -> np.ndarray:
-        """Loss and gradients in one."""
-        parts = [*self.losses.values(), *self.gradients.values()]
-        return np.concatenate([np.ravel(part).astype(np.complex128) for part in parts])
-
-    def differences(self, whole: Outcome) -> list[Difference]:
-        """How far each part is from that of the whole batch."""
-        found = [
-            Difference(name, _relative_error(loss, whole.losses[name]), "loss") for name, loss in self.losses.items()
-        ]
-        largest = max((_largest(gradient) for gradient in whole.gradients.values()), default=0.0)
-        for name, gradient in self.gradients.items():
-            error = _relative_error(gradient, whole.gradients[name], _SMALL * largest)
-            found.append(Difference(name, error, "gradient", int(gradient.size)))
-        for name, state in self.state.items():
-            if np.issubdtype(state.dtype, np.number):
-                error = _relative_error(state, whole.state[name])
-                found.append(Difference(name, error, "buffer", int(state.size)))
-        return found
-
-
 class Trial:
-    """The user's loss, arguments and keywords of `value_and_grad`.
+    """Runs rows of a batch by `value_and_grad`, with the user's loss, arguments and keywords: a proof's `Runner`.
 
     Args:
         loss_fn: The loss.
@@ -84,6 +50,41 @@ class Trial:
         self.batch = Batch(tuple(self.args[n] for n in self.batches), axes, names)
         self.rows = self.batch.rows
         self._compiled: dict[Any, Any] = {}
+        self.tolerance = 0.0
+        """The largest relative error that is rounding."""
+
+    def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
+        """These rows in micro-batches of these sizes, which are even; None: at once."""
+        return self.outcome(np.asarray(rows), len(rows) if sizes is None else max(sizes))
+
+    def nearby(self, rows: Sequence[int]) -> Iterator[Outcome]:
+        """Nothing: in float64 what differs is no rounding."""
+        return iter(())
+
+    def measure(self, pairs: Sequence[tuple[Any, Any]]) -> list[Measured]:
+        """How far arrays are from each other."""
+        return measure(pairs)
+
+    def is_finite(self, arrays: Sequence[Any]) -> bool:
+        """Whether all numbers in these are."""
+        return is_finite(arrays)
+
+    @property
+    def in_half(self) -> bool:
+        """Whether it computes in 16 bits."""
+        return False
+
+    def lower_scale(self) -> bool:
+        """There is no scale."""
+        return False
+
+    def replace_noise(self) -> bool:
+        """Keys that are named are held from the beginning."""
+        return False
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Whether memory ran out."""
+        return "RESOURCE_EXHAUSTED" in str(error)
 
     def outcome(self, rows: np.ndarray, size: int, in_axes: Any = None, whole: int | None = None) -> Outcome:
         """What micro-batches of this size make of these rows; under other `in_axes`, which share the leaf `whole`."""
@@ -107,7 +108,16 @@ class Trial:
             named = {self.names[argnums]: gradients} if jax.tree_util.all_leaves([gradients]) else gradients
         if jax.tree_util.all_leaves([state]):
             state = {self.names[self.state_argnum]: state}
-        return Outcome(_flat(losses), _flat(named), _flat(state))
+        gradients = _flat(named)
+        scale = SMALL * max(map(largest, gradients.values()), default=0.0)
+        moved = {name: array for name, array in _flat(state).items() if np.issubdtype(array.dtype, np.number)}
+        return Outcome(_flat(losses), gradients, moved, dict.fromkeys(gradients.keys() - moved.keys(), scale))
+
+    def vector(self, rows: np.ndarray) -> np.ndarray:
+        """Loss and gradients of these rows at once, in one."""
+        outcome = self.outcome(rows, len(rows))
+        parts = [*outcome.losses.values(), *outcome.gradients.values()]
+        return np.concatenate([np.ravel(part).astype(np.complex128) for part in parts])
 
     def taken(self, rows: np.ndarray, whole: int | None = None) -> tuple[Any, ...]:
         """The arguments, with these rows of the batch; all of the leaf at the position `whole`."""
@@ -179,18 +189,3 @@ def _in_double(leaf: Any) -> Any:
 def _flat(tree: Any) -> dict[str, np.ndarray]:
     found, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in found}
-
-
-def _largest(array: np.ndarray) -> float:
-    array = np.abs(array)
-    return float(array[np.isfinite(array)].max(initial=0.0))
-
-
-def _relative_error(actual: np.ndarray, expected: np.ndarray, floor: float = 0.0) -> float:
-    """`max|actual - expected| / max|expected|`; inf where only one of both is finite."""
-    finite = np.isfinite(expected)
-    if actual.shape != expected.shape or not np.array_equal(np.isfinite(actual), finite):
-        return float("inf")
-    difference = _largest(np.where(finite, actual, 0) - np.where(finite, expected, 0))
-    scale = max(_largest(expected), floor)
-    return difference / scale if scale else (float("inf") if difference else 0.0)
