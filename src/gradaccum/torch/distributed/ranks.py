@@ -143,6 +143,9 @@ class Ranks(SingleRank):
         self._reducing = False
         self._versions: list[tuple[int, int]] | None = None  # of the gradients, when a backward pass had reduced them
 
+    def reduce_manually(self) -> None:
+        self._manual = True
+
     @property
     def manual_reduce(self) -> bool:  # type: ignore[override]
         # A backward pass reduces in a unit that is known before.

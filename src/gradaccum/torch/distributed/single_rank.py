@@ -170,6 +170,10 @@ class SingleRank:
     rank = 0
     manual_reduce = False
     """Whether the open window is reduced when its sum is finished, rather than in its last backward pass."""
+
+    def reduce_manually(self) -> None:
+        """From now on, reduce windows when their sums are finished."""
+
     unit: float | None = None
     """What all ranks' sums are multiples of in a window that a backward pass reduces: a micro-batch's weight, so that
     what is reduced is of the gradients' own size, in float16 too. None until the ranks have agreed on one."""

@@ -26,6 +26,7 @@ __all__ = [
     "NamedLoss",
     "TermSums",
     "checked_terms",
+    "late_names_error",
     "mixed_terms_error",
     "not_by_name_error",
     "unscaled_terms_error",
@@ -125,10 +126,15 @@ class TermSums(GradientBuffer):
         """The next micro-batch has its own losses."""
         self._named.clear()
 
-    def fold(self) -> bool:
-        """Divide each term's sum by its total and add them up in `p.grad`. Returns whether there are terms."""
-        for term in self.terms.values():
-            total = term.unit / math.fsum(term.weights)
+    def totals(self) -> dict[Hashable, float]:
+        """What each term weighs in this window."""
+        return {name: math.fsum(term.weights) for name, term in self.terms.items()}
+
+    def fold(self, totals: Mapping[Hashable, float] | None = None) -> None:
+        """Divide each term's sum by its total, over all ranks if they are given, and add them up in `p.grad`."""
+        totals = self.totals() if totals is None else totals
+        for name, term in self.terms.items():
+            total = term.unit / totals[name]
             if term is self._first:
                 scale_(self.gradients(), total)
                 continue
@@ -137,7 +143,6 @@ class TermSums(GradientBuffer):
                 held = zip(self.get(), term.sums or [None] * len(self.parameters()), strict=True)
                 self.set(s if a is None else a if s is None else _added(a, s) for a, s in held)
             term.sums = []
-        return bool(self.terms)
 
     def expose(self, accepting: Accepting) -> None:
         """Have an overflow of any term in `p.grad`, where a GradScaler looks for it."""
@@ -272,9 +277,17 @@ def not_by_name_error() -> ValueError:
     """Losses came by name where they cannot."""
     return ValueError(
         "Losses that come by name, backward({name: (loss, weight)}), have a weight each, so there is none for all of "
-        "them: neither beside them nor in batches(). Each takes a sum of gradients of its own, which several ranks, "
+        "them: neither beside them nor in batches(). Each takes a sum of gradients of its own, which sharded models, "
         'nonfinite="skip_micro_batch" and noise_scale=True do not go together with. TrainStep takes them there: its '
         "compute_loss may return the same."
+    )
+
+
+def late_names_error() -> WindowError:
+    """Losses come by name for the first time, on ranks whose backward passes reduce single losses by now."""
+    return WindowError(
+        "Losses came as backward({name: (loss, weight)}) for the first time in a later window than the first, on "
+        "several ranks, which reduce a single loss in the backward pass by now. Use names from the first window on."
     )
 
 

@@ -33,6 +33,7 @@ from gradaccum.torch.loss import (
     WindowLoss,
     checked_scalar,
     checked_terms,
+    late_names_error,
     mixed_terms_error,
     not_by_name_error,
     unscaled_terms_error,
@@ -100,6 +101,7 @@ class GradientWindow(Listener):
         """Whether a checkpoint holds all of it: it may go on elsewhere."""
         self.set_to_none = True
         """What the user's loop passes to `zero_grad`."""
+        self._folded = False
         self._always_special = self.screened is not None or self.noise is not None or self.ranks.is_distributed
         self.begin()
         self.build_stages()
@@ -109,7 +111,7 @@ class GradientWindow(Listener):
         ranks, scaled = self.ranks.is_distributed, self.loss_scale.known
         self.stages: list[Stage] = gradient_stages(
             self._screen if self.screened is not None else None,
-            self._fold if self.named is not None and self.named.used else None,
+            self._fold if self.named is not None and self.named.used and not ranks else None,
             self._reduce if ranks else None,
             Unscale() if scaled or ranks else None,
             **self._options,
@@ -215,12 +217,15 @@ class GradientWindow(Listener):
     def _backward_named(self, terms: list[NamedLoss], **how: Any) -> None:
         """The backward passes of several losses, each to a sum of its own."""
         window, one, named = self.window, self.window.micro_batch, self.named
-        if named is None or self.noise is not None or self.ranks.is_distributed or one.default_given:
+        if named is None or self.noise is not None or self.ranks.sharded or one.default_given:
             raise not_by_name_error()
         if not named.terms and (window.weight > 0 or one.weight is not None or self.monitor.arrivals):
             raise mixed_terms_error()
+        if self.ranks.is_distributed and not self.ranks.manual_reduce:
+            raise late_names_error()
         if not named.used:
             named.used = True
+            self.ranks.reduce_manually()  # each sum is divided by its own total before they are one
             self.build_stages()
         self.special = True
         if one.weight is None and not window.micro_batches:
@@ -454,6 +459,7 @@ class GradientWindow(Listener):
             scale.bring_to(ranks.loss_scale)
         weights = window.weight, window.weights_given, window.largest
         mine = Total(*weights, *scale.agreement(), window.equal, idle=not window.micro_batches)
+        self._folded = False
         everybody = ranks.total(mine, self._rescale)
         scale.agree(ranks.loss_scale)
         window.weight, window.weights_given = everybody.weight, everybody.given
@@ -463,9 +469,18 @@ class GradientWindow(Listener):
             finite = all_finite(self.buffer.gradients())
             total.overflow = ranks.sum((~finite).double()).item() > 0
         self._weigh(total)
+        if self._folded:
+            total.divisor = 1 / ranks.size  # the reduction leaves a mean over the ranks
         return True
 
     def _rescale(self, unit: float) -> None:
+        """All ranks are about to reduce: bring the sum to one unit, those of losses by name to one sum."""
+        if self.named is not None and self.named.used:
+            totals = self.ranks.sum_by_name(self.named.totals())
+            if totals:
+                self.named.fold(totals)
+                self._folded = True
+                return
         if self.window.reduction == "mean":
             factor = self.window.rescale(unit)
             if factor != 1.0:
