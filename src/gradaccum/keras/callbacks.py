@@ -87,6 +87,12 @@ class GradientAccumulation(keras.callbacks.Callback):
                 f"steps_per_execution={per_execution}. Use {{epoch: steps}}, or compile with 1."
             )
         window = optimizer.window
+        other, window.driver = window.driver, self
+        if other is not None and other is not self and other.params is self.params:  # of the same fit()
+            raise ValueError(
+                "fit() was given two GradientAccumulation callbacks for one optimizer, which would both close its "
+                f"windows. Received: steps={other._schedule} and steps={self._schedule}. Keep one of them."
+            )
         # What compile() puts around it under mixed_float16 drops micro-batches that overflow, without a word to us.
         self._drops_micro_batches = self._model.optimizer is not optimizer
         if self._drops_micro_batches and per_execution > 1:

@@ -252,3 +252,11 @@ def test_windows_of_one_micro_batch_have_any_loss(caplog):
     with caplog.at_level(logging.WARNING, "gradaccum"):
         model.fit(*regression(8), batch_size=4, verbose=0, callbacks=[GradientAccumulation()])
     assert messages(caplog) == []
+
+
+def test_two_callbacks_of_one_fit_are_refused_by_name():
+    model = wrapped(sgd(), 2)
+    two = [GradientAccumulation({0: 8}), GradientAccumulation(2)]
+    with pytest.raises(ValueError, match="two GradientAccumulation callbacks"):
+        model.fit(*regression(8), batch_size=4, verbose=0, callbacks=two)
+    model.fit(*regression(8), batch_size=4, verbose=0, callbacks=two[:1])

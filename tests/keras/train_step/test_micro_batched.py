@@ -60,10 +60,12 @@ So `ops.mean` computes in it, and `ops.tanh`, and with it an activity regularise
 """
 
 
-def assert_same(make, compiled, x, y=None, tolerance=1e-6, micro_batch_size=MICRO, in_logs=0.0, eager=EAGER, **fit):
+def assert_same(
+    make, compiled, x, y=None, tolerance=1e-6, micro_batch_size=MICRO, in_logs=0.0, eager=EAGER, verify=False, **fit
+):
     """Both ways of training end with the same weights, the same optimizer state and the same logs."""
     plain, expected = run(make, compiled, x, y, eager=eager, **fit)
-    ours, logs = run(make, compiled, x, y, micro_batch_size, **fit)
+    ours, logs = run(make, compiled, x, y, micro_batch_size, verify=verify, **fit)
     assert relative_error(ours.get_weights(), plain.get_weights()) <= tolerance
     states = [[keras.ops.convert_to_numpy(v) for v in model.optimizer.variables] for model in (ours, plain)]
     assert relative_error(*states) <= 10 * tolerance

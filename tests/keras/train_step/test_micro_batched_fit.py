@@ -305,7 +305,28 @@ def test_sparse_inputs_match_plain_fit_and_are_proved():
     assert gradaccum.keras.check_equivalence(model, sparse(x), X[:, :3]).ok
 
 
+@compiled_on("tensorflow")
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras says so of the other output's layer
+def test_a_loss_that_is_a_number_of_pythons_matches_plain_fit_and_is_proved(float64):
+    def make():
+        inputs = layers.Input((5,))
+        hidden = layers.Dense(4, kernel_regularizer="l2")(inputs)
+        return keras.Model(inputs, [layers.Dense(3, name="trained")(hidden), layers.Dense(2, name="other")(hidden)])
+
+    compiled = lambda: {"loss": ["mse", lambda y, p: 0.0]}  # noqa: E731
+    ours, _ = assert_same(make, compiled, X, [X[:, :3], X[:, :2]], float64, verify=True, epochs=1)
+    assert gradaccum.keras.check_equivalence(ours, X, [X[:, :3], X[:, :2]]).ok
+
+
 # Errors.
+
+
+@compiled_on("jax")
+def test_a_layer_that_keeps_a_state_of_each_row_is_refused_by_name():
+    model = keras.Sequential([layers.Input(batch_shape=(8, 2, 5)), layers.SimpleRNN(3, stateful=True, name="rnn")])
+    micro_batched(model, 4, verify=False).compile(optimizer=sgd(), loss="mse")
+    with pytest.raises(ValueError, match="a state of each of its rows: 'rnn' with stateful=True"):
+        model.train_on_batch(np.zeros((8, 2, 5)), np.zeros((8, 3)))
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, True, "4", None])

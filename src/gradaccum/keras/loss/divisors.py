@@ -137,7 +137,7 @@ def weighed(
     values: list[Any] = []
     with _recorded(loss, values):
         value = loss(y_true, y_pred, sample_weight)
-    if not values or len(values[-1].shape) == 0:
+    if not values or len(getattr(values[-1], "shape", ())) == 0:  # a number of Python's has none
         return value, None  # a scalar that the loss reduced by itself: a mean over rows, or it is refused
     reduction = getattr(loss, "reduction", "sum_over_batch_size")
     if reduction in ("sum", "none", None):

@@ -152,6 +152,8 @@ class Window:
         self.place = place
         self.driven = False
         """Whether the GradientAccumulation callback tells of epochs and rows."""
+        self.driver: Any = None
+        """That callback, of the latest `fit`."""
         self.in_fit = False
         """Whether it has trained in a `fit` with that callback which has not ended."""
         self.loaded = False

@@ -27,6 +27,7 @@ from gradaccum.keras.private import (
     compiled_metrics,
     is_of_keras,
     keras_mask,
+    layers_in,
     loss_tracker,
     metric_function,
     set_keras_mask,
@@ -170,8 +171,18 @@ class MicroBatchedStep:
         if not all(one is other for one, other in zip(compiled, self._built)):
             self.training.build(data)
             self._warn(stacklevel=2)
+            self._check_states(rows)
             self._built = compiled
         return self.training.attempt(data, rows, functools.partial(self._size_for, data), self._run)
+
+    def _check_states(self, rows: int | None) -> None:
+        stateful = [repr(layer.name) for layer in layers_in(self.model) if getattr(layer, "stateful", False)]
+        if stateful and (rows is None or self.micro_batch_size == "auto" or rows > self.micro_batch_size):
+            raise ValueError(
+                f"A batch can't be cut for layers that keep a state of each of its rows: {', '.join(stateful)} "
+                f"with stateful=True. Received: micro_batch_size={self.micro_batch_size!r} and a batch of {rows} rows. "
+                "Use stateful=False, or micro-batches of the whole batch."
+            )
 
     def _run(self, batches: Any, gradients: Any) -> Window:
         """All micro-batches, and what they add up to."""
