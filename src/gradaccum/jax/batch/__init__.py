@@ -1,10 +1,8 @@
 """Where the rows of a batch are, and how micro-batches are taken from it."""
 
-from gradaccum.jax.batch.arguments import argument_numbers, axes_of_each
+from gradaccum.jax.batch.arrays import as_varying, like, squared_norm, varying_axes, zeros
 from gradaccum.jax.batch.jaxprs import drawn_shapes, equations
-from gradaccum.jax.batch.norms import squared_norm
-from gradaccum.jax.batch.rows import Batch, Group, spread
-from gradaccum.jax.batch.types import as_varying, like, varying_axes, zeros
+from gradaccum.jax.batch.rows import Batch, Group, argument_numbers, axes_of_each, spread
 
 __all__ = [
     "Batch",

@@ -315,11 +315,9 @@ def function(values: Sequence[Value], source: Source, number: Any) -> Terms:
     symbols = symbols_of(*values)
     if not symbols and (with_rows or not own):
         return frozenset([Term(own)])
-    kinds = {symbol.kind for symbol in symbols}
-    if own and not with_rows:
-        kinds.add("mixed")
-    kind = next(kind for kind in ("random", "mixed", "sum", "position", "count") if kind in kinds)
-    kind = "mixed" if kind == "sum" else kind
+    kinds = {"mixed" if symbol.kind == "sum" else symbol.kind for symbol in symbols}
+    kinds |= {"mixed"} if own and not with_rows else set()
+    kind = next(kind for kind in ("random", "mixed", "position", "count") if kind in kinds)
     causes = [(s.origin, s.source) for s in symbols if s.kind in (kind, "sum") and s.origin is not None]
     causes += [each for value in values for each in value.sums if kind == "mixed"]
     origin, source = min(causes, key=lambda cause: cause[0], default=(number, source))

@@ -29,6 +29,7 @@ from gradaccum.jax.loss.domain import (
     common_place,
     exponent,
     of,
+    symbols_of,
 )  # fmt: skip
 
 __all__ = [
@@ -92,6 +93,17 @@ class Equation(NamedTuple):
     number: Any
     dtypes: tuple[list[Any], list[Any]]
     traced: tuple[Any, Any]
+
+
+def _equation(one: Any, other: Any, info: Any) -> Equation:
+    def kinds(variables: list[Any], name: str, without: Any) -> list[Any]:
+        return [getattr(variable.aval, name, without) for variable in variables]
+
+    name = one.primitive.name
+    shapes, outputs, others = (kinds(some, "shape", ()) for some in (one.invars, one.outvars, other.outvars))
+    dtypes = kinds(one.invars, "dtype", None), kinds(one.outvars, "dtype", None)
+    source = Source(name, info)
+    return Equation(name, one.params, other.params, shapes, outputs, others, source, None, dtypes, (one, other))
 
 
 class Interpreter:
@@ -177,22 +189,14 @@ class Interpreter:
         return Place(axes[0], 1, length // self.rows[0])
 
     def _outputs(self, one: Any, other: Any, values: list[Any]) -> list[Known]:
-        name = one.primitive.name
-        shapes, outputs, others = (
-            [tuple(getattr(v.aval, "shape", ())) for v in some] for some in (one.invars, one.outvars, other.outvars)
-        )
-        given, made = ([getattr(v.aval, "dtype", None) for v in some] for some in (one.invars, one.outvars))
-        source = Source(name, _called_from(one.source_info, self.callers))
+        name, count = one.primitive.name, len(one.outvars)
+        equation = _equation(one, other, _called_from(one.source_info, self.callers))
         lost = [value for value in values if isinstance(value, Lost)]
-        number = None
-        if name not in WITH_JAXPRS and not lost:
-            number = self.number(name, _static(one.params), *(value.number for value in values))
-        equation = Equation(
-            name, one.params, other.params, shapes, outputs, others, source, number, (given, made), (one, other)
-        )
-        if name not in WITH_JAXPRS and lost:
-            zero = [value for value in values if isinstance(value, Value) and not value.terms]
-            return [zero[0] if zero and name == "mul" else _carried(lost, values, equation)] * len(one.outvars)
+        if name not in WITH_JAXPRS:
+            if lost:
+                zero = [value for value in values if isinstance(value, Value) and not value.terms and name == "mul"]
+                return [next(iter(zero), None) or _carried(lost, values, equation)] * count
+            equation = equation._replace(number=self.number(name, _static(one.params), *(v.number for v in values)))
         try:
             self._check_parameters(equation, values)
             result = self.rules.get(name, _unknown)(self, equation, values)
@@ -201,14 +205,18 @@ class Interpreter:
                     self._check_grown(equation, n, value.place.axis)
             return result
         except MixesRows as error:
-            # A pattern of rows by rows, such as an identity matrix, is not what mixes them.
-            mixing = lost or any(term.own and not _is_place(term) for value in values for term in value.terms)
-            how = error.how if mixing else "unsure"
-            certain = how in ("mixed", "some") or (how == "pairs" and name not in _LINEAR)
-            early = len(self._numbers) + (0 if mixing else _LATE)
-            return [Lost(how, equation.source, early=early, certain=certain)] * len(one.outvars)
+            return [self._mixed(error.how, equation, values)] * count
         except CannotTell as error:
-            return [Lost("unknown", equation.source, str(error))] * len(one.outvars)
+            return [Lost("unknown", equation.source, str(error))] * count
+
+    def _mixed(self, how: str, equation: Equation, values: list[Any]) -> Lost:
+        """A pattern of rows by rows, such as an identity matrix, is not what mixes them."""
+        terms = [term for value in values for term in getattr(value, "terms", ())]
+        is_lost = any(isinstance(value, Lost) for value in values)
+        if not is_lost and all(_is_place(term) for term in terms if term.own):
+            return Lost("unsure", equation.source, early=len(self._numbers) + _LATE)
+        certain = how in ("mixed", "some") or (how == "pairs" and equation.name not in _LINEAR)
+        return Lost(how, equation.source, early=len(self._numbers), certain=certain)
 
     def _check_parameters(self, equation: Equation, values: list[Known]) -> None:
         """Numbers that an operation is given beside its inputs: powers, and where a slice begins and ends."""
@@ -245,20 +253,21 @@ class Interpreter:
         size = int(np.prod(equation.outputs[n], dtype=np.int64))
         if place is not None and place.axis >= 0:
             size //= max(equation.outputs[n][place.axis], 1)
-        whole = is_whole(equation.dtypes[1][n])
-        asks = (
-            (str(equation.dtypes[1][n]) == "bool" or equation.name in _STEPS)
-            and place is None
-            and any(s.kind == "mixed" for t in terms for s, _ in t.factor)
+        name, dtype = equation.name, str(equation.dtypes[1][n])
+        kept = name in _WHOLE | {"div"} and name not in ("neg", "sub") and all(value.positive for value in inputs)
+        found = Value(
+            terms,
+            place,
+            equation.number if n == 0 else self.number("output", equation.number, n),
+            size == 1,
+            whole=is_whole(dtype) or (name in _WHOLE and all(value.whole for value in inputs)),
+            positive=kept or name in POSITIVE or dtype.startswith(("bool", "uint")),
+            **_followed(inputs),
         )
-        number = equation.number if n == 0 else self.number("output", equation.number, n)
-        whole = whole or (equation.name in _WHOLE and all(value.whole for value in inputs))
-        kept = equation.name in _WHOLE | {"div"} and equation.name not in ("neg", "sub")
-        positive = equation.name in POSITIVE or str(equation.dtypes[1][n]).startswith(("bool", "uint"))
-        positive = positive or (kept and all(value.positive for value in inputs))
-        found = Value(terms, place, number, size == 1, whole=whole, positive=positive, **_followed(inputs))
-        # No gradient goes through whole numbers.
-        return found.but(free=found.free or is_whole(equation.dtypes[1][n]), unsure=found.unsure or asks)
+        # No gradient goes through whole numbers. A question about the batch may have one answer in all micro-batches.
+        asks = (dtype == "bool" or name in _STEPS) and place is None
+        asks = asks and any(symbol.kind == "mixed" for symbol in symbols_of(found))
+        return found.but(free=found.free or is_whole(dtype), unsure=found.unsure or asks)
 
 
 def _followed(values: Sequence[Value]) -> dict[str, Any]:
@@ -286,26 +295,35 @@ def _unknown(walk: Interpreter, equation: Equation, values: list[Value]) -> list
 
 def _carried(lost: list[Lost], values: list[Any], equation: Equation) -> Lost:
     """What an operation makes of what is lost: is it certain that rows are mixed in a way that nothing takes back?"""
-    first = min(lost, key=lambda each: (each.how == "unknown", each.early))
-    how, certain, name = first.how, first.certain, equation.name
+    first, name = min(lost, key=lambda each: (each.how == "unknown", each.early)), equation.name
     meets = len(lost) > 1 or any(isinstance(value, Value) and value.own for value in values)
     linear = name in _LINEAR or (name in _BILINEAR and not meets)
-    fewer = _growing(equation.traced, "invars") - _growing(equation.traced, "outvars")
-    if how == "order" and meets and name not in ("concatenate", "gather", "sort"):
-        how, certain = "mixed", not linear
-    elif how == "order" and fewer > 0:
-        how, certain = ("some", True) if name in _PICKS else ("mixed", not linear)
+    fewer = _growing(equation.traced, "invars") > _growing(equation.traced, "outvars")
+    how, certain = first.how, first.certain
+    if how == "order":
+        how, certain = _of_order(name, meets and name not in ("concatenate", "gather", "sort"), linear, fewer)
     elif how == "some" and len(lost) > 1:  # what is missing in one may be in the other
         how, certain = ("order", False) if name == "concatenate" else ("mixed", not linear)
     elif any(each.how == "mixed" for each in lost):
         how, certain = "mixed", any(each.certain for each in lost) or not linear
-    elif how == "pairs" and fewer > 0 and name in _PICKS:
-        how, certain = "unsure", False
-    elif how == "pairs" and any(each.how == "unsure" for each in lost) and name in ("mul", "select_n"):
-        certain = False
     elif how == "pairs":
-        how, certain = ("mixed" if fewer > 0 else how), certain or not linear
+        masked = any(each.how == "unsure" for each in lost) and name in ("mul", "select_n")
+        how, certain = _of_pairs(name, certain, masked, linear, fewer)
     return first._replace(how=how, certain=certain)
+
+
+def _of_order(name: str, meets: bool, linear: bool, fewer: bool) -> tuple[str, bool]:
+    """Rows in another order: sums over them are what they were, and rows that meet others, or some of them, are not."""
+    if meets:
+        return "mixed", not linear
+    return ("mixed", name in _PICKS or not linear) if fewer else ("order", False)
+
+
+def _of_pairs(name: str, certain: bool, masked: bool, linear: bool, fewer: bool) -> tuple[str, bool]:
+    """An entry for each pair of rows: a diagonal may be picked, or masked and summed."""
+    if fewer and name in _PICKS:
+        return "unsure", False
+    return "mixed" if fewer else "pairs", not masked and (certain or not linear)
 
 
 def _growing(traced: tuple[Any, Any], side: str) -> int:

@@ -246,35 +246,41 @@ def _named(
     wrong: list[Term], loss: Value, weight: Value | None, divisor: Factor, reduction: str, statistics: frozenset[Any]
 ) -> Verdict:
     """Why it is not exact, by the symbols of the terms that are wrong."""
-    symbols = [(symbol, degree) for term in wrong for symbol, degree in term.factor if symbol != COUNT]
-    kinds = {symbol.kind: symbol for symbol, _ in reversed(symbols)}
-    if "random" in kinds:
-        return _random(kinds["random"])
-    mixing = [kinds[kind] for kind in ("mixed", "position") if kind in kinds]
-    mixing += [s for s, degree in symbols if s.kind == "sum" and not (s.free and s.scalar and degree == -1)]
-    if mixing:
-        return _mixes(mixing[0].source, mixing[0].origin, statistics)
+    symbols = [symbol for term in wrong for symbol, _ in term.factor if symbol != COUNT]
+    mixing = _mixing(wrong)
+    if mixing is not None:
+        return _random(mixing) if mixing.kind == "random" else _mixes(mixing.source, mixing.origin, statistics)
     divisors = {power(term.factor, -1) for term in loss.terms if term.own}
-    if len(divisors) > 1 or any(len(each) > 1 for each in divisors):
-        if ONE in divisors or any(len(each) > 1 for each in divisors):
-            return _mixes(symbols[0][0].source if symbols else Source("sum"), None, statistics)
-        named = " and ".join(_divisor(each) for each in sorted(divisors, key=str))
+    if any(len(each) > 1 for each in divisors) or (len(divisors) > 1 and ONE in divisors):
+        return _mixes(symbols[0].source if symbols else Source("sum"), None, statistics)
+    named = " and ".join(_divisor(each) for each in sorted(divisors, key=str))
+    if len(divisors) > 1:
         return Verdict(
             "weight",
             f"It is a sum of means over {named}. Return them as {{name: (loss, weight)}}, each with what it is a mean "
             "over.",
         )
-    sums = [symbol for symbol, _ in symbols if symbol.kind == "sum"]
-    if not sums:
+    if not symbols:
         return _by_count(wrong, loss, reduction)
     if weight is not None and reduction == "mean" and COUNT not in dict(divisor):
-        return Verdict("unknown", f"It divides by {_divisor(next(iter(divisors)))}. `weight` may be that or not.")
+        return Verdict("unknown", f"It divides by {named}. `weight` may be that or not.")
     weighed, asked = ("rows", "") if reduction == "mean" else ("nothing, as sums", 'reduction="mean" and ')
     return Verdict(
         "weight",
-        f"It divides by {_divisor(next(iter(divisors)))}, a sum over the batch, and its micro-batches are weighed by "
-        f"{weighed}. Pass {asked}weight=, a function of the batch that returns this sum.",
+        f"It divides by {named}, a sum over the batch, and its micro-batches are weighed by {weighed}. Pass {asked}"
+        "weight=, a function of the batch that returns this sum.",
     )
+
+
+def _mixing(wrong: list[Term]) -> Symbol | None:
+    """The symbol that no weight can make right, if one is among them."""
+    powers = [(symbol, degree) for term in wrong for symbol, degree in term.factor]
+    for kind in ("random", "mixed", "position"):
+        for symbol, _ in powers:
+            if symbol.kind == kind:
+                return symbol
+    sums = (s for s, degree in powers if s.kind == "sum" and not (s.free and s.scalar and degree == -1))
+    return next(sums, None)
 
 
 def _by_count(wrong: list[Term], loss: Value, reduction: str) -> Verdict:

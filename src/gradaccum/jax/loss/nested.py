@@ -48,38 +48,45 @@ def _with_own_derivative(walk: Interpreter, equation: Equation, inputs: list[Kno
     These are another factor in each micro-batch: a gradient must be multiplied by it once, row by row.
     """
     outputs = _called(walk, equation, inputs)
-    jaxpr = equation.params["call_jaxpr"].jaxpr
-    where = getattr(getattr(jaxpr, "debug_info", None), "func_src_info", None) or ""
-    known = all(isinstance(value, Value) for value in (*inputs, *outputs))
-    if walk.is_derivative or not known or is_ours(where.rpartition(" at ")[2]):
+    before, after = ([value for value in some if isinstance(value, Value)] for some in (inputs, outputs))
+    where = getattr(getattr(equation.params["call_jaxpr"].jaxpr, "debug_info", None), "func_src_info", None) or ""
+    if walk.is_derivative or is_ours(where.rpartition(" at ")[2]) or len(before + after) < len(inputs + outputs):
         return outputs
-    before, after, traced = inputs, outputs, equation.traced[0]
+    wanted, given = _differentiable(equation.traced[0], before)
+    if wanted and given:
+        factor = Symbol(walk.number("gradient", id(equation.traced[0])), "mixed", False)
+        gradients = [Value(of(factor, True), after[n].place, walk.number(factor, n), free=False) for n in given]
+        one, other = (_pullback(each, wanted, given) for each in equation.traced)
+        walk.is_derivative = True
+        try:
+            found = walk.run(one, other, [*before, *gradients])
+        finally:
+            walk.is_derivative = False
+        for n, gradient in zip(wanted, found):
+            if lost := _mixed_gradient(gradient, before[n].place, of(factor, True), equation):
+                return [lost] * len(outputs)
+    return outputs
+
+
+def _differentiable(traced: Any, inputs: list[Value]) -> tuple[list[int], list[int]]:
+    """The inputs that something is differentiated by, and the outputs that are used."""
     wanted, given = (
         [n for n, variable in enumerate(some) if jnp.issubdtype(variable.aval.dtype, jnp.floating)]
         for some in (traced.invars, traced.outvars)
     )
-    wanted = [n for n in wanted if not (before[n].free or isinstance(traced.invars[n], Literal))]  # type: ignore[union-attr]
-    given = [n for n in given if type(traced.outvars[n]).__name__ != "DropVar"]
-    if not wanted or not given:
-        return outputs
-    one, other = (_pullback(each, wanted, given) for each in equation.traced)
-    factor = Symbol(walk.number("gradient", id(traced)), "mixed", False)
-    each = of(factor, True)
-    gradients = [Value(each, after[n].place, walk.number(factor, n), free=False) for n in given]  # type: ignore[union-attr]
-    walk.is_derivative = True
-    try:
-        found = walk.run(one, other, [*before, *gradients])
-    finally:
-        walk.is_derivative = False
-    for n, gradient in zip(wanted, found):
-        place = before[n].place  # type: ignore[union-attr]
-        if isinstance(gradient, Lost):
-            why = f"its derivative: {gradient.message or gradient.source.primitive}"
-            return [gradient._replace(source=equation.source, message=why)] * len(outputs)
-        allowed = each | SHARED if place is None else each
-        if not gradient.terms <= allowed or (gradient.terms and gradient.place != place):
-            return [Lost("mixed", equation.source, certain=True)] * len(outputs)
-    return outputs
+    wanted = [n for n in wanted if not (inputs[n].free or isinstance(traced.invars[n], Literal))]
+    return wanted, [n for n in given if type(traced.outvars[n]).__name__ != "DropVar"]
+
+
+def _mixed_gradient(gradient: Known, place: Any, each: Any, equation: Equation) -> Lost | None:
+    """None where it is each row's own times the gradient that comes in."""
+    if isinstance(gradient, Lost):
+        why = f"its derivative: {gradient.message or gradient.source.primitive}"
+        return gradient._replace(source=equation.source, message=why)
+    allowed = each | SHARED if place is None else each
+    if gradient.terms <= allowed and (not gradient.terms or gradient.place == place):
+        return None
+    return Lost("mixed", equation.source, certain=True)
 
 
 def _pullback(traced: Any, wanted: list[int], given: list[int]) -> Any:
@@ -194,62 +201,73 @@ def _branched(walk: Interpreter, equation: Equation, inputs: list[Known]) -> lis
     if which.values is not None and which.values[0] == which.values[1]:
         return walk.run(*pairs[int(which.values[0])], rest)
     found = [walk.run(one, other, list(rest)) for one, other in pairs]
-    known = [value for each in found for value in each if isinstance(value, Value) and value.values is None]
-    guards = known and (which.guard in (FINITE, NAN) or all(value.divides(which.guard) for value in known))
-    if which.guard and not guards:
+    if which.guard and not _guarded(which, [value for each in found for value in each]):
         raise MixesRows("unsure")
     result = found[0]
     for each in found[1:]:
         result = [joined(walk, *pair) for pair in zip(result, each, strict=True)]
-    more = which.state, which.doubts
-    return [v.but(state=v.state | more[0], doubts=v.doubts | more[1]) if isinstance(v, Value) else v for v in result]
+    return [
+        value.but(state=value.state | which.state, doubts=value.doubts | which.doubts)
+        if isinstance(value, Value)
+        else value
+        for value in result
+    ]
+
+
+def _guarded(which: Value, found: list[Known]) -> bool:
+    """Whether the branches are what is asked for, and numbers that are written down."""
+    known = [value for value in found if isinstance(value, Value) and value.values is None]
+    return bool(known) and (which.guard in (FINITE, NAN) or all(value.divides(which.guard) for value in known))
+
+
+def _axes_of(spec: Any, axis: int) -> frozenset[str]:
+    """The axes of devices that an array's axis is spread over."""
+    part = spec[axis] if axis < len(spec) else None
+    return frozenset(part if isinstance(part, tuple) else () if part is None else (part,))
 
 
 def _on_devices(walk: Interpreter, equation: Equation, inputs: list[Known]) -> list[Known]:
     """`shard_map`: the same on each device, for the rows that it has."""
-    params, sizes = equation.params, equation.params["mesh"].shape
-
-    def names(spec: Any, axis: int) -> frozenset[str]:
-        part = spec[axis] if axis < len(spec) else None
-        return frozenset(part if isinstance(part, tuple) else () if part is None else (part,))
-
+    params = equation.params
+    values = [value for value in inputs if isinstance(value, Value)]
     splits = {
-        names(spec, value.place.axis) if value.place != LIFTED else frozenset()
-        for value, spec in zip(inputs, params["in_specs"])
-        if isinstance(value, Value) and value.place is not None
+        _axes_of(spec, value.place.axis) if value.place != LIFTED else frozenset()
+        for value, spec in zip(values, params["in_specs"])
+        if value.place is not None
     }
-    if len(splits) > 1 or walk.split or any(isinstance(value, Lost) for value in inputs):
+    if len(splits) > 1 or walk.split or len(values) < len(inputs):
         raise CannotTell(equation.name)
     split = next(iter(splits), frozenset())
-    count = math.prod(sizes[name] for name in split)
-    given: list[Known] = []
-    for value in inputs:
-        assert isinstance(value, Value)
-        if value.place is not None and count > 1:
-            if value.place[1:] != (1, 1):
-                raise CannotTell(equation.name)
-            number = walk.number("local", value.number)
-            walk.whole_of[number] = "local", walk.whole_of.get(value.number, value.number)
-            value = value.but(number=number, position=False)
-        given.append(value.but(values=None) if value.values and not value.scalar else value)
-    rows, walk.split = walk.rows, split if count > 1 else frozenset()
+    count = math.prod(params["mesh"].shape[name] for name in split)
+    if count == 1:
+        return walk.run(params["jaxpr"], equation.other_params["jaxpr"], inputs)
+    given = [_of_device(walk, value) if value.place is not None else value for value in values]
+    rows, walk.split = walk.rows, split
     walk.rows = rows[0] // count, rows[1] // count
     try:
         found = walk.run(params["jaxpr"], equation.other_params["jaxpr"], given)
     finally:
         walk.rows, walk.split = rows, frozenset()
-    outputs: list[Known] = []
-    for value, spec in zip(found, params["out_specs"]):
-        if isinstance(value, Value) and count > 1:
-            place = value.place
-            whole = names(spec, place.axis) == split if place not in (None, LIFTED) else True
-            stacks = split <= frozenset().union(*(names(spec, axis) for axis in range(len(spec))))
-            if not whole or (value.local and not stacks) or (place is not None and not whole):
-                value = Lost("unsure", equation.source)
-            else:
-                value = value.but(local=False, scalar=value.scalar and not stacks, values=None)
-        outputs.append(value)
-    return outputs
+    return [_of_devices(value, spec, split, equation) for value, spec in zip(found, params["out_specs"])]
+
+
+def _of_device(walk: Interpreter, value: Value) -> Value:
+    """One device's rows of an array: a number of its own, whose sums are parts of the array's."""
+    if value.place is None or value.place[1:] != (1, 1):
+        raise CannotTell("shard_map")
+    number = walk.number("local", value.number)
+    walk.whole_of[number] = "local", walk.whole_of.get(value.number, value.number)
+    return value.but(number=number, position=False)
+
+
+def _of_devices(value: Known, spec: Any, split: frozenset[str], equation: Equation) -> Known:
+    """What all devices give together: their rows behind each other, or what is the same on all of them."""
+    if isinstance(value, Lost):
+        return value
+    apart = value.place not in (None, LIFTED) and _axes_of(spec, value.place.axis) != split
+    if apart or value.local:  # rows of one device, or sums over them
+        return Lost("unsure", equation.source)
+    return value.but(scalar=False, values=None) if value.place is None and spec else value
 
 
 def _solves(walk: Interpreter, equation: Equation, inputs: list[Known]) -> list[Known]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gradaccum.core.window import checked_weight
 from gradaccum.jax.batch import zeros
-from gradaccum.jax.optimizer.length import steps_of
 from gradaccum.jax.optimizer.noise import add_micro_batch, close_window, empty_noise
 from gradaccum.jax.optimizer.state import WindowedState, refuse_accumulating
 from gradaccum.schedule import Schedule, Steps
@@ -127,7 +127,7 @@ class _Window:
         grads = _fitting(grads, state.sums, _differentiated(params))
         factor, counts = _weight(weight, state.weight.dtype)
         is_first = state.micro_batches == 0
-        opened = steps_of(self.schedule, state.epoch, state.updates)
+        opened = _steps_of(self.schedule, state.epoch, state.updates)
         # What can't be refused, as it is traced, makes the update NaN.
         factor = jnp.where(_mixed(state, weight is not None) | (is_first & (opened < 1)), jnp.nan, factor)
         sums = jax.tree.map(
@@ -356,3 +356,41 @@ def _checked_dtype(dtype: Any) -> Any:
             f"accumulate_dtype={dtype!r}."
         )
     return jnp.dtype(dtype)
+
+
+_CONCRETE_ONLY = (
+    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError,
+    jax.errors.TracerBoolConversionError,
+)  # fmt: skip
+
+
+def _steps_of(schedule: Schedule, epoch: jax.Array, update: jax.Array) -> jax.Array:
+    """The steps of the window that opens in this epoch, after so many updates: an int32 scalar.
+
+    Raises:
+        TypeError: A callable schedule needs numbers where it gets traced ones, or returns something else than an int.
+        ValueError: It returns an int below 1.
+    """
+    if schedule.function is None:
+        starts, steps = np.array(schedule.to_pairs(), np.int32).T
+        return jnp.asarray(steps)[jnp.searchsorted(jnp.asarray(starts), epoch, side="right") - 1]
+    try:
+        steps = schedule.function(epoch, update)
+    except _CONCRETE_ONLY as error:
+        raise TypeError(
+            "Inside jit, a callable `steps` gets `epoch` and `update` as traced arrays, and this one needs their "
+            "values. Write it in jax.numpy, as in lambda epoch, update: jnp.where(update < 100, 1, 4)."
+        ) from error
+    if isinstance(steps, jax.core.Tracer):
+        return _checked_traced(steps)
+    if isinstance(steps, (jax.Array, np.ndarray)) and steps.ndim == 0:
+        steps = steps.item()
+    return jnp.asarray(Schedule(lambda epoch, update: steps)(), jnp.int32)
+
+
+def _checked_traced(steps: Any) -> jax.Array:
+    if steps.shape or not jnp.issubdtype(steps.dtype, jnp.integer):
+        raise TypeError(
+            f"A callable `steps` must return an int >= 1. Received: {steps.dtype}{list(steps.shape)} from the callable."
+        )
+    return steps.astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""What the type of a value says about devices: the manual axes that it varies over, and the mesh that it lives on."""
+"""Arrays: the devices that their types tell of (manual axes, meshes), zeros of a type, and the squared norm of many."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType
 
-__all__ = ["as_varying", "devices_of", "like", "varying_axes", "zeros"]
+__all__ = ["as_varying", "devices_of", "like", "squared_norm", "varying_axes", "zeros"]
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
@@ -67,3 +67,15 @@ def zeros(kind: Any, dtype: Any = None) -> Any:
     if mesh is not None and not mesh.empty and AxisType.Explicit in mesh.axis_types:
         made = jax.sharding.reshard(made, kind.sharding)
     return as_varying(made, varying_axes(kind))
+
+
+def squared_norm(gradients: Any) -> jax.Array:
+    """The squared norm over all leaves, in JAX' widest dtype.
+
+    Example:
+        >>> float(squared_norm({"a": jnp.ones(3), "b": jnp.asarray(2.0)}))
+        7.0
+    """
+    wide = jnp.result_type(float)
+    leaves = jax.tree.leaves(gradients)
+    return sum((jnp.sum(jnp.square(jnp.abs(leaf)), dtype=wide) for leaf in leaves), jnp.zeros((), wide))
