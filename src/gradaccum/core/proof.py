@@ -198,10 +198,9 @@ class Comparison:
             Exception: What the last way raised, where none could run.
         """
         while True:
-            arrived = [gradient for gradient in self.large.gradients.values() if gradient is not None]
-            if self.failed == "skip" and not (arrived and self.runner.is_finite([*self.large.losses.values()])):
+            if self.failed == "skip" and not self._has_finite_loss():
                 return None
-            finite = self.failed != "skip" or self.runner.is_finite(arrived)
+            finite = self.failed != "skip" or self.runner.is_finite(self._arrived())
             self.compared = [*self._all_ways()] if finite else []
             found = worst(difference for one in self.compared for difference in one.differences)
             overflown = not finite or any(d.part == "gradient" and math.isinf(d.error) for d in found)
@@ -214,6 +213,12 @@ class Comparison:
             else:
                 assert self.error is not None
                 raise self.error
+
+    def _arrived(self) -> list[Array]:
+        return [gradient for gradient in self.large.gradients.values() if gradient is not None]
+
+    def _has_finite_loss(self) -> bool:
+        return bool(self._arrived()) and self.runner.is_finite([*self.large.losses.values()])
 
     def _all_ways(self) -> Iterator[Compared]:
         large = self.large

@@ -100,17 +100,14 @@ def _checked(trial: Trial, micro_batch_size: int | None, tolerance: float | None
     ways: list[Way] = []
     causes: list[Cause] = []
     for order, sizes in orders:
-        cuts: list[Way] = [(order, even_sizes(rows, size)) for size in sizes]
-        comparison = Comparison(trial, order, cuts, "differs")
+        comparison = Comparison(trial, order, [(order, even_sizes(rows, size)) for size in sizes], "differs")
         bad = [loss for loss in comparison.large.losses.values() if not np.isfinite(loss).all()]
         if bad and not found:
             raise ValueError(f"The large batch's own loss is {bad[0]}: there is nothing to compare.")
         comparison.differences()
         found += comparison.compared
-        ways += cuts
-        failed = next((one.way for one in comparison.compared if not one.distances), None)
-        if failed is not None and not causes:
-            causes = [_failure(comparison.error, failed)]
+        ways += comparison.ways
+        causes = causes or _failures(comparison)
     found.sort(key=lambda one: -one.error)
     differences = worst(d for one in found if one.distances for d in one.differences)
     differs = not found[0].error <= allowed
@@ -121,28 +118,30 @@ def _checked(trial: Trial, micro_batch_size: int | None, tolerance: float | None
     refused = verdict.certain and verdict.kind != "exact"
     if not differs and not refused:
         known_exact(trial.loss_fn)
-    held = "Random numbers were held: whatever is drawn, as by dropout, was the same for each row."
     return Equivalence(
         tuple(differences),
         allowed,
         tuple(causes),
         rows=rows,
         partitions=tuple(tuple(sizes) for _, sizes in ways),
-        notes=(
-            *([held] if trial.holds_keys else []),
-            *limits_of(rows),
-            *([_REFUSED.format(verdict.message)] if refused and not differs else []),
-        ),
+        notes=(*_notes(trial), *([_REFUSED.format(verdict.message)] if refused and not differs else [])),
         precision=precision,
         device=device,
     )
 
 
-def _failure(error: Exception | None, way: Way) -> Cause:
+def _notes(trial: Trial) -> list[str]:
+    held = "Random numbers were held: whatever is drawn, as by dropout, was the same for each row."
+    return [*([held] if trial.holds_keys else []), *limits_of(trial.rows)]
+
+
+def _failures(comparison: Comparison) -> list[Cause]:
     """What the loss raises in micro-batches, and not on the large batch."""
+    error = comparison.error
     first_line = (str(error).strip().splitlines() or [""])[0]
-    message = f"In micro-batches of {' + '.join(map(str, way[1]))} rows the loss raises {type(error).__name__}: "
-    return Cause("error", "loss", f"{message}{first_line} The large batch does not. {_SIZES}")
+    of = [" + ".join(map(str, sizes)) for (_, sizes), _, distances in comparison.compared if not distances]
+    message = f"rows the loss raises {type(error).__name__}: {first_line} The large batch does not. {_SIZES}"
+    return [Cause("error", "loss", f"In micro-batches of {sizes} {message}") for sizes in of[:1]]
 
 
 _REFUSED = "This batch hides what others will show, and value_and_grad refuses the loss: {}"

@@ -117,27 +117,7 @@ class Proof:
         sorts = Sorts.of(data)
         new = (proven or _Proven()).sorts.new_in(sorts, ROWS)
         whole_reads: dict[int, Any] = {}
-        reason: Exception | None = None
-        order = np.arange(0)
-        for few, size in _attempts(rows, self.step.micro_batch_size):
-            order = dealt(few_rows(data, few, new), even_sizes(few, size))
-            batch = tree.map_structure(lambda leaf, order=order: _take(leaf, order), data)
-            runner = self._runner(batch, state, reads=whole_reads)
-            comparison = Comparison(runner, range(few), [(range(few), even_sizes(few, size))], "raise")
-            try:
-                loss = comparison.large.losses["loss"]
-                if not np.isfinite(loss).all():
-                    reason = reason or ValueError(f"the loss of {few} rows at once is {loss}")
-                    break
-                differences = comparison.differences() or []
-            except NotEquivalentError:
-                raise
-            except Exception as error:
-                reason = reason or error
-                continue
-            reason = None
-            self._judge(batch, comparison, differences, state)
-            break
+        order, reason = self._compare(data, state, rows, new, whole_reads)
         if proven is None:
             proven = self._proven.setdefault(self._kind(data), _Proven())
         proven.sorts.join(sorts, Sorts.of(data, order))
@@ -146,6 +126,31 @@ class Proof:
         proven.watched = [(variable, self._value(variable, state)) for variable in watched]
         if reason is not None:
             self._doubt = f"{type(reason).__name__}: {reason}".splitlines()[0]
+
+    def _compare(
+        self, data: Any, state: Any, rows: int, new: Any, reads: dict[int, Any]
+    ) -> tuple[np.ndarray, Exception | None]:
+        """Compare as many rows as can be, and judge. Returns which rows, and why nothing is known, if so."""
+        reason: Exception | None = None
+        order = np.arange(0)
+        for few, size in _attempts(rows, self.step.micro_batch_size):
+            order = dealt(few_rows(data, few, new), even_sizes(few, size))
+            batch = tree.map_structure(lambda leaf, order=order: _take(leaf, order), data)
+            runner = self._runner(batch, state, reads)
+            comparison = Comparison(runner, range(few), [(range(few), even_sizes(few, size))], "raise")
+            try:
+                loss = comparison.large.losses["loss"]
+                if not np.isfinite(loss).all():
+                    return order, reason or ValueError(f"the loss of {few} rows at once is {loss}")
+                differences = comparison.differences() or []
+            except NotEquivalentError:
+                raise
+            except Exception as error:
+                reason = reason or error
+                continue
+            self._judge(batch, comparison, differences, state)
+            return order, None
+        return order, reason
 
     def _known(self, data: Any) -> _Proven | None:
         """What is known of batches of this kind."""

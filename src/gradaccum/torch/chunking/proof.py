@@ -196,10 +196,9 @@ class _Runner(TorchRunner):
         watch = Watch(self.module, neutral=not (self.exact or self.batch_norm))
         leaf_of = {id(p): gradient_leaf(p) for p in self.state.parameters if p.requires_grad}
         few = map_leaves(as_leaf, self.few)
+        inputs = [(path, leaf) for path, leaf in leaves(few) if is_floating(leaf) and leaf.requires_grad]
         wanted = {self.names[key]: leaf for key, leaf in leaf_of.items()}
-        wanted.update(
-            {f"the input {path}": leaf for path, leaf in leaves(few) if is_floating(leaf) and leaf.requires_grad}
-        )
+        wanted.update({f"the input {path}": leaf for path, leaf in inputs})
         with self.state.restored(leaf_of), LentBuffers(self.state.buffers).lent():
             before = attributes_of(self.module)
             with watch, self.rng:
@@ -212,12 +211,7 @@ class _Runner(TorchRunner):
                 finally:
                     self.rng.rewind()
             left = {name: value for name, value in attributes_of(self.module).items() if value is not before.get(name)}
-            buffers = {
-                f"{path}.{name}" if path else name: buffer.detach().clone()
-                for path, layer in self.module.named_modules()
-                if self.exact or not isinstance(layer, _BatchNorm)
-                for name, buffer in layer.named_buffers(recurse=False)
-            }
+            buffers = self._buffers()
         # A mean that is zero but for rounding has the scale of what it averages; a count has its own.
         averaged = [name for name, buffer in buffers.items() if is_floating(buffer)]
         outcome = Outcome(
@@ -226,13 +220,18 @@ class _Runner(TorchRunner):
             buffers,
             {name: 1e-3 * watch.sizes.get(name.rpartition(".")[0], 0.0) for name in averaged},
         )
-        return outcome, _Pass(
-            watch,
-            {name: map_leaves(copied, value) for name, value in left.items()},
-            {name for name, value in left.items() if any(leaf.grad_fn is not None for leaf in tensors_of(value))},
-            [TensorWeakRef(leaf) for leaf in outside],
-            few,
-        )
+        graphs = [name for name, value in left.items() if any(leaf.grad_fn is not None for leaf in tensors_of(value))]
+        kept = {name: map_leaves(copied, value) for name, value in left.items()}
+        return outcome, _Pass(watch, kept, set(graphs), [TensorWeakRef(leaf) for leaf in outside], few)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """What buffers are now; those of BatchNorm where they are the large batch's."""
+        return {
+            f"{path}.{name}" if path else name: buffer.detach().clone()
+            for path, layer in self.module.named_modules()
+            if self.exact or not isinstance(layer, _BatchNorm)
+            for name, buffer in layer.named_buffers(recurse=False)
+        }
 
     def _backward(self, outputs: list[Tensor]) -> None:
         if not self._cotangents:

@@ -45,25 +45,29 @@ def _referred(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, nn.M
     seen.add(id(value))
     if isinstance(value, nn.Module):
         yield name, value
-    elif isinstance(value, functools.partial):
-        inside: dict[Any, Any] = {**dict(enumerate(value.args)), **value.keywords}
-        for key, inner in inside.items():
-            yield from _referred(inner, f"{name}.{key}".lstrip("."), seen)
-        yield from _referred(value.func, name, seen)
+        return
+    for key, inner in _inside(value, name):
+        yield from _referred(inner, key, seen)
+
+
+def _inside(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What a function, a container or an object refers to, by what it is called."""
+    if isinstance(value, functools.partial):
+        arguments: dict[Any, Any] = {**dict(enumerate(value.args)), **value.keywords}
+        yield from ((f"{name}.{key}".lstrip("."), inner) for key, inner in arguments.items())
+        yield name, value.func
     elif isinstance(value, types.MethodType):
-        yield from _referred(value.__self__, name or "self", seen)
-        yield from _referred(value.__func__, name, seen)
+        yield name or "self", value.__self__
+        yield name, value.__func__
     elif isinstance(value, types.FunctionType):
         for key, inner in names_of(value):
             nested = isinstance(inner, types.FunctionType)
             if not nested or inner.__globals__ is value.__globals__:
-                yield from _referred(inner, key, seen)
+                yield key, inner
     elif isinstance(value, (list, tuple, dict)):
-        inside = value if isinstance(value, dict) else dict(enumerate(value))
-        for key, inner in itertools.islice(inside.items(), MOST):
-            if isinstance(inner, nn.Module):
-                yield from _referred(inner, f"{name}.{key}", seen)
+        items = (value if isinstance(value, dict) else dict(enumerate(value))).items()
+        modules = [(key, inner) for key, inner in itertools.islice(items, MOST) if isinstance(inner, nn.Module)]
+        yield from ((f"{name}.{key}", inner) for key, inner in modules)
     elif not name and hasattr(value, "__dict__") and not isinstance(value, type):  # the loss is an object of a class
-        for key, inner in vars(value).items():
-            yield from _referred(inner, key, seen)
-        yield from _referred(vars(type(value)).get("__call__"), name, seen)
+        yield from vars(value).items()
+        yield name, vars(type(value)).get("__call__")
