@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -113,9 +114,8 @@ class Processes:
     def regroup(self, timeout: float) -> None:
         """A new process group, after what may have left the old one in pieces; new processes only where one is gone."""
         self._timeout = timeout
-        if self.alive:
-            self.run(_join_group, self._ranks, free_port(), timeout)
-        else:
+        joined = self.try_run(_join_group, self._ranks, free_port(), timeout) if self.alive else [Raised("", "", "")]
+        if any(isinstance(result, Raised) for result in joined):
             self.kill()
             self._start()
 
@@ -139,7 +139,8 @@ class Processes:
         """As `run`, with a `Raised` in place of the result where a rank raised."""
         self._wait_for_start()
         for pipe in self._pipes:
-            pipe.send((case, arguments, keywords))
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is gone, as the answer says
+                pipe.send((case, arguments, keywords))
         end = time.monotonic() + limit
         results = []
         for rank, pipe in enumerate(self._pipes):
@@ -149,6 +150,7 @@ class Processes:
             try:
                 results.append(pipe.recv())
             except (EOFError, ConnectionResetError):
+                self._processes[rank].join(LIMIT)  # one that is still dying would count as alive
                 results.append(Raised("the process is gone", "", ""))
         if any(isinstance(result, Raised) and "fully_shard needs torch" in result.trace for result in results):
             pytest.skip("FSDP2 is refused with this torch")
