@@ -66,7 +66,7 @@ def test_a_window_makes_one_reduction_and_sends_one_message_that_travels_during_
     ranks: Processes, way: str
 ) -> None:
     """A GradScaler finds overflows after the pass, so a second message says it; windows 2, 4, 8, ... compare."""
-    first = 3 if way == "TrainStep" or "batches" in way else 2  # what the losses are, or that an epoch begins
+    first = 4 if way == "TrainStep" else 2 + ("batches" in way)  # what losses are and weigh; that an epoch begins
     expected = [3 if way == "GradScaler" else 2 + (n & (n - 1) == 0) for n in range(2, 21)]
     for found, events in ranks.run(cases.collectives, way):
         assert found == [first, *([2] * 39 if way == "TrainStep" else expected)]

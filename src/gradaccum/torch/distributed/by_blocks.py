@@ -26,12 +26,8 @@ class ByBlocks:
         """So many micro-batches come on this rank: all ranks are told, where they have to know."""
 
     def forward(self, *, frees: bool = False, tail: int | None = None) -> contextlib.AbstractContextManager[None]:
-        """Around all forward passes.
-
-        Args:
-            frees: Whether blocks are sharded then that FSDP2 would keep gathered.
-            tail: The place from which on blocks stay gathered: they have gradients by then.
-        """
+        """Around all forward passes. `frees`: blocks are sharded then that FSDP2 would keep gathered; those from the
+        place `tail` on stay gathered, as they have gradients by then."""
         return contextlib.nullcontext()
 
     def call(self, place: int) -> contextlib.AbstractContextManager[None]:
@@ -40,11 +36,7 @@ class ByBlocks:
 
     def backward(self, place: int, *, used: bool = False) -> contextlib.AbstractContextManager[None]:
         """Around all backward passes of the block at this place; -1: of what stands before the blocks, the last.
-
-        Args:
-            place: The block's.
-            used: Whether its gradients are used before all others are there.
-        """
+        `used`: its gradients are used before all others are there."""
         return contextlib.nullcontext()
 
     def add_up(self, place: int = -1) -> None:
@@ -67,15 +59,6 @@ class ShardedByBlocks(ByBlocks):
         reduce what stands outside                                       at the end
 
     What is sharded together with something outside of a block, or with another block, counts as outside.
-
-    Args:
-        ranks: All ranks.
-        shards: The sharded parts.
-        model: The model.
-        blocks: Its blocks, in the order in which they are called.
-
-    Raises:
-        ValueError: Ranks would wait for each other elsewhere.
     """
 
     def __init__(self, ranks: Any, shards: Shards, model: nn.Module, blocks: Sequence[nn.Module]) -> None:

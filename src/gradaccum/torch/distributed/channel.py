@@ -51,11 +51,9 @@ class Kind(enum.IntEnum):
 
 
 class Channel:
-    """Exchanges messages between all ranks. All ranks construct it at the same time.
+    """Exchanges messages between these global ranks, which all construct it at the same time.
 
-    Args:
-        members: The global ranks whose gradients are reduced together.
-        group: A process group of theirs, or None: its timeout is an exchange's timeout.
+    The timeout of `group`, a process group of theirs, is an exchange's timeout.
     """
 
     made = 0
@@ -80,11 +78,7 @@ class Channel:
             weakref.finalize(self, self.line.release).atexit = False
 
     def exchange(self, *numbers: float) -> list[list[float]]:
-        """Send these numbers, and wait for every rank's: a row of `WIDTH` numbers for each.
-
-        Raises:
-            WindowError: A rank is gone, or has not answered within the process group's timeout.
-        """
+        """Send these numbers, and wait for every rank's: a row of `WIDTH` numbers for each."""
         return self.receive(self.send(*numbers))
 
     def post(self, *numbers: float) -> None:
@@ -150,10 +144,7 @@ class Channel:
 class Line:
     """A process group over gloo, for one channel after the other: torch takes its threads back from nobody.
 
-    Args:
-        name: The same on all ranks.
-        group: The group.
-        timeout: Its timeout.
+    It has the same name on all ranks.
     """
 
     idle: ClassVar[list[Line]] = []
@@ -194,11 +185,7 @@ class Line:
 
 
 def _meet(members: Sequence[int], timeout: timedelta | None) -> Line:
-    """Wait until every rank is about to make a channel, or one says that it won't: no collective waits for that one.
-
-    Raises:
-        WindowError: A rank has raised before.
-    """
+    """Wait until every rank is about to make a channel, or one says that it won't: no collective waits for that one."""
     store, place, offered = default_store(), _place(members), Line.offered(members, timeout)
     store.set(f"{place}/offers/{dist.get_rank()}", "\n".join(offered))
     if store.add(f"{place}/arrived", 1) == len(members):

@@ -38,12 +38,9 @@ def detect_ranks(
 ) -> SingleRank:
     """What keeps the windows of this model together with those of the other ranks, if there are any.
 
-    Args:
-        model: The model, or None.
-        optimizers: Those that make an update together.
-        steps: The length of every window, or None if it varies.
-        manual_reduce: No backward pass may reduce, since the sum is finished only afterwards.
-        options: What else must be the same on every rank, by name; `accumulate_dtype` and `sync` among them.
+    The optimizers make an update together, of windows of this length, or of None that is always the same. The options
+    must be the same on every rank, `accumulate_dtype` and `sync` among them. `manual_reduce`: no backward pass may
+    reduce, since the sum is finished only afterwards.
     """
     if model is None or not (dist.is_available() and dist.is_initialized()):
         return SingleRank()
@@ -143,11 +140,7 @@ def check_closures(evaluating: Iterable[torch.optim.Optimizer], ranks: SingleRan
 
 
 def check_detected(model: nn.Module | None, parameters: Sequence[Tensor], ranks: SingleRank, steps: int | None) -> None:
-    """Raise, or warn, if these parameters are data-parallel, and the optimizer was not message so.
-
-    Raises:
-        ValueError: `model` was wrapped or sharded after the optimizer was built, or not given.
-    """
+    """Raise a ValueError, or warn, if these parameters are data-parallel and the optimizer doesn't know it."""
     if ranks.is_distributed or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     own = {id(parameter) for parameter in parameters}

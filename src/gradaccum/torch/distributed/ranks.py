@@ -286,18 +286,13 @@ class Ranks(SingleRank):
     def reduced(self) -> bool:
         return self._versions is not None
 
-    def announce(self, mine: Total) -> None:
-        if not self.sharded and self._sent is None and self._reports is None:
-            self._share = mine
-            self._send(self._report(Kind.FINISHED, mine, fills=self._engine.will_fill))
-
     def total(self, mine: Total, rescale: Callable[[float], None] | None = None) -> Total:
         self._windows += 1
         self._settings = None  # what a message has said before is compared
         if self.reduced:
             self.reduced_unit = self.unit or 1.0
         late = self.reduced and self._versions != self._current_versions()
-        changed = late or (self._share is not None and self._share._replace(sums=()) != mine._replace(sums=()))
+        changed = late or self._share not in (None, mine)
         if self.sharded and self.reduced:
             reports = self._meet(self._report(Kind.TOTAL, mine, fills=self._engine.filled))
         else:

@@ -266,9 +266,6 @@ class SingleRank:
         """
         return mine
 
-    def announce(self, mine: Total) -> None:
-        """Say in advance what `total` will be called with, while a backward pass still runs: no rank waits then."""
-
     def compare_settings(self) -> None:
         """Compare `settings` by a message of their own, where an update begins before `total`."""
 

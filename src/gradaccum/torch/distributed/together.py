@@ -139,17 +139,8 @@ def run_together(
 ) -> None:
     """Run the micro-batches of a large batch where all ranks run their passes together: as many on every rank.
 
-    A rank cuts its rows into as many micro-batches as the rank with the most has. One that has too few rows for that
-    runs passes that count nothing.
-
-    Args:
-        ranks: All ranks.
-        fitting: Runs micro-batches.
-        plan: Those of this rank.
-        passes: The two passes of each, and `idle` and `take`.
-        rows: Of this rank's batch.
-        least: The fewest rows of a micro-batch.
-        at_once: Runs all of them, in place of one after the other.
+    A rank cuts its rows into as many micro-batches, of `least` rows or more, as the rank with the most has; one that has
+    too few rows for that runs passes that count nothing. `at_once` runs all, in place of one after the other.
 
     Raises:
         StartOver: Memory ran out on some rank. The plan has smaller micro-batches now, and so it has on all ranks.
@@ -182,14 +173,7 @@ def run_together(
 def run_by_blocks(
     ranks: SingleRank, by_blocks: ByBlocks, fitting: Fitting, plan: Rows | Tokens, run: Callable[[], None]
 ) -> None:
-    """Run the micro-batches of a large batch block by block: ranks of a sharded model meet at blocks, not in passes.
-
-    Args:
-        ranks: All ranks.
-        by_blocks: What they do for the turns of blocks.
-        fitting: Runs micro-batches.
-        plan: Those of this rank: none of them, maybe.
-        run: Runs all of them.
+    """Run the micro-batches of a large batch, none maybe, where ranks of a sharded model meet at blocks, not in passes.
 
     Raises:
         StartOver, torch.OutOfMemoryError: As `run_together`.

@@ -48,15 +48,12 @@ class GlobalBatch(Listener):
     Args:
         ranks: What keeps the ranks together.
         sums: The gradients of this rank's micro-batches.
-        spans: Whether a backward pass of one rank needs the others.
         in_blocks: Whether a sharded model runs block by block, so that no pass is there to agree on a unit in.
     """
 
-    def __init__(
-        self, ranks: SingleRank, sums: GradientBuffer, *, spans: bool = False, in_blocks: bool = False
-    ) -> None:
+    def __init__(self, ranks: SingleRank, sums: GradientBuffer, *, in_blocks: bool = False) -> None:
         self.ranks = ranks
-        self._sums, self._spans, self._in_blocks = sums, spans, in_blocks
+        self._sums, self._in_blocks = sums, in_blocks
         self._window: LossAccumulator | None = None
         self._mine: float | None = None
         """What this rank's rows weigh, where its sum is a multiple of `_unit` and that was known beforehand."""
@@ -99,10 +96,13 @@ class GlobalBatch(Listener):
         ranks, self._mine = self.ranks, None
         # What a sharded model adds up over the ranks on the way has one unit from the start.
         unit = (1.0 if self._in_blocks else None) if ranks.unit is None else ranks.unit
-        if mine is None or ranks.sharded or self._spans:
+        if mine is None or ranks.sharded or ranks.unit is None:
             total = None if mine is None else ranks.sum_number(mine)
+            if total and not ranks.sharded:
+                # Where passes span the ranks, as with SyncBatchNorm, all of them need one unit from the start.
+                ranks.unit = total / ranks.size
             return LossAccumulator(objective, batch, total, unit if ranks.sharded else None, ranks.sharded)
-        self._mine, self._unit = mine, ranks.unit or mine or 1.0
+        self._mine, self._unit = mine, ranks.unit
         return LossAccumulator(objective, batch, self._unit)
 
     def own_unit(self) -> float:

@@ -160,7 +160,7 @@ class TrainStep:
         self._spans = spans_ranks(self.model, self.ranks, exact=self._whole is not None, verify=verify)
         self._verify = verify and not self._spans and (self._layers is None or self._layers.proves)
         in_blocks = self._layers is not None
-        self.global_batch = GlobalBatch(self.ranks, self.update.sums, spans=self._spans, in_blocks=in_blocks)
+        self.global_batch = GlobalBatch(self.ranks, self.update.sums, in_blocks=in_blocks)
         self.update.sums.attach(self.ranks.pending)
         if self.ranks.sharded:
             self.cutting.without_trying(self.update.optimizers, self.ranks, proves=verify)
