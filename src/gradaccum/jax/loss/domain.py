@@ -318,12 +318,17 @@ def function(values: Sequence[Value], source: Source, number: Any) -> Terms:
     kinds = {"mixed" if symbol.kind == "sum" else symbol.kind for symbol in symbols}
     kinds |= {"mixed"} if own and not with_rows else set()
     kind = next(kind for kind in ("random", "mixed", "position", "count") if kind in kinds)
-    causes = [(s.origin, s.source) for s in symbols if s.kind in (kind, "sum") and s.origin is not None]
-    causes += [each for value in values for each in value.sums if kind == "mixed"]
-    origin, source = min(causes, key=lambda cause: cause[0], default=(number, source))
+    origin, source = _earliest(kind, symbols, values) or (number, source)
     free, scalar = all(value.free for value in values), all(value.scalar for value in values)
     positive = source.primitive in POSITIVE
     return of(Symbol(number, kind, free, scalar, source, origin, with_rows, positive), own and with_rows)
+
+
+def _earliest(kind: str, symbols: list[Symbol], values: Sequence[Value]) -> tuple[Any, Source] | None:
+    """The first sum over rows that a symbol of this kind comes from."""
+    causes = [(s.origin, s.source) for s in symbols if s.kind in (kind, "sum") and s.origin is not None]
+    causes += [each for value in values for each in value.sums if kind == "mixed"]
+    return min(causes, key=lambda cause: cause[0], default=None)
 
 
 def shift_of(value: Value) -> Any:

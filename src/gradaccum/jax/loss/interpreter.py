@@ -299,15 +299,16 @@ def _carried(lost: list[Lost], values: list[Any], equation: Equation) -> Lost:
     meets = len(lost) > 1 or any(isinstance(value, Value) and value.own for value in values)
     linear = name in _LINEAR or (name in _BILINEAR and not meets)
     fewer = _growing(equation.traced, "invars") > _growing(equation.traced, "outvars")
+    hows = [each.how for each in lost]
     how, certain = first.how, first.certain
     if how == "order":
         how, certain = _of_order(name, meets and name not in ("concatenate", "gather", "sort"), linear, fewer)
     elif how == "some" and len(lost) > 1:  # what is missing in one may be in the other
         how, certain = ("order", False) if name == "concatenate" else ("mixed", not linear)
-    elif any(each.how == "mixed" for each in lost):
-        how, certain = "mixed", any(each.certain for each in lost) or not linear
+    elif "mixed" in hows:
+        how, certain = "mixed", not linear or max(each.certain for each in lost)
     elif how == "pairs":
-        masked = any(each.how == "unsure" for each in lost) and name in ("mul", "select_n")
+        masked = "unsure" in hows and name in ("mul", "select_n")
         how, certain = _of_pairs(name, certain, masked, linear, fewer)
     return first._replace(how=how, certain=certain)
 

@@ -265,7 +265,8 @@ def _of_devices(value: Known, spec: Any, split: frozenset[str], equation: Equati
     if isinstance(value, Lost):
         return value
     apart = value.place not in (None, LIFTED) and _axes_of(spec, value.place.axis) != split
-    if apart or value.local:  # rows of one device, or sums over them
+    mixes = any(symbol.kind == "mixed" for symbol in symbols_of(value))
+    if apart or (value.local and not mixes):  # rows of one device, or sums over them
         return Lost("unsure", equation.source)
     return value.but(scalar=False, values=None) if value.place is None and spec else value
 
