@@ -81,14 +81,7 @@ def exact_passes(body: Body, micro_batch_size: int, keep: int = 0) -> list[Any]:
             set_keras_mask(tensor, mask)
     values: dict[int, Any] = dict(enumerate(inputs))
     for segment in range(program.segments):
-        steps = [step for step in program.steps if step.segment == segment]
-        beside = [s for step in steps if step.normalises for s in _statistics(step.operation, *step.filled(values))]
-        made = {number for step in steps for number in step.results}
-        read = sorted({number for step in steps for number in step.reads} - made)
-        wanted = sorted(number for number in made if program.last_use[number] > segment)
-        if wanted:
-            part = Body(model, _Segment(steps, read, wanted), "micro", ([values[n] for n in read],), {}, beside)
-            values.update(zip(wanted, part.outputs(two_passes(part, micro_batch_size, keep))))
+        values.update(_segment_passes(program, segment, values, micro_batch_size, keep))
         values = {number: value for number, value in values.items() if program.last_use[number] > segment}
     flat = [values[number] for number in program.outputs]
     outputs = tree.pack_sequence_as(functional_of(model).output, flat)
@@ -96,6 +89,19 @@ def exact_passes(body: Body, micro_batch_size: int, keep: int = 0) -> list[Any]:
     body.state = State(body, model.non_trainable_variables)
     lone = isinstance(outputs, (list, tuple)) and len(outputs) == 1
     return body.take_for_outputs(outputs[0] if lone else outputs)
+
+
+def _segment_passes(program: Program, segment: int, values: dict[int, Any], size: int, keep: int) -> dict[int, Any]:
+    """What later segments and the outputs take of this one, by its number."""
+    steps = [step for step in program.steps if step.segment == segment]
+    beside = [s for step in steps if step.normalises for s in _statistics(step.operation, *step.filled(values))]
+    made = {number for step in steps for number in step.results}
+    read = sorted({number for step in steps for number in step.reads} - made)
+    wanted = sorted(number for number in made if program.last_use[number] > segment)
+    if not wanted:
+        return {}
+    part = Body(program.model, _Segment(steps, read, wanted), "micro", ([values[n] for n in read],), {}, beside)
+    return dict(zip(wanted, part.outputs(two_passes(part, size, keep))))
 
 
 def _statistics(layer: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
 import numpy as np
 from keras import ops, tree
 
 from gradaccum.core.numpy_arrays import relative_error
-from gradaccum.core.rounding import last_place, rounding
+from gradaccum.core.proof import Comparison, Outcome
+from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import even_sizes
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras import backends
 from gradaccum.keras.batch_norm import BatchNorm
 from gradaccum.keras.chunking.body import Body, OuterTensorError
-from gradaccum.keras.equivalence import as_array, held, mixing_layers, precision_of, recorded_calls
+from gradaccum.keras.equivalence import StepRunner, as_array, held, mixing_layers, precision_of, recorded_calls
 from gradaccum.keras.loss import value_and_gradients
 from gradaccum.keras.private import has_value, layers_in, outside_of_scopes
 
@@ -33,16 +34,6 @@ ROWS = 6
 """Rows that are looked at, at most: twice what a micro-batch may hold, where that is less."""
 UNKNOWN = (8, 64)
 """What dimensions other than the rows are tried with, where they aren't known while a graph is traced."""
-_SMALL = 1e-2
-"""Gradients that are smaller than the largest by this factor are measured by that one: else all of it is rounding."""
-
-
-class _Outcome(NamedTuple):
-    """Of a few rows: the outputs, the gradients of weights and inputs, and what the forward pass moved, by name."""
-
-    outputs: list[np.ndarray]
-    gradients: list[np.ndarray]
-    moved: dict[str, np.ndarray]
 
 
 class Proof:
@@ -147,8 +138,8 @@ class Proof:
             )
 
 
-class _Trial:
-    """A few rows of a call, known or made up.
+class _Trial(StepRunner):
+    """A few rows of a call, known or made up: the runner of a proof.
 
     Attributes:
         certain: Whether the shapes of the call were known.
@@ -157,33 +148,37 @@ class _Trial:
     """
 
     def __init__(self, body: Body, rows: int, batch_norm: BatchNorm, unknown: int) -> None:
+        self._precision = precision_of(body.layer)
+        self.tolerance = rounding(self._precision)
         self.body, self.rows, self.batch_norm = body, rows, batch_norm
         self._random = np.random.default_rng(0)
+        self._layers = [body.layer, *layers_in(body.layer)]
         self.astray: list[str] = []
         self.aside: list[str] = []
         self.certain = all(None not in tuple(tensor.shape)[1:] for tensor in body.tensors)
-        tables = [layer for layer in self._layers() if isinstance(layer, keras.layers.Embedding)]
-        self._ids = min((table.input_dim for table in tables), default=2)
         self.real = backends.running().known([*body.tensors, *body.shared])
-        if self.real:
-            count = int(body.tensors[0].shape[0])
-            places = np.linspace(0, count - 1, rows).astype(int)
-            self.tensors = [ops.take(tensor, places, axis=0) for tensor in body.tensors]
-            self.shared = [ops.stop_gradient(scalar) for scalar in body.shared]
-        else:
-            shapes = [(rows, *(unknown if n is None else n for n in tuple(t.shape)[1:])) for t in body.tensors]
-            self.tensors = [self._made_up(shape, tensor.dtype) for shape, tensor in zip(shapes, body.tensors)]
-            self.shared = [self._made_up((), scalar.dtype) for scalar in body.shared]
+        self.tensors, self.shared = self._known_rows() if self.real else self._made_up_rows(unknown)
         moved = {id(variable) for variable in body.state.variables}
         self.weights = [v for v in body.read if v.trainable and id(v) not in moved and _is_float(v.dtype)]
         trained = {id(variable) for variable in self.weights}
-        self.others = [v for v in [*body.read, *body.state.variables] if id(v) not in trained]
+        others = [v for v in [*body.read, *body.state.variables] if id(v) not in trained]
         self.values = [self._value(variable) for variable in self.weights]
-        self.given = [(variable, self._value(variable)) for variable in self.others]
+        self.given = [(variable, self._value(variable)) for variable in others]
         self.places = [n for n, tensor in enumerate(self.tensors) if _is_float(tensor.dtype)]
+        self._moved: dict[str, np.ndarray] = {}
 
-    def _layers(self) -> list[Any]:
-        return [self.body.layer, *layers_in(self.body.layer)]
+    def _known_rows(self) -> tuple[list[Any], list[Any]]:
+        places = np.linspace(0, int(self.body.tensors[0].shape[0]) - 1, self.rows).astype(int)
+        tensors = [ops.take(tensor, places, axis=0) for tensor in self.body.tensors]
+        return tensors, [ops.stop_gradient(scalar) for scalar in self.body.shared]
+
+    def _made_up_rows(self, unknown: int) -> tuple[list[Any], list[Any]]:
+        tables = [layer.input_dim for layer in self._layers if isinstance(layer, keras.layers.Embedding)]
+        self._ids = min(tables, default=2)
+        shapes = [[unknown if n is None else n for n in tuple(tensor.shape)[1:]] for tensor in self.body.tensors]
+        pairs = zip(shapes, self.body.tensors)
+        tensors = [self._made_up((self.rows, *shape), tensor.dtype) for shape, tensor in pairs]
+        return tensors, [self._made_up((), scalar.dtype) for scalar in self.body.shared]
 
     def _made_up(self, shape: tuple[int, ...], dtype: Any) -> Any:
         dtype = keras.backend.standardize_dtype(dtype)
@@ -212,38 +207,34 @@ class _Trial:
 
     def judge(self, size: int, passes: Passes) -> str:
         """Raise what `passes` makes different in micro-batches of so many rows. Returns why it isn't known, if so."""
+        self._size, self._passes = size, passes
+        comparison = Comparison(self, range(self.rows), [(range(self.rows), even_sizes(self.rows, size))], "raise")
         before = self._attributes()
-        whole = self._outcome(self._whole)
-        between = self._attributes()
-
-        def in_parts(body: Body) -> list[Any]:
-            return passes(body, size, 0)
-
-        small = self._outcome(in_parts)
+        _ = comparison.large
+        between, moved = self._attributes(), self._moved
+        differences = comparison.differences() or []
         for (key, layer, name), (_, tensors) in self._attributes().items():
-            if not _same(tensors, between.get((key, layer, name), (None, []))[1]):
+            known = between.get((key, layer, name), (None, []))[1]
+            if len(tensors) != len(known) or any(one is not other for one, other in zip(tensors, known)):
                 self.aside.append(f"{layer}.{name}")
-        self._put_back(before)
-        tolerance = rounding(precision_of(self.body.layer))
-        errors = self._errors(small, whole)
-        if any(not error <= tolerance for error in errors):
-            if any(not error <= tolerance for error in self._errors(self._outcome(self._whole), whole)):
+        for layer in self._layers:
+            vars(layer).update({name: value for (key, _, name), (value, _) in before.items() if key == id(layer)})
+        in_parts = self._moved
+        if any(not difference.error <= self.tolerance for difference in differences):
+            if any(not difference.error <= self.tolerance for difference in comparison.unrepeatable()):
                 return "it draws random numbers that don't come from keras.random, or changes with every call"
-            # What cancels out is nothing but rounding, of larger terms than can be seen, and other ones in each way.
-            moves = zip(*(self._moves(run, found) for run, found in ((self._whole, whole), (in_parts, small))))
-            allowed = [max(tolerance, *(10 * move for move in both)) for both in moves]
-            wrong = [error for error, most in zip(errors, allowed) if not error <= most]
+            wrong = comparison.beyond_rounding(differences)
             if wrong:
-                self._raise(size, max(wrong), tolerance)
-        for name, value in whole.moved.items():
-            if relative_error(small.moved.get(name, value), value) > 100 * tolerance:
+                self._raise(size, max(difference.error for difference in wrong), self.tolerance)
+        for name, value in moved.items():
+            if relative_error(in_parts.get(name, value), value) > 100 * self.tolerance:
                 self.astray.append(name)
         return ""
 
     def _attributes(self) -> dict[tuple[int, str, str], tuple[Any, list[Any]]]:
         """The attributes of layers that hold tensors, and these tensors."""
         found = {}
-        for layer in self._layers():
+        for layer in self._layers:
             for name, value in vars(layer).items():
                 if (not name.startswith("_") and isinstance(value, (list, tuple, dict))) or ops.is_tensor(value):
                     tensors = [leaf for leaf in tree.flatten(value) if ops.is_tensor(leaf)]
@@ -251,21 +242,22 @@ class _Trial:
                         found[id(layer), layer.name, name] = value, tensors
         return found
 
-    def _put_back(self, before: dict[tuple[int, str, str], tuple[Any, list[Any]]]) -> None:
-        for layer in self._layers():
-            for (key, _, name), (value, _) in before.items():
-                if key == id(layer):
-                    vars(layer)[name] = value
+    def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
+        return self._outcome(self.values, sizes is not None)
 
-    def _whole(self, body: Body) -> list[Any]:
+    def nearby(self, rows: Sequence[int]) -> Iterator[Outcome]:
+        for weights in self._nearby(self.values):
+            yield self._outcome(weights, False)
+
+    def _at_once(self, body: Body) -> list[Any]:
         result = body.run(body.tensors)
         for variable, value in zip(body.state.variables, result.values):
             variable.assign(value)
         return result.outputs
 
-    def _outcome(self, run: Callable[[Body], list[Any]], values: list[Any] | None = None) -> _Outcome:
-        """What `run` makes of the call with these rows."""
-        weights = len(self.weights)
+    def _outcome(self, values: list[Any], in_parts: bool) -> Outcome:
+        """Outputs, and gradients of weights and inputs."""
+        weights, backend = len(self.weights), backends.running()
 
         def loss(values: list[Any]) -> Any:
             tensors = list(self.tensors)
@@ -274,8 +266,8 @@ class _Trial:
             mapping = [*zip(self.weights, values), *self.given]
             with keras.StatelessScope(mapping) as scope:
                 body = self.body.again(tensors, self.shared, self.batch_norm)
-                outputs = run(body)
-            self.body.refuse_outer(backends.running().outer_tensors(outputs, values, self.body.layer))
+                outputs = self._passes(body, self._size, 0) if in_parts else self._at_once(body)
+            self.body.refuse_outer(backend.outer_tensors(outputs, values, self.body.layer))
             moved = {v.path: scope.get_current_value(v) for v in body.state.averaged}
             pulls = np.random.default_rng(0)
             pulled = [
@@ -289,31 +281,16 @@ class _Trial:
             (_, (outputs, moved)), gradients = value_and_gradients(loss, values, has_aux=True)
             return outputs, gradients, moved
 
-        values = [*(self.values if values is None else values), *(self.tensors[place] for place in self.places)]
         with held():  # the second pass, too
-            outputs, gradients, moved = backends.running().compiled(outcome)(values)
-        return _Outcome(
-            list(map(as_array, outputs)),
-            [np.zeros(1) if gradient is None else as_array(gradient) for gradient in gradients],
-            {name: as_array(value) for name, value in moved.items()},
+            outputs, gradients, moved = backend.compiled(outcome)(
+                [*values, *(self.tensors[place] for place in self.places)]
+            )
+        self._moved = {name: as_array(value) for name, value in moved.items()}
+        found = [None if gradient is None else as_array(gradient) for gradient in gradients]
+        return Outcome(
+            {f"output {n}": as_array(output) for n, output in enumerate(outputs)},
+            {f"gradient {n}": gradient for n, gradient in enumerate(found)},
         )
-
-    def _errors(self, one: _Outcome, other: _Outcome) -> list[float]:
-        """Of each output and of each gradient."""
-        floor = _SMALL * max((float(np.abs(g[np.isfinite(g)]).max(initial=0)) for g in other.gradients), default=0.0)
-        errors = [*map(relative_error, one.outputs, other.outputs)]
-        return errors + [relative_error(a, b, floor) for a, b in zip(one.gradients, other.gradients)]
-
-    def _moves(self, run: Callable[[Body], list[Any]], found: _Outcome) -> list[float]:
-        """How far each output and each gradient moves with weights that differ in the last place."""
-        unit, random = last_place(precision_of(self.body.layer)), np.random.default_rng(0)
-
-        def nearby(value: Any) -> Any:
-            signs = random.choice([-1.0, 1.0], tuple(value.shape))
-            return value * ops.convert_to_tensor(1.0 + unit * signs, value.dtype)
-
-        errors = self._errors(self._outcome(run, list(map(nearby, self.values))), found)
-        return [error if np.isfinite(error) else 0.0 for error in errors]
 
     def _raise(self, size: int, worst: float, tolerance: float) -> None:
         sizes = even_sizes(self.rows, size)
@@ -348,10 +325,6 @@ def _own_call(layer: Any, call: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         vars(layer)["call"] = own
-
-
-def _same(ours: list[Any], theirs: list[Any]) -> bool:
-    return len(ours) == len(theirs) and all(one is other for one, other in zip(ours, theirs))
 
 
 def _is_float(dtype: Any) -> bool:

@@ -101,6 +101,12 @@ class StepRunner:
 
     def nearby(self, rows: Sequence[int]) -> Iterator[Outcome]:
         """The rows at once, with weights that differ by a unit in the last place."""
+        weights, *others = self._state()
+        for moved in self._nearby(weights):
+            yield self._run(rows, len(rows), (moved, *others))
+
+    def _nearby(self, weights: Sequence[Any]) -> Iterator[list[Any]]:
+        """Weights that differ from these by a unit in the last place."""
         random, unit = np.random.default_rng(0), last_place(self._precision)
 
         def moved(value: Any) -> Any:
@@ -110,8 +116,7 @@ class StepRunner:
             return value * ops.convert_to_tensor(1.0 + unit * signs, value.dtype)
 
         for _ in range(NEARBY):
-            weights, *others = self._state()
-            yield self._run(rows, len(rows), ([moved(value) for value in weights], *others))
+            yield [moved(value) for value in weights]
 
     def measure(self, pairs: Sequence[tuple[Any, Any]]) -> list[Measured]:
         """How far arrays are from each other."""

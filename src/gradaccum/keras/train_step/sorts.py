@@ -51,28 +51,10 @@ class Sorts:
         for place, closely, numbers in _arrays(data):
             numbers = numbers if of is None else numbers[of]
             found.rows = max(found.rows, len(numbers))
-            marks: set[Hashable] = set()
-            found.marks[place] = marks
-            finite = numbers.reshape(-1)
-            if not finite.size:
-                continue
-            low, high = finite.min(), finite.max()
-            if not (np.isfinite(low) and np.isfinite(high)):
-                marks |= {"nan"} if np.isnan(finite).any() else set()
-                marks |= {"inf"} if np.isinf(finite).any() else set()
-                finite = finite[np.isfinite(finite)]
-                if not finite.size:
-                    continue
-                low, high = finite.min(), finite.max()
-            marks |= {"negative"} if low < 0 else set()
-            marks |= {"zero"} if low <= 0 <= high and not finite.all() else set()
-            if closely:
-                marks |= {"uneven"} if low != high else set()
-                found.ranges[place] = float(low), float(high)
-                marks.update(("value", value) for value in _whole(finite))
-                if numbers.ndim > 1 and 1 < numbers.shape[-1] <= VALUES and numbers.size <= MOST_NUMBERS:
-                    columns = (numbers != 0).any(axis=tuple(range(numbers.ndim - 1)))
-                    marks.update(("column", int(column)) for column in np.flatnonzero(columns))
+            found.marks[place] = _marks(numbers, closely)
+            finite = numbers[np.isfinite(numbers)]
+            if closely and finite.size:
+                found.ranges[place] = float(finite.min()), float(finite.max())
         return found
 
     def new_in(self, batch: Sorts, most_rows: int) -> list[tuple[int, Hashable]]:
@@ -105,6 +87,25 @@ class Sorts:
         for place, (low, high) in batch.ranges.items():
             lowest, highest = self.ranges.get(place, (np.inf, -np.inf))
             self.ranges[place] = min(low, lowest), max(high, highest)
+
+
+def _marks(numbers: np.ndarray, closely: bool) -> set[Hashable]:
+    """What occurs in an array; in targets and weights also which whole numbers, and which columns that aren't zero."""
+    finite = numbers[np.isfinite(numbers)]
+    marks: set[Hashable] = set()
+    if len(finite) < numbers.size:
+        marks |= {name for name, test in (("nan", np.isnan), ("inf", np.isinf)) if test(numbers).any()}
+    if not finite.size:
+        return marks
+    marks |= {"negative"} if finite.min() < 0 else set()
+    marks |= set() if finite.all() else {"zero"}
+    if closely:
+        marks |= {"uneven"} if finite.min() != finite.max() else set()
+        marks.update(("value", value) for value in _whole(finite))
+        if numbers.ndim > 1 and 1 < numbers.shape[-1] <= VALUES and numbers.size <= MOST_NUMBERS:
+            columns = (numbers != 0).any(axis=tuple(range(numbers.ndim - 1)))
+            marks.update(("column", int(column)) for column in np.flatnonzero(columns))
+    return marks
 
 
 def _counts(mark: Hashable, known: set[Hashable]) -> bool:
