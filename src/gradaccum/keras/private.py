@@ -103,11 +103,7 @@ NAMES: tuple[PrivateName, ...] = (
 
 
 def missing(samples: Mapping[str, Any]) -> list[str]:
-    """Which of `NAMES` this version of Keras lacks, a sentence each.
-
-    Args:
-        samples: An object of each kind that `NAMES` has attributes of, such as a compiled and fitted `"model"`.
-    """
+    """Which of `NAMES` this version of Keras lacks, a sentence each."""
     sentences = []
     for name in NAMES:
         backend, _, kind = name.owner.rpartition(": ")

@@ -46,12 +46,8 @@ class MicroBatches(Protocol):
     ) -> tuple[Any, list[Any]]:
         """Run `micro` on each from number `begin` on: a `tf.while_loop`, a `lax.scan`, a loop of Python's.
 
-        Args:
-            micro: Runs one.
-            carry: What the first one is given.
-            specs: The kinds of the tensors that are kept.
-            threads: Variables that move: where a loop is a function, it takes their values along.
-            begin: The first one.
+        `specs` are the kinds of what is kept. `threads` are variables that move: where a loop is a function, it takes
+        their values along.
 
         Returns:
             The last carry, and what was kept, for `joined`.

@@ -48,13 +48,7 @@ def devices_of(rows: int) -> int:
 
 
 class MicroBatches:
-    """A batch in micro-batches of so many rows on each device.
-
-    Args:
-        data: Its arrays, in any structure.
-        rows: Of the batch.
-        size: `size(rows on a device)`: those of a micro-batch there.
-    """
+    """A batch in micro-batches of so many rows on each device."""
 
     def __init__(self, data: Any, rows: int, size: Callable[[int], int]) -> None:
         self.data, self.rows = data, rows

@@ -34,12 +34,6 @@ class MicroBatches:
     """A batch in `count` micro-batches of `size` rows, the first `larger` of them of one row more.
 
     As `gradaccum.core.sizes.even_sizes` cuts it; but while TensorFlow traces, the number of rows is mostly a tensor.
-
-    Args:
-        data: Its arrays, in any structure.
-        rows: Of the batch; None: not known.
-        size: `size(rows)`: those of a micro-batch.
-        static: Whether all micro-batches of a loop must have one size, as XLA wants it.
     """
 
     def __init__(self, data: Any, rows: int | None, size: Callable[[Any], int], static: bool) -> None:

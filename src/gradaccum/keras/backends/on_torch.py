@@ -45,14 +45,7 @@ logger = logging.getLogger("gradaccum")
 
 
 class MicroBatches:
-    """A batch, cut in pieces as they come: while a size is searched for, each has another one.
-
-    Args:
-        data: Its arrays, in any structure.
-        rows: Of the batch.
-        pieces: Of it, in order.
-        around: `around(piece)`: a context for each micro-batch.
-    """
+    """A batch, cut in pieces as they come: while a size is searched for, each has another one."""
 
     def __init__(
         self,

@@ -107,12 +107,7 @@ def assign(variables: Iterable[Any], values: Iterable[Any]) -> None:
 
 
 def leaves_with_rows(data: Any, parts: Sequence[str] = PARTS) -> list[tuple[str, Any]]:
-    """The arrays in what `fit` gives a training step, each with its path in the words of an error.
-
-    Args:
-        data: `x`, `(x, y)` or `(x, y, sample_weight)`, in any structures. Scalars and None have no rows.
-        parts: Which of the three to look at.
-    """
+    """The arrays in what `fit` gives a training step, each with its path in the words of an error."""
     found = []
     for name, part in zip(PARTS, keras.utils.unpack_x_y_sample_weight(data)):
         for path, leaf in keras.tree.flatten_with_path(part) if name in parts else ():

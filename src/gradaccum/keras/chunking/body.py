@@ -132,13 +132,7 @@ class Body:
     def run(
         self, tensors: list[Any], values: Iterable[tuple[Any, Any]] = (), shared: Iterable[Any] | None = None
     ) -> Result:
-        """Call the layer on a micro-batch, and leave no trace of it.
-
-        Args:
-            tensors: Its rows of `tensors`.
-            values: Of variables that are to have other values than their own.
-            shared: In place of the scalars.
-        """
+        """Call the layer on a micro-batch, and leave no trace of it."""
         args, kwargs = self.arguments(tensors, self.shared if shared is None else list(shared))
         policy = "micro" if self.batch_norm == "warn" else self.batch_norm
         layers = self.state.pooled if hasattr(self, "state") and policy == "pooled" else self.batch_norms

@@ -61,15 +61,7 @@ class _Passes:
         return outputs, carry
 
     def second(self, weights: Any, tensors: Any, start: Any, upstream: list[Any], wanted: Any = None) -> list[Any]:
-        """The gradients of weights and tensors with rows.
-
-        Args:
-            weights: What the layer reads.
-            tensors: Its inputs.
-            start: The carry before the first of these micro-batches.
-            upstream: The gradient of each output, or None.
-            wanted: Which of weights and tensors need one, by position; None: all that can have one.
-        """
+        """The gradients of weights and tensors with rows."""
         backend, batches, count = self.backend, self.batches, len(weights)
         wanted = [n for n, one in enumerate([*weights, *tensors]) if _is_float(one)] if wanted is None else wanted
         shared, own = [n for n in wanted if n < count], [n - count for n in wanted if n >= count]

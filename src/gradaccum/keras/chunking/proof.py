@@ -51,11 +51,6 @@ class Proof:
     def first(self, body: Body, micro_batch_size: int, passes: Passes) -> None:
         """Prove a call, unless one like it has been looked at.
 
-        Args:
-            body: The call, which has run.
-            micro_batch_size: Rows of its micro-batches.
-            passes: How it ran in these.
-
         Raises:
             NotEquivalentError: Outputs or gradients differ; the message names the layer.
         """

@@ -26,10 +26,6 @@ class State:
     The carry that a backend's loop takes along is a flat list of tensors.
 
     `read` it before anything else.
-
-    Args:
-        body: The `Body` of the call.
-        assigned: The variables.
     """
 
     def __init__(self, body: Any, assigned: Iterable[Any]) -> None:
@@ -78,15 +74,7 @@ class State:
         return [*carry[:threaded], *self._before[threaded:]]
 
     def after(self, carry: list[Any], values: list[Any], valid: dict[int, Any], size: Any, rows: Any) -> list[Any]:
-        """The carry after a micro-batch.
-
-        Args:
-            carry: The one before it.
-            values: Of `variables`, after it.
-            valid: As in `during_micro_batch`.
-            size: Its rows.
-            rows: Those of the whole batch.
-        """
+        """The carry after a micro-batch."""
         threaded, averaged = len(self._threaded), len(self.averaged)
         after = list(values[:threaded])
         for variable, total, value in zip(self.averaged, carry[threaded:], values[threaded:]):

@@ -32,17 +32,7 @@ def find_causes(
     tolerance: float,
     batch_norm: BatchNorm = "micro",
 ) -> list[Cause]:
-    """Why these micro-batches differ from the whole batch: losses, layers, terms of the loss, variables that move.
-
-    Args:
-        model: A built and compiled model.
-        state: Values of its trainable, non-trainable and metric variables.
-        data: `x, y, sample_weight` of the whole batch, as tensors.
-        parts: The rows of each micro-batch.
-        differences: What differs.
-        tolerance: The largest relative error that is rounding.
-        batch_norm: What BatchNormalization does, `"micro"` or `"frozen"`.
-    """
+    """Why these micro-batches differ from the whole batch: losses, layers, terms of the loss, variables that move."""
     found: list[Cause] = []
     wrong = [difference for difference in differences if not difference.error <= tolerance]
     try:
@@ -155,15 +145,7 @@ def mixing_layers(
     parts: Sequence[np.ndarray],
     tolerance: float,
 ) -> Iterator[Cause]:
-    """Layers and operations that give other outputs for the same inputs, the innermost of them.
-
-    Args:
-        model: The model, or layer, that was called.
-        calls: What went into and came out of each layer when it was called with the whole batch.
-        part_calls: The same of each micro-batch.
-        parts: The rows of each micro-batch.
-        tolerance: The largest relative error that is rounding.
-    """
+    """Layers and operations that give other outputs for the same inputs, the innermost of them."""
     order = np.argsort(np.concatenate(list(parts)))
     found = {key: [calls[key] for calls in part_calls if key in calls] for key in calls}
 

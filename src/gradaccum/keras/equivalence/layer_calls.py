@@ -84,15 +84,7 @@ def same_rows(
     error: Callable[..., float],
     allowed: float,
 ) -> bool:
-    """Whether arrays of the parts, put together, are those of the whole batch.
-
-    Args:
-        parts: The arrays of each part.
-        whole: Those of the whole batch.
-        order: Where each row of the whole is among the parts' rows, one part after the other.
-        error: `error(actual, expected)`, relative.
-        allowed: What counts as rounding.
-    """
+    """Whether arrays of the parts, put together, are those of the whole batch."""
     for index, expected in enumerate(whole):
         pieces = [part[index] for part in parts]
         if any(piece.shape[1:] != expected.shape[1:] for piece in pieces):

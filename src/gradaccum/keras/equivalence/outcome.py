@@ -69,15 +69,7 @@ class Evaluation:
 
 
 class StepRunner:
-    """A `gradaccum.core.proof.Runner` for training steps of Keras.
-
-    Args:
-        evaluate: `evaluate(rows, size, state)` evaluates these rows in even micro-batches of at most this size, with
-            random numbers held; from this state, or from that of the model (None).
-        state: Returns the state.
-        precision: The narrowest dtype that is computed in, by name.
-        tolerance: The largest relative error that is rounding in it.
-    """
+    """A `gradaccum.core.proof.Runner` for training steps of Keras."""
 
     def __init__(
         self,

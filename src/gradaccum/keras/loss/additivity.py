@@ -18,14 +18,7 @@ __all__ = ["coupled_losses"]
 def coupled_losses(
     model: Any, measured: Measured, parts: Sequence[np.ndarray], tolerance: float
 ) -> Iterator[tuple[str, str]]:
-    """Of each loss that looks across rows, the output it belongs to, and what to say.
-
-    Args:
-        model: A compiled model.
-        measured: What was seen of its losses when the whole batch's was computed.
-        parts: The rows of each micro-batch.
-        tolerance: The largest relative error that is rounding.
-    """
+    """Of each loss that looks across rows, the output it belongs to, and what to say."""
     for index, (loss, *arguments) in measured.calls.items():
         if _couples_rows(loss, arguments, parts, tolerance):
             output = loss_entries(compiled_losses(model))[index].name

@@ -66,11 +66,6 @@ class Measured:
 def weighed_losses(model: Any, share: Any = 1.0, totals: dict[int, Any] | None = None) -> Iterator[Measured]:
     """While this is open, `model.compute_loss` returns a micro-batch's part of the large batch's loss, over `share`.
 
-    Args:
-        model: A compiled model whose losses are built.
-        share: `rows_i / rows`, a float or a scalar tensor.
-        totals: `D_j` of the losses that are counted; None: only measure.
-
     Yields:
         A `Measured` that fills as the losses are computed.
     """
@@ -125,14 +120,7 @@ class _WeighedLoss:
 def weighed(
     loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None, share: Any = 1.0, total: Any = None
 ) -> tuple[Any, Any]:
-    """A micro-batch's part of the large batch's loss, over `share`; and `D_ij`, or None where it isn't counted.
-
-    Args:
-        loss: A `keras.losses.Loss`.
-        y_true, y_pred, sample_weight: What it is called with.
-        share: `rows_i / rows`.
-        total: `D_j`; None: `D_ij / share`, which makes of this micro-batch a whole one; where `D_ij` is 0, `1 / share`.
-    """
+    """A micro-batch's part of the large batch's loss, over `share`; and `D_ij`, or None where it isn't counted."""
     in_mask = keras_mask(y_pred)
     values: list[Any] = []
     with _recorded(loss, values):
@@ -217,12 +205,6 @@ def divisors_of(
     totals: dict[int, Any] | None = None,
 ) -> tuple[list[Any], Measured, Any, Any]:
     """One forward pass without side effects, for what it tells: masks are known only after it.
-
-    Args:
-        model: A built and compiled model.
-        state: Values of its trainable, non-trainable and metric variables.
-        x, y, sample_weight: A micro-batch.
-        share, totals: As for `weighed_losses`.
 
     Returns:
         The non-trainable variables afterwards (random masks need them), what was measured, `y_pred`, and the loss.

@@ -13,13 +13,7 @@ __all__ = ["value_and_gradients"]
 def value_and_gradients(
     function: Callable[[list[Any]], Any], values: list[Any], has_aux: bool = False
 ) -> tuple[Any, list[Any]]:
-    """`function(values)`, a scalar tensor, and its gradients; None for those it doesn't depend on (zeros on JAX).
-
-    Args:
-        function: Gives the scalar; with `has_aux`, a pair of it and of whatever else is wanted, and so does this then.
-        values: Tensors.
-        has_aux: Whether there is something beside the scalar.
-    """
+    """`function(values)`, a scalar tensor, and its gradients; None for those it doesn't depend on (zeros on JAX)."""
     if keras.backend.backend() == "jax":
         import jax
 

@@ -26,12 +26,7 @@ def _of_inner(name: str) -> Any:
 
 
 class OptimizerProxy(KerasOptimizer):
-    """A Keras optimizer that holds another one, whose settings and attributes are its own.
-
-    Args:
-        optimizer: The inner optimizer.
-        name: The name of this one; None: chosen by Keras.
-    """
+    """A Keras optimizer that holds another one, whose settings and attributes are its own."""
 
     inner_optimizer: Any
 

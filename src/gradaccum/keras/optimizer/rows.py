@@ -19,10 +19,6 @@ class RowWatch:
 
     Rows are counted in the step's own graph, so nothing waits for a device. The model's compiled training function is
     made anew once, and kept for the next `fit`.
-
-    Args:
-        model: A compiled model.
-        window: That of the `Optimizer` in what it was compiled with.
     """
 
     def __init__(self, model: Any, window: Window) -> None:

@@ -94,9 +94,6 @@ class StepsRule:
 
     Micro-batches whose rows are not known are taken to be like the others of their window: with rows known later,
     those before count as many as the first that is known; with rows known before, one counts as many as their mean.
-
-    Args:
-        schedule: How many steps a window has.
     """
 
     rows_of_epoch = 0
@@ -138,13 +135,7 @@ class StepsRule:
 
 
 class Window:
-    """The open window: its variables, which are the optimizer's own, and the rule by which it closes.
-
-    Args:
-        inner: The inner optimizer, which runs when the window closes.
-        rule: When that is, and what micro-batches weigh.
-        place: The `tf.distribute` strategy whose replicas have a sum each; None on other backends.
-    """
+    """The open window: its variables, which are the optimizer's own, and the rule by which it closes."""
 
     def __init__(self, inner: Any, rule: StepsRule, place: Any = None) -> None:
         self.inner = inner
@@ -186,14 +177,7 @@ class Window:
         host: Callable[[], AbstractContextManager[Any]],
         beside: Callable[[Any, Any], AbstractContextManager[Any]],
     ) -> None:
-        """Make its variables.
-
-        Args:
-            variables: The trainable ones.
-            add_variable: That of the optimizer whose own they become.
-            host: Where the counts live.
-            beside: `beside(place, variable)`: where the sum of a variable's gradients lives.
-        """
+        """Make its variables."""
         self.variables = list(variables)
         steps = self.rule.schedule() if self._first_steps is None else self._first_steps
         counts = Counts.opened(steps, self.rule.rows_of_epoch)

@@ -43,11 +43,6 @@ def fastest_size(model: Any, data: Any, rows: int | None) -> int:
     Powers of two are tried from small to large, each with a forward and backward pass over zeros in the shapes of
     `data`, compiled as the model is. A size is only tried when the memory of the smaller ones, an affine function of
     the rows, says that it fits: what XLA states on JAX, and what the process took on TensorFlow.
-
-    Args:
-        model: A built and compiled model. Its variables aren't touched.
-        data: A batch; only shapes and dtypes count.
-        rows: Its rows, or None where they aren't known.
     """
     most = _UNKNOWN_ROWS if rows is None else rows
     size = min(max(1, most // 64), 8)

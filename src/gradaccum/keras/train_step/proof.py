@@ -58,9 +58,6 @@ class Proof:
 
     Differences above what rounding makes of the compared dtype are told from an ill-conditioned model's rounding: they
     must be larger than what moving the weights by one unit in the last place changes.
-
-    Args:
-        step: The `MicroBatchedStep` whose updates are proved.
     """
 
     def __init__(self, step: Any) -> None:
@@ -97,10 +94,6 @@ class Proof:
 
     def run(self, data: Any, state: Any = None) -> None:
         """Prove the update of this batch, which is due.
-
-        Args:
-            data: The batch.
-            state: As for `MicroBatchedStep.outcome`.
 
         Raises:
             NotEquivalentError: Micro-batches give another update; the message names why, and what to do.

@@ -58,12 +58,7 @@ class Sorts:
         return found
 
     def new_in(self, batch: Sorts, most_rows: int) -> list[tuple[int, Hashable]]:
-        """What a batch shows that these don't: `(place, mark)`.
-
-        Args:
-            batch: Those of the batch.
-            most_rows: So many rows, and more, are alike.
-        """
+        """What a batch shows that these don't: `(place, mark)`."""
         new: list[tuple[int, Hashable]] = []
         if min(batch.rows, most_rows) > self.rows:
             new.append((-1, "rows"))
@@ -162,11 +157,6 @@ def few_rows(data: Any, count: int, new: Iterable[tuple[int, Hashable]] = ()) ->
 
     Rows with missing labels, padding or weights of zero are rare, and what they do shows where one part has more of
     them than the other.
-
-    Args:
-        data: The batch.
-        count: How many rows.
-        new: What some of them shall show, as `Sorts.new_in` tells it.
     """
     x, y, sample_weight = unpack(data)
     rows = rows_of(data)

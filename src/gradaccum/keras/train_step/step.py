@@ -342,12 +342,7 @@ class MicroBatchedStep:
     # For a proof.
 
     def outcome(self, data: Any, state: Any = None) -> Evaluation:
-        """What the update of this batch is made of, computed as an update computes it. Leaves everything as found.
-
-        Args:
-            data: A batch of known rows.
-            state: Values of the trainable, non-trainable, optimizer's and metrics' variables; None: their own.
-        """
+        """What the update of this batch is made of, computed as an update computes it. Leaves everything as found."""
         with held() as draws:
             loss, gradients, before, after = self.training.evaluate(data, state)
         self._draws.held |= draws.held  # on JAX seen while it is traced, and not again
