@@ -7,6 +7,8 @@ import warnings
 import torch
 
 from gradaccum import WindowError
+from gradaccum.torch import TrainStep
+from gradaccum.torch.optim import Optimizer
 from tests.reference import relative_error, torch_updates
 from tests.torch.problems import mse, network, regression, sgd
 
@@ -81,19 +83,23 @@ class StopAt(lightning.Callback):
         trainer.should_stop = index == 3
 
 
-def fit(rank, steps, module, rows=None, callbacks=(), checkpoint=None, weight=None, ddp=None, **keywords):
+def fit(
+    rank, steps, module, rows=None, callbacks=(), checkpoint=None, weight=None, ddp=None, validation=None, **keywords
+):
     os.environ.update(
         TORCHELASTIC_RUN_ID="1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
         GROUP_RANK="0",
     )  # fmt: skip
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2, strategy=DDPStrategy(**(ddp or {})), use_distributed_sampler=False, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[*callbacks, GradientAccumulation(steps, weight=weight)], **{"max_epochs": 2} | keywords,
+        enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[*callbacks, *([GradientAccumulation(steps, weight=weight)] if steps else [])],
+        **{"max_epochs": 2, "enable_checkpointing": False} | keywords,
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(module, Rows(batches(rank)) if rows is None else rows, ckpt_path=checkpoint, weights_only=False)
+        rows = Rows(batches(rank)) if rows is None else rows
+        trainer.fit(module, rows, validation, ckpt_path=checkpoint, weights_only=False)
     return trainer
 
 
@@ -203,3 +209,70 @@ def apart(rank, how):
         fit(rank, 2, Apart(rank, how), loader, max_epochs=3, **limit)
     except (ArithmeticError, WindowError) as error:
         return str(error)
+
+
+class StopsAlone(Module):
+    """Rank 1 alone stops training, which validates and saves then, and has the others wait for it there."""
+
+    def __init__(self, rank, index):
+        super().__init__()
+        self.other, self.index = rank == 1, index
+
+    def training_step(self, batch, index):
+        self.trainer.should_stop = self.other and index == self.index
+        return super().training_step(batch, index)
+
+    def validation_step(self, batch, index):
+        self.log("loss", mse(self.network, *batch), sync_dist=True)
+
+
+def stop_alone(rank, steps, index, folder):
+    """What each rank says."""
+    saves = {"enable_checkpointing": True, "default_root_dir": folder, "num_sanity_val_steps": 0}
+    try:
+        fit(rank, steps, StopsAlone(rank, index), validation=Rows(batches(rank)[:1]), max_epochs=3, **saves)
+    except WindowError as error:
+        return str(error)
+
+
+class Manual(Module):
+    """Manual optimization: two wrapped optimizers on parts of the module, or TrainStep."""
+
+    automatic_optimization = False
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def configure_optimizers(self):
+        if self.how == "TrainStep":
+            return sgd(self.network.parameters())
+        halves = [*self.network.parameters()]
+        parts = [halves] if self.how == "one" else [halves[:2], halves[2:]]
+        return [Optimizer(sgd(part), 2) for part in parts]
+
+    def on_fit_start(self):
+        if self.how == "TrainStep":
+            loss_fn = torch.nn.MSELoss()
+            self.train_step = TrainStep(self.network, self.optimizers(), loss_fn=loss_fn, micro_batch_size=2)
+
+    def training_step(self, batch, index):
+        if self.how == "TrainStep":
+            self.train_step(*batch)
+            return
+        optimizers = self.optimizers(use_pl_optimizer=False)
+        optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+        self.manual_backward(mse(self.network, *batch))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def manual(rank, how):
+    """What each rank says, or the error of its updates."""
+    module = Manual(how)
+    try:
+        fit(rank, None, module)
+    except ValueError as refused:
+        return str(refused)
+    return error(module, [*windows(1)] * 2)

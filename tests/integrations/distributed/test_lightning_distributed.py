@@ -73,3 +73,22 @@ def test_a_rank_that_fails_before_a_windows_reduction_is_an_error_on_the_others_
     first, second = ranks.run(cases.apart, "error", limit=25)
     assert "Rank 1 left training by an error, while other ranks went on" in first
     assert second == "rank 1 failed"
+
+
+@pytest.mark.parametrize(("steps", "index"), [(2, 1), (2, 2), (1, 1)])
+def test_a_rank_that_stops_alone_is_an_error_on_all_at_once(ranks, tmp_path, steps, index):
+    """It validates and saves first, where it waited for the others, and they for it, until the group's timeout."""
+    for said in ranks.run(cases.stop_alone, steps, index, str(tmp_path), limit=25):
+        assert "The ranks are at different places: before a batch on rank 0, stopping on rank 1" in said
+
+
+@pytest.mark.parametrize("how", ["one", "two"])
+def test_wrapped_optimizers_under_manual_optimization_are_refused_with_advice_that_can_be_followed(ranks, how):
+    """Lightning makes the data-parallel model after the optimizers: `model=ddp` can't be passed there."""
+    for said in ranks.run(cases.manual, how, limit=25):
+        assert "DistributedDataParallel" in said
+        assert "GradientAccumulation; or a loop with Fabric, where model = fabric.setup(model) comes first" in said
+
+
+def test_train_step_under_manual_optimization_makes_the_update_of_all_ranks_rows(ranks):
+    assert all(error <= FLOAT64 for error in ranks.run(cases.manual, "TrainStep", limit=25))

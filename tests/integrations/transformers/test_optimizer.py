@@ -69,6 +69,16 @@ def test_windows_are_refused_before_anything_has_changed(tmp_path, arguments):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_windows_are_refused_where_zero_grad_waits_for_them_as_well(tmp_path):
+    """Nothing closed an epoch's last window, which was 1e-3 of a step off."""
+    model = Model()
+    optimizer = Optimizer(sgd(model.parameters()), steps=5)
+    model.zero_grad = optimizer.zero_grad
+    with pytest.raises(WindowError, match=r"transformers' Trainer.*MicroBatchTrainer, without gradient_accum"):
+        train(model, optimizer, tmp_path, max_grad_norm=0.0)
+    assert optimizer.updates == 0
+
+
 def test_windows_of_one_are_the_plain_trainers(tmp_path):
     model = Model()
     train(model, Optimizer(sgd(model.parameters()), steps=1), tmp_path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +19,15 @@ from torch import Tensor
 
 from gradaccum.core.window import Window
 from gradaccum.errors import WindowError
-from gradaccum.integrations.lightning.checks import Varying, check, check_optimizer, hyperparameters
-from gradaccum.integrations.lightning.frequencies import count_batches, count_updates
-from gradaccum.integrations.lightning.ranks import Ranks, mean, over_ranks, reduce_
+from gradaccum.integrations.lightning.checks import (
+    Varying,
+    check,
+    check_optimizer,
+    count_batches,
+    count_updates,
+    hyperparameters,
+)
+from gradaccum.integrations.lightning.ranks import Ranks, mean, over_ranks
 from gradaccum.on_torch.foreach import scale_
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
@@ -81,32 +87,35 @@ class GradientAccumulation(Callback):
         self._trainer: Trainer | None = None
         self._monitor: GradientMonitor | None = None
         self._ranks: Ranks | None = None
+        """The other ranks, if there are any."""
         self._total: float | None = None
         """What the window that closes weighs on all ranks."""
         self._restored: dict[str, Any] | None = None
         self._expected = False
         """Whether the batch in use has had no backward pass."""
-        self._silenced: list[Any] = []
-        """Hooks that keep a batch which weighs nothing out of the sum."""
-        self._without: list[Tensor] = []
-        """Parameters that had no gradient before it."""
+        self._left_out: list[tuple[Tensor, bool, Any]] = []
+        """Of a batch that weighs nothing: parameters, whether they had no gradient, hooks that keep it out."""
         self._settings: list[dict[str, Any]] | None = None
-        """Hyperparameters, as they were when the window opened."""
+        """Hyperparameters, as they were when the window opened, in windows that are looked at."""
 
     @property
     def micro_batches(self) -> int:
         """Batches in the open window."""
         return self._window.micro_batches
 
+    def _parameters(self) -> list[Tensor]:
+        optimizers = [] if self._trainer is None else self._trainer.optimizers
+        return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
     # Before training.
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._let_go()  # of training that has failed
+        self._leave()  # training that has failed
         check(trainer, pl_module, self)
         logger.info("Lightning's Trainer with GA of %s steps", self._schedule)
-        self._trainer, self._ranks = trainer, Ranks(trainer)
+        self._trainer, self._ranks = trainer, Ranks(trainer) if trainer.world_size > 1 else None
         # Read by `estimated_stepping_batches` in configure_optimizers.
         constant = self._schedule.constant
         trainer.accumulate_grad_batches = constant if constant is not None else Varying()
@@ -124,6 +133,8 @@ class GradientAccumulation(Callback):
         if is_overridden("on_train_batch_start", pl_module):
             self._flush_where_the_rest_is_skipped(trainer, pl_module)
         count_updates(trainer)
+        if self._ranks is not None:
+            self._ranks.meet_between_batches()
         self._begin()
         if self._restored is not None:
             restored, self._restored = self._restored, None
@@ -151,15 +162,22 @@ class GradientAccumulation(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.fit_loop._skip_backward:
             return
-        if batch_idx % trainer.accumulate_grad_batches == 0 and self._window.is_open:
-            self._discard("its last batch was None, or training_step returned None for it under a GradScaler")
-        self._check_settings(trainer)
-        assert self._ranks is not None
-        weight = self._weigh(batch)
-        largest = self._ranks.batch(weight, unknown=self._unit is None)
+        window = self._window
+        if window.micro_batches and batch_idx % trainer.accumulate_grad_batches == 0:
+            logger.warning(
+                "Discarding an open window of %d micro-batches: its last batch was None, or training_step returned "
+                "None for it under a GradScaler",
+                window.micro_batches,
+            )
+            self._begin()
+        if self._settings is not None:
+            self._check_settings(trainer, self._settings)
+        largest = weight = self._weigh(batch)
+        if self._ranks is not None:
+            largest = self._ranks.batch(weight, unknown=self._unit is None)
         if self._unit is None:
-            self._unit = self._window.unit = largest or None
-        self._window.expect(weight, self._weigh.given)
+            self._unit = window.unit = largest or None
+        window.expect(weight, self._weigh.given)
         self._expected = True
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -171,41 +189,38 @@ class GradientAccumulation(Callback):
             )
         self._check_sum()
         factor = self._window.weigh()
-        if not trainer.fit_loop._should_accumulate():
+        if self._ranks is not None and not trainer.fit_loop._should_accumulate():
             self._close()
-        if factor == 0:
+        if factor == 0:  # NaN times 0 would stay NaN
             parameters = [p for p in self._parameters() if p.requires_grad]
-            self._without = [p for p in parameters if p.grad is None]
-            self._silenced = [p.register_hook(torch.zeros_like) for p in parameters]
+            self._left_out = [(p, p.grad is None, p.register_hook(torch.zeros_like)) for p in parameters]
         elif factor != 1:
             loss.mul_(factor)  # Lightning's own copy, the mean over N, which the backward pass starts from
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert self._monitor is not None
-        if not self._window.is_open:
+        window, monitor = self._window, self._monitor
+        assert monitor is not None
+        if not window.micro_batches and monitor.looking:
             self._settings = hyperparameters(trainer)
-        self._window.add()
+        window.add()
         self._expected = False
         closes = not trainer.fit_loop._should_accumulate()
-        for hook in self._silenced:
-            hook.remove()
-        if not closes or trainer.world_size == 1:
-            for parameter in self._without:
-                parameter.grad = None
-        if self._silenced:
-            self._monitor.resync()
-        self._silenced, self._without = [], []
-        self._monitor.counted(self.micro_batches + 1 >= trainer.accumulate_grad_batches)
+        if self._left_out:
+            for parameter, had_none, hook in self._left_out:
+                hook.remove()
+                if had_none and (not closes or self._ranks is None):
+                    parameter.grad = None
+            self._left_out = []
+            monitor.resync()
+        monitor.counted(window.micro_batches + 1 >= trainer.accumulate_grad_batches)
         if closes:
             self._finish(trainer)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        if not self._window.is_open:
-            return
-        # The last batch had no backward pass. Under a GradScaler Lightning makes no update then.
-        if getattr(trainer.precision_plugin, "scaler", None) is None:
+        # Open: the last batch had no backward pass. Under a GradScaler Lightning makes no update then.
+        if self._window.micro_batches and getattr(trainer.precision_plugin, "scaler", None) is None:
             self._check_sum()
             self._finish(trainer)
 
@@ -216,9 +231,7 @@ class GradientAccumulation(Callback):
             WindowError: They are not what autograd has added up.
         """
         assert self._monitor is not None
-        if not self._window.is_open:
-            return
-        found = self._monitor.modification()
+        found = self._monitor.modification() if self._window.micro_batches else None
         if found is not None:
             raise WindowError(
                 f"The gradients were {found} inside an open window, perhaps in on_after_backward. "
@@ -226,11 +239,9 @@ class GradientAccumulation(Callback):
                 "the finished gradient in on_before_optimizer_step."
             )
 
-    def _check_settings(self, trainer: Trainer) -> None:
-        """Hyperparameters belong to an update: say so where one has changed between the batches of a window."""
-        if not self._window.is_open or self._settings is None:
-            return
-        pairs = zip(self._settings, hyperparameters(trainer), strict=False)
+    def _check_settings(self, trainer: Trainer, before: list[dict[str, Any]]) -> None:
+        """Hyperparameters belong to an update: name those that have changed between the batches of a window."""
+        pairs = zip(before, hyperparameters(trainer), strict=False)
         changed = {n: f"{n} from {old[n]} to {new.get(n)}" for old, new in pairs for n in old if old[n] != new.get(n)}
         if changed:
             self._settings = None  # once in this window
@@ -240,26 +251,25 @@ class GradientAccumulation(Callback):
                 ", ".join(changed.values()),
             )
 
-    def _close(self, *, by_hand: bool = False) -> None:
-        """Tell the other ranks, before anybody waits in a reduction for one that won't come."""
-        assert self._ranks is not None
-        self._total = self._ranks.close(self._window.weight + (self._window.micro_batch.weight or 0.0), by_hand=by_hand)
+    # The window's end.
+
+    def _close(self, *, manual_reduce: bool = False) -> None:
+        """Learn what the window weighs on all ranks, before anybody waits in a reduction for one that won't come."""
+        weight = self._window.weight + (self._window.micro_batch.weight or 0.0)
+        self._total = weight if self._ranks is None else self._ranks.close(weight, manual_reduce=manual_reduce)
 
     def _finish(self, trainer: Trainer) -> None:
         """Turn what Lightning and the ranks' reduction have left into the mean over all rows of the window."""
-        window, ranks = self._window, trainer.world_size
+        window = self._window
         if self._total is None:  # no backward pass has closed it
-            self._close(by_hand=True)
+            self._close(manual_reduce=True)
         total = (self._total or 0.0) / (window.unit or 1.0)
-        gradients = [p.grad for p in self._parameters() if p.grad is not None]
         if not total:
             logger.warning("No update: this window of %d micro-batches weighs nothing", window.micro_batches)
             for parameter in self._parameters():
                 parameter.grad = None
-        else:
-            factor = trainer.accumulate_grad_batches * ranks / total
-            if factor != 1:
-                scale_(gradients, factor)
+        elif (factor := trainer.accumulate_grad_batches * trainer.world_size / total) != 1:
+            scale_([p.grad for p in self._parameters() if p.grad is not None], factor)
         self._begin()
 
     def _begin(self) -> None:
@@ -269,23 +279,17 @@ class GradientAccumulation(Callback):
         if self._monitor is not None:
             self._monitor.close()
 
-    # The end of an epoch.
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._window.is_open:  # training stops inside of it
-            self._flush(trainer, schedulers=True)
-        if self._ranks is not None:
-            self._ranks.end_epoch()
-
     def _flush(self, trainer: Trainer, schedulers: bool = False) -> None:
         """Make the open window's update, short as it is, as Lightning makes that of an epoch's last batch."""
         loop = trainer.fit_loop.epoch_loop
         progress = loop.batch_progress
         last, progress.is_last_batch = progress.is_last_batch, True
         self._check_sum()
-        self._close(by_hand=True)
-        if trainer.world_size > 1:
-            reduce_(trainer, self._parameters())
+        self._close(manual_reduce=True)
+        if self._ranks is not None:
+            parameters = self._parameters()
+            for parameter, gradient in zip(parameters, mean(trainer, parameters), strict=True):
+                parameter.grad = gradient
         self._finish(trainer)
         try:
             # No pass is left to be made. The loss is there because None would mean that there is nothing to unscale.
@@ -297,13 +301,17 @@ class GradientAccumulation(Callback):
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()
 
-    def _discard(self, why: str) -> None:
-        logger.warning("Discarding an open window of %d micro-batches: %s", self.micro_batches, why)
-        self._begin()
+    # The end of an epoch, and of training.
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._window.is_open:  # training stops inside of it
+            self._flush(trainer, schedulers=True)
+        if self._ranks is not None:
+            self._ranks.end_epoch()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._ranks is not None:
-            self._ranks.leave()
+            self._ranks.abort()
         if self._window.is_open:  # which a checkpoint may still be taken of
             logger.warning(
                 "Training has ended inside an open window of %d micro-batches, which has made no update",
@@ -312,17 +320,18 @@ class GradientAccumulation(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._let_go()
+            self._leave()
 
-    def _let_go(self) -> None:
+    def _leave(self) -> None:
         """Leave Trainer, module and parameters as they were found."""
-        trainer, monitor = self._trainer, self._monitor
-        if trainer is not None:
-            trainer.accumulate_grad_batches = 1
-            count_batches(trainer)
-            trainer.lightning_module.__dict__.pop("on_train_batch_start", None)
-        if monitor is not None:
-            monitor.remove()
+        if self._trainer is not None:
+            self._trainer.accumulate_grad_batches = 1
+            count_batches(self._trainer)
+            self._trainer.lightning_module.__dict__.pop("on_train_batch_start", None)
+        if self._ranks is not None:
+            self._ranks.leave()
+        if self._monitor is not None:
+            self._monitor.remove()
         self._monitor = self._trainer = self._ranks = None
 
     # Files.
@@ -330,21 +339,21 @@ class GradientAccumulation(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The open window with its gradients. All ranks call it, and get the same: the mean of theirs."""
         state: dict[str, Any] = {"unit": self._unit}
-        trainer, monitor = self._trainer, self._monitor
-        if trainer is None or monitor is None or not self._window.is_open:
+        trainer, monitor, window = self._trainer, self._monitor, self._window
+        if trainer is None or monitor is None or not window.is_open:
             return state
         if monitor.failed:
             logger.warning("The checkpoint leaves out the open window, in which a backward pass has failed")
             return state
         self._check_sum()
         gradients = [None if p.grad is None else p.grad.detach().clone() for p in self._parameters()]
-        weight = torch.tensor(self._window.weight, dtype=torch.float64)
-        if trainer.world_size > 1:
-            gradients = mean(trainer, gradients, self._parameters())
+        weight = torch.tensor(window.weight, dtype=torch.float64)
+        if self._ranks is not None:
+            gradients = mean(trainer, self._parameters())
             weight = over_ranks(trainer, weight, "sum") / trainer.world_size
         state["window"] = {
             "steps": trainer.accumulate_grad_batches,
-            "micro_batches": self.micro_batches,
+            "micro_batches": window.micro_batches,
             "weight": weight.item(),
             "ranks": trainer.world_size,
             "gradients": {index: gradient for index, gradient in enumerate(gradients) if gradient is not None},
@@ -367,14 +376,7 @@ class GradientAccumulation(Callback):
         parameters = self._parameters()
         share = window.get("ranks", trainer.world_size) / trainer.world_size  # of what all ranks had
         for index, gradient in window["gradients"].items():
-            parameter = parameters[index]
-            parameter.grad = gradient.to(parameter.device) * share
-        count, weight = window["micro_batches"], window["weight"] * share
-        self._window.restore(count, weight)
+            parameters[index].grad = gradient.to(parameters[index].device) * share
+        self._window.restore(window["micro_batches"], window["weight"] * share)
         assert self._monitor is not None
         self._monitor.resync()
-
-    def _parameters(self) -> list[Tensor]:
-        trainer = self._trainer
-        optimizers: Sequence[torch.optim.Optimizer] = [] if trainer is None else trainer.optimizers
-        return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]

@@ -1,7 +1,8 @@
-"""What cannot be corrected under Lightning's Trainer: settings that accumulate as well, and what it does not know."""
+"""Lightning's Trainer: settings that accumulate as well are refused, and schedulers go by updates."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from gradaccum.extras import PrivateName
 from gradaccum.torch.optim import Optimizer
 from gradaccum.torch.optimizer import needs_closure
 
-__all__ = ["Varying", "check", "check_optimizer", "hyperparameters"]
+__all__ = ["Varying", "check", "check_optimizer", "count_batches", "count_updates", "hyperparameters"]
 
 _NAMES = (
     PrivateName("trainer", "fit_loop._should_accumulate", "says whether a batch closes its window"),
@@ -113,3 +114,34 @@ class Varying:
             "trainer.estimated_stepping_batches takes one length of windows for all epochs, and GradientAccumulation "
             "was given a table. Count the updates of each epoch yourself: math.ceil(batches / steps)."
         )
+
+
+def count_updates(trainer: Trainer) -> None:
+    """Have schedulers of steps step with every `frequency`-th update of an epoch: Lightning counts its batches."""
+    if all(config.frequency == 1 for config in trainer.lr_scheduler_configs if config.interval == "step"):
+        return
+    loop = trainer.fit_loop.epoch_loop
+    original = loop.update_lr_schedulers
+
+    @functools.wraps(original)
+    def update_lr_schedulers(interval: str, *args: Any, **keywords: Any) -> None:
+        if interval != "step":
+            return original(interval, *args, **keywords)
+        batches = loop.batch_idx + 1
+        updates = -(-batches // trainer.accumulate_grad_batches)
+        configs = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
+        frequencies = [config.frequency for config in configs]
+        try:
+            for config in configs:  # Lightning asks whether this divides the number of batches
+                config.frequency = 1 if updates % config.frequency == 0 else batches + 1
+            return original(interval, *args, **keywords)
+        finally:
+            for config, frequency in zip(configs, frequencies, strict=True):
+                config.frequency = frequency
+
+    loop.update_lr_schedulers = update_lr_schedulers  # of this object alone
+
+
+def count_batches(trainer: Trainer) -> None:
+    """Undo `count_updates`."""
+    vars(trainer.fit_loop.epoch_loop).pop("update_lr_schedulers", None)

@@ -1,6 +1,8 @@
-"""Several ranks: where each of them is, over a process group of the callback's own; gradients, by the strategy."""
+"""Several ranks under Lightning: where each of them is, and their gradients' means."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
@@ -11,33 +13,59 @@ from torch import Tensor
 from gradaccum.errors import WindowError
 from gradaccum.torch.distributed import Channel, Kind, Settings, by_rank
 
-__all__ = ["Ranks", "mean", "over_ranks", "reduce_"]
+__all__ = ["Ranks", "mean", "over_ranks"]
 
 _PLACES = {
     Kind.START: "at an epoch's first batch",
     Kind.MICRO_BATCH: "at a batch",
     Kind.WINDOW: "at a window's last batch",
     Kind.FINISHED: "closing a window that is short",
+    Kind.NUMBER: "before a batch",
+    Kind.ENDED: "stopping",
     Kind.IDLE: "at an epoch's end",
 }
 
 
 class Ranks:
-    """All ranks of a Trainer, each of which says where it is before it waits for the others in a reduction.
+    """Several ranks of a Trainer, each of which says where it is before it waits for the others in a reduction.
 
-    Lightning's ranks wait for each other in every batch, so all must have as many. What keeps one from coming there is
-    an error on all of them.
-
-    Args:
-        trainer: Whose process group exists already. All ranks make this at the same time.
+    Lightning's ranks wait for each other in every batch, so all must have as many. What keeps one from coming to the
+    same place is an error on all of them. All ranks make this at the same time.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._channel = Channel(range(trainer.world_size)) if trainer.world_size > 1 else None
+        self._channel = Channel(range(trainer.world_size))
         self._settings = Settings(lambda: [group for one in trainer.optimizers for group in one.param_groups])
         self._epoch: int | None = None
         self._sized = True
+
+    def meet_between_batches(self) -> None:
+        """Name a rank that stops alone: it would validate and save, where it waits for the others, and they for it.
+
+        Before each batch Lightning's ranks send whether a signal ends training. Theirs is sent here, with the place.
+        """
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        ends_by_signal, checks = getattr(loop, "_broadcast_sigterm_tensor", None), loop._should_check_val_fx
+
+        def before_batch() -> None:
+            signals = self._exchange(Kind.NUMBER, float(getattr(trainer, "received_sigterm", False)))
+            if any(numbers[1] for numbers in signals) and ends_by_signal is not None:
+                ends_by_signal()
+
+        def after_batch(*args: Any) -> bool:
+            if trainer.should_stop and trainer.fit_loop._can_stop_early:
+                self._exchange(Kind.ENDED)
+            return checks(*args)
+
+        if ends_by_signal is not None:
+            loop._broadcast_sigterm_tensor = before_batch
+            loop._should_check_val_fx = after_batch  # of this object alone
+
+    def leave(self) -> None:
+        """Leave Lightning's loop as it was."""
+        for name in ("_broadcast_sigterm_tensor", "_should_check_val_fx"):
+            vars(self._trainer.fit_loop.epoch_loop).pop(name, None)
 
     def batch(self, weight: float, *, unknown: bool) -> float:
         """A batch begins. Returns the largest weight on any rank, where that is unknown.
@@ -62,40 +90,27 @@ class Ranks:
                 raise _uneven_error(["the last batch" if one else "further batches" for one in lasts])
         return largest
 
-    def close(self, weight: float, *, by_hand: bool = False) -> float:
+    def close(self, weight: float, *, manual_reduce: bool = False) -> float:
         """A window closes, which has this weight here. Returns its weight on all ranks.
-
-        Args:
-            weight: This rank's.
-            by_hand: No backward pass reduces its gradients.
 
         Raises:
             WindowError: A rank is elsewhere, or has other hyperparameters.
         """
-        if self._channel is None:
-            return weight
-        messages = self._exchange(Kind.FINISHED if by_hand else Kind.WINDOW, weight, self._settings.number())
+        messages = self._exchange(Kind.FINISHED if manual_reduce else Kind.WINDOW, weight, self._settings.number())
         if len({numbers[2] for numbers in messages}) > 1:
             self._settings.settle(self._channel)
         return sum(numbers[1] for numbers in messages)
 
     def end_epoch(self) -> None:
-        """The epoch is over here.
-
-        Raises:
-            WindowError: It is not on other ranks.
-        """
+        """The epoch is over here. Raises WindowError where it is not on other ranks."""
         self._exchange(Kind.IDLE)
         self._epoch = None
 
-    def leave(self) -> None:
+    def abort(self) -> None:
         """An error has ended training here. Waits for nobody."""
-        if self._channel is not None:
-            self._channel.post(Kind.ABORTED)
+        self._channel.post(Kind.ABORTED)
 
     def _exchange(self, kind: Kind, *numbers: float) -> list[list[float]]:
-        if self._channel is None:
-            return [[kind, *numbers]]
         messages = self._channel.exchange(kind, *numbers)
         kinds = [Kind(int(numbers[0])) for numbers in messages]
         left = [rank for rank, one in enumerate(kinds) if one is Kind.ABORTED]
@@ -128,18 +143,9 @@ def over_ranks(trainer: Trainer, number: Tensor, how: str) -> Tensor:
     return trainer.strategy.reduce(number.to(trainer.strategy.root_device), reduce_op=how)
 
 
-def mean(trainer: Trainer, gradients: list[Tensor | None], parameters: list[Tensor]) -> list[Tensor | None]:
-    """Gradients' means over the ranks; None where no rank has one."""
-    present = torch.tensor([float(gradient is not None) for gradient in gradients])
+def mean(trainer: Trainer, parameters: list[Tensor]) -> list[Tensor | None]:
+    """Means of the parameters' gradients over the ranks; None where no rank has one."""
+    present = torch.tensor([float(p.grad is not None) for p in parameters])
     anywhere = over_ranks(trainer, present, "sum").tolist()
-    return [
-        over_ranks(trainer, torch.zeros_like(p) if g is None else g, "mean") if there else None
-        for g, p, there in zip(gradients, parameters, anywhere, strict=True)
-    ]
-
-
-def reduce_(trainer: Trainer, parameters: list[Tensor]) -> None:
-    """Bring the gradients to their means over the ranks."""
-    means = mean(trainer, [p.grad for p in parameters], parameters)
-    for parameter, gradient in zip(parameters, means, strict=True):
-        parameter.grad = gradient
+    own = [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in parameters]
+    return [over_ranks(trainer, g, "mean") if there else None for g, there in zip(own, anywhere, strict=True)]

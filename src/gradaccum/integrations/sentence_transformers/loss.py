@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -13,9 +14,10 @@ from sentence_transformers.sentence_transformer.losses import MultipleNegativesR
 from sentence_transformers.util import cos_sim, dot_score, similarity_fct_name
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
-from gradaccum.integrations.sentence_transformers.embedding import embedded
 from gradaccum.schedule import checked_count
+from gradaccum.torch import chunked
 from gradaccum.torch.losses import info_nce
 
 __all__ = ["ChunkedMultipleNegativesRankingLoss"]
@@ -122,7 +124,7 @@ class ChunkedMultipleNegativesRankingLoss(nn.Module):
                 "Leave them padded, and give `mini_batch_num_tokens`: padding is cut off."
             )
         rows = self.mini_batch_size if self.mini_batch_num_tokens is None else sys.maxsize
-        embeddings = embedded(self.model, columns, rows, self.mini_batch_num_tokens, self._chunked)
+        embeddings = _embedded(self.model, columns, rows, self.mini_batch_num_tokens, self._chunked)
         if not self._in_tiles:
             return self.loss.compute_loss_from_embeddings(embeddings, labels)  # type: ignore[arg-type]  # unused there
         queries, documents = embeddings[0], torch.cat(embeddings[1:])
@@ -174,3 +176,63 @@ _INSIDE = {
     "scale", "similarity_fct", "gather_across_devices", "directions", "partition_mode", "hardness_mode",
     "hardness_strength", "temperature",
 }  # fmt: skip
+
+
+# The columns of a batch, embedded in micro-batches by the model that the trainer has wrapped.
+
+
+class _Embedding(nn.Module):
+    """A sentence transformer that returns the embedding of each text, and nothing of its tokens."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, features: dict[str, Any]) -> Tensor:
+        return self.model(dict(features))["sentence_embedding"]  # a copy, to which the model adds its outputs
+
+
+class _Columns(nn.Module):
+    """All columns in one forward pass, which is what DistributedDataParallel expects of a backward pass."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, columns: list[dict[str, Any]]) -> list[Tensor]:
+        return [self.embedding(features) for features in columns]
+
+
+def _embedded(
+    model: nn.Module, columns: list[dict[str, Any]], rows: int, max_tokens: int | None, known: dict[Any, Any]
+) -> list[Tensor]:
+    """The embeddings of each column; `known` has the chunked models of earlier calls, which have proven themselves."""
+    inside = model.module if isinstance(model, DistributedDataParallel) else model
+    for layer in {model, inside}:
+        replaced = type(vars(layer).get("forward"))
+        if replaced.__module__.startswith("sentence_transformers."):
+            raise ValueError(
+                f"A {replaced.__name__} stands in the place of the model's forward while the loss is computed, as "
+                "MatryoshkaLoss and AdaptiveLayerLoss put it there. It is gone when backward computes the embeddings "
+                "again. Use sentence-transformers' own CachedMultipleNegativesRankingLoss inside of them."
+            )
+    key = id(inside), rows, max_tokens
+    if key not in known:
+        known.clear()
+        known[key] = chunked(_Embedding(inside), rows, max_tokens=max_tokens)
+    wrapper = _Columns(known[key])
+    if inside is model:
+        return wrapper(columns)
+    with _in_place_of(model, wrapper):
+        return model(columns)
+
+
+@contextlib.contextmanager
+def _in_place_of(parallel: nn.Module, module: nn.Module) -> Iterator[None]:
+    """What DistributedDataParallel wraps, replaced for a forward pass by a module of the same parameters."""
+    inside = parallel._modules["module"]
+    parallel._modules["module"] = module
+    try:
+        yield
+    finally:
+        parallel._modules["module"] = inside

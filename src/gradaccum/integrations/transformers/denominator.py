@@ -41,10 +41,7 @@ class Denominator:
     true of the gradients in evaluation mode. What is wrong there is no candidate any more, nor is the Trainer's count
     once it is known to be one of the others: with one left, no batch is looked at.
 
-    Args:
-        trainer: The trainer.
-        loss: `loss(batch)`: the trainer's loss on some rows, without a trace in its logs.
-        given: What the user says it is a mean over, or None.
+    `loss(batch)` is the trainer's loss on some rows, without a trace in its logs; `given` what the user passed.
     """
 
     def __init__(self, trainer: Any, loss: Callable[[Any], Tensor], given: Count | None = None) -> None:

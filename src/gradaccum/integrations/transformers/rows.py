@@ -32,9 +32,6 @@ def as_rows(inputs: Mapping[str, Any], blocks: int = 1) -> dict[str, Any]:
     Tensors of `blocks` times as many rows become (examples, blocks, ...); sequences that a collator has joined in one
     row, whose `position_ids` start anew with each, become a padded row each.
 
-    Raises:
-        ValueError: The rows can't be as many blocks.
-
     Example:
         >>> as_rows({"ids": torch.tensor([1, 2, 3, 10, 20, 30]), "margin": torch.zeros(3)}, 2)["examples"]["ids"]
         tensor([[ 1, 10],
@@ -141,18 +138,7 @@ def _masks(inputs: Mapping[str, Any]) -> list[str]:
 
 
 def check_cuttable(inputs: Any, blocks: int, max_tokens: int | None) -> None:
-    """Raise where a batch can't be cut into micro-batches.
-
-    Args:
-        inputs: The batch.
-        blocks: How many blocks its rows come in.
-        max_tokens: Padded tokens of a micro-batch, if columns are to be cut off.
-
-    Raises:
-        TypeError: Inputs that are no mapping.
-        ValueError: Tensors of other numbers of rows; a list as long as the batch; several masks for columns that are to
-            be cut off, or blocks.
-    """
+    """Raise TypeError or ValueError where a batch can't be cut into micro-batches, or its padding by `max_tokens`."""
     if not isinstance(inputs, Mapping):
         raise TypeError(
             "MicroBatchTrainer takes batches that are mappings, as data collators make them. "

@@ -33,11 +33,7 @@ NAMES = (
 
 
 def check_hooks(trainer: Any) -> None:
-    """Raise where this version of transformers lacks something that is used.
-
-    Raises:
-        ImportError: It does; the message says what.
-    """
+    """Raise ImportError where this version of transformers lacks something that is used."""
     missing = [
         line for name in NAMES if (line := name.missing_from(trainer, f"transformers {transformers.__version__}"))
     ]
@@ -46,11 +42,7 @@ def check_hooks(trainer: Any) -> None:
 
 
 def check_settings(trainer: Any, micro_batches: MicroBatches) -> None:
-    """Raise where a setting contradicts micro-batches.
-
-    Raises:
-        ValueError: It does; the message names it.
-    """
+    """Raise ValueError where a setting contradicts micro-batches."""
     for line in _wrong(trainer, micro_batches):
         raise ValueError(line)
 

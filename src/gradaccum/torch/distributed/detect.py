@@ -155,16 +155,17 @@ def check_detected(model: nn.Module | None, parameters: Sequence[Tensor], ranks:
     if wrapper is None:
         return
     replicated = issubclass(type(wrapper), DistributedDataParallel)
+    advice = _lightnings_advice(wrapper)
     if model is not None and replicated:
         raise ValueError(
             "`model` was wrapped in DistributedDataParallel after the optimizer was built, which holds back nothing "
-            "and weighs each rank the same. Wrap the model first, and pass that, on every rank: "
-            "Optimizer(..., model=ddp)."
+            "and weighs each rank the same. "
+            + (advice or "Wrap the model first, and pass that, on every rank: Optimizer(..., model=ddp).")
         )
     if replicated:
         message = (
             "The parameters belong to a DistributedDataParallel model that the optimizer does not know: it reduces on "
-            "every micro-batch, and all ranks weigh the same whatever their rows. Pass model=ddp."
+            f"every micro-batch, and all ranks weigh the same whatever their rows. {advice or 'Pass model=ddp.'}"
         )
     elif not any(map(is_sharded, parameters)):
         message = (
@@ -179,6 +180,18 @@ def check_detected(model: nn.Module | None, parameters: Sequence[Tensor], ranks:
     if steps != 1:
         raise ValueError(message)
     logger.warning(message)
+
+
+def _lightnings_advice(wrapper: Any) -> str:
+    """What to do where Lightning's Trainer wraps the module, which it does when optimizers are there already."""
+    kinds = type(getattr(wrapper, "module", None)).__mro__
+    if not any(kind.__module__.startswith(("lightning.pytorch", "pytorch_lightning")) for kind in kinds):
+        return ""
+    return (
+        "Lightning's Trainer wraps the module after its optimizers. On several devices use automatic optimization with "
+        "gradaccum.integrations.lightning.GradientAccumulation; or a loop with Fabric, where model = "
+        "fabric.setup(model) comes first; or TrainStep, made in on_fit_start."
+    )
 
 
 def _wrappers() -> tuple[type, ...]:

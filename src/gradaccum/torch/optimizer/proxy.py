@@ -17,7 +17,7 @@ from torch import Tensor
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import global_step_hooks, without_global_step_hooks
 from gradaccum.schedule import Schedule
-from gradaccum.torch.watch import parameters_of
+from gradaccum.torch.watch import check_outside_of_trainers, parameters_of
 from gradaccum.torch.window import LossScale
 
 __all__ = [
@@ -224,7 +224,9 @@ def check_first_step(optimizer: Any, closure: Any) -> None:
 
     Raises:
         ValueError: Accelerate or Lightning accumulates as well: it would take the mean of batches of any size.
+        WindowError: transformers' Trainer is the caller.
     """
+    check_outside_of_trainers()
     steps, setting = 1, ""
     module = _lightning_module(closure)
     if module is not None:

@@ -1,6 +1,6 @@
 """Watch an open window's gradients and parameters: what a loop does to them behind the wrapper's back is named."""
 
-from gradaccum.torch.watch.messages import failed_error, modification_error, untouched_error
+from gradaccum.torch.watch.messages import check_outside_of_trainers, failed_error, modification_error, untouched_error
 from gradaccum.torch.watch.monitor import GradientMonitor, ShardedMonitor, all_require_grad
 from gradaccum.torch.watch.parameters import ParameterMonitor, parameters_of, same_objects
 
@@ -9,6 +9,7 @@ __all__ = [
     "ParameterMonitor",
     "ShardedMonitor",
     "all_require_grad",
+    "check_outside_of_trainers",
     "failed_error",
     "modification_error",
     "parameters_of",

@@ -10,6 +10,7 @@ from gradaccum.errors import WindowError
 __all__ = [
     "KEPT_VALUES",
     "SEVERAL_PASSES",
+    "check_outside_of_trainers",
     "failed_error",
     "modification_error",
     "several_passes_warning",
@@ -77,6 +78,13 @@ def failed_error(failure: BaseException | None) -> WindowError:
         f"A backward pass of this window failed{kind}, and may have left part of its gradient in the sum. Call "
         "discard() to drop the window; parameters and optimizer state are as they were."
     )
+
+
+def check_outside_of_trainers() -> None:
+    """Raise WindowError where transformers' Trainer is the caller: nothing closes its epochs' last windows."""
+    trainer = _inside_the_trainer()
+    if trainer is not None:
+        raise WindowError(trainer)
 
 
 def _inside_the_trainer() -> str | None:
