@@ -322,13 +322,7 @@ def _candidates(facts: LossFacts) -> Iterator[_Candidate]:
     yield _Candidate("rows", "", lambda rows: float(len(rows)))
     counted = [leaf for leaf in facts.leaves if leaf.kind != "float"]
     for leaf in counted:
-        if leaf.kind == "bool" or (leaf.values is not None and leaf.values <= {0, 1}):
-            yield _summing(leaf, f"the entries of {leaf.name} that are set")
-        for index in facts.ignored:
-            shifted = _counting(leaf, index, "[:, 1:]") if leaf.dims > 1 else None
-            yield dataclasses.replace(_counting(leaf, index, ""), shifted=shifted)
-            if shifted is not None:
-                yield shifted
+        yield from _entries(leaf, facts.ignored)
     for leaf in counted:
         for name, weights in facts.class_weights if leaf.kind == "whole" else ():
             for index in facts.ignored:
@@ -338,6 +332,17 @@ def _candidates(facts: LossFacts) -> Iterator[_Candidate]:
         if leaf.kind == "float" and not leaf.is_negative:
             yield _summing(leaf, f"the weights in {leaf.name}")
             yield _counting(leaf, 0, "")
+
+
+def _entries(leaf: Leaf, ignored: Sequence[int]) -> Iterator[_Candidate]:
+    """The entries that are set, and those that are not ignored."""
+    if leaf.kind == "bool" or (leaf.values is not None and leaf.values <= {0, 1}):
+        yield _summing(leaf, f"the entries of {leaf.name} that are set")
+    for index in ignored:
+        shifted = _counting(leaf, index, "[:, 1:]") if leaf.dims > 1 else None
+        yield dataclasses.replace(_counting(leaf, index, ""), shifted=shifted)
+        if shifted is not None:
+            yield shifted
 
 
 def _summing(leaf: Leaf, name: str) -> _Candidate:

@@ -90,20 +90,12 @@ def _checked(trial: Trial, micro_batch_size: int | None, tolerance: float | None
     rows = trial.rows
     precision, device = trial.precision(), jax.default_backend()
     allowed = trial.tolerance = rounding(precision, device) if tolerance is None else tolerance
-    ragged = _ragged_size(rows)
-    given = [] if micro_batch_size is None or micro_batch_size >= rows else [micro_batch_size]
-    orders: list[tuple[Sequence[int], list[int]]] = [
-        (range(rows), [*given, ragged]),
-        (np.random.default_rng(0).permutation(rows).tolist(), [ragged]),
-    ]
     found: list[Compared] = []
     ways: list[Way] = []
     causes: list[Cause] = []
-    for order, sizes in orders:
+    for order, sizes in _orders(rows, micro_batch_size):
         comparison = Comparison(trial, order, [(order, even_sizes(rows, size)) for size in sizes], "differs")
-        bad = [loss for loss in comparison.large.losses.values() if not np.isfinite(loss).all()]
-        if bad and not found:
-            raise ValueError(f"The large batch's own loss is {bad[0]}: there is nothing to compare.")
+        _check_finite(comparison)
         comparison.differences()
         found += comparison.compared
         ways += comparison.ways
@@ -128,6 +120,19 @@ def _checked(trial: Trial, micro_batch_size: int | None, tolerance: float | None
         precision=precision,
         device=device,
     )
+
+
+def _orders(rows: int, size: int | None) -> list[tuple[Sequence[int], list[int]]]:
+    """Orders of the rows, with the sizes of micro-batches that are tried in each."""
+    ragged = _ragged_size(rows)
+    given = [] if size is None or size >= rows else [size]
+    return [(range(rows), [*given, ragged]), (np.random.default_rng(0).permutation(rows).tolist(), [ragged])]
+
+
+def _check_finite(comparison: Comparison) -> None:
+    for loss in comparison.large.losses.values():
+        if not np.isfinite(loss).all():
+            raise ValueError(f"The large batch's own loss is {loss}: there is nothing to compare.")
 
 
 def _notes(trial: Trial) -> list[str]:

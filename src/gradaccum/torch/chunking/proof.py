@@ -151,6 +151,13 @@ class _Pass(NamedTuple):
     inputs: Inputs
     """Kept, as are the containers among them, in which a module may have left something."""
 
+    @classmethod
+    def of(cls, watch: Watch, left: dict[str, Any], outside: list[Tensor], inputs: Inputs) -> _Pass:
+        """Copies of the attributes that were left, and which of them have a graph."""
+        graphs = {name for name, value in left.items() if any(leaf.grad_fn is not None for leaf in tensors_of(value))}
+        kept = {name: map_leaves(copied, value) for name, value in left.items()}
+        return cls(watch, kept, graphs, [TensorWeakRef(leaf) for leaf in outside], inputs)
+
 
 class _Runner(TorchRunner):
     """Runs the same rows whole and in micro-batches, from the same state."""
@@ -211,27 +218,28 @@ class _Runner(TorchRunner):
                 finally:
                     self.rng.rewind()
             left = {name: value for name, value in attributes_of(self.module).items() if value is not before.get(name)}
-            buffers = self._buffers()
-        # A mean that is zero but for rounding has the scale of what it averages; a count has its own.
-        averaged = [name for name, buffer in buffers.items() if is_floating(buffer)]
+            buffers, floors = self._buffers(watch)
         outcome = Outcome(
             {f"output{path}": tensor.detach().clone() for path, tensor in found},
             {name: None if leaf.grad is None else leaf.grad.to_dense() for name, leaf in wanted.items()},
             buffers,
-            {name: 1e-3 * watch.sizes.get(name.rpartition(".")[0], 0.0) for name in averaged},
+            floors,
         )
-        graphs = [name for name, value in left.items() if any(leaf.grad_fn is not None for leaf in tensors_of(value))]
-        kept = {name: map_leaves(copied, value) for name, value in left.items()}
-        return outcome, _Pass(watch, kept, set(graphs), [TensorWeakRef(leaf) for leaf in outside], few)
+        return outcome, _Pass.of(watch, left, outside, few)
 
-    def _buffers(self) -> dict[str, Tensor]:
-        """What buffers are now; those of BatchNorm where they are the large batch's."""
-        return {
+    def _buffers(self, watch: Watch) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """What buffers are now, BatchNorm's where they are the large batch's, and the scale of what they average.
+
+        A mean that is zero but for rounding has that scale; a count has its own.
+        """
+        buffers = {
             f"{path}.{name}" if path else name: buffer.detach().clone()
             for path, layer in self.module.named_modules()
             if self.exact or not isinstance(layer, _BatchNorm)
             for name, buffer in layer.named_buffers(recurse=False)
         }
+        averaged = [name for name, buffer in buffers.items() if is_floating(buffer)]
+        return buffers, {name: 1e-3 * watch.sizes.get(name.rpartition(".")[0], 0.0) for name in averaged}
 
     def _backward(self, outputs: list[Tensor]) -> None:
         if not self._cotangents:

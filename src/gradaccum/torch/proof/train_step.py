@@ -271,13 +271,7 @@ class Proof:
 
     def _causes(self, few: Batch, wrong: list[Difference], tolerance: float) -> list[Cause] | None:
         """What makes the difference, by name; None where it is rounding."""
-        try:
-            with in_eval_mode(self.objective.model), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of parts that training never sees
-                found = certify(self.objective, few, _no_accumulation, device=self.objective.device)
-        except Exception as error:
-            logger.debug("The cause can't be looked for on a copy: %s", error)
-            found = None
+        found = self._on_a_copy(few)
         if found is not None and found.causes:  # every micro-batch finds the same buffers: no cause, unless no other is
             paths = {path or "model" for path, _, _ in owners_of_buffers(self.objective.modules).values()}
             others = [cause for cause in found.causes if cause.kind != "buffer" or cause.where not in paths]
@@ -292,6 +286,16 @@ class Proof:
         if (found is None or found.ok) and (cause := self._explain(few, found is not None)):
             return [cause]
         return [suspicion(self.objective.modules, wrong)]
+
+    def _on_a_copy(self, few: Batch) -> Equivalence | None:
+        """What a check on a copy in float64 finds; None where there can't be one."""
+        try:
+            with in_eval_mode(self.objective.model), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of parts that training never sees
+                return certify(self.objective, few, _no_accumulation, device=self.objective.device)
+        except Exception as error:
+            logger.debug("The cause can't be looked for on a copy: %s", error)
+            return None
 
 
 class _Runner(TorchRunner):
