@@ -30,8 +30,8 @@ class Block(nn.Module):
         super().__init__()
         self.linear, self.how, self.place = nn.Linear(SIZE, SIZE), how, place
 
-    def forward(self, x: Tensor, given: Any) -> Tensor:
-        y = torch.tanh(self.linear(x))
+    def forward(self, x: Tensor, given: Any) -> Any:
+        y = torch.tanh(self.linear(x)) if isinstance(x, Tensor) else x
         if self.how.startswith("prefix"):
             if self.how == "prefix in a cache":
                 mine = given.layers[self.place]
@@ -50,6 +50,8 @@ class Block(nn.Module):
         if self.how == "tuple in a dict":
             given["pairs"] = (*given.get("pairs", ()), y.cos())
             y = y * given["pairs"][0]
+        if self.how == "an object is returned":
+            return types.SimpleNamespace(x=x.x + torch.tanh(self.linear(x.x)), last=x.x)  # type: ignore[attr-defined]
         if self.how == "counter in a dict":
             given["calls"] = given.get("calls", 0) + 1
             y = y * given["calls"]
@@ -74,8 +76,12 @@ class Model(nn.Module):
             "object, read by the loss": types.SimpleNamespace,
         }
         given = makers.get(self.how, dict)()
+        if self.how == "an object is returned":
+            x = types.SimpleNamespace(x=x)  # type: ignore[assignment]
         for layer in self.layers:
             x = layer(x, given)
+        if self.how == "an object is returned":
+            x = x.x * x.last  # type: ignore[attr-defined]
         aside = [given] if isinstance(given, list) else [[given.total]] if self.how.startswith("object") else []
         return torch.cat([x, *(loss[:, None] for listed in aside for loss in listed)], 1)
 
@@ -93,6 +99,7 @@ HOW = [
     "object, read by the loss",
     "tuple in a dict",
     "counter in a dict",
+    "an object is returned",
 ]
 
 

@@ -70,6 +70,8 @@ class ModuleContents:
         """These dicts, but for those of BatchNorm layers."""
         self.generators: list[Any] = []
         """Random number generators that are attributes."""
+        self.tensors: set[int] = set()
+        """The buffers, and the tensors that are attributes, by `id`."""
         self.modes: set[tuple[Any, ...]] = {(-1, kind, by) for kind, by in _hooks(_EVERYWHERE)}
         """What each module, by its place, is, whether it is in training mode, with the root's own, and its hooks."""
         self._held: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
@@ -89,6 +91,7 @@ class ModuleContents:
             if not isinstance(submodule, _BatchNorm):
                 self.holders.append(buffers)
             self.buffers += [(buffers, name, buffer) for name, buffer in buffers.items() if buffer is not None]
+            self.tensors.update(map(id, buffers.values()))
             for kind in ("_buffers", "_modules", *_HOOKS):
                 self._held.append((attributes[kind], dict(attributes[kind])))
             if own := attributes["_parameters"]:
@@ -106,8 +109,10 @@ class ModuleContents:
                 continue
             if isinstance(value, nn.Module):
                 modules.append(value)
-            elif isinstance(value, Tensor) and value.grad_fn is not None:
-                del then[name]  # made by an earlier call, whose graph would live as long as this one's
+            elif isinstance(value, Tensor):
+                self.tensors.add(id(value))
+                if value.grad_fn is not None:
+                    del then[name]  # made by an earlier call, whose graph would live as long as this one's
             elif is_generator(value):
                 self.generators.append(value)
         self._held.append((attributes, then))

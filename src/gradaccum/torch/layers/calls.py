@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.private import run_backward
 from gradaccum.torch.chunking.gradients import backward_roots
 from gradaccum.torch.chunking.recompute import Conditions
-from gradaccum.torch.chunking.trees import Inputs, is_floating, tensors_of, with_tensors, without_tensors
+from gradaccum.torch.chunking.trees import Inputs, is_floating, tensors_of
 from gradaccum.torch.layers.arguments import Arguments, GivenTensors, replaced, tensors_in
 from gradaccum.torch.layers.blocks import Block
 from gradaccum.torch.layers.interception import called
@@ -84,7 +84,6 @@ class BlockCall:
         self._waiting: list[Waiting] = []
         self._conditions: Conditions | None = None
         self._buffers: list[tuple[Place, Tensor]] = []
-        self._returned: Any = None
         self._grads: list[Tensor | None] = []  # of its outputs
         self._leaves: dict[int, Tensor] = {}  # where its graph begins, by place among the inputs
 
@@ -101,10 +100,14 @@ class BlockCall:
         devices: Sequence[torch.device],
         buffers: MovedBuffers,
         store: Store,
+        held: Collection[int],
         *,
         differentiated: bool,
     ) -> Any:
-        """The outputs, without a graph of the inside; `differentiated`: whether they pass gradients on to the block."""
+        """The outputs, without a graph of the inside; `differentiated`: whether they pass gradients on to the block.
+
+        `held`: tensors that the block holds, by id.
+        """
         inputs, self._inputs = self._inputs, Inputs((), {})
         if not differentiated:
             with torch.no_grad():
@@ -112,49 +115,40 @@ class BlockCall:
         given = self._arguments.tensors
         versions = [None if tensor.is_inference() else tensor._version for tensor in given]
         before = {id(tensor): tensor for tensor in tensors_in(inputs)}
+        outputs: Any = None
+        made: list[Tensor] = []
 
-        written: list[Tensor] = []
-
-        def first_pass() -> tuple[list[Tensor], list[bool]]:
+        def first_pass() -> tuple[list[Tensor], list[Tensor]]:
+            nonlocal outputs
             copies, conditions = buffers.copies(), Conditions([*generators], devices)
             # Where no input wants a gradient, the outputs may not either, as those of a reentrant checkpoint.
             with torch.set_grad_enabled(self._is_first):
                 outputs = called(self.block.module, inputs.args, inputs.kwargs)
             conditions.advance()
             self._conditions, self._buffers = conditions, buffers.moved(copies)
-            written.extend(_written(inputs, before))
-            return self._flattened(outputs, written, set(before))
+            made.extend(_made(outputs, inputs, before))
+            self._grads = [None] * len(made)
+            # What the module holds, or was called with, gets no graph; and a view could not be edited in place.
+            flat = [t.data if t.requires_grad or id(t) in before or id(t) in held else t for t in made]
+            passes = [is_floating(tensor) and (tensor.requires_grad or not self._is_first) for tensor in made]
+            return flat, [tensor for tensor, passes_on in zip(flat, passes, strict=True) if not passes_on]
 
         flat = _Boundary.apply(self, first_pass, torch.zeros((), requires_grad=True))
         for tensor, version in zip(given, versions, strict=True):
             if version is not None and tensor._version != version:
                 raise ValueError(self._edits(f" of shape {tuple(tensor.shape)}"))
-        count = len(flat) - len(written)
-        replaced(inputs, {id(old): new for old, new in zip(written, flat[count:], strict=True) if old is not new})
+        new = {id(old): tensor for old, tensor in zip(made, flat, strict=True) if old is not tensor}
+        replaced(inputs, {old: tensor for old, tensor in new.items() if old not in before})
         self._arguments.close()
         self._waiting = [store.keep(tensor) for tensor in given]
         self._arguments.tensors = []
-        return with_tensors(self._returned, flat[:count])
+        return replaced(outputs, new)
 
     def _edits(self, which: str) -> str:
         return (
             f"The block {self.block.path!r} edits an input{which} in place, so it can't be run again on the same "
             "inputs. Its first operation may have inplace=True; or give it a clone."
         )
-
-    def _flattened(self, outputs: Any, written: list[Tensor], known: set[int]) -> tuple[list[Tensor], list[bool]]:
-        """The tensors that the block has returned and written, each an object of its own; whether they pass gradients.
-
-        `known`: the tensors that the block was called with, by id.
-        """
-        self._returned = without_tensors(outputs)
-        tensors = [*tensors_of(outputs), *written]
-        found, seen = [], known
-        for tensor in tensors:
-            found.append(tensor.detach() if id(tensor) in seen or tensor.requires_grad else tensor)
-            seen.add(id(tensor))
-        self._grads = [None] * len(found)
-        return found, [is_floating(tensor) and (tensor.requires_grad or not self._is_first) for tensor in tensors]
 
     def run_with_graph(self) -> Any:
         """The outputs, with the graph that begins at what it is called with: it won't run again."""
@@ -200,7 +194,7 @@ class BlockCall:
         before = {id(tensor): tensor for tensor in tensors_in(inputs)}
         with torch.enable_grad(), buffers_as_found(self._buffers), self._conditions.restored():
             outputs = called(self.block.module, inputs.args, inputs.kwargs)
-        made = [*tensors_of(outputs), *_written(inputs, before)]
+        made = _made(outputs, inputs, before)
         if len(made) != len(self._grads):
             raise NotEquivalentError(
                 f"The block {self.block.path!r} returned {len(self._grads)} tensors, and {len(made)} when backward ran "
@@ -219,9 +213,10 @@ class BlockCall:
         return {place: leaf.grad for place, leaf in leaves.items() if leaf.grad is not None}
 
 
-def _written(inputs: Inputs, before: dict[int, Tensor]) -> list[Tensor]:
-    """The tensors that a call has put into its arguments."""
-    return [tensor for tensor in tensors_in(inputs) if id(tensor) not in before]
+def _made(outputs: Any, inputs: Inputs, before: dict[int, Tensor]) -> list[Tensor]:
+    """The tensors that a call has returned, or put into its arguments. In objects, those from before don't count."""
+    returned = {id(tensor) for tensor in tensors_of(outputs)}
+    return [tensor for tensor in tensors_in((outputs, inputs)) if id(tensor) in returned or id(tensor) not in before]
 
 
 class _Boundary(torch.autograd.Function):
@@ -229,14 +224,14 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: BlockCall, run: Callable[[], tuple[list[Tensor], list[bool]]], anchor: Tensor
+        ctx: Any, call: BlockCall, run: Callable[[], tuple[list[Tensor], list[Tensor]]], anchor: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        flat, passes = run()
+        flat, constant = run()
         if torch.is_autocast_cache_enabled():  # copies made here, without a graph, would hide tied weights from a loss
             torch.clear_autocast_cache()
-        ctx.mark_non_differentiable(*[tensor for tensor, passes in zip(flat, passes, strict=True) if not passes])
+        ctx.mark_non_differentiable(*constant)
         return tuple(flat)
 
     @staticmethod

@@ -351,6 +351,7 @@ class ForwardPasses:
             devices,
             self._buffers[place],
             self._store,
+            state.tensors,
             differentiated=differentiated,
         )
 
