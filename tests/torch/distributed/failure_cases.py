@@ -261,6 +261,18 @@ def evaluates_closures(rank: int, engine: str, way: str) -> None:
         TrainStep(model, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)
 
 
+def two_on_one_sharded_model(rank: int) -> None:
+    """The first one's turn comes again when the other is gone."""
+    sharded = shard(network())
+    first, second = ([*part.parameters()] for part in (sharded[0], sharded[2]))  # type: ignore[index]
+    Optimizer(OPTIMIZERS["sgd"](second), steps=2, model=sharded)
+    optimizer = Optimizer(OPTIMIZERS["sgd"](first), steps=2, model=sharded)
+    with pytest.raises(ValueError, match="Another wrapped optimizer has other parameters of this sharded model"):
+        Optimizer(OPTIMIZERS["sgd"](second), steps=2, model=sharded)
+    step_all(sharded, optimizer, data([[4] * 2] * 2)[rank])
+    assert optimizer.updates == 1
+
+
 def schedule_stepped_in_the_body(rank: int) -> None:
     """Rank 1's loop is over when two updates are to come, and an average's hook hides the line that says it."""
     model, optimizer = wrap(network(), 1)

@@ -106,6 +106,10 @@ def test_an_optimizer_that_evaluates_closures_is_refused_on_several_ranks(
         assert "LBFGS evaluates its closure several times in an update, and each time 2 ranks" in result.message
 
 
+def test_optimizers_on_parts_of_one_sharded_model_are_refused(ranks: Processes) -> None:
+    ranks.run(failures.two_on_one_sharded_model, limit=LIMIT)
+
+
 def test_ranks_that_disagree_about_steps_are_told_at_the_start(ranks: Processes) -> None:
     for result in ranks.try_run(failures.different_steps, False, limit=LIMIT):
         assert isinstance(result, Raised)

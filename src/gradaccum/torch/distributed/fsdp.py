@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -114,8 +115,9 @@ class Shards:
     def attach(self, passes: Passes) -> None:
         """Take the modules, and tell this object of their passes. It is not kept alive."""
         self._passes = weakref.ref(passes)
-        for other in take(self.modules, self):
-            if isinstance(other, Shards) and other._optimized.isdisjoint(self._optimized):
+        if self._shares_model():
+            gc.collect()  # it may be gone, but for a cycle
+            if self._shares_model():
                 release(self.modules, self)
                 raise ValueError(
                     "Another wrapped optimizer has other parameters of this sharded model (fully_shard), and would "
@@ -132,6 +134,10 @@ class Shards:
         parts = [(name, part) for module in self.modules for name, part in module.named_modules() if _is_part(part)]
         for number, (name, part) in enumerate(parts, start=1):
             self._hooks.append(part.register_forward_pre_hook(self._starting(name, number), prepend=True))
+
+    def _shares_model(self) -> bool:
+        others = (other for other in take(self.modules, self) if isinstance(other, Shards))
+        return any(other._optimized.isdisjoint(self._optimized) for other in others)
 
     def _starting(self, name: str, number: int) -> Callable[..., None]:
         return torch.compiler.disable(weakly(lambda shards, *_: shards._forward_starts(name, number), self))

@@ -18,7 +18,7 @@ def take(modules: Iterable[nn.Module], owner: Any) -> list[Any]:
     """These modules are this owner's, too. Returns the others, the oldest first."""
     others = dict[int, Any]()
     for module in modules:
-        found = [one for one in (ref() for ref in _OWNERS.get(module, [])) if one is not None]
+        found = [one for one in (ref() for ref in _OWNERS.get(module, [])) if one is not None and one is not owner]
         others.update({id(one): one for one in found})
         _OWNERS[module] = [*map(weakref.ref, found), weakref.ref(owner)]
     return list(others.values())

@@ -139,8 +139,8 @@ def run_together(
 ) -> None:
     """Run the micro-batches of a large batch where all ranks run their passes together: as many on every rank.
 
-    A rank cuts its rows into as many micro-batches, of `least` rows or more, as the rank with the most has; one that has
-    too few rows for that runs passes that count nothing. `at_once` runs all, in place of one after the other.
+    A rank cuts its rows into as many micro-batches, of `least` rows or more, as the rank with the most has; one that
+    has too few rows for that runs passes that count nothing. `at_once` runs all, in place of one after the other.
 
     Raises:
         StartOver: Memory ran out on some rank. The plan has smaller micro-batches now, and so it has on all ranks.
