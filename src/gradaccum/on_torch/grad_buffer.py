@@ -167,7 +167,10 @@ class GradientBuffer:
                 parameter.grad.zero_()
         if self.dtype is not None:
             for parameter in self._narrow():
-                _give(parameter, self.dtype)
+                if parameter.grad is None:
+                    parameter.grad_dtype = self.dtype
+                else:
+                    _give(parameter, self.dtype)
         self.restored = None
         if self.detached is not None:
             self.detached = [None for _ in self.parameters()]

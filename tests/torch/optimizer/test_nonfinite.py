@@ -484,3 +484,17 @@ class TestGradScaler:
         assert not other.updated
         assert other.micro_batches == 0
         assert relative_error(model.parameters(), network().parameters()) == 0
+
+    def test_an_overflow_that_was_saved_makes_no_update_when_the_window_is_flushed_at_once(self):
+        model = network()
+        optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(mse(model, *regression(2)) * float("inf")).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        resumed = network()
+        other = gradaccum.torch.optim.Optimizer(sgd(resumed.parameters()), steps=3)
+        other.load_state_dict(optimizer.state_dict())
+        before = [p.detach().clone() for p in resumed.parameters()]
+        assert not other.flush()
+        assert all(map(torch.equal, resumed.parameters(), before))

@@ -126,3 +126,19 @@ def test_a_head_that_only_a_weightless_micro_batch_uses_has_the_gradient_zero(ma
         assert heads["unused"].weight.grad is None
     assert optimizer.updates == 2
     assert relative_error(heads.parameters(), alone.parameters()) <= FLOAT64
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_micro_batch_that_weighs_nothing_counts_nothing_in_any_window(place):
+    """In windows that look at all gradients and in ordinary ones, wherever it stands."""
+    model, plain = network(), network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
+    inner, window = sgd(plain.parameters()), split(regression(9), [2, 3, 4])
+    parts = [(*part, float(i != place)) for i, part in enumerate(window)] * 6
+    for x, y, counts in optimizer.batches(parts, weight=lambda part: part[2] * len(part[0])):
+        optimizer.zero_grad()
+        (mse(model, x, y) * (1.0 if counts else float("nan"))).backward()
+        optimizer.step()
+    torch_updates(plain, inner, [join([part for i, part in enumerate(window) if i != place])] * 6, mse)
+    assert optimizer.updates == 6
+    assert relative_error(model.parameters(), plain.parameters()) <= FLOAT64

@@ -355,9 +355,15 @@ class GradientWindow(Listener):
             self._measure(self.noise)
         if not closes and self.loss_scale.in_use:
             self.loss_scale.expect_backward()
-        named = self.named is not None and bool(self.named.terms)
-        self.special = self._always_special or named or self.loss_scale.in_use or self.buffer.restored is not None
+        self._settle()
         return closes
+
+    def _settle(self) -> None:
+        """Whether there is more in this window than gradients that autograd adds up."""
+        buffer, scale = self.buffer, self.loss_scale
+        moved = buffer.restored is not None or buffer.detached is not None or self.arrival_scale.factor != 1.0
+        named = self.named is not None and bool(self.named.terms)
+        self.special = self._always_special or moved or named or scale.in_use or self._failure is not None
 
     def _check_ways(self) -> None:
         """Raise if losses of this window came in ways that don't go together: by name or not, weighed or not."""
@@ -534,9 +540,10 @@ class GradientWindow(Listener):
         self._failure = None
         if self.special:
             self.ranks.clear()
-            self.special = self._always_special
         self.buffer.clear(self.set_to_none if set_to_none is None else set_to_none)
         self._restart()
+        if self.special:
+            self._settle()
 
     def _restart(self) -> None:
         self.loss_scale.close()

@@ -72,6 +72,7 @@ class LossScale:
     def restore(self, overflow: bool) -> None:
         """Go on from a checkpoint, whose sums are not scaled."""
         if overflow:
+            self.known = True
             self.overflow = torch.ones(1, device=self._buffer.parameters()[0].device)
 
     @property

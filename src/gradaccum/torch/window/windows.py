@@ -217,7 +217,9 @@ class Windows:
         current.set_to_none = set_to_none
         if not current.window.micro_batches:
             current.empty()
-        elif current.special or current.monitor.looking or current.monitor.arrivals:
+            return
+        weighed = current.window.micro_batch.weight is not None
+        if weighed or current.special or current.monitor.looking or current.monitor.arrivals:
             current.check_untouched()
             current.monitor.modification()
 
@@ -253,6 +255,7 @@ class Windows:
         self.current.begin()
         self.current.special = True
         self.current.empty()
+        self.current.loss.restart()  # what it had belongs to no update
         self.expect_next()
 
     def on_collect(self) -> None:
