@@ -48,10 +48,9 @@ def test_the_plan_of_tokens_takes_whole_groups(sizes: list[int], more: int, data
     pieces = list(Tokens(budget, extents, None, groups))
     assert sorted(row for piece in pieces for row in piece.rows) == list(range(sum(sizes)))
     assert all(whole(groups, piece.rows) and piece.tokens <= budget.max_tokens for piece in pieces)
-    for smaller in [
-        smaller
-        for piece in pieces
-        if len(set(map(groups.ids.__getitem__, piece.rows))) > 1
-        for smaller in Tokens(budget, extents, None, groups).failed(piece)
-    ]:
-        assert whole(groups, smaller.rows)
+    divisible = [piece.tokens for piece in pieces if len(set(map(groups.ids.__getitem__, piece.rows))) > 1]
+    if divisible:
+        smaller = Tokens(budget, extents, None, groups).too_large(max(divisible))
+        assert smaller is not None
+        assert smaller.size < max(divisible)
+        assert all(whole(groups, piece.rows) for piece in smaller)

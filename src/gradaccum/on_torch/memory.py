@@ -10,7 +10,7 @@ from torch import Tensor
 from gradaccum.core.sizes import container_limits, free_host_memory, parse_bytes, process_memory
 
 __all__ = [
-    "Gauge",
+    "MemoryMeter",
     "container_limits",
     "free_host_memory",
     "is_out_of_memory",
@@ -40,7 +40,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-class Gauge:
+class MemoryMeter:
     """What is in use on a device and what may be: torch's allocator on CUDA, this process' memory on the CPU.
 
     Args:

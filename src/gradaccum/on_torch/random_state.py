@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Draws",
     "RandomState",
+    "RngTracker",
     "all_generators",
     "every_device",
     "is_generator",
@@ -115,78 +115,44 @@ def nothing_drawn() -> Iterator[None]:
         RandomState.looks = held
 
 
-class Draws:
-    """Which generators an update draws from, and their states when it began.
+class RngTracker:
+    """Which generators windows draw from, and their states when this one began.
 
-    PyTorch's are looked at in every update, in microseconds. The others' states are long: all are looked at in the
-    first update, and after that those that it has drawn from.
-
-    Args:
-        device: Where the model is.
+    PyTorch's are looked at in every window, in microseconds. The others' states are long: windows that look at
+    everything have all of them, the others those that were drawn from before.
 
     Example:
-        >>> draws = Draws(torch.device("cpu"))
-        >>> state = draws.open()
+        >>> tracker = RngTracker(torch.device("cpu"))
+        >>> tracker.open(everything=True)
         >>> drawn = random.random(), torch.rand(2)
-        >>> draws.moved()
-        ['cpu', 'python']
+        >>> tracker.used()
+        True
     """
 
     def __init__(self, device: torch.device) -> None:
         self._torch = torch_generators([device])
-        self.own: list[Any] = []
-        """Generators of the model's own."""
-        self._others: list[Any] | None = None
-        self._update: RandomState | None = None
-        self.watched: list[Any] = []
-        """Those that were drawn from in the last update, whose state each micro-batch remembers."""
+        self._own: list[Any] = []
+        self._drawn_from: list[Any] = []
+        self.start = RandomState(())
+        """How they were."""
 
-    def forget(self) -> None:
-        """Others may be drawn from, from now on."""
-        self._others = self._update = None
+    def forget(self, own: list[Any]) -> None:
+        """Others may be drawn from, from now on; these are the model's own."""
+        self._own, self._drawn_from = own, []
 
-    def open(self) -> RandomState:
-        """An update begins."""
-        others = self._every_other() if self._others is None else self._others
-        before, self._update = self._update, RandomState([*self._torch, *others])
-        known = {} if before is None else before.states
-        self.watched = [generator for generator in self._update.states if generator not in known]
-        if before is not None:
-            self.watched += before.only([g for g in self._update.states if g in known]).moved(self._update)
-        return self._update
+    def open(self, *, everything: bool) -> None:
+        """A window begins."""
+        others = [*all_generators(), *self._own] if everything else self._drawn_from
+        self.start = RandomState([*self._torch, *(generator for generator in others if generator != "cpu")])
 
-    def close(self) -> None:
-        """The update has been made."""
-        if self._others is None and self._update is not None:
-            self._others = [generator for generator in self._update.moved() if generator not in self._torch]
+    def learn(self) -> None:
+        """A window that looked at everything is over."""
+        moved = [generator for generator in self.start.moved() if generator not in self._torch]
+        self._drawn_from += [generator for generator in moved if generator not in self._drawn_from]
 
-    def moved(self) -> list[Any]:
-        """Those that have been drawn from since the update began."""
-        assert self._update is not None
-        return self._update.moved()
-
-    def unwatched_moved(self) -> list[Any]:
-        """Those of them that stood still in the last update."""
-        assert self._update is not None
-        return self._update.only([g for g in self._update.states if g not in self.watched]).moved()
-
-    def rest(self) -> RandomState:
-        """Those that nobody looks at, since the first update did not draw from them."""
-        assert self._update is not None
-        return RandomState([g for g in self._every_other() if g not in self._update.states])
-
-    def note(self, rest: RandomState) -> bool:
-        """Whether some of the `rest` have been drawn from since. They are looked at from now on."""
-        moved = rest.moved()
-        if moved:
-            assert self._update is not None
-            self._others = [*(self._others or []), *moved]
-            self._update.states.update(RandomState(moved).states)
-            self.watched += moved
-        return bool(moved)
-
-    def _every_other(self) -> list[Any]:
-        return [generator for generator in [*all_generators(), *self.own] if generator != "cpu"]
+    def used(self) -> bool:
+        """Whether random numbers have been drawn since the window began."""
+        return bool(self.start.moved())
 
 
 def _numpy_state() -> Any:

@@ -79,7 +79,7 @@ def test_under_neftune_micro_batches_of_so_many_rows_keep_their_padding(tmp_path
     found = train(
         MicroBatchTrainer, model(KIND), rows(KIND), tmp_path, micro=micro, max_steps=1, neftune_noise_alpha=5.0
     )
-    assert found._gradaccum_large_batch.step.cutting.packing is None
+    assert found._gradaccum_large_batch.step.batcher.packing is None
 
 
 def test_an_optimizer_that_accumulates_is_refused_by_name(tmp_path):

@@ -28,7 +28,7 @@ if BACKEND != "torch":
 
 import torch  # not in the processes of the other backends
 
-from gradaccum.on_torch.memory import Gauge
+from gradaccum.on_torch.memory import MemoryMeter
 
 ROWS = 64
 random = np.random.default_rng(3)
@@ -86,9 +86,9 @@ class Clock:
 
     def __init__(self, monkeypatch, fastest=8):
         self.now, self.highest, self.fastest = 0.0, 0, fastest
-        monkeypatch.setattr("gradaccum.on_torch.fitting.time.perf_counter", lambda: self.now)
-        monkeypatch.setattr(Gauge, "mark", lambda gauge: self.highest)
-        monkeypatch.setattr(Gauge, "live", lambda gauge: 100)
+        monkeypatch.setattr("gradaccum.on_torch.oom_retry.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr(MemoryMeter, "mark", lambda gauge: self.highest)
+        monkeypatch.setattr(MemoryMeter, "live", lambda gauge: 100)
 
     def __call__(self, rows):
         self.now += self.fastest + rows + 2.0 * max(rows - self.fastest, 0)
@@ -110,7 +110,7 @@ def test_it_climbs_on_the_rows_of_exact_updates_and_settles_within_two(monkeypat
 
 def test_the_search_stops_before_the_limit(monkeypatch):
     clock = Clock(monkeypatch, fastest=64)
-    monkeypatch.setattr(Gauge, "limit", lambda gauge: 1000)  # 100 + 50 bytes per row: 16 rows take 900
+    monkeypatch.setattr(MemoryMeter, "limit", lambda gauge: 1000)  # 100 + 50 bytes per row: 16 rows take 900
     probe = Probe(before=clock)
     run(lambda: network(probe), mse, X, Y, "auto", batch_size=ROWS, epochs=3)
     assert max(probe.sizes) == 16

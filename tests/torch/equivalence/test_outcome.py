@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from gradaccum.on_torch.buffers import evaluated
+from gradaccum.on_torch.state import evaluated
 from gradaccum.torch import TrainStep
 from gradaccum.torch.buffers import ModuleState
 

@@ -316,6 +316,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "scaler": {"scaler": torch.amp.GradScaler("cpu")},
 }
 EXACT: dict[str, dict[str, Any]] = {
+    "clip_grad_value": {"clip_grad_value": 0.01},
     "loss_fn": {"loss_fn": lambda outputs, y: nn.functional.cross_entropy(outputs.flatten(0, 1), y.flatten())},
     "compute_loss": {"compute_loss": lambda *batch: dict.fromkeys("ab", (loss_of(*batch), len(batch[1])))},
     "weight": {"compute_loss": token_mean, "weight": told},

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradaccum.on_torch.memory import Gauge, container_limits, free_host_memory, is_out_of_memory, parse_bytes
+from gradaccum.on_torch.memory import MemoryMeter, container_limits, free_host_memory, is_out_of_memory, parse_bytes
 from gradaccum.torch import TrainStep
 from tests.reference import FLOAT64, relative_error
 from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, batches, network
@@ -25,9 +25,9 @@ class Clock:
         self.now, self.highest, self.alive = 0.0, 0, 0
         self.fastest, self.bytes_per_row = fastest, bytes_per_row
         self.sizes: list[int] = []
-        monkeypatch.setattr("gradaccum.on_torch.fitting.time.perf_counter", lambda: self.now)
-        monkeypatch.setattr(Gauge, "mark", lambda gauge: self.highest)
-        monkeypatch.setattr(Gauge, "live", lambda gauge: 100)
+        monkeypatch.setattr("gradaccum.on_torch.oom_retry.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr(MemoryMeter, "mark", lambda gauge: self.highest)
+        monkeypatch.setattr(MemoryMeter, "live", lambda gauge: 100)
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         rows = len(args[0])
@@ -77,18 +77,21 @@ def test_a_change_of_the_size_is_told_as_well(
             step(*batch)
     assert step.micro_batch_size == 4
     assert len(caplog.records) == 2
-    assert "Out of memory with a micro-batch of 8 rows: going on with 4" in caplog.text
+    assert (
+        "Out of memory with a micro-batch of 8 rows: all over again in smaller micro-batches, of at most 4"
+        in caplog.text
+    )
     assert "micro_batch_size='auto': 4 of 64 rows" in caplog.text
 
 
 def test_without_a_limit_given_it_is_what_the_machine_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    gauge = Gauge(torch.device("cpu"))
-    monkeypatch.setattr(Gauge, "live", lambda gauge: 100)
+    gauge = MemoryMeter(torch.device("cpu"))
+    monkeypatch.setattr(MemoryMeter, "live", lambda gauge: 100)
     monkeypatch.setattr("gradaccum.on_torch.memory.free_host_memory", lambda: 900)
     assert gauge.limit() == 1000
     monkeypatch.setattr("gradaccum.on_torch.memory.free_host_memory", lambda: None)
     assert gauge.limit() is None
-    assert Gauge(torch.device("cpu"), 50).limit() == 50
+    assert MemoryMeter(torch.device("cpu"), 50).limit() == 50
 
 
 def test_every_update_of_the_search_is_exact() -> None:

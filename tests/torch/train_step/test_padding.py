@@ -146,7 +146,7 @@ def test_models_of_transformers_take_packed_batches(kind: str, side: str, first:
     step = assert_same_for_transformers(tiny(kind), data, compute_loss=output_loss, weight=count, max_tokens=24)
     if side == "left" and kind in ("bert", "gpt2"):  # they number the columns
         # A causal model predicts the first token from padding, and what it makes of that depends on all of it.
-        assert step.cutting.packing.left == ("keep" if first and kind == "gpt2" else "number")
+        assert step.batcher.packing.left == ("keep" if first and kind == "gpt2" else "number")
 
 
 @pytest.mark.parametrize("kind", ["gpt2", SLOW("bert"), SLOW("llama")])
@@ -156,7 +156,7 @@ def test_padding_on_the_left_is_judged_where_it_comes_first(kind: str) -> None:
         batch["attention_mask"].fill_(1)
     count = valid if kind == "bert" else shifted
     step = assert_same_for_transformers(tiny(kind), data, compute_loss=output_loss, weight=count, max_tokens=24)
-    assert step.cutting.packing.left == {"bert": "number", "gpt2": "keep", "llama": "keep"}[kind]
+    assert step.batcher.packing.left == {"bert": "number", "gpt2": "keep", "llama": "keep"}[kind]
 
 
 @pytest.mark.parametrize("rows", [[3], [0, 7]], ids=["one row", "others"])
@@ -173,8 +173,8 @@ def test_a_first_label_that_counts_in_a_later_batch_alone_is_noticed(kind: str, 
     step = assert_same_for_transformers(
         tiny(kind), data, compute_loss=output_loss, weight=shifted, max_tokens=24, micro_batch_size=2
     )
-    assert step.cutting.packing is not None
-    assert step.cutting.packing.left == ("number" if kind == "gpt2" else "cut")  # of the last batch
+    assert step.batcher.packing is not None
+    assert step.batcher.packing.left == ("number" if kind == "gpt2" else "cut")  # of the last batch
     assert "A first label of -100 predicts nothing from padding" in caplog.text
     assert "batch[0]['labels']" in caplog.text
 
@@ -195,8 +195,8 @@ def test_a_loss_mask_of_the_users_own_is_noticed_as_labels_are() -> None:
             batch["counts"][torch.arange(len(LENGTHS)), batch["attention_mask"].argmax(1)] = 0
     counted = lambda batch: batch["counts"][:, 1:].sum()  # noqa: E731
     step = assert_same_for_transformers(tiny("llama"), data, compute_loss=loss, weight=counted, max_tokens=24)
-    assert step.cutting.packing is not None
-    assert step.cutting.packing.left == "keep"
+    assert step.batcher.packing is not None
+    assert step.batcher.packing.left == "keep"
 
 
 def test_padded_labels_that_count_in_a_later_batch_alone_are_refused() -> None:
@@ -239,7 +239,7 @@ def test_padding_that_stays_on_the_left_counts_in_the_budget() -> None:
     model = Numbered()
     data = [(text("left", seed),) for seed in range(2)]
     step = assert_same_updates(model, data, token_mean, compute_loss=token_mean, weight=valid, max_tokens=2 * COLUMNS)
-    assert step.cutting.packing.left == "keep"
+    assert step.batcher.packing.left == "keep"
     model.tokens.clear()
     step(*data[0])
     assert max(model.tokens) <= 2 * COLUMNS

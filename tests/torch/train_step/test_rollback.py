@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradaccum.on_torch.memory import Gauge
+from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.torch import TrainStep
 from gradaccum.torch.train_step import rollback
 from tests.torch.train_step.test_memory import OUT, Fragile
@@ -292,7 +292,7 @@ def test_from_a_first_update_that_ran_out_of_memory_on_everything_is_taken_back(
         step(*batch)
 
 
-class Device(Gauge):
+class Device(MemoryMeter):
     """A device with so many bytes free."""
 
     def __init__(self) -> None:

@@ -108,9 +108,8 @@ def test_a_list_of_pairs_has_its_means_by_index() -> None:
         Tagger(), batches(), compute_loss=lambda *batch: list(losses(*batch).values()), micro_batch_size=4
     )
     assert list(step.losses) == [0, 1, 2]
-    one = TrainStep(
-        nn.Linear(5, 1), torch.optim.SGD(nn.Linear(5, 1).parameters()), compute_loss=lambda m, x: m(x).mean()
-    )
+    model = nn.Linear(5, 1)
+    one = TrainStep(model, torch.optim.SGD(model.parameters()), compute_loss=lambda m, x: m(x).mean())
     one(torch.randn(3, 5))
     assert one.losses == {}
 

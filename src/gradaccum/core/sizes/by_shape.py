@@ -12,12 +12,12 @@ from gradaccum.core.sizes.pieces import Sizer
 from gradaccum.core.sizes.search import SizeSearch
 from gradaccum.schedule import checked_count
 
-__all__ = ["Sizers"]
+__all__ = ["BatchSizeFinder"]
 
 logger = logging.getLogger("gradaccum")
 
 
-class Sizers:
+class BatchSizeFinder:
     """The micro-batch sizes of a training step.
 
     Shapes are distinguished by the kinds of their tensors, and by the elements of a row rounded to a power of two:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 from gradaccum.schedule import checked_count
 
-__all__ = ["FixedSize", "even_size", "even_sizes", "packed"]
+__all__ = ["FixedSize", "best_fit", "even_size", "even_sizes", "packed"]
 
 
 def even_sizes(rows: int, micro_batch_size: int) -> list[int]:
@@ -61,6 +62,8 @@ class FixedSize:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.minimum = 1
+        """The fewest rows that can be evaluated."""
         self.ceiling: int | None = None
         """The largest size that may be tried: below one that failed."""
 
@@ -74,7 +77,7 @@ class FixedSize:
     def failed(self, size: int) -> None:
         """Record that a micro-batch of `size` rows ran out of memory."""
         smaller = max(size // 2, min(2, size - 1), 1)  # three become two: BatchNorm can't normalise one alone
-        self.size = self.ceiling = min(smaller, self.size)
+        self.size = self.ceiling = max(min(smaller, self.size), self.minimum)
 
     def close(self) -> None:
         """End the window."""
@@ -119,3 +122,33 @@ def packed(
                 packs.append((rows, start, stop))
             rows, start, stop = unit, first, last
     return [*packs, (rows, start, stop)] if rows else []
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Rows in as few packed rows as comes easily: the longest first, each into the fullest one that has room for it.
+
+    Args:
+        lengths: Tokens of each row.
+        capacity: Tokens of a packed row. A row longer than that goes alone.
+
+    Returns:
+        The rows of each packed row, in order; the fullest ones first.
+
+    Example:
+        >>> best_fit([3, 9, 4, 2, 5], 9)
+        [[1], [4, 2], [0, 3]]
+    """
+    packs: list[list[int]] = []
+    room: list[tuple[int, int]] = []
+    """Of each packed row the tokens that fit into it still, and its place; sorted."""
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        place = bisect.bisect_left(room, (lengths[row], -1))
+        if place < len(room):
+            left, pack = room.pop(place)
+            packs[pack].append(row)
+        else:
+            left, pack = capacity, len(packs)
+            packs.append([row])
+        if left > lengths[row]:
+            bisect.insort(room, (left - lengths[row], pack))
+    return sorted(packs, key=lambda pack: -sum(lengths[row] for row in pack))

@@ -1,4 +1,8 @@
-"""The pieces that a large batch is cut into, as rows and columns; nothing is copied before its turn."""
+"""Rows and tokens into micro-batches: plans of the slices of a large batch, which get strictly smaller where one fails.
+
+One protocol for all of them: iterate over a plan for its slices; `indivisible` says which of them can't be smaller;
+`too_large` is told what a slice that ran out of memory cost, and returns the plan of smaller ones.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,21 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from gradaccum.core.sizes.even import FixedSize, even_sizes, packed
+from gradaccum.core.sizes.even import FixedSize, best_fit, even_sizes, packed
 from gradaccum.core.sizes.groups import Groups
 from gradaccum.core.sizes.search import SizeSearch
 from gradaccum.schedule import checked_count
 
-__all__ = ["GivenSizes", "Piece", "Rows", "Sizer", "TokenBudget", "Tokens"]
+__all__ = ["GivenSizes", "Joined", "Plan", "Rows", "Sizer", "Slice", "TokenBudget", "Tokens"]
 
 Sizer = SizeSearch | FixedSize
 
 
-class Piece(NamedTuple):
+class Slice(NamedTuple):
     """One micro-batch: which rows, and up to which columns where rows are padded.
 
     Example:
-        >>> [piece.rows for piece in Piece(slice(4, 14)).split(4)]
+        >>> [part.rows for part in Slice(slice(4, 14)).split(4)]
         [slice(4, 8, None), slice(8, 11, None), slice(11, 14, None)]
     """
 
@@ -41,39 +45,67 @@ class Piece(NamedTuple):
         rows = self.size if self.packs is None else len(self.packs)
         return rows * (self.columns[1] - self.columns[0] if self.columns is not None else 1)
 
-    def split(self, size: int) -> list[Piece]:
-        """Pieces of at most `size` rows, as even as can be."""
-        pieces, start = [], 0
-        for length in even_sizes(self.size, size):
-            if isinstance(self.rows, slice):
-                first = self.rows.start + start
-                pieces.append(Piece(slice(first, first + length), self.columns))
-            else:
-                pieces.append(Piece(self.rows[start : start + length], self.columns))
-            start += length
-        return pieces
+    def split(self, size: int, groups: Groups | None = None) -> list[Slice]:
+        """Slices of at most `size` rows, as even as can be; of whole groups, where rows belong together."""
+        rows = range(self.rows.start, self.rows.stop) if isinstance(self.rows, slice) else self.rows
+        if groups is None:
+            ends = itertools.accumulate(even_sizes(len(rows), size), initial=0)
+            parts: list[Sequence[int]] = [rows[start:stop] for start, stop in itertools.pairwise(ends)]
+        else:
+            parts = [*groups.cut(rows, size)]
+        together = isinstance(self.rows, slice)
+        return [Slice(slice(p[0], p[-1] + 1) if together else list(p), self.columns) for p in parts]
 
 
-def _split(piece: Piece, size: int, groups: Groups | None) -> list[Piece]:
-    """The piece in smaller ones: of whole groups, where rows belong together."""
-    if groups is None:
-        return piece.split(size)
-    together = isinstance(piece.rows, slice)
-    rows = range(piece.rows.start, piece.rows.stop) if isinstance(piece.rows, slice) else piece.rows
-    parts = groups.cut(rows, size)
-    return [Piece(slice(part[0], part[-1] + 1) if together else part, piece.columns) for part in parts]
+class Plan:
+    """The micro-batches of one large batch, in order."""
+
+    groups: Groups | None = None
+    """Which rows stay together."""
+    measuring = False
+    """Whether somebody wants to know what micro-batches cost."""
+    size: int
+    """What a slice costs at most: rows, or tokens."""
+    lowered: bool
+    """Whether slices are smaller than was asked for, since some ran out of memory."""
+
+    def __iter__(self) -> Iterator[Slice]:
+        raise NotImplementedError
+
+    def cost(self, piece: Slice) -> int:
+        """What `too_large` is told of a slice that doesn't fit: its rows, or its tokens."""
+        raise NotImplementedError
+
+    def too_large(self, cost: int) -> Plan | None:
+        """A slice of this cost ran out of memory: the plan of strictly smaller ones; None: there is none."""
+        raise NotImplementedError
+
+    def record(self, piece: Slice, seconds: float, base: float, peak: float) -> None:
+        """A micro-batch took so long, and so many bytes at its peak over `base` before it."""
+
+    def needs_two_rows(self) -> bool:
+        """One row alone can't be evaluated: two are the fewest from here on. Returns whether that is news."""
+        return False
+
+    def indivisible(self, piece: Slice) -> str | None:
+        """What to call a slice that cannot be split; None where it can."""
+        if self.groups is None or piece.size == 1:
+            return "one row" if piece.size == 1 else None
+        ends = [piece.rows.start, piece.rows.stop - 1] if isinstance(piece.rows, slice) else piece.rows
+        group = self.groups.alone(ends)
+        return None if group is None else f"{self.groups.described(group)}, whose rows stay together"
+
+    def in_passes(self, count: int, least: int = 1) -> list[Slice]:
+        """The slices of this batch, `count` of them where there are rows enough; none larger than planned.
+
+        Args:
+            count: As many as there are, or more.
+            least: The fewest rows of a slice.
+        """
+        raise NotImplementedError
 
 
-def _indivisible(piece: Piece, groups: Groups | None) -> str | None:
-    """What to call a piece that cannot be split; None where it can."""
-    if groups is None or piece.size == 1:
-        return "one row" if piece.size == 1 else None
-    ends = [piece.rows.start, piece.rows.stop - 1] if isinstance(piece.rows, slice) else piece.rows
-    group = groups.alone(ends)
-    return None if group is None else f"{groups.described(group)}, whose rows stay together"
-
-
-class Rows:
+class Rows(Plan):
     """A batch cut by rows.
 
     Args:
@@ -86,9 +118,7 @@ class Rows:
     """
 
     def __init__(self, sizer: Sizer, rows: int, groups: Groups | None = None) -> None:
-        self.sizer = sizer
-        self.rows = rows
-        self.groups = groups
+        self.sizer, self.rows, self.groups = sizer, rows, groups
         self._wanted: dict[int, int] = {}
         if groups is not None and rows and isinstance(sizer, FixedSize) and sizer.ceiling is None:
             group, _, size = groups.largest
@@ -99,80 +129,62 @@ class Rows:
                 )
 
     @property
-    def measuring(self) -> bool:
-        """Whether somebody wants to know what micro-batches cost."""
+    def measuring(self) -> bool:  # type: ignore[override]  # as of now
         return not self.sizer.settled
 
-    def __iter__(self) -> Iterator[Piece]:
-        if self.groups is not None:
-            yield from self._in_groups(self.groups)
-            return
-        start, size = 0, self.sizer.size
-        if self.sizer.settled and self.rows:
-            for piece in _even(self.rows, size):
-                if self.sizer.size != size:  # that was too much
-                    break
-                yield piece
-                start = piece.rows.stop  # type: ignore[union-attr]  # rows of a whole batch are a slice
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.sizer.size
+
+    @property
+    def lowered(self) -> bool:  # type: ignore[override]
+        return self.sizer.ceiling is not None and self.rows > 1
+
+    def __iter__(self) -> Iterator[Slice]:
+        if self.groups is None and self.rows and self.sizer.settled:
+            return iter(_even(self.rows, self.sizer.size))
+        return self._asked() if self.groups is None else self._in_groups(self.groups)
+
+    def _asked(self) -> Iterator[Slice]:
+        start = 0
         while start < self.rows:
             size = self.sizer.next_size(self.rows - start)
-            yield Piece(slice(start, start + size))
+            yield Slice(slice(start, start + size))
             start += size
 
-    def _in_groups(self, groups: Groups) -> Iterator[Piece]:
+    def _in_groups(self, groups: Groups) -> Iterator[Slice]:
         start = 0
         while start < self.rows:
             wanted = self.sizer.next_size(self.rows - start)
+            wanted = min(wanted, self.sizer.ceiling or wanted)  # what is left over may be less than a size's minimum
             stop = groups.stop(start, wanted, max(wanted, self.sizer.size) if self.sizer.settled else wanted)
             self._wanted[start] = wanted
-            yield Piece(slice(start, stop))
+            yield Slice(slice(start, stop))
             start = stop
 
-    def record(self, piece: Piece, seconds: float, base: float, peak: float) -> None:
-        """A micro-batch took so long, and so many bytes at its peak over `base` before it."""
+    def record(self, piece: Slice, seconds: float, base: float, peak: float) -> None:
         assert isinstance(piece.rows, slice)
         wanted = self._wanted.get(piece.rows.start, piece.size)  # whole groups are a few rows more, or less
         part = wanted / piece.size
         self.sizer.record(wanted, seconds * part, base, base + (peak - base) * part)
 
-    def indivisible(self, piece: Piece) -> str | None:
-        """What to call a piece that cannot be split; None where it can."""
-        return _indivisible(piece, self.groups)
-
-    @property
-    def lowered(self) -> bool:
-        """Whether micro-batches are smaller than they were, since some ran out of memory."""
-        return self.sizer.ceiling is not None and self.rows > 1
-
-    def failed_before(self, piece: Piece) -> bool:
-        """Whether a piece of this size was already known not to fit."""
-        return self.sizer.ceiling is not None and piece.size > self.sizer.ceiling
-
-    def failed(self, piece: Piece) -> list[Piece]:
-        """This piece ran out of memory; returns smaller ones."""
-        self.sizer.failed(piece.size)
-        return _split(piece, min(self.sizer.size, piece.size - 1), self.groups)
-
-    @property
-    def size(self) -> int:
-        """Rows of a micro-batch, at most."""
-        return self.sizer.size
-
-    def cost(self, piece: Piece) -> int:
-        """What `too_much` is told of a piece that does not fit: its rows."""
+    def cost(self, piece: Slice) -> int:
         return piece.size
 
-    def too_much(self, cost: int) -> None:
-        """A piece of so many rows did not fit somewhere, on another rank perhaps: pieces have half of them, at most."""
-        if self.sizer.size > 1 and self.sizer.size > cost // 2:
-            self.sizer.failed(cost)
+    def too_large(self, cost: int) -> Plan | None:
+        self.sizer.failed(cost)
+        smaller = Rows(self.sizer, self.rows, self.groups)
+        if self.groups is None and max((piece.size for piece in smaller), default=0) >= cost:
+            return None  # a minimum stands against it
+        return smaller
 
-    def in_passes(self, count: int, least: int = 1) -> list[Piece]:
-        """The pieces of this batch, `count` of them where there are rows enough; none larger than planned.
+    def needs_two_rows(self) -> bool:
+        known, self.sizer.minimum = self.sizer.minimum >= 2, 2
+        self.sizer.size = max(self.sizer.size, 2)
+        return not known
 
-        Args:
-            count: As many as there are, or more.
-            least: The fewest rows of a piece.
+    def in_passes(self, count: int, least: int = 1) -> list[Slice]:
+        """See `Plan`.
 
         Example:
             >>> [piece.size for piece in Rows(FixedSize(8), 10).in_passes(4)]
@@ -184,27 +196,15 @@ class Rows:
         if self.groups is None:
             count = max(min(count, self.rows // least), len(pieces))
             return pieces if count == len(pieces) else _parts(self.rows, count)
-        batch = Piece(slice(0, self.rows))
         for size in range(max(-(-self.rows // count), least), self.size):
-            smaller = _split(batch, size, self.groups)
+            smaller = Slice(slice(0, self.rows)).split(size, self.groups)
             if len(smaller) <= count:
                 return smaller
         return pieces
 
-    def refused(self) -> bool:
-        """One row alone can't be evaluated: two are the fewest from here on. Returns whether that is news."""
-        size, self.sizer.size = self.sizer.size, max(self.sizer.size, 2)
-        return size < 2
-
-    def fitting(self, piece: Piece) -> list[Piece]:
-        """The piece, or smaller ones where a smaller size has failed meanwhile."""
-        ceiling = self.sizer.ceiling or piece.size
-        size = piece.size if piece.size <= ceiling else min(self.sizer.size, ceiling)
-        return _split(piece, size, self.groups)
-
 
 class GivenSizes(Rows):
-    """A batch cut into pieces of given sizes.
+    """A batch cut into slices of given sizes.
 
     Example:
         >>> [piece.rows for piece in GivenSizes([3, 1])]
@@ -215,23 +215,25 @@ class GivenSizes(Rows):
         super().__init__(FixedSize(max(sizes)), sum(sizes), groups)
         self.sizes = sizes
 
-    def __iter__(self) -> Iterator[Piece]:
-        start = 0
-        for size in self.sizes:
-            yield Piece(slice(start, start + size))
-            start += size
+    def __iter__(self) -> Iterator[Slice]:
+        ends = itertools.accumulate(self.sizes, initial=0)
+        return iter([Slice(slice(start, stop)) for start, stop in itertools.pairwise(ends)])
+
+    def too_large(self, cost: int) -> Plan | None:
+        """None: these sizes were given, and whoever gave them decides."""
+        return None
 
 
 @functools.lru_cache(maxsize=64)
-def _even(rows: int, size: int) -> list[Piece]:
-    return Piece(slice(0, rows)).split(size)
+def _even(rows: int, size: int) -> list[Slice]:
+    return Slice(slice(0, rows)).split(size)
 
 
-def _parts(rows: int, count: int) -> list[Piece]:
-    """So many pieces, as even as can be."""
+def _parts(rows: int, count: int) -> list[Slice]:
+    """So many slices, as even as can be."""
     size, larger = divmod(rows, count)
-    ends = list(itertools.accumulate([size + 1] * larger + [size] * (count - larger), initial=0))
-    return [Piece(slice(start, stop)) for start, stop in itertools.pairwise(ends)]
+    ends = itertools.accumulate([size + 1] * larger + [size] * (count - larger), initial=0)
+    return [Slice(slice(start, stop)) for start, stop in itertools.pairwise(ends)]
 
 
 class TokenBudget:
@@ -244,7 +246,7 @@ class TokenBudget:
         """Whether it is less than was chosen."""
 
 
-class Tokens:
+class Tokens(Plan):
     """A batch of padded rows, packed by a budget of tokens.
 
     Args:
@@ -257,8 +259,6 @@ class Tokens:
         ValueError: A group has more padded tokens than a micro-batch may have.
     """
 
-    measuring = False
-
     def __init__(
         self,
         budget: TokenBudget,
@@ -266,9 +266,7 @@ class Tokens:
         sizes: Sequence[int] | None = None,
         groups: Groups | None = None,
     ) -> None:
-        self.budget = budget
-        self.groups = groups
-        self._extents = extents
+        self.budget, self.groups, self._extents, self._sizes = budget, groups, extents, sizes
         self._units = None if groups is None else [list(range(start, start + size)) for _, start, size in groups.runs]
         packs = packed(extents, budget.max_tokens, budget.max_rows, self._units)
         if groups is not None and sizes is None and not budget.lowered:
@@ -281,7 +279,7 @@ class Tokens:
             else:
                 cut = groups.cut(order, max(sizes))
             packs = [(rows, min(extents[r][0] for r in rows), max(extents[r][1] for r in rows)) for rows in cut]
-        self.pieces = [Piece(rows, (start, stop)) for rows, start, stop in packs]
+        self.pieces = [Slice(rows, (start, stop)) for rows, start, stop in packs]
 
     def _check(self, groups: Groups, packs: Sequence[tuple[list[int], int, int]]) -> None:
         most, budget = self.budget.max_rows, self.budget.max_tokens
@@ -295,68 +293,52 @@ class Tokens:
                     + ". Its rows stay together, so allow for more."
                 )
 
-    def indivisible(self, piece: Piece) -> str | None:
-        """What to call a piece that cannot be split; None where it can."""
-        return _indivisible(piece, self.groups)
-
-    def __iter__(self) -> Iterator[Piece]:
-        for piece in self.pieces:
-            yield from self.fitting(piece)
-
-    def record(self, piece: Piece, seconds: float, base: float, peak: float) -> None:
-        """Nothing to learn."""
-
     @property
-    def lowered(self) -> bool:
-        """Whether micro-batches are smaller than they were, since some ran out of memory."""
-        return self.budget.lowered
-
-    def failed_before(self, piece: Piece) -> bool:
-        """Whether a piece of this size was already known not to fit."""
-        return piece.tokens > self.budget.max_tokens
-
-    def failed(self, piece: Piece) -> list[Piece]:
-        """This piece ran out of memory; returns smaller ones."""
-        self.too_much(piece.tokens)
-        return self._halves(piece)
-
-    @property
-    def size(self) -> int:
-        """Tokens of a micro-batch, at most."""
+    def size(self) -> int:  # type: ignore[override]
         return self.budget.max_tokens
 
-    def cost(self, piece: Piece) -> int:
-        """What `too_much` is told of a piece that does not fit: its tokens."""
+    @property
+    def lowered(self) -> bool:  # type: ignore[override]
+        return self.budget.lowered
+
+    def __iter__(self) -> Iterator[Slice]:
+        return iter(self.pieces)
+
+    def cost(self, piece: Slice) -> int:
         return piece.tokens
 
-    def too_much(self, cost: int) -> None:
-        """A piece of so many tokens did not fit somewhere, on another rank perhaps: pieces have half, at most."""
+    def too_large(self, cost: int) -> Plan | None:
+        if self._sizes is not None:
+            return None
+        # What can be split costs no more than the budget, so that this is less.
         self.budget.lowered = True
         self.budget.max_tokens = max(min(self.budget.max_tokens, cost // 2), 1)
+        return self._by(self.budget)
 
-    def in_passes(self, count: int, least: int = 1) -> list[Piece]:
-        """The pieces of this batch, `count` of them where there are rows enough; none larger than planned.
+    def _by(self, budget: TokenBudget) -> Tokens:
+        """The same rows by another budget."""
+        return Tokens(budget, self._extents, None, self.groups)
 
-        Packed by the smallest budget that needs no more, so that the passes of a rank cost about the same.
-
-        Args:
-            count: As many as there are, or more.
-            least: The fewest rows of a piece.
+    def in_passes(self, count: int, least: int = 1) -> list[Slice]:
+        """See `Plan`. Packed by the smallest budget that needs no more, so that a rank's passes cost about the same.
 
         Example:
             >>> tokens = Tokens(TokenBudget(40), [(0, 9), (0, 8), (0, 7), (0, 3), (0, 3), (0, 2)])
             >>> [piece.tokens for piece in tokens], [piece.tokens for piece in tokens.in_passes(3)]
             ([36, 6], [18, 14, 6])
         """
-        pieces = list(self)
+        pieces = self.pieces
         low, high = 0, self.budget.max_tokens  # of these, the higher one needs no more than `count`
         while len(pieces) < count and high - low > 1:
             middle = (low + high) // 2
-            smaller = self._packed(middle)
+            other = TokenBudget(middle, self.budget.max_rows)
+            other.lowered = True
+            smaller = self._by(other).pieces
             if len(smaller) <= count:
                 high, pieces = middle, smaller
             else:
                 low = middle
+        pieces = list(pieces)
         while len(pieces) < count:
             splits = [p for p in pieces if p.size >= 2 * least and self.indivisible(p) is None]
             if not splits:
@@ -366,20 +348,60 @@ class Tokens:
             pieces[place : place + 1] = self._halves(largest)
         return pieces
 
-    def _packed(self, max_tokens: int) -> list[Piece]:
-        """The pieces by another budget."""
-        packs = packed(self._extents, max_tokens, self.budget.max_rows, self._units)
-        return [Piece(rows, (start, stop)) for rows, start, stop in packs]
+    def _halves(self, piece: Slice) -> list[Slice]:
+        return piece.split(-(-piece.size // 2), self.groups)
 
-    def _halves(self, piece: Piece) -> list[Piece]:
-        return _split(piece, -(-piece.size // 2), self.groups)
 
-    def refused(self) -> bool:
-        """One row alone can't be evaluated, which is no news for other rows."""
-        return False
+class Joined(Tokens):
+    """A batch of padded rows, laid one behind the other, as many as the longest one has tokens.
 
-    def fitting(self, piece: Piece) -> list[Piece]:
-        """The piece, or smaller ones where the budget has been lowered since it was packed."""
-        if piece.tokens <= self.budget.max_tokens:
-            return [piece]
-        return _split(piece, max(self.budget.max_tokens * piece.size // piece.tokens, 1), self.groups)
+    Args:
+        budget: Tokens of a micro-batch: its packed rows times the columns of the fullest.
+        lengths: Tokens of each row.
+        sizes: Rows of the micro-batches, in order, each of one packed row; None: as many as the budget allows. Where
+            each is of a single row, they are joined: there would be nothing to see of what packing does.
+
+    Example:
+        >>> plan = Joined(TokenBudget(10), [3, 5, 4, 2, 1])
+        >>> [(piece.packs, piece.tokens) for piece in plan]
+        [([[1], [2, 4]], 10), ([[0, 3]], 5)]
+    """
+
+    def __init__(self, budget: TokenBudget, lengths: Sequence[int], sizes: Sequence[int] | None = None) -> None:
+        self.budget, self.lengths, self._sizes = budget, lengths, sizes
+        if sizes is not None:
+            rows = iter(range(len(lengths)))
+            sizes = [len(lengths)] if max(sizes) == 1 else sizes
+            self.pieces = [self._piece([list(itertools.islice(rows, size))]) for size in sizes]
+            return
+        self.pieces, packs = [], list[list[int]]()
+        longest = min(max(lengths, default=1), budget.max_tokens)
+        for pack in best_fit(lengths, longest):
+            together = self._piece([*packs, pack])
+            if packs and (together.tokens > budget.max_tokens or together.size > (budget.max_rows or together.size)):
+                self.pieces.append(self._piece(packs))
+                packs = []
+            packs.append(pack)
+        if packs:
+            self.pieces.append(self._piece(packs))
+
+    @property
+    def computed(self) -> int:
+        """Tokens that its micro-batches compute, those of the rest of padding among them."""
+        return sum(piece.tokens for piece in self.pieces)
+
+    def _piece(self, packs: list[list[int]]) -> Slice:
+        columns = max(sum(self.lengths[row] for row in pack) for pack in packs)
+        return Slice(list(itertools.chain(*packs)), (0, columns), packs)
+
+    def _by(self, budget: TokenBudget) -> Tokens:
+        return Joined(budget, self.lengths)
+
+    def _halves(self, piece: Slice) -> list[Slice]:
+        assert piece.packs is not None
+        packs = piece.packs if len(piece.packs) > 1 else [[row] for row in piece.packs[0]]
+        half = -(-len(packs) // 2)
+        parts = [packs[:half], packs[half:]]
+        if len(piece.packs) == 1:
+            parts = [[list(itertools.chain(*part))] for part in parts]
+        return [self._piece(part) for part in parts]

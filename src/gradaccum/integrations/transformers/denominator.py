@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradaccum.integrations.transformers.rows import as_inputs, row_count, with_labels
 from gradaccum.on_torch.batch import Batch
-from gradaccum.on_torch.buffers import evaluated
+from gradaccum.on_torch.state import evaluated
 
 __all__ = ["IGNORED", "Denominator"]
 

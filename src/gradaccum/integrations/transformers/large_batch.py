@@ -117,7 +117,7 @@ class LargeBatch:
         state = self._state if step is None else step.state_dict()
 
         def loss(model: nn.Module, batch: Any) -> Tensor:
-            if new.proving or new.cutting.predicting:
+            if new.proving or new.batcher.predicting:
                 return self._alone(own, model, batch)
             inputs, items = self._inputs(batch)
             self._metrics.next(batch, inputs)

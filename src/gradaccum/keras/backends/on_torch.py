@@ -17,7 +17,7 @@ import keras
 import torch
 from keras import tree
 
-from gradaccum.core.sizes import Piece, Rows, Sizers
+from gradaccum.core.sizes import BatchSizeFinder, Rows, Slice
 from gradaccum.keras.backends import base
 from gradaccum.keras.backends.base import Micro
 from gradaccum.keras.backends.rows import RestartWindow, Result, Spec, assign, discarded, has_rows, values_of
@@ -31,11 +31,11 @@ from gradaccum.keras.private import (
     torch_device,
     uncast_values,
 )
-from gradaccum.on_torch.fitting import nothing_fits
-from gradaccum.on_torch.memory import Gauge, is_out_of_memory
+from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
+from gradaccum.on_torch.oom_retry import nothing_fits
 from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.random_state import RandomState, all_generators, every_device, kept
-from gradaccum.on_torch.transaction import Transaction
+from gradaccum.on_torch.state import WindowState
 
 __all__: list[str] = []
 
@@ -52,12 +52,12 @@ class MicroBatches:
         data: Any,
         rows: int,
         pieces: Any,
-        around: Callable[[Piece], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        around: Callable[[Slice], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self.data, self.rows, self.pieces, self.around = data, rows, pieces, around
-        self.ran: list[Piece] = []
+        self.ran: list[Slice] = []
 
-    def take(self, piece: Piece) -> Any:
+    def take(self, piece: Slice) -> Any:
         """The micro-batch of these rows."""
         return tree.map_structure(lambda leaf: leaf[piece.rows] if has_rows(leaf) else leaf, self.data)
 
@@ -156,14 +156,14 @@ class Training(base.Training):
     def __init__(self, step: Any) -> None:
         super().__init__(step)
         device = torch.device(torch_device())
-        self.gauge = Gauge(device)
-        self.transaction = Transaction([step.model], self._trained, device, self._places)
-        self.sizers: Sizers | None = None
+        self.gauge = MemoryMeter(device)
+        self.window_state = WindowState([step.model], device, parameters=self._trained, others=self._places)
+        self.sizers: BatchSizeFinder | None = None
         self.as_cut = False
         """Whether a micro-batch that does not fit is an error, and not run in smaller ones."""
-        self._piece: Piece | None = None
+        self._piece: Slice | None = None
         self._measuring, self._live = False, 0.0
-        self._counted: list[Piece] | None = None
+        self._counted: list[Slice] | None = None
         """The micro-batches in which divisors were counted, where these hang on random numbers."""
 
     def call(self, *args: Any) -> Any:
@@ -179,25 +179,25 @@ class Training(base.Training):
 
     def _update(self, data: Any) -> Any:
         logs = self.step.update(data)
-        self.transaction.close()
+        self.window_state.close()
         return logs
 
     def build(self, data: Any) -> None:
         self.step.build(data)
-        self.transaction.forget()
+        self.window_state.forget()
 
     def attempt(self, data: Any, rows: Any, size: Any, run: Callable[[Any, Any], Any]) -> Any:
         step = self.step
         if self.sizers is None:  # only a model that is built has all its layers
-            self.sizers = Sizers(step.micro_batch_size, self.gauge.limit, minimum=2 if step.batch_norms else 1)
+            self.sizers = BatchSizeFinder(step.micro_batch_size, self.gauge.limit, minimum=2 if step.batch_norms else 1)
         leaves = [("/".join(map(str, path)), leaf, 0) for path, leaf in tree.flatten_with_path(data) if has_rows(leaf)]
         sums = GradientSum(step.model, step.overwriting, self._before_backward)
-        self.transaction.open()
-        given: list[Piece] | None = None
+        self.window_state.open()
+        given: list[Slice] | None = None
         while True:
             plan = Rows(self.sizers.of(leaves), rows)
             batches = MicroBatches(data, rows, plan if given is None else given, self._around(plan))
-            self._counted = self._piece = too_large = None
+            self._counted = self._piece = too_large = smaller = None
             try:
                 window = run(batches, sums)
                 if self._counted in (None, batches.ran):
@@ -208,25 +208,29 @@ class Training(base.Training):
                 pass
             except BaseException as error:
                 too_large = self._piece
-                if self.as_cut or not is_out_of_memory(error) or too_large is None or too_large.size == 1:
+                if not self.as_cut and is_out_of_memory(error) and too_large is not None and too_large.size > 1:
+                    smaller = plan.too_large(too_large.size)
+                if smaller is None:
                     step.model.zero_grad()
-                    self.transaction.abandon()
+                    self.window_state.abandon()
                     if self.as_cut or not is_out_of_memory(error):
                         raise
                     raise nothing_fits(error) from error  # type: ignore[arg-type]  # it is an Exception
                 given = None
-            if too_large is not None:  # only here, out of reach of the error's frames, is its memory free
+            if (
+                smaller is not None and too_large is not None
+            ):  # only here, out of reach of the error's frames, is its memory free
                 self.gauge.release()
                 logger.warning(
                     "Out of memory with a micro-batch of %d rows: the batch starts over in micro-batches of %d.",
                     too_large.size,
-                    plan.failed(too_large)[0].size,
+                    smaller.size,
                 )
-            self.transaction.start_over()
+            self.window_state.restart()
 
-    def _around(self, plan: Rows) -> Callable[[Piece], contextlib.AbstractContextManager[None]]:
+    def _around(self, plan: Rows) -> Callable[[Slice], contextlib.AbstractContextManager[None]]:
         @contextlib.contextmanager
-        def around(piece: Piece) -> Iterator[None]:
+        def around(piece: Slice) -> Iterator[None]:
             self._piece, gauge = piece, self.gauge
             self._measuring = plan.measuring and torch.is_grad_enabled()
             if not self._measuring:
@@ -247,7 +251,7 @@ class Training(base.Training):
             self._live = self.gauge.live()
 
     def look(self, function: Callable[[Any], Any], batches: Any) -> Any:
-        pieces = [Piece(slice(0, rows)) for rows in (min(2, batches.rows), 1)]
+        pieces = [Slice(slice(0, rows)) for rows in (min(2, batches.rows), 1)]
         for piece in pieces:
             try:
                 with torch.no_grad():
@@ -257,19 +261,19 @@ class Training(base.Training):
                 if not is_out_of_memory(error) or piece.size == 1:
                     raise
             finally:
-                self.transaction.start_over()
+                self.window_state.restart()
             self.gauge.release()
         raise AssertionError("two rows, or one")
 
     @contextlib.contextmanager
     def counting(self, batches: Any) -> Iterator[Any]:
         pieces = batches.pieces  # while a size is searched for, they are not known beforehand
-        cut = pieces if isinstance(pieces, list) else Piece(slice(0, batches.rows)).split(pieces.sizer.size)
+        cut = pieces if isinstance(pieces, list) else Slice(slice(0, batches.rows)).split(pieces.sizer.size)
         with torch.no_grad(), discarded(self.step.model) as scope:
             yield MicroBatches(batches.data, batches.rows, cut, batches.around)
-        if scope.assigned or self.transaction.drew():
+        if scope.assigned or self.window_state.rng_used():
             self._counted = cut
-        self.transaction.start_over()
+        self.window_state.restart()
 
     def eagerly(self) -> contextlib.AbstractContextManager[Any]:
         """While this is open, random numbers are drawn that nobody misses afterwards."""
@@ -296,12 +300,12 @@ class Training(base.Training):
                     assign(variables, [value for part in state for value in part])
             before = [value.detach().clone() for value in values_of(model.non_trainable_variables)]
             window = step.window(data)
-            self.drew = self.transaction.drew()
+            self.drew = self.window_state.rng_used()
             after = [value.detach().clone() for value in values_of(model.non_trainable_variables)]
             return window.loss, [None if g is None else g.clone() for g in window.gradients], before, after
         finally:
             if self.sizers is not None:
-                self.transaction.abandon()
+                self.window_state.abandon()
             if found is not None:
                 with torch.no_grad():
                     assign(variables, found)
@@ -339,7 +343,7 @@ class Training(base.Training):
 def chunks(tensors: list[Any], micro_batch_size: int) -> MicroBatches:
     """Its inputs in micro-batches."""
     rows = tensors[0].shape[0]
-    return MicroBatches(tensors, rows, Piece(slice(0, rows)).split(micro_batch_size))
+    return MicroBatches(tensors, rows, Slice(slice(0, rows)).split(micro_batch_size))
 
 
 class Program:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradaccum.on_torch.buffers import Holders, Moving
-from gradaccum.torch.buffers.moved import Move, Moved, move_all
+from gradaccum.on_torch.state import BufferDicts, BufferSnapshot
+from gradaccum.torch.buffers.moves import Move, Moved, move_all
 from gradaccum.torch.buffers.rules import rules_of
 
 __all__ = ["LentBuffers"]
@@ -55,7 +55,7 @@ class LentBuffers:
         self.originals = {id(buffer): buffer for _, _, buffer in places}
         self.before = {key: buffer.detach().clone() for key, buffer in self.originals.items()}
         self._aliases = _sharing_memory(self.originals)
-        self._holders = Holders(holders)
+        self._holders = BufferDicts(holders)
         self.excluded = excluded
         # PyTorch's normalisation kernels don't count their moves as in-place edits, so these are told by their names.
         self.uncounted = {id(buffer) for _, name, buffer in places if name.startswith("running_")}
@@ -73,13 +73,13 @@ class LentBuffers:
         versions = {key: copy._version for key, copy in copies.items() if not copy.is_inference()}
         places = [(holder, name, buffer) for holder, name, buffer in self.places if id(buffer) in copies]
         left: dict[int, Tensor | None] = {}
-        made: list[tuple[Moving, Tensor]] = []
+        made: list[tuple[BufferSnapshot, Tensor]] = []
         try:
             for holder, name, buffer in places:
                 holder[name] = copies[id(buffer)]
             yield
         finally:
-            made = [(found, found.holder[found.name]) for found in self._holders.made()]
+            made = [(found, found.owner[found.name]) for found in self._holders.made()]
             self._holders.unmake()
             for holder, name, buffer in places:
                 left[id(buffer)] = holder.get(name)
@@ -107,7 +107,7 @@ class LentBuffers:
         rows: int,
         left: Mapping[int, Tensor | None],
         edited: Collection[int],
-        made: Sequence[tuple[Moving, Tensor]],
+        made: Sequence[tuple[BufferSnapshot, Tensor]],
     ) -> None:
         for holder, name, buffer in self.places:
             key = id(buffer)
@@ -116,11 +116,11 @@ class LentBuffers:
         for key, moved in self.moved.items():
             if key in left:
                 moved.add(left[key], rows)
-        ends = {(id(found.holder), found.name): end for found, end in made}
+        ends = {(id(found.owner), found.name): end for found, end in made}
         for found, _ in made:
-            place = id(found.holder), found.name
+            place = id(found.owner), found.name
             if place not in self.made:
-                moved = Moved(None, self._rule(found.holder, found.name), self.rows)
+                moved = Moved(None, self._rule(found.owner, found.name), self.rows)
                 self.made[place] = Move(self._owners.get(place[0]), found, moved)
         for place, move in self.made.items():
             move.moved.add(ends.get(place), rows)
@@ -133,10 +133,16 @@ class LentBuffers:
         """After all first passes."""
         once = {id(place[2]): place for place in reversed(self.places) if id(place[2]) in self.moved}
         moves = [
-            Move(self._owners.get(id(holder)), Moving(holder, name, buffer, self.before[key]), self.moved[key])
+            Move(self._owners.get(id(holder)), _snapshot(holder, name, buffer), self.moved[key])
             for key, (holder, name, buffer) in once.items()
         ]
         move_all([*moves, *self.made.values()])
+
+
+def _snapshot(holder: dict[str, Any], name: str, buffer: Tensor) -> BufferSnapshot:
+    snapshot = BufferSnapshot(holder, name)
+    snapshot.tensor = buffer
+    return snapshot
 
 
 def _sharing_memory(tensors: Mapping[int, Tensor]) -> list[tuple[Tensor, dict[int, tuple[Any, ...]]]]:

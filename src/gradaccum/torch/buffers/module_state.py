@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradaccum.on_torch.buffers import same, set_to
 from gradaccum.on_torch.held import held_generators
 from gradaccum.on_torch.random_state import all_generators, kept
+from gradaccum.on_torch.state import same, set_to
 
 __all__ = ["Attributes", "ModuleState", "gradients_kept", "left_as_found", "owners_of_buffers"]
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
-__all__ = ["Rule", "Word", "choose", "combine_buffers", "ruled", "rules_of", "said_of", "standing_for"]
+__all__ = ["Rule", "Word", "combine_buffers", "ruled", "rules_of", "standing_for", "warn_of_buffers"]
+
+logger = logging.getLogger("gradaccum")
 
 Word = Literal["mean", "sum", "max", "once"]
 Rule = Word | Callable[[Any, Tensor, list[Tensor]], Tensor]
@@ -17,8 +20,6 @@ Rule = Word | Callable[[Any, Tensor, list[Tensor]], Tensor]
 
 _of_kinds: dict[type[nn.Module], dict[str, Rule]] = {}
 _of_modules: MutableMapping[nn.Module, dict[str, Rule]] = weakref.WeakKeyDictionary()
-_chosen: MutableMapping[nn.Module, dict[str, Rule]] = weakref.WeakKeyDictionary()
-"""What a proof has found to be right where users have said nothing."""
 
 _WORDS = "_gradaccum_buffers"
 """A module's attribute with the words that were said of itself, so that its copies and files have them, too."""
@@ -110,7 +111,7 @@ def _check_arguments(name: str, rule: Callable[..., Any]) -> None:
 
 
 def rules_of(module: nn.Module | None) -> dict[str, Rule]:
-    """What has been found of a module's buffers, or said: of its classes, the nearest last, then of itself.
+    """What users have said of a module's buffers: of its classes, the nearest last, then of itself.
 
     A chunked module is the one that it stands for.
 
@@ -120,26 +121,12 @@ def rules_of(module: nn.Module | None) -> dict[str, Rule]:
     """
     if module is None:
         return {}
-    module = standing_for(module)
-    return {**_chosen.get(module, {}), **said_of(module)} if _chosen else said_of(module)
-
-
-def said_of(module: nn.Module) -> dict[str, Rule]:
-    """What users have said of a module's buffers."""
     module, said = standing_for(module), dict[str, Rule]()
     for kind in reversed(type(module).__mro__) if _of_kinds else ():
         said.update(_of_kinds.get(kind, {}))
     said.update(vars(module).get(_WORDS, {}))
     said.update(_of_modules.get(module, {}))
     return said
-
-
-def choose(module: nn.Module, name: str, word: Word | None) -> None:
-    """Have a buffer that users have said nothing of follow this rule; None: the mean again."""
-    chosen = _chosen.setdefault(standing_for(module), {})
-    chosen.pop(name, None)
-    if word is not None and word != "mean":
-        chosen[name] = word
 
 
 def standing_for(module: nn.Module) -> nn.Module:
@@ -168,3 +155,23 @@ def ruled(module: nn.Module | None, name: str, rule: Any, start: Tensor | None, 
             f"{tuple(end.shape)}, {end.dtype}, on {end.device}."
         )
     return end.detach()
+
+
+def warn_of_buffers(buffers: Sequence[tuple[str, str, str]]) -> None:
+    """Warn of buffers that do not go where all rows at once take them.
+
+    Args:
+        buffers: Of each the path and the kind of its module, and its name there.
+    """
+    if not buffers:
+        return
+    listed = [f"{name!r} of {path or 'the model'!r} ({kind})" for path, kind, name in buffers]
+    _, kind, name = buffers[0]
+    logger.warning(
+        "The update is the large batch's, but these buffers do not go where all rows at once take them: %s. "
+        "They go to the mean over rows of where micro-batches take them from one start, unless something else "
+        'is said: gradaccum.torch.combine_buffers(%s, %s="sum"), or "max", "once", or a callable.',
+        ", ".join(listed[:5]) + (", ..." if len(listed) > 5 else ""),
+        kind,
+        name,
+    )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.on_torch.batch import BatchDims, children, has_rows, leaves, map_leaves
-from gradaccum.on_torch.buffers import same
+from gradaccum.on_torch.state import same
 
 __all__ = [
     "Inputs",

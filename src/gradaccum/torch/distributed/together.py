@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from gradaccum.core.sizes import Piece, Rows, Tokens
+from gradaccum.core.sizes import Plan, Slice
 from gradaccum.errors import WindowError
-from gradaccum.on_torch.fitting import Fitting, StartOver, nothing_fits
 from gradaccum.on_torch.memory import is_out_of_memory
+from gradaccum.on_torch.oom_retry import OomRetry, RestartWindow, nothing_fits
 from gradaccum.torch.distributed.by_blocks import ByBlocks
 from gradaccum.torch.distributed.fsdp import Shards
 from gradaccum.torch.distributed.single_rank import RankOutOfMemory, SingleRank
@@ -130,8 +130,8 @@ class Together:
 
 def run_together(
     ranks: SingleRank,
-    fitting: Fitting,
-    plan: Rows | Tokens,
+    oom: OomRetry,
+    plan: Plan,
     passes: Any,
     rows: int,
     least: int = 1,
@@ -143,14 +143,14 @@ def run_together(
     has too few rows for that runs passes that count nothing. `at_once` runs all, in place of one after the other.
 
     Raises:
-        StartOver: Memory ran out on some rank. The plan has smaller micro-batches now, and so it has on all ranks.
+        RestartWindow: Memory ran out on some rank. The plan has smaller micro-batches now, and so it has on all ranks.
         torch.OutOfMemoryError: On some rank nothing smaller can be tried.
     """
     pieces = list(plan)
     most = ranks.most_passes(len(pieces))
     if at_once is None and rows:
         pieces = plan.in_passes(most, least)
-    filler = min(pieces, key=lambda piece: piece.tokens, default=Piece(slice(0, rows)))
+    filler = min(pieces, key=lambda piece: piece.tokens, default=Slice(slice(0, rows)))
     running = filler
     ranks.begin_passes()
     try:
@@ -159,7 +159,7 @@ def run_together(
         else:
             for piece in pieces:
                 running = piece
-                fitting.once(piece, plan, passes)
+                oom.once(piece, plan, passes)
         running = filler
         for _ in range(most - len(pieces)):
             passes.idle(passes.take(filler))
@@ -167,22 +167,20 @@ def run_together(
         return
     except Exception as error:
         found = _what_ranks_know(error, ranks, plan, running)
-    _begin_again(found, ranks, fitting, plan)
+    _begin_again(found, ranks, oom, plan)
 
 
-def run_by_blocks(
-    ranks: SingleRank, by_blocks: ByBlocks, fitting: Fitting, plan: Rows | Tokens, run: Callable[[], None]
-) -> None:
+def run_by_blocks(ranks: SingleRank, by_blocks: ByBlocks, oom: OomRetry, plan: Plan, run: Callable[[], None]) -> None:
     """Run the micro-batches of a large batch, none maybe, where ranks of a sharded model meet at blocks, not in passes.
 
     Raises:
-        StartOver, torch.OutOfMemoryError: As `run_together`.
+        RestartWindow, torch.OutOfMemoryError: As `run_together`.
     """
     if not ranks.sharded:
         run()
         return
     pieces = list(plan)
-    largest = max(pieces, key=lambda piece: piece.tokens, default=Piece(slice(0, 0)))
+    largest = max(pieces, key=lambda piece: piece.tokens, default=Slice(slice(0, 0)))
     by_blocks.agree(len(pieces))
     ranks.begin_passes()
     try:
@@ -191,16 +189,16 @@ def run_by_blocks(
         return
     except Exception as error:
         found = _what_ranks_know(error, ranks, plan, largest)
-    _begin_again(found, ranks, fitting, plan)
+    _begin_again(found, ranks, oom, plan)
 
 
-def _what_ranks_know(error: Exception, ranks: SingleRank, plan: Rows | Tokens, running: Piece) -> RankOutOfMemory:
+def _what_ranks_know(error: Exception, ranks: SingleRank, plan: Plan, running: Slice) -> RankOutOfMemory:
     """What the ranks know of each other, now that this error has ended passes on this one.
 
     Raises:
         Exception: The error, where memory has no part in it; else what to say where nothing smaller can be tried.
     """
-    smaller = isinstance(error, StartOver)  # `at_once` has taken a smaller size already
+    smaller = isinstance(error, RestartWindow)  # `at_once` has taken a smaller size already
     if not (smaller or ranks.failure is not None or is_out_of_memory(error)):
         raise error
     alone = None if smaller else plan.indivisible(running) if running.size else "no row"
@@ -211,13 +209,14 @@ def _what_ranks_know(error: Exception, ranks: SingleRank, plan: Rows | Tokens, r
     return found
 
 
-def _begin_again(found: RankOutOfMemory, ranks: SingleRank, fitting: Fitting, plan: Rows | Tokens) -> None:
+def _begin_again(found: RankOutOfMemory, ranks: SingleRank, oom: OomRetry, plan: Plan) -> None:
     """Have all ranks begin the batch again. Out of reach of the error's frames, so that their memory is free."""
-    fitting.give_up()
+    oom.meter.release()
     ranks.start_over()
-    plan.too_much(min(found.costs.values()))
+    cost = min(found.costs.values())
+    smaller = plan.too_large(cost) if plan.size > cost // 2 else plan  # where slices are small already, they stay
     logger.warning("Out of memory on %s: all ranks begin the batch again, in smaller micro-batches.", found.ranks)
-    raise StartOver
+    raise RestartWindow(smaller)
 
 
 def _final(error: Exception, found: RankOutOfMemory, alone: str | None) -> torch.OutOfMemoryError:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradaccum.core.sizes import format_bytes
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.grad_buffer import GradientBuffer
-from gradaccum.on_torch.memory import Gauge, is_out_of_memory, local_part
+from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory, local_part
 from gradaccum.on_torch.private import without_global_step_hooks
 from gradaccum.on_torch.stages import Stage, WindowTotal, run_stages
 from gradaccum.torch.layers.blocks import Block
@@ -100,7 +100,7 @@ class BackwardOptimizer:
         sums: GradientBuffer,
         blocks: Sequence[Block],
         model: nn.Module,
-        gauge: Gauge,
+        gauge: MemoryMeter,
         stages: Sequence[Stage],
         *,
         is_distributed: bool = False,

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradaccum.on_torch.batch import Batch, leaves
-from gradaccum.on_torch.fitting import StartOver
 from gradaccum.on_torch.held import held_generators
+from gradaccum.on_torch.oom_retry import RestartWindow
 from gradaccum.on_torch.private import graph_of, leaves_of
 from gradaccum.on_torch.random_state import all_generators
 from gradaccum.torch.chunking.recompute import Conditions, ModuleContents, accelerators
@@ -195,7 +195,7 @@ class Drawn:
         """A micro-batch, which looks at all generators, has drawn from those of these conditions.
 
         Raises:
-            StartOver: From one that its blocks have not looked at.
+            RestartWindow: From one that its blocks have not looked at.
         """
         drawn = {generator for generator in conditions.random.states if generator in _LONG}
         unseen = drawn - self._known if self._learned else set()
@@ -205,7 +205,7 @@ class Drawn:
             logger.info(
                 "Drawn from %s for the first time in a forward pass: all over again.", ", ".join(sorted(unseen))
             )
-            raise StartOver
+            raise RestartWindow
 
 
 class ForwardPasses:
@@ -262,7 +262,7 @@ class ForwardPasses:
 
         Raises:
             ValueError: The blocks are not called once each in order; the message names the first that isn't.
-            StartOver: Random numbers were drawn from where none were before.
+            RestartWindow: Random numbers were drawn from where none were before.
         """
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         if self._offloaded is not None:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradaccum.core.sizes import Piece, Rows, Tokens
+from gradaccum.core.sizes import Plan, Slice
 from gradaccum.on_torch.batch import Batch
-from gradaccum.on_torch.fitting import StartOver, nothing_fits
-from gradaccum.on_torch.memory import Gauge, is_out_of_memory
+from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
+from gradaccum.on_torch.oom_retry import RestartWindow, nothing_fits
 from gradaccum.on_torch.random_state import all_generators, kept
 from gradaccum.torch.buffers import Attributes
 from gradaccum.torch.chunking.recompute import accelerators, parametrizations_computed
@@ -59,9 +59,9 @@ class Layers:
 
     def run(
         self,
-        plan: Rows | Tokens,
-        forward_and_loss: Callable[[Piece], None],
-        gauge: Gauge,
+        plan: Plan,
+        forward_and_loss: Callable[[Slice], None],
+        gauge: MemoryMeter,
         window: Window,
         *,
         proving: bool,
@@ -69,7 +69,7 @@ class Layers:
         """All passes of a window.
 
         Raises:
-            StartOver: Smaller micro-batches may fit.
+            RestartWindow: Smaller micro-batches may fit.
             torch.OutOfMemoryError: None does.
             ValueError: Blocks are not called once each in order.
         """
@@ -158,7 +158,7 @@ class Layers:
 
     # Backward.
 
-    def _backward_that_fits(self, plan: Rows | Tokens, gauge: Gauge) -> None:
+    def _backward_that_fits(self, plan: Plan, gauge: MemoryMeter) -> None:
         """Backward; where a block runs out of memory, the window starts over in smaller micro-batches."""
         piece = self._largest
         try:
@@ -169,16 +169,16 @@ class Layers:
             if piece is None or begun or self.waits or not is_out_of_memory(error):
                 raise  # where other ranks wait, they learn of it
             alone = plan.indivisible(piece)
-            if alone is not None:
-                raise nothing_fits(error, alone) from error
+            smaller = plan.too_large(plan.cost(piece)) if alone is None else None
+            if smaller is None:
+                raise nothing_fits(error, alone or f"{piece.size} rows") from error
         self.clear()
         gauge.release()  # only here, out of reach of the error's frames, is its memory free
         logger.warning(
-            "Out of memory in a block's backward pass with %d rows: all over again in micro-batches of %d.",
+            "Out of memory in a block's backward pass with %d rows: all over again in smaller micro-batches.",
             piece.size,
-            plan.failed(piece)[0].size,
         )
-        raise StartOver
+        raise RestartWindow(smaller)
 
     def backward(self, finished: Callable[[int], None] | None = None) -> None:
         """Block by block, each over all micro-batches; then what stands before the blocks (-1)."""

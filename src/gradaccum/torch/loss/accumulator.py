@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.on_torch.batch import Batch
-from gradaccum.on_torch.fitting import StartOver
+from gradaccum.on_torch.oom_retry import RestartWindow
 from gradaccum.on_torch.private import run_backward
 from gradaccum.torch.loss.divisors import Weight, is_zero, ratio, times, where_any
 from gradaccum.torch.loss.objective import Objective, one_weight
@@ -178,7 +178,7 @@ class LossAccumulator:
 
         Raises:
             TypeError, ValueError: The loss is no number, or comes with a weight only sometimes.
-            StartOver: It consists of several, which nobody knew.
+            RestartWindow: It consists of several, which nobody knew.
         """
         objective = self.objective
         known = None if self._summed and not share else one_weight(objective.total(micro_batch))
@@ -190,7 +190,7 @@ class LossAccumulator:
                 raise ValueError(f"`weight` must return a number for each of the loss terms {list(weight)}.")
             if self._losses or self._dtype is not None:
                 raise ValueError(MIXED_TERMS)
-            raise StartOver  # as now is known
+            raise RestartWindow  # as now is known
         if weight is not None:
             if is_zero(weight):
                 return WeightedLoss(None, weight=weight, weightless=loss)

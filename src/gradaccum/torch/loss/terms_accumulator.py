@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.on_torch.batch import Batch
-from gradaccum.on_torch.fitting import StartOver
+from gradaccum.on_torch.oom_retry import RestartWindow
 from gradaccum.on_torch.private import run_backward
 from gradaccum.torch.loss.accumulator import LossAccumulator, WeightedLoss
 from gradaccum.torch.loss.divisors import Weight, is_zero, ratio, times, where_any
@@ -121,7 +121,7 @@ class TermsAccumulator:
 
         Raises:
             TypeError, ValueError: The loss has no terms here, or one that was not counted.
-            StartOver: The totals are not known, and this is not the whole batch.
+            RestartWindow: The totals are not known, and this is not the whole batch.
         """
         known = _by_batch(self.objective, micro_batch)
         if known is not None and all(is_zero(weight) for weight in known.values()):
@@ -130,7 +130,7 @@ class TermsAccumulator:
         found = weighed(_terms(terms, self.objective), known)
         if self.totals is None:
             if micro_batch.rows != self._batch_rows:
-                raise StartOver
+                raise RestartWindow
             self.totals = counted(self.objective, [_terms(terms, self.objective)])
         parts = {}
         for name, (value, weight) in found.items():
@@ -172,7 +172,7 @@ class TermsAccumulator:
         """All micro-batches are in: their weights must add up to what was counted before.
 
         Raises:
-            StartOver: They don't, for the first time: other sizes draw other random numbers.
+            RestartWindow: They don't, for the first time: other sizes draw other random numbers.
             ValueError: They don't, once more, or where other ranks rely on the totals; or no loss has a gradient.
         """
         if self._parts and not self._has_gradient:
@@ -186,7 +186,7 @@ class TermsAccumulator:
                 continue
             if not self.attempts and self.totals == self._counted:
                 self.attempts = 1
-                raise StartOver
+                raise RestartWindow
             raise ValueError(
                 f"The weights of the loss term {name!r} add up to {float(total):g} in the pass that counts them, and "
                 f"to {now:g} in the micro-batches themselves: they are random, or depend on how rows are split. Where "

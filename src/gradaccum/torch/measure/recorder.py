@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import gradaccum
-from gradaccum.on_torch.memory import Gauge
+from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.report import Report
 from gradaccum.report.run import Run, encode, read
 
@@ -107,7 +107,7 @@ class Recorder:
         line.update({name: int(value) for name, value in (("micro_batch_size", size), ("steps", steps)) if value})
         now = time.perf_counter()  # after the loss was read: the update is really done
         line["seconds"], self._since = now - self._since, now
-        line["peak_memory"] = Gauge(loss.device if isinstance(loss, Tensor) else torch.device("cpu")).mark()
+        line["peak_memory"] = MemoryMeter(loss.device if isinstance(loss, Tensor) else torch.device("cpu")).mark()
         line.update(self._noise_scale())
         self._write(line)
         if self._board is not None:

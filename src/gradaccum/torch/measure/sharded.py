@@ -9,7 +9,7 @@ import torch
 
 from gradaccum.core.sizes import MARGIN, format_bytes, largest_size
 from gradaccum.on_torch.batch import Batch
-from gradaccum.on_torch.memory import Gauge, local_part
+from gradaccum.on_torch.memory import MemoryMeter, local_part
 from gradaccum.torch.distributed import SingleRank
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure.fake_memory import micro_batch_peak, optimizer_bytes
@@ -20,7 +20,11 @@ logger = logging.getLogger("gradaccum")
 
 
 def largest_fitting(
-    objective: Objective, gauge: Gauge, optimizers: Sequence[torch.optim.Optimizer], ranks: SingleRank, batch: Batch
+    objective: Objective,
+    gauge: MemoryMeter,
+    optimizers: Sequence[torch.optim.Optimizer],
+    ranks: SingleRank,
+    batch: Batch,
 ) -> int:
     """The largest micro-batch of this batch that fits on this rank, estimated with fake tensors.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradaccum.core.sizes import MARGIN, DoesNotFit, SizeEstimate, format_bytes, largest_size
 from gradaccum.on_torch.batch import Batch, BatchDims, leaves
-from gradaccum.on_torch.memory import Gauge, parse_bytes
+from gradaccum.on_torch.memory import MemoryMeter, parse_bytes
 from gradaccum.torch.layers import BlocksChoice, has_blocks
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure.fake_memory import bytes_of, micro_batch_peak, optimizer_bytes
@@ -175,7 +175,7 @@ class _Subject(NamedTuple):
         batch = objective.batch(batch)
         if batch.rows == 0:
             raise ValueError("A batch must have at least one row to tell what a row takes. Received: 0 rows.")
-        limit = parse_bytes(memory_limit) or Gauge(objective.device).limit()
+        limit = parse_bytes(memory_limit) or MemoryMeter(objective.device).limit()
         if limit is None:
             raise ValueError('This machine does not say what memory it has. Give `memory_limit`, such as "16GiB".')
         modules = [model, *([objective.loss_fn] if isinstance(objective.loss_fn, nn.Module) else [])]

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradaccum.core.sizes import Piece, format_bytes, largest_size
+from gradaccum.core.sizes import Slice, format_bytes, largest_size
 from gradaccum.on_torch.batch import Batch
-from gradaccum.on_torch.memory import Gauge
+from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.torch.layers import Blocks, Layers, parameters_by_block
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure.fake_memory import LiveBytes, bytes_of, micro_batch_peak, on_fakes
@@ -216,10 +216,10 @@ def _phases(objective: Objective, batch: Batch, blocks: Any, trained: list[Tenso
 def _updated(objective: Objective, micro_batch: Batch, blocks: Any, wanted: set[str], count: int) -> list[_Phase]:
     """The phases of an update, layer by layer, in this many micro-batches that are alike."""
     model = objective.model
-    layers, plan = Layers(model, blocks), _Plan([Piece(slice(0, micro_batch.rows))] * count)
+    layers, plan = Layers(model, blocks), _Plan([Slice(slice(0, micro_batch.rows))] * count)
     parameters = [p for name, p in model.named_parameters() if name in wanted]
 
-    def forward_and_loss(piece: Piece) -> None:
+    def forward_and_loss(piece: Slice) -> None:
         with layers.micro_batch(lambda: micro_batch, objective.evaluate):
             loss, _ = objective.forward(micro_batch)
         loss.backward(retain_graph=True)
@@ -228,13 +228,13 @@ def _updated(objective: Objective, micro_batch: Batch, blocks: Any, wanted: set[
     with LiveBytes() as live, torch.enable_grad():
         turn = layers.listener = _Freeing(live, parameters, layers)
         window: Any = None
-        layers.run(plan, forward_and_loss, Gauge(objective.device), window, proving=False)  # type: ignore[arg-type]
+        layers.run(plan, forward_and_loss, MemoryMeter(objective.device), window, proving=False)  # type: ignore[arg-type]
     for parameter in parameters:
         parameter.grad = None
     return turn.phases
 
 
-class _Plan(list[Piece]):
+class _Plan(list[Slice]):
     measuring = False
 
 

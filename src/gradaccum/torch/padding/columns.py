@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gradaccum.core.sizes import Piece
+from gradaccum.core.sizes import Slice
 from gradaccum.on_torch.batch import Batch, has_rows, leaves, map_leaves
 
 __all__ = [
@@ -179,7 +179,7 @@ def cut(
     return _with_positions(new, torch.arange(start, stop), rows) if positions else new
 
 
-def packed_rows(batch: Batch, piece: Piece, left: Left, apart: Collection[str] = ()) -> Batch:
+def packed_rows(batch: Batch, piece: Slice, left: Left, apart: Collection[str] = ()) -> Batch:
     """The rows of a piece, with its columns alone; what is `apart` has none, by its path."""
     assert piece.columns is not None
     rows, columns = mask_of(batch.tree).shape

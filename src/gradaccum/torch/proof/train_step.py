@@ -32,7 +32,7 @@ from gradaccum.on_torch.adapter.runner import TorchRunner
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms, in_eval_mode
-from gradaccum.torch.buffers import ModuleState, choose_rules, left_as_found, owners_of_buffers, tell_of_buffers
+from gradaccum.torch.buffers import ModuleState, left_as_found, owners_of_buffers, warn_of_buffers
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.padding import what_is_cut
 from gradaccum.torch.proof.causes import counting_layers, suspicion, unusual_batch_norms
@@ -199,20 +199,7 @@ class Proof:
                 return None
             if any(difference.part != "buffer" for difference in verdict.wrong):
                 runner.rng.check("the model or the loss")
-            chosen = self._choose_rules(runner, verdict, ways)
-        return few, verdict, runner, [difference for difference in verdict.wrong if difference.name not in chosen]
-
-    def _choose_rules(self, runner: _Runner, verdict: Verdict, ways: Any) -> Any:
-        """The buffers that go where all rows at once take them by another rule than the mean: they follow it now."""
-        if not verdict.wrong or any(difference.part != "buffer" for difference in verdict.wrong):
-            return ()
-
-        def still_wrong() -> set[str]:
-            again = compare(runner, range(runner.rows), ways)
-            return {difference.name for difference in (again.wrong if again is not None else [])}
-
-        owners = {**owners_of_buffers(self.objective.modules), **runner.state.made}
-        return choose_rules([d.name for d in verdict.wrong], self.objective.modules, owners, still_wrong)
+        return few, verdict, runner, list(verdict.wrong)
 
     def _proven(self) -> None:
         self.kinds.add()
@@ -267,7 +254,7 @@ class Proof:
                 "Where that matters, move them once per update, after the optimizer's step.",
                 ", ".join(others[:5]) + (", ..." if len(others) > 5 else ""),
             )
-        tell_of_buffers([owners[name] for name in new if name in owners])
+        warn_of_buffers([owners[name] for name in new if name in owners])
 
     def _causes(self, few: Batch, wrong: list[Difference], tolerance: float) -> list[Cause] | None:
         """What makes the difference, by name; None where it is rounding."""

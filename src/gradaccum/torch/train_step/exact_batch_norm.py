@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from gradaccum.core.sizes import Piece, Rows
+from gradaccum.core.sizes import Rows, Slice
 from gradaccum.on_torch.batch import BatchDims
-from gradaccum.on_torch.fitting import Fitting, Passes, StartOver
-from gradaccum.on_torch.memory import Gauge, is_out_of_memory
+from gradaccum.on_torch.memory import is_out_of_memory
+from gradaccum.on_torch.oom_retry import OomRetry, Passes, RestartWindow, nothing_fits
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.chunking import chunked
 
-__all__ = ["EXACT_MICRO_BATCH_SIZE", "WholeBatch", "check_exact", "run_at_once"]
+__all__ = ["EXACT_MICRO_BATCH_SIZE", "WholeBatch", "run_at_once"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -78,40 +78,24 @@ def _of_the_model(batch_dims: BatchDims, takes_inputs: bool) -> Any:
     return (batch_dims[0],) if isinstance(batch_dims, (tuple, list)) else (batch_dims,)
 
 
-def check_exact(choice: str, offload: Any, max_tokens: int | None, groups: Any, blocks: Any = None) -> None:
-    """Whether these options of a `TrainStep` go together with what it does about BatchNorm.
-
-    Raises:
-        ValueError: They don't.
-    """
-    if offload and choice != "exact" and blocks is None:
-        raise ValueError(
-            "offload=True keeps what crosses exact BatchNorm layers in host memory, or what lies between `blocks`, so "
-            f'it needs batch_norm="exact" or `blocks`. Received: batch_norm={choice!r}, blocks=None.'
-        )
-    if choice == "exact" and not isinstance(offload, bool):
-        raise TypeError(f'With batch_norm="exact" `offload` must be True or False. Received: offload={offload!r}.')
-    if max_tokens is not None and choice == "exact":
-        raise ValueError('batch_norm="exact" needs the whole batch as it is padded. Leave out `max_tokens`.')
-    if groups is not None and choice == "exact":
-        raise ValueError('batch_norm="exact" gives the loss all rows at once. Leave out `groups`.')
-
-
-def run_at_once(whole: WholeBatch, rows: int, plan: Rows, passes: Passes, fitting: Fitting, gauge: Gauge) -> None:
+def run_at_once(whole: WholeBatch, rows: int, plan: Rows, passes: Passes, oom: OomRetry) -> None:
     """All rows at once, through a model that takes them in micro-batches: smaller ones, where these don't fit.
 
     Raises:
-        StartOver: They did not fit; smaller ones may.
+        RestartWindow: They did not fit; smaller ones may.
+        torch.OutOfMemoryError: The smallest did not fit.
     """
     size = plan.sizer.next_size(rows)
     try:
         with whole.in_micro_batches(size):
-            fitting.once(Piece(slice(0, rows)), plan, passes)
+            oom.once(Slice(slice(0, rows)), plan, passes)
         return
     except Exception as error:
-        if not is_out_of_memory(error) or size == 1:
+        if not is_out_of_memory(error):
             raise
-    gauge.release()
-    plan.sizer.failed(size)
-    logger.warning("Out of memory with micro-batches of %d rows: all over again with %d.", size, plan.sizer.size)
-    raise StartOver
+        smaller = plan.too_large(size) if size > 1 else None
+        if smaller is None:
+            raise nothing_fits(error) from error
+    oom.meter.release()
+    logger.warning("Out of memory with micro-batches of %d rows: all over again with %d.", size, smaller.size)
+    raise RestartWindow(smaller)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.grad_buffer import GradientBuffer
 from gradaccum.on_torch.private import after_backward
-from gradaccum.on_torch.transaction import Transaction
+from gradaccum.on_torch.state import WindowState
 from gradaccum.torch.buffers import take_over
 from gradaccum.torch.distributed import (
     SUMS,
@@ -26,6 +25,7 @@ from gradaccum.torch.distributed import (
 )
 from gradaccum.torch.loss import LossAccumulator, Objective, Terms, TermsAccumulator, Totals, Weight, counted
 from gradaccum.torch.optimizer import needs_closure
+from gradaccum.torch.train_step.options import Options
 from gradaccum.torch.train_step.update import Update
 
 __all__ = ["GlobalBatch", "Window", "check_members", "find_ranks", "inside", "spans_ranks"]
@@ -137,7 +137,7 @@ class GlobalBatch(Listener):
         rows = self.ranks.sum_number(batch.rows) if totals else 0.0
         return TermsAccumulator(objective, batch, dict(totals), own, rows)
 
-    def close(self, window: Window, transaction: Transaction) -> tuple[Tensor, Weight | None, bool]:
+    def close(self, window: Window, state: WindowState) -> tuple[Tensor, Weight | None, bool]:
         """The loss over all ranks' rows; what the summed gradients are to be divided by; whether anything weighs.
 
         Raises:
@@ -155,7 +155,7 @@ class GlobalBatch(Listener):
         total = self.ranks.total(mine, rescale)
         if (source := self.ranks.buffers_from) is not None:
             broadcast, gives = functools.partial(self.ranks.broadcast, source=source), self.ranks.rank == source
-            take_over(transaction.buffers(), transaction.device, broadcast, gives=gives, takes=not window.ran)
+            take_over(state.buffers(), state.device, broadcast, gives=gives, takes=not window.ran)
         sums = losses.new_tensor(total.sums[: len(ride)]).view_as(losses) if ride else self.ranks.sum(losses)
         sums, divisor, weighs = self._finished(
             window, sums, self.ranks.reduced_unit, total.weight if total.given else None
@@ -241,7 +241,7 @@ def check_members(model: nn.Module, parameters: Sequence[Tensor], ranks: SingleR
         )
 
 
-def find_ranks(model: nn.Module, objective: Objective, update: Update, options: dict[str, Any]) -> SingleRank:
+def find_ranks(model: nn.Module, objective: Objective, update: Update, options: Options) -> SingleRank:
     """What keeps this model's large batches together with those of the other ranks, which have the same options.
 
     Raises:
@@ -255,11 +255,13 @@ def find_ranks(model: nn.Module, objective: Objective, update: Update, options: 
         options={
             "reduction": objective.reduction,
             "weight": objective.weight and "given",
-            "clip_grad_norm": update.clip_grad_norm,
-            "accumulate_dtype": update.sums.dtype,
+            "clip_grad_norm": options.clip_grad_norm,
+            "clip_grad_value": options.clip_grad_value,
+            "accumulate_dtype": options.accumulate_dtype,
             "noise_scale": update.noise is not None,
             "scaler": update.scaler and "given",
-            **options,
+            "sync": options.sync,
+            "batch_norm": options.batch_norm.replace("warn", "micro"),
         },
     )
     check_closures(filter(needs_closure, update.optimizers), ranks)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from gradaccum.core.equivalence import Cause
 from gradaccum.core.rounding import rounding
-from gradaccum.core.sizes import Groups, Joined, Piece, TokenBudget, Tokens
+from gradaccum.core.sizes import Groups, Joined, Slice, TokenBudget, Tokens
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch, leaves
-from gradaccum.on_torch.buffers import evaluated
 from gradaccum.on_torch.memory import is_out_of_memory
+from gradaccum.on_torch.state import evaluated
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.padding import (
     IGNORED,
@@ -89,7 +89,7 @@ class Packing:
         """Leave padding on the left as it is, since nothing can be tried out."""
         self._judge, self.left = False, "keep"
 
-    def take(self, batch: Batch, piece: Piece) -> Batch:
+    def take(self, batch: Batch, piece: Slice) -> Batch:
         """The micro-batch of a piece."""
         return packed_rows(batch, piece, self.left, self.apart)
 
@@ -100,7 +100,7 @@ class Packing:
         what = "Cutting off columns of nothing but padding changes it."
         return Cause("padding", "max_tokens", f"{what} {what_is_cut(self.text(batch))}")
 
-    def _found_out(self, batch: Batch, text: Collection[str], pieces: Sequence[Piece], *, known: bool) -> Left:
+    def _found_out(self, batch: Batch, text: Collection[str], pieces: Sequence[Slice], *, known: bool) -> Left:
         """What happens to padding on the left of this batch: what each kind of row in it can bear, judged once.
 
         Args:
@@ -189,7 +189,7 @@ class Joining:
         """Nothing is cut."""
         return frozenset()
 
-    def take(self, batch: Batch, piece: Piece) -> Batch:
+    def take(self, batch: Batch, piece: Slice) -> Batch:
         """The micro-batch of a piece: as many rows as went into it."""
         assert piece.packs is not None
         few, places = batch.take(torch.tensor(piece.rows)), iter(range(piece.size))
@@ -235,13 +235,13 @@ class Edge(NamedTuple):
     """The paths of what says something else there than in padding: labels that count, weights of tokens, ids."""
 
 
-def edges(batch: Batch, text: Collection[str], pieces: Sequence[Piece]) -> dict[Edge, Piece]:
+def edges(batch: Batch, text: Collection[str], pieces: Sequence[Slice]) -> dict[Edge, Slice]:
     """The kinds of rows in a batch, and for each a few rows of one piece.
 
     A causal model predicts a row's first token from the padding in front of it, if there is any, so a label there may
     count before padding is cut off, and not after. It does in some rows, and in others not: each kind is judged apart.
     """
-    found: dict[Edge, Piece] = {}
+    found: dict[Edge, Slice] = {}
     rows, columns = mask_of(batch.tree).shape
     leaves_of_text = [
         (path, torch.as_tensor(leaf))
@@ -273,8 +273,8 @@ def edges(batch: Batch, text: Collection[str], pieces: Sequence[Piece]) -> dict[
 
 
 def _right(
-    rows: int, columns: int, text: Sequence[tuple[str, Tensor]], pieces: Sequence[Piece]
-) -> Iterator[tuple[Edge, Piece]]:
+    rows: int, columns: int, text: Sequence[tuple[str, Tensor]], pieces: Sequence[Slice]
+) -> Iterator[tuple[Edge, Slice]]:
     """The same behind a row's last token: a label of 0 there may be padding, or count."""
     cut = [piece for piece in pieces if piece.columns and piece.columns[1] < columns]
     if not cut:
@@ -301,7 +301,7 @@ def _right(
                 yield edge, piece._replace(rows=[row, *(other for other in piece.rows if other != row)][:ROWS])
 
 
-def judged_left(objective: Objective, batch: Batch, piece: Piece, apart: Collection[str] = ()) -> Left:
+def judged_left(objective: Objective, batch: Batch, piece: Slice, apart: Collection[str] = ()) -> Left:
     """How padding on the left can be cut off, found out on a few rows of a piece in evaluation mode.
 
     A model that numbers its columns from 0 sees other positions once some on the left are gone: it is told them in

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradaccum.core.sizes import Piece, Rows, Tokens
+from gradaccum.core.sizes import Plan, Slice
 from gradaccum.errors import WindowError
-from gradaccum.on_torch import random_state
 from gradaccum.on_torch.batch import Batch
-from gradaccum.on_torch.buffers import as_found
-from gradaccum.on_torch.fitting import Fitting, OneRow, StartOver
-from gradaccum.on_torch.held import held_generators
 from gradaccum.on_torch.memory import is_out_of_memory
-from gradaccum.torch.batch_norm import BatchNormPolicy
-from gradaccum.torch.buffers import WindowBuffers
-from gradaccum.torch.distributed import SingleRank
-from gradaccum.torch.layers import Layers
-from gradaccum.torch.loss import MIXED_TERMS, LossAccumulator, Objective, Term, Terms, TermsAccumulator, WeightedLoss
-from gradaccum.torch.train_step.update import Update
+from gradaccum.on_torch.oom_retry import OneRow
+from gradaccum.torch.loss import MIXED_TERMS, LossAccumulator, Term, Terms, TermsAccumulator, WeightedLoss
 
-__all__ = ["Passes", "count_terms"]
+__all__ = ["CountingPasses", "TrainPasses"]
 
+Runner = Any
+"""A `WindowRunner`, which is made of these passes."""
 
 _NO_CONTEXT = contextlib.nullcontext()
 
@@ -42,163 +35,110 @@ _NO_ROWS = (
 )
 
 
-class Passes:
+class TrainPasses:
     """Runs the micro-batches of one batch, each in two calls.
 
     Args:
+        runner: Whose window this is.
         window: Weighs their losses and adds them up.
-        take: Returns the micro-batch of a piece.
-        update: What their gradients are summed for.
-        batch_norm: What is done about BatchNorm.
-        ranks: The other ranks.
-        fitting: Runs micro-batches.
-        buffers: Those of the window.
-        rows: Of the batch.
-        layers: The blocks of the model, where their backward passes wait for those of all micro-batches.
+        batch: The large batch.
     """
 
-    def __init__(
-        self,
-        window: LossAccumulator | TermsAccumulator,
-        take: Callable[[Piece], Batch],
-        update: Update,
-        batch_norm: BatchNormPolicy,
-        ranks: SingleRank,
-        fitting: Fitting,
-        buffers: WindowBuffers,
-        rows: int,
-        layers: Layers | None = None,
-    ) -> None:
-        self.window, self.take, self._layers = window, take, layers
-        self._update, self._batch_norm = update, batch_norm
-        self._ranks, self._transaction, self._around = ranks, fitting.transaction, fitting.around
-        self._sharded = ranks.sharded and layers is None
-        self._buffers, self._rows = buffers, rows
-        buffers.open()
+    def __init__(self, runner: Runner, window: LossAccumulator | TermsAccumulator, batch: Batch) -> None:
+        self.window, self._runner, self._batch, self._rows = window, runner, batch, batch.rows
+        self._batcher, self._norm, self._layers = runner.shared.batcher, runner.shared.batch_norm, runner.shared.layers
+        self._scaler, self._noise = runner.scaler, runner.noise
+        self._sharded = runner.ranks.sharded and self._layers is None
 
-    def forward(self, piece: Piece) -> WeightedLoss:
-        """The forward pass of a piece."""
-        micro_batch, noise = self.take(piece), self._update.noise
-        measured = noise is not None and noise.waiting
-        layers: Any = _NO_CONTEXT
-        if self._layers is not None:
-            layers = self._layers.micro_batch(functools.partial(self.take, piece), self.window.objective.evaluate)
+    def take(self, piece: Slice) -> Batch:
+        """The micro-batch of a slice."""
+        return self._batcher.take(self._batch, piece)
+
+    def forward(self, piece: Slice) -> WeightedLoss:
+        """The forward pass of a slice."""
+        micro_batch = self._batcher.take(self._batch, piece)
         try:
-            with _NO_CONTEXT if self._batch_norm.idle else self._batch_norm.micro_batch(), layers:
-                return self.window.forward(micro_batch, measured)
+            if self._layers is None and self._norm.idle and self._noise is None:  # as mostly
+                return self.window.forward(micro_batch)
+            layers: Any = _NO_CONTEXT
+            if self._layers is not None:
+                retake = functools.partial(self.take, piece)
+                layers = self._layers.micro_batch(retake, self.window.objective.evaluate)
+            with self._norm.micro_batch(), layers:
+                return self.window.forward(micro_batch, self._noise is not None and self._noise.waiting)
         except ValueError as error:
             if piece.size == 1 and "more than 1 value per channel" in str(error):  # torch.nn.functional's
                 raise OneRow(_ONE_ROW.format(error=error)) from error
             raise
 
-    def backward(self, piece: Piece, weighted: WeightedLoss) -> None:
-        """The backward pass of a piece, which counts from here on."""
-        loss, scaler, noise = weighted.loss, self._update.scaler, self._update.noise
+    def backward(self, piece: Slice, weighted: WeightedLoss) -> None:
+        """The backward pass of a slice, which counts from here on."""
+        loss, window, noise, layers = weighted.loss, self.window, self._noise, self._layers
         if loss is not None:
-            self.window.retain_graph = self._layers is not None and self._layers.shares(loss)
-            self.window.backward(weighted, loss if scaler is None else scaler.scale(loss))
+            window.retain_graph = layers is not None and layers.shares(loss)
+            window.backward(weighted, loss if self._scaler is None else self._scaler.scale(loss))
         elif self._sharded and weighted.weightless is not None:
             self._backward_of_nothing(weighted.weightless)
         elif self._sharded:
             self.idle(self.take(piece))
-        if self._layers is not None:
-            self._layers.commit(piece)
-        self.window.add(weighted)
+        if layers is not None:
+            layers.commit(piece)
+        window.add(weighted)
         if noise is not None and noise.waiting and loss is not None:
-            self._update.measure(self.window.multiple(weighted, piece.size), piece.size)
-        if not self._batch_norm.idle:
-            self._batch_norm.commit()
-        ran = loss is not None or weighted.weightless is not None  # what weighs nothing may be left out
-        if ran and piece.size < self._rows:  # else it is the large batch
-            self._buffers.micro_batch(self._transaction.moved(), piece.size)
+            noise.counts_rows = True
+            sums, multiple = self._runner.shared.buffer.gradients(), window.multiple(weighted, piece.size)
+            noise.micro_batch(sums, piece.size, self._runner.scale() * multiple)
+        if not self._norm.idle:
+            self._norm.commit()
+        state = self._runner.state
+        if not state.idle and (loss is not None or weighted.weightless is not None) and piece.size < self._rows:
+            self._runner.buffers.micro_batch(state.moved(), piece.size)  # else it is the large batch, or was left out
 
     def idle(self, micro_batch: Batch) -> None:
         """A forward and a backward pass that count nothing: the other ranks of a sharded model wait for them."""
-        self._transaction.begin()
-        with self._around():
+        runner = self._runner
+        with runner.shared.oom.around(), runner.shared.as_found():
             try:
                 loss = self.window.objective.forward(micro_batch)[0]
             except (RuntimeError, ValueError, IndexError) as error:
                 if micro_batch.rows or is_out_of_memory(error) or isinstance(error, WindowError):
                     raise
                 raise ValueError(_NO_ROWS.format(error=error)) from error
-        self._backward_of_nothing(loss)
-        self._transaction.restore()
+            self._backward_of_nothing(loss)
 
     def _backward_of_nothing(self, loss: Tensor) -> None:
-        self._ranks.scale(0.0, idle=True)
+        self._runner.ranks.scale(0.0, idle=True)
         try:
             loss.backward()
         finally:
-            self._ranks.scale(1.0)
+            self._runner.ranks.scale(1.0)
 
 
-def count_terms(
-    objective: Objective,
-    take: Callable[[Piece], Batch],
-    plan: Callable[[], Rows | Tokens],
-    fitting: Fitting,
-    batch_norm: BatchNormPolicy,
-    modules: list[nn.Module],
-) -> list[Terms]:
-    """Forward passes alone, to see what several losses divide by. Random numbers and buffers stay as they are.
-
-    Args:
-        objective: The loss.
-        take: Returns the micro-batch of a piece.
-        plan: Returns the pieces.
-        fitting: Runs them.
-        batch_norm: What is done about BatchNorm.
-        modules: Whose buffers may move.
-
-    Returns:
-        The terms of each micro-batch; nothing where the loss turns out to be a single one.
-    """
-    device, everything = objective.device, [inner for module in modules for inner in module.modules()]
-    while True:
-        counting, pieces = _Counting(objective, take, batch_norm, fitting, WindowBuffers(modules)), plan()
-        own = held_generators(objective.evaluate, *modules)
-        kept = random_state.kept([*random_state.all_generators([device]), *own])
-        try:
-            with kept, as_found(everything, device), batch_norm.window():
-                for piece in pieces:
-                    fitting.run(piece, pieces, counting)
-                    if not objective.found.terms:
-                        break
-            return counting.found
-        except StartOver:
-            continue
-
-
-class _Counting:
+class CountingPasses:
     """Forward passes that find out what the terms of a loss weigh, before the passes that count.
 
     Without gradients, unless the loss needs some of its own, as a gradient penalty does.
-
-    Args:
-        objective: The loss.
-        take: Returns the micro-batch of a piece.
-        batch_norm: What is done about BatchNorm.
-        fitting: Runs them.
-        buffers: What each of them is to find as the first one does.
     """
 
-    def __init__(
-        self,
-        objective: Objective,
-        take: Callable[[Piece], Batch],
-        batch_norm: BatchNormPolicy,
-        fitting: Fitting,
-        buffers: WindowBuffers,
-    ) -> None:
-        self._objective, self._take, self._batch_norm = objective, take, batch_norm
-        self._fitting, self._buffers = fitting, buffers
+    def __init__(self, runner: Runner, batch: Batch) -> None:
+        self._runner, self._batch, self._objective = runner, batch, runner.plain
         self.found: list[Terms] = []
         """The terms of each micro-batch, without graphs."""
 
-    def forward(self, piece: Piece) -> Terms | None:
-        """The forward pass of a piece. Returns its terms; None where the loss is a single one."""
-        with self._batch_norm.micro_batch():
+    def run(self, plan: Plan) -> list[Terms]:
+        """The terms of each micro-batch; nothing where the loss turns out to be a single one."""
+        self.found = []
+        for piece in plan:
+            buffers = self._runner.shared.snapshot(())  # each of them finds what the first one does
+            self._runner.shared.oom.run(piece, plan, self)
+            buffers.put_back()
+            if not self._objective.found.terms:
+                break
+        return self.found
+
+    def forward(self, piece: Slice) -> Terms | None:
+        """The forward pass of a slice. Returns its terms; None where the loss is a single one."""
+        with self._runner.shared.batch_norm.micro_batch():
             if not self._objective.found.needs_gradients:
                 try:
                     return self._terms(piece, False)
@@ -208,17 +148,16 @@ class _Counting:
                     self._objective.found.needs_gradients = True
             return self._terms(piece, True)
 
-    def _terms(self, piece: Piece, gradients: bool) -> Terms | None:
+    def _terms(self, piece: Slice, gradients: bool) -> Terms | None:
         with torch.set_grad_enabled(gradients):
-            _, terms = self._objective.evaluate(self._take(piece))
+            _, terms = self._objective.evaluate(self._runner.shared.batcher.take(self._batch, piece))
         if not isinstance(terms, dict):
             if self.found:
                 raise ValueError(MIXED_TERMS)
             return None
         return {name: Term(term.loss.detach(), term.weight) for name, term in terms.items()}
 
-    def backward(self, piece: Piece, terms: Terms | None) -> None:
-        """There is none: the piece is counted."""
-        self._buffers.micro_batch(self._fitting.transaction.moved(), piece.size)
+    def backward(self, piece: Slice, terms: Terms | None) -> None:
+        """There is none: the slice is counted."""
         if terms is not None:
             self.found.append(terms)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.on_torch.batch import leaves
-from gradaccum.on_torch.memory import Gauge, is_out_of_memory, local_part
+from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory, local_part
 
 __all__ = ["Rollback"]
 
@@ -41,7 +41,7 @@ class Rollback:
         >>> parameter = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
         >>> parameter.grad = torch.ones(2)
-        >>> undo = Rollback([optimizer], Gauge(torch.device("cpu")))
+        >>> undo = Rollback([optimizer], MemoryMeter(torch.device("cpu")))
         >>> undo.remember()
         >>> optimizer.step()
         >>> undo.restore()
@@ -50,7 +50,9 @@ class Rollback:
         ([1.0, 1.0], 0)
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], gauge: Gauge, *, always: bool = False) -> None:
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], gauge: MemoryMeter, *, always: bool = False
+    ) -> None:
         self._optimizers = optimizers
         self._gauge = gauge
         self.always = always

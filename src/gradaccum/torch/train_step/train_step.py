@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from gradaccum.core.noise import NoiseScale
-from gradaccum.core.sizes import Rows, Tokens
-from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_model, checked_norm
+from gradaccum.on_torch.arguments import Sync, checked_model
 from gradaccum.on_torch.batch import Batch, BatchDims
-from gradaccum.on_torch.fitting import Fitting, StartOver
-from gradaccum.on_torch.memory import Gauge, parse_bytes
+from gradaccum.on_torch.memory import MemoryMeter, parse_bytes
 from gradaccum.on_torch.noise import NoiseChoice, checked_noise, noise_meter
-from gradaccum.on_torch.transaction import Transaction
+from gradaccum.on_torch.oom_retry import OomRetry
+from gradaccum.on_torch.stages import gradient_stages
+from gradaccum.on_torch.state import WindowState
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
-from gradaccum.torch.buffers import WindowBuffers
-from gradaccum.torch.distributed import SingleRank, leaving_on_error, run_by_blocks, run_together
+from gradaccum.torch.distributed import SingleRank, leaving_on_error
 from gradaccum.torch.head import tiling
-from gradaccum.torch.layers import BlocksChoice, Layers, OffloadChoice, checked_blocks, proof_of
-from gradaccum.torch.loss import Objective, Terms
+from gradaccum.torch.layers import BlocksChoice, Layers, OffloadChoice, proof_of
+from gradaccum.torch.loss import Objective
 from gradaccum.torch.proof import Proof
-from gradaccum.torch.train_step.cutting import Cutting, GroupsChoice
-from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch, check_exact, run_at_once
-from gradaccum.torch.train_step.global_batch import GlobalBatch, Window, check_members, find_ranks, inside, spans_ranks
-from gradaccum.torch.train_step.passes import Passes, count_terms
+from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch
+from gradaccum.torch.train_step.global_batch import check_members, find_ranks, inside, spans_ranks
+from gradaccum.torch.train_step.micro_batcher import GroupsChoice, MicroBatcher
+from gradaccum.torch.train_step.options import Options, check_optimized
 from gradaccum.torch.train_step.update import Update
+from gradaccum.torch.train_step.window import Finished, Shared, WindowRunner
 
 __all__ = ["TrainStep"]
 
 logger = logging.getLogger("gradaccum")
+
+_REMEDY = 'Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.'
 
 
 class TrainStep:
@@ -61,6 +61,7 @@ class TrainStep:
         groups: Rows that stay together, as pairs do: an int (so many in a row), the rows' group ids as a tensor, or
             `groups(*batch) -> ids`. Rows of a group that lie apart are brought together.
         clip_grad_norm: Largest 2-norm of the finished gradient. `grad_norm` tells the norm before.
+        clip_grad_value: Largest absolute value of its entries.
         scaler: A `torch.amp.GradScaler`.
         autocast: A dtype for the forward pass, such as `torch.bfloat16`.
         accumulate_dtype: What gradients of narrower parameters are summed in, such as `torch.float32`.
@@ -111,6 +112,7 @@ class TrainStep:
         batch_dims: BatchDims = 0,
         groups: GroupsChoice = None,
         clip_grad_norm: float | None = None,
+        clip_grad_value: float | None = None,
         scaler: Any = None,
         autocast: torch.dtype | None = None,
         accumulate_dtype: torch.dtype | None = None,
@@ -124,65 +126,112 @@ class TrainStep:
         head: nn.Module | str | None = None,
     ) -> None:
         self.model = checked_model(model)
-        remedy = 'Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.'
-        self.batch_norm = BatchNormPolicy(batch_norm, model, remedy=remedy)
-        self.sync = checked_choice("sync", sync, get_args(Sync))
-        self._whole: WholeBatch | None = None
-        check_exact(self.batch_norm.choice, offload, max_tokens, groups, blocks)
-        chosen = checked_blocks(blocks, batch_norm=batch_norm, noise_scale=bool(noise_scale))
-        if self.batch_norm.choice == "exact":
-            self._whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=bool(offload))
-            micro_batch_size = EXACT_MICRO_BATCH_SIZE if micro_batch_size == "auto" else micro_batch_size
-        loss: dict[str, Any] = {"loss_fn": loss_fn, "compute_loss": compute_loss, "weight": weight}
-        loss |= {"reduction": reduction, "batch_dims": batch_dims, "autocast": autocast}
-        self.objective = Objective(model if self._whole is None else self._whole.model, **loss)
-        self._layers = None if chosen is None else Layers(model, chosen, offload)
-        self.gauge = Gauge(self.objective.device, parse_bytes(memory_limit))
-        self.update = Update(
-            optimizer,
-            self.gauge,
-            clip_grad_norm=checked_norm(clip_grad_norm),
+        self.options = options = Options.checked(
+            micro_batch_size=micro_batch_size,
+            max_tokens=max_tokens,
+            pack=pack,
+            groups=groups,
+            clip_grad_norm=clip_grad_norm,
+            clip_grad_value=clip_grad_value,
             scaler=scaler,
-            accumulate_dtype=checked_dtype(accumulate_dtype),
-            noise=noise_meter(checked_noise(noise_scale), model),
+            accumulate_dtype=accumulate_dtype,
+            batch_norm=batch_norm,
+            offload=offload,
+            noise_scale=noise_scale,
+            sync=sync,
+            blocks=blocks,
+            head=head,
         )
-        plain = self.objective.on(inside(model))
-        self.cutting = Cutting(plain, self.gauge, micro_batch_size, max_tokens, pack, groups=groups, judge=verify)
         self.updates = 0
         """Updates made so far."""
         self.losses: dict[Any, Tensor] = {}
         """Of several losses, the mean of each over the last large batch, by name: detached scalars."""
         self.proving = False
         """Whether passes run just now that only prove something: nothing is kept of them."""
-        # By hand: a backward pass that runs out of memory halfway through a reduction could not be taken back.
-        options = {"sync": self.sync, "batch_norm": self.batch_norm.choice.replace("warn", "micro")}
+        self._verify, self._is_checked = verify, False
+        exact = options.batch_norm == "exact"
+        whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=bool(offload)) if exact else None
+        self.objective = Objective(
+            model if whole is None else whole.model,
+            loss_fn=loss_fn,
+            compute_loss=compute_loss,
+            weight=weight,
+            reduction=reduction,
+            batch_dims=batch_dims,
+            autocast=autocast,
+        )
+        plain = self.objective.on(inside(model))
+        self.meter = meter = MemoryMeter(self.objective.device, parse_bytes(memory_limit))
+        self.update = Update(optimizer, meter, options, noise_meter(checked_noise(noise_scale), model))
+        size = EXACT_MICRO_BATCH_SIZE if exact and micro_batch_size == "auto" else micro_batch_size
+        self.batcher = MicroBatcher(plain, meter, size, max_tokens, pack, groups=groups, judge=verify)
+        layers = None if options.blocks is None else Layers(model, options.blocks, offload)
+        # Reduced by hand: a backward pass that runs out of memory halfway through a reduction could not be taken back.
         self.ranks = find_ranks(model, self.objective, self.update, options)
-        self._spans = spans_ranks(self.model, self.ranks, exact=self._whole is not None, verify=verify)
-        self._verify = verify and not self._spans and (self._layers is None or self._layers.proves)
-        in_blocks = self._layers is not None
-        self.global_batch = GlobalBatch(self.ranks, self.update.sums, in_blocks=in_blocks)
-        self.update.sums.attach(self.ranks.pending)
+        self._shared = Shared(
+            modules=[model, *(module for prefix, module in self.objective.modules.items() if prefix)],
+            functions=[self.objective.evaluate],
+            device=self.objective.device,
+            batcher=self.batcher,
+            buffer=self.update.buffer,
+            batch_norm=BatchNormPolicy(batch_norm, model, remedy=_REMEDY),
+            oom=OomRetry(meter, tiling(inside(model), head)),
+            layers=layers,
+            whole=whole,
+        )
+        self._join_ranks()
+        self._make_windows(plain)
+
+    def _join_ranks(self) -> None:
+        """What is other where ranks share the update."""
+        shared, verify = self._shared, self._verify
+        self._spans = spans_ranks(self.model, self.ranks, exact=shared.whole is not None, verify=verify)
+        self._verify = verify and not self._spans and (shared.layers is None or shared.layers.proves)
+        self.update.buffer.attach(self.ranks.pending)
         if self.ranks.sharded:
-            self.cutting.without_trying(self.update.optimizers, self.ranks, proves=verify)
-        if self._layers is not None:
-            self.update.take_turns(self._layers, self.ranks, searched=self.cutting.searches)
-        self._checked, own, device = False, [self.objective.evaluate], self.objective.device
-        self._transaction = Transaction(self._modules(), self.update.parameters, device, functions=own)
-        self._tiles = tiling(inside(model), head)
-        self._fitting = Fitting(self._transaction, self.gauge, self._tiles)
+            self.batcher.without_trying(self.update.optimizers, self.ranks, proves=verify)
+            self.options.check_sharded(shared.layers)
+        if shared.layers is not None:
+            self.update.by_blocks(shared.layers, self.ranks, searched=self.batcher.searches)
+
+    def _make_windows(self, plain: Objective) -> None:
+        """What runs the windows of updates, and those of proofs: by this rank alone, without clipping or measuring."""
+        shared, update = self._shared, self.update
+        # Where all ranks run passes together, or blocks are updated on the way, no window restarts by itself.
+        always = self._spans or update.in_backward is not None
+        known: dict[str, Any] = {"parameters": update.parameters, "functions": shared.functions}
+        self._state = WindowState(shared.modules, shared.device, **known, always=always)
+        self._windows = WindowRunner(
+            shared,
+            self.objective,
+            self.ranks,
+            self._state,
+            stages=update.stages,
+            scaler=update.scaler,
+            noise=update.noise,
+            not_proven=self._prove,
+        )
         self._proof = Proof(
             plain,
             self._rehearsed,
-            parameters=self.update.parameters,
-            batch_norm=self.batch_norm.choice,
-            scaler=self.update.scaler,
-            explain=self.cutting.cause,
+            parameters=update.parameters,
+            batch_norm=self.options.batch_norm,
+            scaler=update.scaler,
+            explain=self.batcher.cause,
         )
+        self._rehearsal = WindowState(shared.modules, shared.device, **known, always=True)
+        self._stages_of_proofs = gradient_stages(accumulates_wide=update.buffer.dtype is not None)
+
+    def __repr__(self) -> str:
+        optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.update.optimizers)
+        names = optimizers if len(self.update.optimizers) == 1 else f"[{optimizers}]"
+        size = self.micro_batch_size or "auto"
+        return f"TrainStep({type(self.model).__name__}, {names}, micro_batch_size={size!r}, updates={self.updates})"
 
     @property
     def micro_batch_size(self) -> int | None:
         """Rows of a micro-batch at the moment; None before `"auto"` has seen a batch."""
-        return self.cutting.sizers.size
+        return self.batcher.finder.size
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -231,8 +280,11 @@ class TrainStep:
         return self._call(batch, self._leave_gradients)
 
     def _call(self, arguments: tuple[Any, ...], run: Callable[[Batch], Tensor]) -> Tensor:
+        layers = self._shared.layers
         try:
-            with contextlib.nullcontext() if self._layers is None else self._layers.reachable():
+            if layers is None:
+                return self._guarded(self.objective.batch(arguments), run)
+            with layers.reachable():
                 return self._guarded(self.objective.batch(arguments), run)
         except BaseException:
             self.ranks.abort(notified=True)
@@ -241,157 +293,101 @@ class TrainStep:
     def _guarded(self, batch: Batch, run: Callable[[Batch], Tensor]) -> Tensor:
         if batch.rows == 0 and not self.ranks.is_distributed:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
-        batch = self.cutting.grouped(batch)
-        if not self._checked:
+        batch = self.batcher.grouped(batch)
+        if not self._is_checked:
             check_members(self.model, self.update.parameters(), self.ranks)
-            self._checked = True
-        self._transaction.open()
+            check_optimized(self.update.optimizers, self._shared.modules)
+            self._is_checked = True
+        self._state.open()
         try:
             self._prove(batch)
             loss = run(batch)
             self._proof.tell()
         except BaseException as error:
             self.update.abandon()
-            self._transaction.abandon()
-            self.cutting.explain(error, batch)
+            self._state.abandon()
+            self.batcher.explain(error, batch)
             raise
-        self._transaction.close()
+        self._state.close()
         return loss
 
     def _make_update(self, batch: Batch) -> Tensor:
-        loss, weighs = self.gradients(batch)
-        losses = self.losses
-        if not weighs:
+        self.update.meet_scaler()
+        finished = self._finished(batch)
+        if not finished.weighs:
             logger.info("Nothing in this batch of %d rows weighs anything: no update.", batch.rows)
-            return loss
-        self.updates += int(self.update.step(loss, lambda: self.gradients(batch)[0]))
-        self.losses = losses  # a closure may have evaluated others since
-        return loss
+            return finished.loss
+        self.updates += int(self.update.step(finished.loss, lambda: self._evaluated(batch)))
+        self.losses = finished.losses  # a closure may have evaluated others since
+        return finished.loss
+
+    def _evaluated(self, batch: Batch) -> Tensor:
+        """What a closure evaluates: the window once more, from the state that the last one has left."""
+        self._state.evaluate()
+        return self._finished(batch).loss
 
     def _leave_gradients(self, batch: Batch) -> Tensor:
+        self.options.check_backward()
         self.update.check_empty()
-        loss, weighs = self.gradients(batch)
-        if not weighs:
-            self._clear()
-        return loss
+        finished = self._finished(batch)
+        if not finished.weighs:
+            self._windows.clear()
+        return finished.loss
 
-    def gradients(self, batch: Batch, sizes: Sequence[int] | None = None) -> tuple[Tensor, bool]:
-        """Leave the finished gradients of a batch in `p.grad`, as the optimizers get them.
+    def _finished(self, batch: Batch) -> Finished:
+        finished = self._windows.run(batch)
+        self.losses, self.update.grad_norm = finished.losses, finished.grad_norm
+        return finished
+
+    def gradients(self, batch: Batch, sizes: Sequence[int]) -> tuple[Tensor, bool]:
+        """Leave the finished gradients of a batch in `p.grad`: the loss, and whether the batch weighs anything.
 
         Args:
             batch: The large batch.
-            sizes: Rows of its micro-batches, in order; None: as `micro_batch_size` and `max_tokens` say. One size, for
-                all rows, leaves out the packing of `max_tokens`, too.
-
-        Returns:
-            The loss, and whether the batch weighs anything.
+            sizes: Rows of its micro-batches, in order.
         """
-        self._clear()
-        window = self.global_batch.open(self.objective, batch, lambda: self._count(batch, sizes, True))
-        while True:
-            try:
-                plan = self._run(batch, window, sizes)
-                window.check()
-                break
-            except StartOver:
-                self._transaction.start_over()
-            if sizes is None:
-                self._prove(batch)
-            else:
-                sizes = self.cutting.halved(batch, sizes)
-            self._clear()
-            count = functools.partial(self._count, batch, sizes, False)
-            window = self.global_batch.anew(window, self.objective, batch, count)
-        loss, divisor, weighs = self.global_batch.close(window, self._transaction)
-        self.losses = window.losses
-        if weighs:
-            global_rows = round(self.ranks.sum_number(batch.rows)) if self.update.noise is not None else batch.rows
-            self.update.finish(divisor, global_rows, mean=window.is_mean, outside=self._transaction.outside)
-        self.cutting.close(plan, batch)
-        return loss, weighs
-
-    def _clear(self) -> None:
-        self.update.clear()
-        self.ranks.clear()
-        self.ranks.expect(closes=False, steps=1)
-
-    def _run(self, batch: Batch, window: Window, sizes: Sequence[int] | None) -> Rows | Tokens:
-        """Run all micro-batches of a batch. Returns the plan that they followed."""
-        rows, plan = batch.rows, self.cutting.plan(batch, sizes)
-        take = functools.partial(self.cutting.take, batch)
-        buffers, layers = WindowBuffers(self._modules()), self._layers
-        passes = Passes(window, take, self.update, self.batch_norm, self.ranks, self._fitting, buffers, rows, layers)
-        anew = self._verify and sizes is None and rows <= (self.cutting.sizers.size or 0)  # nothing was proven
-        run = functools.partial(self._fitting.run, anew=anew, coupled=self.batch_norm.couples)
-        at_once = None
-        if self._whole is not None and self._all_at_once and isinstance(plan, Rows) and rows:
-            at_once = functools.partial(run_at_once, self._whole, rows, plan, passes, self._fitting, self.gauge)
-        with self.batch_norm.window():
-            if layers is not None and (rows or self.ranks.sharded):
-                once = functools.partial(self._fitting.once if self.ranks.sharded else run, plan=plan, passes=passes)
-                losses = self.global_batch.of_all_ranks(window)
-                turns = functools.partial(layers.run, plan, once, self.gauge, losses, proving=self.proving)
-                run_by_blocks(self.ranks, layers.ranks, self._fitting, plan, turns)
-            elif self.ranks.sharded:
-                run_together(self.ranks, self._fitting, plan, passes, rows, self.cutting.least, at_once)
-            elif at_once is not None:
-                at_once()
-            else:
-                for piece in plan:  # without rows, other ranks have some
-                    run(piece, plan, passes)
-        buffers.close()
-        return plan
-
-    def _count(self, batch: Batch, sizes: Sequence[int] | None, first: bool) -> list[Terms] | None:
-        """What several losses divide by, counted; None where the micro-batches' own passes tell in time."""
-        if self.ranks.is_distributed and (self._all_at_once or self._spans):
-            return None  # it would have to run on all ranks at once
-        plan = functools.partial(self.cutting.without_measuring, batch, sizes)
-        if not self.ranks.is_distributed and (self._all_at_once or (first and len(list(plan())) == 1)):
-            return None
-        objective, take = self.objective.on(inside(self.objective.model)), functools.partial(self.cutting.take, batch)
-        return count_terms(objective, take, plan, self._fitting, self.batch_norm, self._modules())
+        self._state.open()
+        finished = self._windows.run(batch, sizes)
+        self._state.close()
+        return finished.loss, finished.weighs
 
     def _rehearsed(self, objective: Objective, batch: Batch, sizes: Sequence[int]) -> Tensor:
-        """What `gradients` does, by this rank alone: nothing is clipped, measured or learned."""
-        update = self.update
-        held = self.ranks, self.global_batch, self.objective, update.noise, update.clip_grad_norm, update.scaler
-        self.ranks, self.global_batch = SingleRank(), GlobalBatch(SingleRank(), update.sums)
-        self.objective = objective.on(inside(self.model) if self._whole is None else self._whole.chunks)
-        update.noise, update.clip_grad_norm, update.scaler = None, None, update.scaler and self._proof.scale
-        self._transaction.open()
+        """What a window does, by this rank alone: nothing is clipped, measured or learned."""
+        whole = self._shared.whole
+        self._rehearsal.open()
+        windows = WindowRunner(
+            self._shared,
+            objective.on(inside(self.model) if whole is None else whole.chunks),
+            SingleRank(),
+            self._rehearsal,
+            stages=self._stages_of_proofs,
+            scaler=self.update.scaler and self._proof.scale,
+            proving=True,
+        )
         try:
-            return self.gradients(batch, sizes)[0]
+            return windows.run(batch, sizes).loss
         finally:
-            self._transaction.forget()
-            self.ranks, self.global_batch, self.objective, update.noise, update.clip_grad_norm, update.scaler = held
-
-    @property
-    def _all_at_once(self) -> bool:
-        """Whether the loss is to see all rows together, since BatchNorm layers do."""
-        return self._whole is not None and self._whole.needed
+            self._rehearsal.forget()
 
     def _prove(self, batch: Batch) -> None:
-        split = self._whole is not None or self.cutting.splits(batch)
-        if self._verify and split and self._proof.is_due(batch, self._transaction.modes, self.cutting.text(batch)):
-            self.proving = True
-            try:
-                self.cutting.plan(batch)  # max_tokens judges the padding
-                self._transaction.abandon()
-                with proof_of(self._layers), self._tiles():
-                    self._proof.run(batch, self.cutting.sizers.given)
-            finally:
-                self.proving = False
-            self._transaction.open()
-
-    def _modules(self) -> list[nn.Module]:
-        return [self.model, *(module for prefix, module in self.objective.modules.items() if prefix)]
+        """Prove that micro-batches make this batch's update, where that is due."""
+        split = self._shared.whole is not None or self.batcher.splits(batch)
+        if not (self._verify and split and self._proof.is_due(batch, self._state.modes, self.batcher.text(batch))):
+            return
+        self.proving = True
+        try:
+            self.batcher.plan(batch)  # max_tokens judges the padding
+            with proof_of(self._shared.layers), self._shared.oom.around():
+                self._proof.run(batch, self.batcher.finder.given)
+        finally:
+            self.proving = False
+        self._state.retake()
 
     def state_dict(self) -> dict[str, Any]:
         """The counters and the sizes that have been found, as plain numbers. Model and optimizer have their own."""
-        return {"updates": self.updates, "sizes": self.cutting.sizers.state_dict()}
+        return {"updates": self.updates, "sizes": self.batcher.finder.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` wrote."""
-        self.cutting.load_state_dict(state)
+        self.batcher.load_state_dict(state)
         self.updates = state["updates"]

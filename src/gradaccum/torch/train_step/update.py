@@ -5,21 +5,22 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
-from gradaccum.on_torch.arguments import checked_scaler
 from gradaccum.on_torch.grad_buffer import GradientBuffer
-from gradaccum.on_torch.memory import Gauge, is_out_of_memory
+from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
 from gradaccum.on_torch.noise import NoiseMeter
-from gradaccum.on_torch.stages import WindowTotal, gradient_stages, run_stages
+from gradaccum.on_torch.stages import Stage, WindowTotal, gradient_stages
 from gradaccum.torch.distributed import SingleRank
 from gradaccum.torch.layers import BackwardOptimizer, Layers, check_in_backward
 from gradaccum.torch.optimizer import needs_closure
 from gradaccum.torch.train_step.closure import Closure, takes_closure
+from gradaccum.torch.train_step.options import Options, checked_optimizers
 from gradaccum.torch.train_step.rollback import Rollback
 
 __all__ = ["Update"]
@@ -35,10 +36,8 @@ class Update:
 
     Args:
         optimizers: One `torch.optim.Optimizer`, or several.
-        gauge: Tells how much memory is free.
-        clip_grad_norm: Largest 2-norm of the finished gradient over all of them, or None.
-        scaler: A `torch.amp.GradScaler`, or None.
-        accumulate_dtype: What narrower parameters' gradients are summed in, or None.
+        meter: Tells how much memory is free.
+        options: How the finished gradient is made.
         noise: Measures the noise scale, or None.
 
     Raises:
@@ -46,27 +45,20 @@ class Update:
         ValueError: One that accumulates by itself, or needs a closure together with a `scaler`.
     """
 
-    def __init__(
-        self,
-        optimizers: Any,
-        gauge: Gauge,
-        *,
-        clip_grad_norm: float | None = None,
-        scaler: Any = None,
-        accumulate_dtype: torch.dtype | None = None,
-        noise: NoiseMeter | None = None,
-    ) -> None:
-        self.noise, self._gauge = noise, gauge
-        self.optimizers: list[torch.optim.Optimizer] = _checked_optimizers(optimizers)
-        demanding = [optimizer for optimizer in self.optimizers if needs_closure(optimizer)]
-        self.scaler = checked_scaler(scaler)
-        if demanding and self.scaler is not None:
-            raise ValueError(
-                f"A GradScaler cannot step {type(demanding[0]).__name__}, which evaluates a closure. "
-                "Leave `scaler` out, and use autocast=torch.bfloat16."
-            )
-        self.clip_grad_norm = clip_grad_norm
-        self.sums = GradientBuffer(self.parameters, accumulate_dtype)
+    def __init__(self, optimizers: Any, meter: MemoryMeter, options: Options, noise: NoiseMeter | None = None) -> None:
+        self.optimizers, demanding = checked_optimizers(optimizers)
+        options.check_scaler(demanding)
+        self.scaler, self.noise, self._options, self._meter = options.scaler, noise, options, meter
+        self._parameters: list[Tensor] = []
+        self.buffer = GradientBuffer(self.parameters, options.accumulate_dtype)
+        self.stages: list[Stage] = gradient_stages(
+            before_clipping=[] if self.scaler is None or not self._clips else [self._unscale],
+            noise=noise,
+            clip_grad_norm=options.clip_grad_norm,
+            clip_grad_value=options.clip_grad_value,
+            accumulates_wide=options.accumulate_dtype is not None,
+        )
+        """What makes the finished gradient of the sum: divide, measure, unscale, clip, cast."""
         self.grad_norm: Tensor | None = None
         self.in_backward: BackwardOptimizer | None = None
         """Makes the update block by block, where that is wanted."""
@@ -76,22 +68,25 @@ class Update:
                 if optimizer in demanding:
                     self._closures[optimizer] = Closure(self.parameters, always_check=True)
                 elif takes_closure(optimizer):
-                    self._closures[optimizer] = Closure(functools.partial(_parameters, [optimizer]))
+                    self._closures[optimizer] = Closure(functools.partial(parameters_of, [optimizer]))
         # The closures of LBFGS run whole windows, beside which copies cost nothing.
-        self._rollback = Rollback(self.optimizers, gauge, always=bool(demanding))
+        self._rollback = Rollback(self.optimizers, meter, always=bool(demanding))
         self._scaler_involved = self._scaler_met = False
 
+    @property
+    def _clips(self) -> bool:
+        return self._options.clip_grad_norm is not None or self._options.clip_grad_value is not None
+
     def parameters(self) -> list[Tensor]:
-        """Every optimizer's parameters, each once."""
-        return _parameters(self.optimizers)
+        """Every optimizer's parameters, each once: the same list, while they are the same."""
+        found = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        known = self._parameters
+        if len(found) != len(known) or not all(map(is_, found, known)):
+            self._parameters = known = list({id(p): p for p in found}.values())
+        return known
 
     def check_empty(self) -> None:
         """Raise if a parameter has a gradient already, other than zero."""
-        if self.in_backward is not None:
-            raise WindowError(
-                "step.backward() leaves the large batch's gradient in `.grad`, and update='in_backward' frees it block "
-                "by block. Call the step itself, or use update='after_backward'."
-            )
         if any(p.grad is not None and bool(p.grad.count_nonzero()) for p in self.parameters()):
             raise WindowError(
                 "step.backward() found gradients in `.grad`, of another loss or of an update that has been made. It "
@@ -101,15 +96,17 @@ class Update:
 
     def clear(self) -> None:
         """Empty the sum of gradients."""
-        self.sums.clear()
-        if self.scaler is not None and not self._scaler_met:
-            # A GradScaler makes its state of the first loss, and a rank may have none before its first update.
-            self.scaler.scale(torch.ones((), device=self._gauge.device))
-            self._scaler_met = True
+        self.buffer.clear()
         if self.noise is not None:
             self.noise.restart()
 
-    def take_turns(self, layers: Layers, ranks: SingleRank, *, searched: bool) -> None:
+    def meet_scaler(self) -> None:
+        """A GradScaler makes its state of the first loss, and a rank may have none before its first update."""
+        if self.scaler is not None and not self._scaler_met:
+            self.scaler.scale(torch.ones((), device=self._meter.device))
+            self._scaler_met = True
+
+    def by_blocks(self, layers: Layers, ranks: SingleRank, *, searched: bool) -> None:
         """Blocks take turns, and each is updated as soon as its gradient is in, where that is wanted.
 
         Args:
@@ -118,21 +115,15 @@ class Update:
             searched: Whether the size of micro-batches is searched for.
 
         Raises:
-            ValueError: The optimizers, the options or the model need all gradients at once; or a sharded model's
-                blocks live elsewhere.
+            ValueError: The optimizers, the options or the model need all gradients at once.
         """
-        if ranks.sharded and layers.offloaded is not None:
-            raise ValueError(
-                "Blocks(on='cpu') keeps whole blocks there, and of a sharded model each rank has a part. Use "
-                "fully_shard(..., offload_policy=CPUOffloadPolicy()), which keeps those parts in host memory."
-            )
         layers.waits = ranks.sharded
         layers.ranks = ranks.by_blocks(layers.model, [block.module for block in layers.blocks])
         if layers.update != "in_backward":
             return
         closure = next((type(o).__name__ for o in self.optimizers if needs_closure(o)), None)
         check_in_backward(
-            clips=self.clip_grad_norm is not None,
+            clips=self._options.clip_grad_norm is not None,
             scales=self.scaler is not None,
             closure=closure,
             searched=searched,
@@ -140,11 +131,11 @@ class Update:
         )
         layers.listener = self.in_backward = BackwardOptimizer(
             self.optimizers,
-            self.sums,
+            self.buffer,
             layers.blocks,
             layers.model,
-            self._gauge,
-            gradient_stages(accumulates_wide=True),
+            self._meter,
+            gradient_stages(clip_grad_value=self._options.clip_grad_value, accumulates_wide=True),
             is_distributed=ranks.is_distributed,
         )
 
@@ -154,42 +145,6 @@ class Update:
         if self.scaler is not None and self._scaler_involved:  # it keeps account of what it has unscaled and stepped
             self.scaler.update(self.scaler.get_scale())
             self._scaler_involved = False
-
-    def measure(self, multiple: float | Tensor, rows: int) -> None:
-        """A micro-batch of so many rows is in, and the sum is this multiple of its mean gradient."""
-        if self.noise is not None and self.noise.waiting:
-            self.noise.counts_rows = True
-            self.noise.micro_batch(self.sums.gradients(), rows, self._scale() * multiple)
-
-    def _scale(self) -> float | Tensor:
-        """What the scaler multiplies with, on its device."""
-        if self.scaler is None:
-            return 1.0
-        return self.scaler.scale(torch.ones((), dtype=torch.float64, device=self.parameters()[0].device))
-
-    def finish(
-        self, divisor: float | Tensor | None, rows: int, *, mean: bool = True, outside: Sequence[Tensor] = ()
-    ) -> None:
-        """Make the sum the finished gradient: divide, unscale, clip, and give it the parameter's own dtype.
-
-        Args:
-            divisor: What the sum is to be divided by; None where it is complete.
-            rows: Rows of the window.
-            mean: Whether the result is a mean over the rows, not a sum.
-            outside: Gradients of parameters that no optimizer here has; they are divided, too.
-        """
-        total = WindowTotal(self.sums, divisor, rows=rows, outside=outside)
-        if self.noise is not None:
-            total.multiple = self._scale() * (1.0 if mean else float(rows))
-        stages = gradient_stages(
-            before_clipping=[] if self.scaler is None or self.clip_grad_norm is None else [self._unscale],
-            noise=self.noise,
-            clip_grad_norm=self.clip_grad_norm,
-            accumulates_wide=self.sums.dtype is not None,
-        )
-        run_stages(stages, total)
-        if self.clip_grad_norm is not None:
-            self.grad_norm = total.grad_norm
 
     def _unscale(self, total: WindowTotal) -> bool:
         """A stage: the scaler divides what each optimizer has by its scale."""
@@ -274,23 +229,6 @@ def _overflown(optimizer: Any) -> bool:
     return found is not None and bool(found)
 
 
-def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+    """Every optimizer's parameters, each once."""
     return list({id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}.values())
-
-
-def _checked_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
-    listed = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
-    for optimizer in listed:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                "`optimizer` must be a torch.optim.Optimizer or a list of them. "
-                f"Received: {optimizer!r} of type {type(optimizer).__name__}."
-            )
-        if hasattr(optimizer, "micro_batches") and hasattr(optimizer, "inner"):
-            raise ValueError(
-                f"TrainStep makes one update per call by itself. Received: {type(optimizer).__name__}, which "
-                "accumulates, too. Give it the inner optimizer."
-            )
-    if not listed:
-        raise ValueError("`optimizer` must be a torch.optim.Optimizer or a list of them. Received: an empty list.")
-    return listed

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gradaccum.core.equivalence import Cause
-from gradaccum.core.sizes import FixedSize, GivenSizes, Groups, Piece, Rows, Sizers, Tokens, even_sizes
+from gradaccum.core.sizes import BatchSizeFinder, FixedSize, GivenSizes, Groups, Plan, Rows, Slice
 from gradaccum.on_torch.batch import Batch
-from gradaccum.on_torch.memory import Gauge
+from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.schedule import checked_count
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.distributed import SingleRank
@@ -22,7 +22,7 @@ from gradaccum.torch.measure import largest_fitting
 from gradaccum.torch.padding import what_is_cut
 from gradaccum.torch.train_step.padding import Joining, Packing
 
-__all__ = ["Cutting", "GroupsChoice", "checked_groups", "with_groups"]
+__all__ = ["GroupsChoice", "MicroBatcher", "checked_groups", "with_groups"]
 
 GroupsChoice = int | Tensor | Sequence[int] | Callable[..., Any] | None
 """Rows that stay together: so many in a row, the rows' group ids, or `groups(*batch) -> ids`."""
@@ -31,12 +31,12 @@ ROWS = 16
 """Rows of a forward pass without gradients while the size of micro-batches is still searched for."""
 
 
-class Cutting:
+class MicroBatcher:
     """Plans the micro-batches of large batches, and takes them.
 
     Args:
         objective: The loss, with the model that a plain loop calls.
-        gauge: What memory there is.
+        meter: What memory there is.
         micro_batch_size: Rows, or `"auto"`.
         max_tokens: Tokens of a micro-batch, or None.
         pack: Lays rows one behind the other, or None.
@@ -50,7 +50,7 @@ class Cutting:
     def __init__(
         self,
         objective: Objective,
-        gauge: Gauge,
+        meter: MemoryMeter,
         micro_batch_size: int | str,
         max_tokens: int | None,
         pack: Callable[..., Any] | None = None,
@@ -60,18 +60,18 @@ class Cutting:
     ) -> None:
         self.least = 2 if batch_norms(objective.model) else 1
         """The fewest rows of a micro-batch."""
-        self.sizers = Sizers(micro_batch_size, gauge.limit, minimum=self.least)
+        self.finder = BatchSizeFinder(micro_batch_size, meter.limit, minimum=self.least)
         self._predict: Callable[[Batch], int] | None = None
         self.predicting = False
         """Whether a pass on fake tensors runs just now, to predict a size."""
-        self._groups, self._objective, self._gauge = checked_groups(groups), objective, gauge
+        self._groups, self._objective, self._meter = checked_groups(groups), objective, meter
         self.searches = micro_batch_size == "auto" and max_tokens is None
         """Whether sizes are searched for."""
         self.packing: Packing | Joining | None = None
         if pack is not None and max_tokens is None:
             raise ValueError("`pack` lays rows one behind the other up to `max_tokens` tokens. Give that, too.")
         if max_tokens is not None:
-            size = self.sizers.size
+            size = self.finder.size
             self.packing = (
                 Packing(objective, max_tokens, size, judge=judge)
                 if pack is None
@@ -87,7 +87,7 @@ class Cutting:
             proves: Whether padding on the left would be tried out; it is left as it is then.
         """
         if self.searches:
-            largest = functools.partial(largest_fitting, self._objective, self._gauge, optimizers, ranks)
+            largest = functools.partial(largest_fitting, self._objective, self._meter, optimizers, ranks)
             self._predict = functools.partial(self._predicted, largest)
             self.searches = False
         if isinstance(self.packing, Packing) and proves:
@@ -112,7 +112,7 @@ class Cutting:
                 f"This is no state of a TrainStep: 'updates' and 'sizes' must be in it. Received: {found}. The model's "
                 "and the optimizer's are loaded into these."
             )
-        self.sizers.load_state_dict(state["sizes"])
+        self.finder.load_state_dict(state["sizes"])
 
     def grouped(self, batch: Batch) -> Batch:
         """The batch with its groups, the rows of each brought together.
@@ -124,20 +124,10 @@ class Cutting:
             return batch
         batch = with_groups(batch, self._groups)
         if batch.groups is not None and batch.rows:
-            self.sizers.minimum = max(self.least, *(len(unit) for unit in batch.units()))
+            self.finder.minimum = max(self.least, *(len(unit) for unit in batch.units()))
         return batch
 
-    def halved(self, batch: Batch, sizes: Sequence[int]) -> list[int]:
-        """Half of these sizes, twice as many, where a batch was cut by them."""
-        if batch.groups is None:
-            return [half for size in sizes for half in even_sizes(size, -(-size // 2))]
-        groups, halves, start = Groups(batch.groups.tolist()), [], 0
-        for size in sizes:
-            halves += [len(part) for part in groups.cut(range(start, start + size), -(-size // 2))]
-            start += size
-        return halves
-
-    def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Rows | Tokens:
+    def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Plan:
         """The micro-batches of a batch.
 
         Args:
@@ -153,11 +143,11 @@ class Cutting:
         predict = None if self._predict is None else functools.partial(self._predict, batch)
         if predict is not None and not batch.rows:
             return Rows(FixedSize(1), 0, groups)
-        return Rows(self.sizers.of(batch.leaves, predict), batch.rows, groups)
+        return Rows(self.finder.of(batch.leaves, predict), batch.rows, groups)
 
     def splits(self, batch: Batch) -> bool:
         """Whether the micro-batches of this batch may be more than one, or other than the batch."""
-        return batch.rows > (self.sizers.size or 0) or self.packing is not None
+        return batch.rows > (self.finder.size or 0) or self.packing is not None
 
     def text(self, batch: Batch) -> frozenset[str]:
         """The paths of what `max_tokens` cuts in this batch; nothing without it."""
@@ -170,29 +160,30 @@ class Cutting:
                 cut = what_is_cut(self.packing.text(batch))
                 getattr(error, "add_note", str)(f"max_tokens cuts columns of padding. {cut}")  # since Python 3.11
 
-    def without_measuring(self, batch: Batch, sizes: Sequence[int] | None = None) -> Rows | Tokens:
+    def without_measuring(self, batch: Batch, sizes: Sequence[int] | None = None) -> Plan:
         """The same, for passes from which nothing is to be learned about sizes."""
         plan = self.plan(batch, sizes)
         if isinstance(plan, Rows) and plan.measuring:
-            return Rows(FixedSize(max(plan.sizer.size, ROWS, self.sizers.minimum)), batch.rows, plan.groups)
+            return Rows(FixedSize(max(plan.sizer.size, ROWS, self.finder.minimum)), batch.rows, plan.groups)
         return plan
 
-    def take(self, batch: Batch, piece: Piece) -> Batch:
+    def take(self, batch: Batch, piece: Slice) -> Batch:
         """The micro-batch of a piece."""
-        if isinstance(piece.rows, slice):
-            return batch.take(piece.rows)
+        rows = piece.rows
+        if type(rows) is slice:
+            return batch.take(rows)
         if self.packing is None or piece.columns is None:
-            return batch.take(torch.tensor(piece.rows))
+            return batch.take(torch.tensor(rows))
         return self.packing.take(batch, piece)
 
     def cause(self, batch: Batch, sure: bool) -> Cause | None:
         """Why micro-batches differ from a batch; `sure`: nothing else is wrong with it. None: nobody knows."""
         return None if self.packing is None else self.packing.cause(batch, sure)
 
-    def close(self, plan: Rows | Tokens, batch: Batch) -> None:
+    def close(self, plan: Plan, batch: Batch) -> None:
         """A window that followed this plan is over."""
         if isinstance(plan, Rows) and batch.rows:
-            self.sizers.close(plan.sizer, batch.rows)
+            self.finder.close(plan.sizer, batch.rows)
 
 
 def with_groups(batch: Batch, groups: GroupsChoice) -> Batch:

@@ -1,0 +1,125 @@
+"""Out of memory: the window starts over in smaller micro-batches. Those whose size is searched for are measured."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from gradaccum.core.sizes import Plan, Slice
+from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
+
+__all__ = ["OneRow", "OomRetry", "Passes", "RestartWindow", "nothing_fits"]
+
+logger = logging.getLogger("gradaccum")
+
+_AGAIN = "Out of memory with a micro-batch of %d rows: all over again in smaller micro-batches, of at most %d %s."
+_NONE_ALONE = "The model can't take one row alone: all over again in micro-batches that leave none."
+
+
+class Passes(Protocol):
+    """The two passes of each micro-batch."""
+
+    def forward(self, piece: Slice, /) -> Any:
+        """Run the forward pass. Returns what the backward pass needs."""
+
+    def backward(self, piece: Slice, forwarded: Any, /) -> None:
+        """Run the backward pass, and count the micro-batch."""
+
+
+class RestartWindow(Exception):  # no error: the window runs again
+    """The window has to begin again: in the micro-batches of this plan, or, without one, as it would begin by now."""
+
+    def __init__(self, plan: Plan | None = None) -> None:
+        self.plan = plan
+
+
+class OneRow(ValueError):
+    """The model can't take a micro-batch of one row, as BatchNorm can't."""
+
+
+class OomRetry:
+    """Runs the micro-batches of a window, and says what is to come after one that did not fit.
+
+    Args:
+        meter: What a micro-batch costs.
+        around: A context for forward passes.
+    """
+
+    def __init__(self, meter: MemoryMeter, around: Callable[[], AbstractContextManager[None]] | None = None) -> None:
+        self.meter, self._around = meter, around
+
+    def around(self) -> AbstractContextManager[None]:
+        """A context for forward passes."""
+        return nullcontext() if self._around is None else self._around()
+
+    def run(self, piece: Slice, plan: Plan, passes: Passes) -> None:
+        """One micro-batch.
+
+        Raises:
+            RestartWindow: It does not fit: the plan of smaller ones comes with it.
+            torch.OutOfMemoryError: Even one row does not fit, or as few as the model can take.
+            ValueError: It can't take one, and memory had no part in that.
+        """
+        try:
+            self.once(piece, plan, passes)
+            return
+        except Exception as error:
+            smaller = self.smaller(error, piece, plan)
+        self.meter.release()  # only here, out of reach of the error's frames, is its memory free
+        raise RestartWindow(smaller)
+
+    def smaller(self, error: Exception, piece: Slice, plan: Plan) -> Plan:
+        """The plan to go on with after this error; else raises it, or what there is to say where nothing fits."""
+        if isinstance(error, OneRow):
+            if not plan.lowered:
+                raise ValueError(str(error)) from error
+            if not plan.needs_two_rows():
+                raise nothing_fits(error, "more than one row") from error
+            logger.warning(_NONE_ALONE)  # an earlier batch ran out of memory with one row
+            return plan
+        if not is_out_of_memory(error):
+            raise error
+        alone = plan.indivisible(piece)
+        smaller = plan.too_large(plan.cost(piece)) if alone is None else None
+        if smaller is None:
+            raise nothing_fits(error, alone or f"{piece.size} rows") from error
+        logger.warning(_AGAIN, piece.size, smaller.size, "rows" if piece.columns is None else "tokens")
+        return smaller
+
+    def once(self, piece: Slice, plan: Plan, passes: Passes) -> None:
+        """One micro-batch, whether it fits or not. What it cost is told to a plan that measures."""
+        if plan.measuring:
+            self._measured(piece, plan, passes)
+        elif self._around is None:
+            passes.backward(piece, passes.forward(piece))
+        else:
+            with self._around():
+                forwarded = passes.forward(piece)
+            passes.backward(piece, forwarded)
+
+    def _measured(self, piece: Slice, plan: Plan, passes: Passes) -> None:
+        meter = self.meter
+        meter.synchronize()
+        base, mark, began = meter.live(), meter.mark(), time.perf_counter()
+        with self.around():
+            forwarded = passes.forward(piece)
+        live = meter.live()
+        passes.backward(piece, forwarded)
+        meter.synchronize()
+        seconds, highest = time.perf_counter() - began, meter.mark()
+        # The mark tells this micro-batch's peak where it has risen; else what was alive before backward has to do.
+        plan.record(piece, seconds, base, highest if highest > mark else live)
+
+
+def nothing_fits(error: Exception, rows: str = "one row") -> torch.OutOfMemoryError:
+    """What to say where even one row does not fit, or as few as can be."""
+    return torch.OutOfMemoryError(
+        f"Out of memory with a micro-batch of {rows}: {error}\nNo update was made; parameters, optimizer state and "
+        "buffers are as they were. Make the model's activations smaller (gradient checkpointing, half precision), or "
+        "the rows shorter."
+    )

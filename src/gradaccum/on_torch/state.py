@@ -1,0 +1,495 @@
+"""State that passes move beside gradients: buffers of modules and random number generators, in one snapshot per window.
+
+What goes wrong within a window (memory runs out, a buffer moves for the first time) ends in the snapshot being put back
+as a whole, and the window running again. So nothing is remembered per micro-batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gradaccum.on_torch.held import held_generators
+from gradaccum.on_torch.random_state import RandomState, RngTracker, torch_generators
+
+__all__ = [
+    "BufferDicts",
+    "BufferSnapshot",
+    "Place",
+    "Snapshot",
+    "WindowState",
+    "as_found",
+    "evaluated",
+    "put",
+    "same",
+    "set_to",
+]
+
+logger = logging.getLogger("gradaccum")
+
+SMALL = 1 << 20
+"""Bytes of a buffer whose copy takes no time beside an update."""
+SAMPLED = 1 << 10
+"""Numbers of a larger one that are looked at."""
+
+Place = tuple[dict[str, Any], str]
+"""The dict that holds a buffer, and its name there."""
+
+_TOO_LARGE = (
+    "The buffer %r moves for the first time, and is too large to be copied for that case: in this update it moves once "
+    "per micro-batch."
+)
+_LOST = (
+    "These buffers moved for the first time in passes that failed, and are too large to be copied for that case, so "
+    "they stay as they are now: %s."
+)
+
+
+class BufferSnapshot:
+    """One buffer: where it is, what it was when the window began, and whether windows move it."""
+
+    __slots__ = (
+        "copy",
+        "met",
+        "module",
+        "moves",
+        "name",
+        "named",
+        "owner",
+        "sample",
+        "tensor",
+        "unversioned",
+        "version",
+    )
+
+    def __init__(self, owner: dict[str, Any], name: str, module: nn.Module | None = None, named: bool = True) -> None:
+        self.owner, self.name, self.module = owner, name, module
+        self.named = named
+        """Whether the name was there, if only for None."""
+        self.tensor: Tensor | None = None
+        """What was there; None where a pass has made it."""
+        self.copy: Tensor | None = None
+        """Its value; None where a copy would be too large."""
+        self.sample: Tensor | None = None
+        self.version = 0
+        self.moves, self.met = True, False
+        """Whether windows move it, as far as is known, and whether this one has."""
+        # PyTorch's normalisation kernels don't raise the version of the statistics they move.
+        self.unversioned = name.startswith("running_")
+
+    def take(self, *, whole: bool = False) -> bool:
+        """Remember it as it is now. Returns whether its value is still to be copied into `copy`."""
+        tensor: Tensor | None = self.owner.get(self.name)
+        self.met, self.sample = False, None
+        if tensor is not self.tensor:
+            self.tensor, self.copy = tensor, None
+        if tensor is None:
+            return False
+        self.version = tensor._version
+        if not (whole or self.moves or tensor.nbytes <= SMALL):
+            self.copy = None
+            return False
+        if self.copy is not None and type(tensor) is Tensor and self.copy.shape == tensor.shape:
+            return True
+        self.copy = tensor.detach().clone()
+        return False
+
+    @property
+    def moved(self) -> bool:
+        """Whether it has been edited, or another one is in its place."""
+        if self.tensor is None:
+            return False
+        replaced = self.owner.get(self.name) is not self.tensor
+        return self.unversioned or replaced or bool(self.tensor._version != self.version)
+
+    def differs(self) -> bool:
+        """Whether its value is another one, as what moves through `.data` shows in that alone."""
+        if self.tensor is None or self.moved:
+            return self.tensor is not None
+        if self.copy is None:
+            return self.sample is not None and not same(_sample(self.tensor), self.sample)
+        return not same(self.tensor, self.copy)
+
+    def put_back(self) -> bool:
+        """Have the same tensor there, with the value that it had. Returns whether that is so."""
+        if self.tensor is None:
+            return True
+        replaced, edited = self.owner.get(self.name) is not self.tensor, self.moved or self.differs()
+        self.owner[self.name] = self.tensor
+        if not edited:
+            return True
+        self.moves = True
+        if self.copy is None:  # another one may have been put in its place, which is gone now
+            return replaced and self.tensor._version == self.version
+        set_to(self.tensor, self.copy)
+        self.version = self.tensor._version
+        return True
+
+
+class BufferDicts:
+    """The dicts that hold modules' buffers: finds what a forward pass makes, and takes it away again.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> dicts = BufferDicts([layer._buffers])
+        >>> layer.register_buffer("mean", torch.ones(2))
+        >>> [(found.name, found.tensor) for found in dicts.made()]
+        [('mean', None)]
+        >>> dicts.unmake()
+        >>> list(layer._buffers)
+        []
+    """
+
+    def __init__(self, dicts: Sequence[dict[str, Any]] = ()) -> None:
+        self._dicts = dicts
+        self._names = {id(names): frozenset(names) for names in dicts if names}
+        self._count = sum(map(len, dicts))
+        self._empty = [(names, name) for names in dicts if names for name, buffer in names.items() if buffer is None]
+
+    @property
+    def any(self) -> bool:
+        """Whether there are any modules to look at."""
+        return bool(self._dicts)
+
+    def made(self) -> list[BufferSnapshot]:
+        """What is there now, and was not."""
+        found = [BufferSnapshot(names, name) for names, name in self._empty if names.get(name) is not None]
+        if sum(map(len, self._dicts)) == self._count:
+            return found
+        for names in self._dicts:
+            new = names.keys() - self._names.get(id(names), frozenset())
+            found += [BufferSnapshot(names, name, named=False) for name in names if name in new]
+        return found
+
+    def unmake(self) -> None:
+        """Take it away, so that the next pass makes it again."""
+        for found in self.made():
+            if found.named:
+                found.owner[found.name] = None
+            else:
+                del found.owner[found.name]
+
+
+class Snapshot:
+    """Buffers and generators as they are now.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(2)
+        >>> snapshot = Snapshot([(norm._buffers, name) for name in norm._buffers])
+        >>> y = norm(torch.randn(3, 2))
+        >>> snapshot.put_back()
+        >>> norm.running_mean, norm.num_batches_tracked
+        (tensor([0., 0.]), tensor(0))
+    """
+
+    def __init__(
+        self, places: Iterable[Place], generators: Iterable[Any] = (), dicts: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        self.buffers = [BufferSnapshot(owner, name) for owner, name in places]
+        for buffer in self.buffers:
+            buffer.take(whole=True)
+        self._random, self._dicts = RandomState(generators), BufferDicts(dicts)
+
+    def put_back(self) -> None:
+        """Make everything what it was."""
+        _put_back(self.buffers, self._dicts, self._random)
+
+
+@torch.no_grad()
+def _put_back(buffers: Iterable[BufferSnapshot], dicts: BufferDicts, random: RandomState) -> list[str]:
+    """Make everything what it was. Returns the names of the buffers that nobody has copied."""
+    dicts.unmake()
+    random.put_back()
+    return [buffer.name for buffer in buffers if not buffer.put_back()]
+
+
+class WindowState:
+    """What a window moves of modules and generators, as it was when the window began.
+
+    Windows 1, 2, 4, 8, ..., and the first one in which modules are in other modes, look at every buffer after each
+    micro-batch, and so learn which of them move. The others look after micro-batches at those alone, and once at all
+    versions, when the window ends: where a buffer has moved that stood still so far, the window restarts.
+
+    Args:
+        modules: The model, and a loss that has some of its own.
+        device: Where the model is.
+        parameters: Returns the optimizers' parameters: the same list, while they are the same.
+        others: Returns (dict, key) locations of state that is not a registered buffer.
+        functions: What else may hold generators.
+        always: Look in every window, since none may restart by itself.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        device: torch.device,
+        *,
+        parameters: Callable[[], list[Tensor]] = list,
+        others: Callable[[], list[Place]] = list,
+        functions: Iterable[Any] = (),
+        always: bool = False,
+    ) -> None:
+        self._roots, self._functions, self.device, self.always = list(modules), list(functions), device, always
+        self._find_parameters, self._find_others = parameters, others
+        self.rng = RngTracker(device)
+        self.modes: list[bool] = []
+        """Of each module, the model's own first: whether it is in training mode."""
+        self.looks = False
+        """Whether this window looks at every buffer after each micro-batch."""
+        self._modules: list[nn.Module] = []
+        self._parameters: list[Tensor] | None = None
+        self._not_optimized: list[Tensor] = []
+        self._outside: list[tuple[Tensor, Tensor | None]] = []
+        self._buffers: list[BufferSnapshot] = []
+        self._own: list[BufferSnapshot] = []
+        """Those that micro-batches find as the window did: all but BatchNorm's."""
+        self._moving: list[BufferSnapshot] = []
+        self._dicts = BufferDicts()
+        self._windows, self._is_open = 0, False
+        self._batch: tuple[list[BufferSnapshot], BufferDicts, RandomState] | None = None
+        """How everything was when the batch came, where closures evaluate windows since."""
+
+    # A window.
+
+    def open(self) -> None:
+        """A window begins: remember how everything is."""
+        self._windows += 1
+        if self._windows & (self._windows - 1) == 0 or [module.training for module in self._modules] != self.modes:
+            self._find()
+        self._start()
+        if self._parameters is not (found := self._find_parameters()):
+            self._parameters = found
+            self._find_not_optimized()
+        if self._not_optimized:
+            self._outside = [(p, p.grad) for p in self._not_optimized if p.requires_grad or p.grad is not None]
+            for parameter, _ in self._outside:
+                parameter.grad = None
+
+    def _start(self) -> None:
+        self._is_open, self.looks = True, self.always or self.looks
+        self.rng.open(everything=self.looks)
+        if self._buffers:
+            self._take()
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        stale = [buffer for buffer in self._buffers if buffer.take()]
+        if stale:
+            torch._foreach_copy_([b.copy for b in stale], [b.tensor for b in stale])  # type: ignore[misc]  # there are
+        if self.looks:
+            for buffer in self._own:
+                if buffer.copy is None and buffer.tensor is not None:
+                    buffer.sample = _sample(buffer.tensor)
+
+    def retake(self) -> None:
+        """Everything is as it was when the window began, but for versions: somebody has put it back."""
+        if self._buffers:
+            self._take()
+
+    def _find(self) -> None:
+        """Look which modules, buffers and parameters there are."""
+        known = {(id(buffer.owner), buffer.name): buffer for buffer in self._buffers}
+        self._modules = [*{id(m): m for root in self._roots for m in root.modules()}.values()]
+        modes = [module.training for module in self._modules]
+        if modes != self.modes:  # others may move from now on
+            self.modes, known, self._windows = modes, {}, 1
+            self.rng.forget(held_generators(*self._modules, *self._functions))
+        self._buffers = []
+        places: list[tuple[dict[str, Any], str, nn.Module | None]] = [(*place, None) for place in self._find_others()]
+        places += [(m._buffers, name, m) for m in self._modules for name, b in m._buffers.items() if b is not None]
+        for owner, name, module in places:
+            buffer = known.get((id(owner), name))
+            current = buffer is not None and buffer.owner is owner
+            self._buffers.append(buffer if current and buffer else BufferSnapshot(owner, name, module))
+        self._own = [b for b in self._buffers if b.module is not None and not isinstance(b.module, _BatchNorm)]
+        self._dicts = BufferDicts([m._buffers for m in self._modules if not isinstance(m, _BatchNorm)])
+        self._find_not_optimized()
+        self._moving, self.looks = self._own, True
+
+    def _find_not_optimized(self) -> None:
+        own = set(map(id, self._parameters or ()))
+        found = {id(p): p for module in self._modules for p in module._parameters.values() if p is not None}
+        self._not_optimized = [parameter for key, parameter in found.items() if key not in own]
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to be looked at after micro-batches."""
+        return not self._moving and not self.looks
+
+    def moved(self) -> list[BufferSnapshot]:
+        """The buffers that a micro-batch has moved, or made; not BatchNorm's."""
+        if not self.looks:
+            return [buffer for buffer in self._moving if buffer.moved]
+        found = self._dicts.made()
+        for buffer in self._own:
+            if not buffer.moved and not buffer.unversioned:
+                if not buffer.differs():
+                    continue
+                buffer.unversioned = True
+            if buffer.tensor is None:
+                continue
+            buffer.met = True
+            if buffer.copy is None:
+                logger.warning(_TOO_LARGE, buffer.name)
+            else:
+                found.append(buffer)
+        return found
+
+    def surprised(self) -> bool:
+        """Whether a buffer has moved, or was made, in a window that did not look for it: it is to restart, and look."""
+        if self.looks or not self._modules:
+            return False
+        new = [b for b in self._own if not b.moves and b.moved]
+        lost = [b for b in new if b.copy is None]
+        for buffer in new:
+            buffer.moves = True
+        for buffer in lost:
+            logger.warning(_TOO_LARGE, buffer.name)
+        self.looks = len(new) > len(lost) or bool(self._dicts.made())
+        return self.looks
+
+    def close(self) -> None:
+        """The update has been made. Learns what moves."""
+        if self._outside:
+            self._add_up_outside()
+        if self.looks:
+            self.rng.learn()
+            for buffer in self._buffers:
+                buffer.moves = buffer.met or buffer.moved
+            self._moving = [buffer for buffer in self._own if buffer.moves]
+            self.looks = False
+        self._is_open, self._batch = False, None
+
+    @torch.no_grad()
+    def _add_up_outside(self) -> None:
+        for p, old in self._outside:  # nobody clears them: they add up from update to update
+            if old is not None and p.grad is not None:
+                p.grad = old + p.grad if old.is_sparse or p.grad.is_sparse else old.add_(p.grad)
+            elif old is not None:
+                p.grad = old
+        self._outside = []
+
+    # Putting back.
+
+    def restart(self) -> None:
+        """The window begins once more: random numbers and buffers as they were when it began, and no gradients."""
+        for p, _ in self._outside:
+            p.grad = None
+        self._put_back()
+
+    def abandon(self) -> None:
+        """No update: everything as it was when the batch came. Does nothing where no window is open."""
+        if not self._is_open:
+            return
+        for p, old in self._outside:
+            p.grad = old
+        self._outside = []
+        self._put_back()
+        if self._batch is not None:
+            _put_back(*self._batch)
+        if self.looks:  # nothing was learned
+            self._windows = 0
+
+    def _put_back(self) -> None:
+        lost = _put_back(self._buffers, self._dicts, self.rng.start)
+        if lost:
+            logger.warning(_LOST, ", ".join(map(repr, lost)))
+
+    def evaluate(self) -> None:
+        """A closure evaluates the window once more: it begins with what there is now; `abandon` goes back further."""
+        if self._batch is None:
+            self._batch, self._buffers = (self._buffers, self._dicts, self.rng.start), []
+            self._find()
+        self._start()
+
+    def forget(self) -> None:
+        """Leave everything as it is now, and look anew at what moves."""
+        self._is_open, self._outside, self.modes, self._batch = False, [], [], None
+
+    def rng_used(self) -> bool:
+        """Whether random numbers have been drawn since the window began."""
+        return self.rng.used()
+
+    # What others ask.
+
+    @property
+    def outside(self) -> list[Tensor]:
+        """The gradients that this update has given to parameters of no optimizer."""
+        return [gradient for p, _ in self._outside if (gradient := p.grad) is not None]
+
+    def buffers(self) -> dict[tuple[int, str], tuple[dict[str, Any], dict[str, BufferSnapshot]]]:
+        """By the number of a root and a module's path in it: what holds buffers, and how they were in the beginning."""
+        held: dict[int, dict[str, BufferSnapshot]] = {}
+        for buffer in self._buffers:
+            if buffer.tensor is not None:
+                held.setdefault(id(buffer.owner), {})[buffer.name] = buffer
+        found = [(n, path, part._buffers) for n, root in enumerate(self._roots) for path, part in root.named_modules()]
+        return {(number, path): (holder, held.get(id(holder), {})) for number, path, holder in found}
+
+
+def set_to(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor this value, and the size that goes with it."""
+    if tensor.shape != value.shape:
+        tensor.data = value.clone()  # another size may not fit into its memory
+    else:
+        tensor.copy_(value)
+
+
+def put(holder: dict[str, Any], name: str, tensor: Tensor | None, value: Tensor) -> None:
+    """Have a buffer with this value there: this tensor, if it can take it."""
+    if tensor is None or (value.dtype, value.layout, value.device) != (tensor.dtype, tensor.layout, tensor.device):
+        holder[name] = value
+        return
+    holder[name] = tensor
+    # PyTorch's normalisation kernels don't count their moves as edits of what a graph has saved: told by name.
+    set_to(tensor.data if name.startswith("running_") else tensor, value)
+
+
+def _sample(tensor: Tensor) -> Tensor | None:
+    """Some numbers from all over a large tensor; None where that takes a copy of all."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return None
+    return tensor.detach().view(-1)[:: max(1, tensor.numel() // SAMPLED)].clone()
+
+
+def same(one: Tensor | None, other: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, NaN among them."""
+    if one is None or one.shape != other.shape:
+        return False
+    if one.is_floating_point() and one.itemsize == 1:  # float8 has no comparison of its own
+        one, other = one.float(), other.float()
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+@contextlib.contextmanager
+def evaluated(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Evaluation mode, with gradients; buffers and random numbers are as before afterwards."""
+    # bitsandbytes' layers pack their weights for good when they evaluate on a CPU.
+    modes = [(m, m.training) for m in modules if not type(m).__module__.startswith("bitsandbytes.")]
+    try:
+        for module, _ in modes:
+            module.training = False
+        with as_found(modules, device), torch.enable_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextlib.contextmanager
+def as_found(modules: Iterable[nn.Module], device: torch.device, generators: Iterable[Any] = ()) -> Iterator[None]:
+    """Leave the buffers of these modules, PyTorch's random numbers on a device, and other generators, as they are."""
+    modules = list(modules)
+    places = [(module._buffers, name) for module in modules for name in module._buffers]
+    drawn = [*torch_generators([device]), *generators]
+    snapshot = Snapshot(places, drawn, [module._buffers for module in modules])
+    try:
+        yield
+    finally:
+        snapshot.put_back()
