@@ -91,7 +91,7 @@ class GradientAccumulation(keras.callbacks.Callback):
         if other is not None and other is not self and other.params is self.params:  # of the same fit()
             raise ValueError(
                 "fit() was given two GradientAccumulation callbacks for one optimizer, which would both close its "
-                f"windows. Received: steps={other._schedule} and steps={self._schedule}. Keep one of them."
+                f"windows. Received: a second one, with steps={self._schedule}. Keep one of them."
             )
         # What compile() puts around it under mixed_float16 drops micro-batches that overflow, without a word to us.
         self._drops_micro_batches = self._model.optimizer is not optimizer

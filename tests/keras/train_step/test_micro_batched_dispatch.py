@@ -8,6 +8,7 @@ import pytest
 from keras import layers, losses
 
 from gradaccum.keras.micro_batched import micro_batched
+from gradaccum.keras.train_step.proof import Proof
 from tests.keras.problems import BACKEND
 
 if BACKEND == "torch":
@@ -28,10 +29,10 @@ class Traced(layers.Dense):
         return super().call(inputs)
 
 
-def compiled(micro_batch_size):
+def compiled(micro_batch_size, verify=False):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([layers.Input((5,)), Traced(7, activation="tanh"), layers.Dense(3)])
-    model = micro_batched(model, micro_batch_size, verify=False)
+    model = micro_batched(model, micro_batch_size, verify=verify)
     model.compile(optimizer=keras.optimizers.SGD(0.1), loss=losses.MeanSquaredError(), jit_compile=BACKEND == "jax")
     return model
 
@@ -49,6 +50,22 @@ def test_python_runs_through_the_model_no_more_often_for_more_micro_batches_or_u
     model = compiled(4)
     assert fit(model, 1) == traces[4]
     assert fit(model, UPDATES) == 0
+
+
+def test_updates_that_are_proved_and_ordinary_ones_run_one_compiled_function(monkeypatch):
+    inside, run = [0], Proof.run
+
+    def counting(proof, *args):
+        before = Traced.runs
+        run(proof, *args)
+        inside[0] += Traced.runs - before
+
+    monkeypatch.setattr(Proof, "run", counting)
+    runs = fit(compiled(4), 9)
+    with_proofs = compiled(4, verify=True)
+    assert fit(with_proofs, 9) - inside[0] <= runs
+    inside[0] = 0
+    assert fit(with_proofs, 9) == inside[0], "nothing is traced anew"
 
 
 def test_the_compiled_function_is_called_once_per_update():
