@@ -304,6 +304,8 @@ def measured_parts(runner: Runner, actual: Outcome, expected: Outcome) -> dict[K
             absent[key] = Measured(math.inf, 1.0, 1)
         elif array is not None or theirs.get(key) is not None:
             pairs[key] = theirs.get(key), array
+    more = [key for key in theirs if key[0] == "loss" and key not in pairs]  # outputs that the rows at once lack
+    absent.update(dict.fromkeys(more, Measured(math.inf, 1.0, 1)))
     return {**dict(zip(pairs, runner.measure(list(pairs.values())), strict=True)), **absent}
 
 
