@@ -328,8 +328,21 @@ class GradientWindow(Listener):
         self._check_ways()
         if one.weight is None:  # it came through loss.backward(), or had no backward pass
             window.weigh(one.default if one.default_given else None)
+        self._scale_sum(scaled, in_reach)
+        weight = one.weight
+        closes = window.add()
+        self.saved = False
+        self._counted(weight)
+        if not closes and self.loss_scale.in_use:
+            self.loss_scale.expect_backward()
+        self._settle()
+        return closes
+
+    def _scale_sum(self, scaled: Sequence[Any], in_reach: bool) -> None:
+        """Have the sum in one scale, with that of a checkpoint in it."""
+        monitor, weight = self.monitor, self.window.micro_batch.weight
         # One that weighs nothing has no say, unless `unscale_` has divided the others' sum in it.
-        has_say = one.weight or (scaled and scaled[0] is None and in_reach)
+        has_say = weight or (scaled and scaled[0] is None and in_reach)
         if has_say and self.screened is None and (scaled or monitor.arrivals or not monitor.idle):
             self.loss_scale.check(bool(scaled))
         if scaled:
@@ -337,26 +350,23 @@ class GradientWindow(Listener):
         elif self.buffer.restored is not None:
             self.buffer.join_restored()
             monitor.resync()
-        weight = one.weight
-        closes = window.add()
-        self.saved = False
+
+    def _counted(self, weight: float | None) -> None:
+        """The micro-batch is in: what arrives from now on belongs to the next one."""
+        monitor = self.monitor
         if self.ranks.sharded or self.arrival_scale.factor != 1.0:
             self._scale_arrivals(1.0)
         if self.screened is not None:
             self.screened.add()
             monitor.resync()  # its gradient has moved into the sum
         if weight and not self.ranks.sharded:
-            monitor.counted(window.closes_next)
+            monitor.counted(self.window.closes_next)
         else:
             monitor.forget_arrivals()
             if isinstance(monitor, ShardedMonitor):
                 monitor.keep()
-        if self.noise is not None and self.noise.waiting and window.weight > 0 and not self.ranks.reduced:
+        if self.noise is not None and self.noise.waiting and self.window.weight > 0 and not self.ranks.reduced:
             self._measure(self.noise)
-        if not closes and self.loss_scale.in_use:
-            self.loss_scale.expect_backward()
-        self._settle()
-        return closes
 
     def _settle(self) -> None:
         """Whether there is more in this window than gradients that autograd adds up."""
