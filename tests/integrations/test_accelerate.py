@@ -1,5 +1,8 @@
 """`prepare_optimizer`: Accelerate's own loop makes the large batch's updates."""
 
+import contextlib
+import sys
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -347,6 +350,37 @@ def test_an_open_micro_batch_looks_at_no_parameter(monkeypatch):
     training.run(clip=0.05)
     assert (looked.count(0), looked.count(1)) == (2, 2)  # the first one, in windows of 3 and 2
     assert looked.count(2) == len([*parameters()])
+
+
+@pytest.mark.parametrize("layers", [1, 30])
+def test_an_open_micro_batch_makes_few_calls_with_any_number_of_parameters(layers):
+    """Accelerate's own optimizer makes some 600. In windows that look at nothing, which the 3rd is."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers))))
+    optimizer, calls = prepare_optimizer(accelerator, sgd(model.parameters()), 4), []
+    for _ in range(12):
+        accelerator.backward(model(torch.ones(2, 3)).sum())
+        with counted_calls() as count:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        calls.append(count[0])
+    assert max(calls[8:11]) <= 60, calls
+
+
+@contextlib.contextmanager
+def counted_calls():
+    """Counts calls of Python functions."""
+    count = [0]
+
+    def profiled(frame, event, argument):
+        count[0] += event == "call"
+
+    sys.setprofile(profiled)
+    try:
+        yield count
+    finally:
+        sys.setprofile(None)
 
 
 # Refused.

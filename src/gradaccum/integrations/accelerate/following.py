@@ -117,8 +117,9 @@ class Following(Settings):
         theirs = everybody[leader]
         follow = [one["behind"] and one["schedules"] != theirs["schedules"] for one in everybody]
         self.check([(theirs if follows else one)["settings"] for one, follows in zip(everybody, follow)])
-        known = {len(one["schedules"]) for one in everybody}
-        if len(known) > 1 or any(one["schedules"] != theirs["schedules"] for one, f in zip(everybody, follow) if not f):
+        leading = [one["schedules"] for one, follows in zip(everybody, follow) if not follows]
+        lengths = {len(one["schedules"]) for one in everybody}
+        if len(lengths) > 1 or any(positions != leading[0] for positions in leading):
             raise WindowError(
                 f"Ranks have different schedules: {by_rank([one['schedules'] for one in everybody])} (how far each has "
                 "come). Nothing was updated. Prepare and step the same ones on every rank."
@@ -131,8 +132,7 @@ class Following(Settings):
             for schedule, state in zip(schedules, states, strict=True):
                 schedule.load_state_dict(state)
             for group, values in zip(self._prepared.param_groups, theirs["settings"], strict=True):
-                for key, value in values.items():
-                    _put(group, key, value)
+                _put(group, values)
 
     def _settle_clips(self, everybody: list[dict[str, Any]]) -> None:
         asked = [one["clips"] for one in everybody if one["in_body"]] or [one["clips"] for one in everybody]
@@ -166,9 +166,10 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def _put(group: dict[str, Any], key: str, value: Any) -> None:
-    old = group[key]
-    if isinstance(old, Tensor):
-        old.fill_(value)
-    else:
-        group[key] = type(old)(value) if isinstance(old, tuple) else value
+def _put(group: dict[str, Any], values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        old = group[key]
+        if isinstance(old, Tensor):
+            old.fill_(value)
+        else:
+            group[key] = type(old)(value) if isinstance(old, tuple) else value

@@ -83,15 +83,7 @@ def prepare_optimizer(
         >>> optimizer.updates                # windows of 4 and 3 micro-batches
         2
     """
-    if not isinstance(accelerator, Accelerator):
-        raise TypeError(f"`accelerator` must be an Accelerator. Received: {type(accelerator).__name__}.")
-    for name in _NAMES:
-        missing = name.missing_from(accelerator, f"accelerate {accelerate.__version__}")
-        if missing:
-            raise ValueError(f"{missing} Use accelerate 1.10 or later.")
-    sharded = accelerator.distributed_type == DistributedType.FSDP and accelerator.is_fsdp2
-    _check_distribution(accelerator, sharded)
-    _check_alone(accelerator.gradient_state)
+    sharded = _check_accelerator(accelerator)
     # Not one of its subclasses, which accumulates already.
     if sharded and isinstance(optimizer, AcceleratedOptimizer) and not isinstance(optimizer, PreparedOptimizer):
         accelerator._optimizers = [o for o in accelerator._optimizers if o is not optimizer]
@@ -101,19 +93,7 @@ def prepare_optimizer(
             "This optimizer is prepared already. Remove it from accelerator.prepare(...), and pass the plain one: "
             f"prepare_optimizer(accelerator, inner, steps). Received: {type(optimizer).__name__}."
         )
-    if model is None:
-        model = _model_of(accelerator, optimizer)
-    if sharded and model is None:
-        raise ValueError(
-            "The optimizer's parameters are in no model that this Accelerator has sharded. FSDP2 makes parameters "
-            "anew: prepare both, model, inner = accelerator.prepare(model, inner); then prepare_optimizer(accelerator, "
-            "inner, steps)."
-        )
-    if accelerator.num_processes > 1 and not sharded and not _is_replicated(model):
-        raise ValueError(
-            "The optimizer's parameters are in no model that this Accelerator has prepared. Prepare the model first: "
-            "model = accelerator.prepare(model); then prepare_optimizer(accelerator, inner, steps)."
-        )
+    model = _checked_model(accelerator, optimizer, model, sharded)
     prepared = PreparedOptimizer(
         Optimizer(optimizer, steps, model=model, **options), accelerator, model=model if sharded else None
     )
@@ -396,8 +376,17 @@ def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
 # What an Accelerator must be.
 
 
-def _check_distribution(accelerator: Accelerator, sharded: bool) -> None:
-    kind = accelerator.distributed_type
+def _check_accelerator(accelerator: Any) -> bool:
+    """Raise for what is no Accelerator, or one that accumulates or distributes otherwise. Returns whether it shards."""
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(f"`accelerator` must be an Accelerator. Received: {type(accelerator).__name__}.")
+    for name in _NAMES:
+        missing = name.missing_from(accelerator, f"accelerate {accelerate.__version__}")
+        if missing:
+            raise ValueError(f"{missing} Use accelerate 1.10 or later.")
+    kind, sharded = accelerator.distributed_type, False
+    if kind == DistributedType.FSDP:
+        sharded = accelerator.is_fsdp2
     if kind == DistributedType.FSDP and not sharded:
         raise ValueError(
             "FSDP1 reduces in every backward pass, and takes the mean of the ranks' means. Use FSDP2: "
@@ -408,6 +397,28 @@ def _check_distribution(accelerator: Accelerator, sharded: bool) -> None:
             "prepare_optimizer works on one device, with DistributedDataParallel, and with FSDP2. Received: an "
             f"Accelerator of type {kind.value}. Remove its plugin."
         )
+    _check_alone(accelerator.gradient_state)
+    return sharded
+
+
+def _checked_model(
+    accelerator: Accelerator, optimizer: Any, model: nn.Module | None, sharded: bool
+) -> nn.Module | None:
+    """The prepared model that has the optimizer's parameters: on several ranks there must be one."""
+    if model is None:
+        model = _model_of(accelerator, optimizer)
+    if sharded and model is None:
+        raise ValueError(
+            "The optimizer's parameters are in no model that this Accelerator has sharded. FSDP2 makes parameters "
+            "anew: prepare both, model, inner = accelerator.prepare(model, inner); then prepare_optimizer(accelerator, "
+            "inner, steps)."
+        )
+    if accelerator.num_processes > 1 and not sharded and not _is_replicated(model):
+        raise ValueError(
+            "The optimizer's parameters are in no model that this Accelerator has prepared. Prepare the model first: "
+            "model = accelerator.prepare(model); then prepare_optimizer(accelerator, inner, steps)."
+        )
+    return model
 
 
 def _check_alone(state: Any) -> None:
