@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -220,7 +221,8 @@ class Batch:
         if isinstance(rows, slice):
             taken = (rows.stop if rows.stop < self.rows else self.rows) - rows.start
             if self.flat:
-                return Batch(tuple([leaf[rows] for leaf in self.tree]), self.batch_dims, taken, self._groups_of(rows))
+                groups = None if self.groups is None else self.groups[rows]
+                return Batch(tuple(map(operator.itemgetter(rows), self.tree)), self.batch_dims, taken, groups)
         else:
             taken = len(rows)
         dims = iter(self.described)

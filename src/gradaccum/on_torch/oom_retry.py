@@ -73,6 +73,25 @@ class OomRetry:
         self.meter.release()  # only here, out of reach of the error's frames, is its memory free
         raise RestartWindow(smaller)
 
+    def run_all(self, plan: Plan, passes: Passes) -> None:
+        """All micro-batches of a plan, as `run` has them."""
+        piece: Slice | None = None
+        if plan.measuring or self._around is not None:
+            for piece in plan:
+                self.run(piece, plan, passes)
+            return
+        forward, backward = passes.forward, passes.backward
+        try:
+            for piece in plan:
+                backward(piece, forward(piece))
+            return
+        except Exception as error:
+            if piece is None:
+                raise
+            smaller = self.smaller(error, piece, plan)
+        self.meter.release()  # only here, out of reach of the error's frames, is its memory free
+        raise RestartWindow(smaller)
+
     def smaller(self, error: Exception, piece: Slice, plan: Plan) -> Plan:
         """The plan to go on with after this error; else raises it, or what there is to say where nothing fits."""
         if isinstance(error, OneRow):

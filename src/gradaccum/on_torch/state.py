@@ -157,6 +157,11 @@ class BufferDicts:
         """Whether there are any modules to look at."""
         return bool(self._dicts)
 
+    @property
+    def changed(self) -> bool:
+        """Whether something may have been made, by what is known without looking at each."""
+        return bool(self._empty) or sum(map(len, self._dicts)) != self._count
+
     def made(self) -> list[BufferSnapshot]:
         """What is there now, and was not."""
         found = [BufferSnapshot(names, name) for names, name in self._empty if names.get(name) is not None]
@@ -343,7 +348,7 @@ class WindowState:
 
     def surprised(self) -> bool:
         """Whether a buffer has moved, or was made, in a window that did not look for it: it is to restart, and look."""
-        if self.looks or not self._modules:
+        if self.looks or not self._modules or (not self._own and not self._dicts.changed):
             return False
         new = [b for b in self._own if not b.moves and b.moved]
         lost = [b for b in new if b.copy is None]

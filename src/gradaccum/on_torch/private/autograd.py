@@ -40,7 +40,8 @@ def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor], retain_
         tensor([2., 4., 6.])
     """
     engine = backward_engine()
-    if engine is None or any([type(tensor) is not Tensor for tensor in tensors]):
+    plain = type(tensors[0]) is Tensor if len(tensors) == 1 else all([type(tensor) is Tensor for tensor in tensors])
+    if engine is None or not plain:
         torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
     else:
         engine(tuple(tensors), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)

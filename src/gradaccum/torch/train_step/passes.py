@@ -49,6 +49,7 @@ class TrainPasses:
         self._batcher, self._norm, self._layers = runner.shared.batcher, runner.shared.batch_norm, runner.shared.layers
         self._scaler, self._noise = runner.scaler, runner.noise
         self._sharded = runner.ranks.sharded and self._layers is None
+        self._moves = not runner.state.idle  # while a window runs, that stays so
 
     def take(self, piece: Slice) -> Batch:
         """The micro-batch of a slice."""
@@ -56,7 +57,8 @@ class TrainPasses:
 
     def forward(self, piece: Slice) -> WeightedLoss:
         """The forward pass of a slice."""
-        micro_batch = self._batcher.take(self._batch, piece)
+        rows = piece.rows
+        micro_batch = self._batch.take(rows) if type(rows) is slice else self._batcher.take(self._batch, piece)
         try:
             if self._layers is None and self._norm.idle and self._noise is None:  # as mostly
                 return self.window.forward(micro_batch)
@@ -90,9 +92,9 @@ class TrainPasses:
             noise.micro_batch(sums, piece.size, self._runner.scale() * multiple)
         if not self._norm.idle:
             self._norm.commit()
-        state = self._runner.state
-        if not state.idle and (loss is not None or weighted.weightless is not None) and piece.size < self._rows:
-            self._runner.buffers.micro_batch(state.moved(), piece.size)  # else it is the large batch, or was left out
+        if self._moves and (loss is not None or weighted.weightless is not None) and piece.size < self._rows:
+            moved = self._runner.state.moved()
+            self._runner.buffers.micro_batch(moved, piece.size)  # else it is the large batch, or was left out
 
     def idle(self, micro_batch: Batch) -> None:
         """A forward and a backward pass that count nothing: the other ranks of a sharded model wait for them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,8 +67,14 @@ class Rollback:
         """A step begins."""
         risky = self._first or self.always or self._short()
         if risky or not self._large:  # what is large stays so, and needs no counting
-            tensors = list({id(tensor): tensor for o in self._optimizers for tensor in _tensors(o)}.values())
-            self._large = sum([tensor.nbytes for tensor in tensors]) > SMALL
+            found: dict[int, Tensor] = {}
+            for optimizer in self._optimizers:
+                for tensor in _tensors(optimizer):
+                    found[id(tensor)] = tensor
+            tensors, size = list(found.values()), 0
+            for tensor in tensors:
+                size += tensor.nbytes
+            self._large = size > SMALL
             if risky or not self._large:
                 self._held = [_Held(optimizer) for optimizer in self._optimizers]
                 self._copy(tensors, on_host=self._large)
@@ -118,17 +124,19 @@ class Rollback:
         return math.inf if limit is None else limit - self._gauge.live()
 
 
-def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """All that a step may write to."""
+    found: list[Tensor] = []
     for group in optimizer.param_groups:
-        yield from group["params"]
-        yield from (value for value in group.values() if isinstance(value, Tensor))
+        found += group["params"]
+        found += [value for value in group.values() if isinstance(value, Tensor)]
     for state in optimizer.state.values():
         for value in state.values() if isinstance(state, dict) else [state]:
             if isinstance(value, Tensor):
-                yield value
+                found.append(value)
             elif isinstance(value, (dict, list, tuple)):
-                yield from (leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor))
+                found += [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
+    return found
 
 
 class _Held:
@@ -179,10 +187,10 @@ class _Copies:
         """Whether `take` can be called again for these."""
         return not self._sharded and list(map(id, tensors)) == list(map(id, self._tensors))
 
-    @torch.no_grad()
     def take(self) -> None:
-        for originals, copies in self._pairs:
-            torch._foreach_copy_(copies, originals)
+        with torch.no_grad():
+            for originals, copies in self._pairs:
+                torch._foreach_copy_(copies, originals)
 
     @torch.no_grad()
     def put_back(self) -> None:

@@ -175,7 +175,7 @@ class TrainStep:
             batcher=self.batcher,
             buffer=self.update.buffer,
             batch_norm=BatchNormPolicy(batch_norm, model, remedy=_REMEDY),
-            oom=OomRetry(meter, tiling(inside(model), head)),
+            oom=OomRetry(meter, None if head is None else tiling(inside(model), head)),
             layers=layers,
             whole=whole,
         )

@@ -191,9 +191,10 @@ class WindowRunner:
             elif self.ranks.sharded or shared.all_at_once:
                 self._together(batch, plan, passes)
             else:
-                run = oom.once if self.proving else oom.run  # a proof that doesn't fit takes fewer rows
-                for piece in plan:
-                    run(piece, plan, passes)
+                if not self.proving:
+                    oom.run_all(plan, passes)
+                for piece in plan if self.proving else ():  # which takes fewer rows where these don't fit
+                    oom.once(piece, plan, passes)
         if not self.state.looks and self.state.surprised():
             raise RestartWindow
         self.buffers.close()

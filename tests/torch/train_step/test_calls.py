@@ -1,0 +1,69 @@
+"""Calls that an ordinary window makes beyond a loop by hand: exact numbers, without a clock."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradaccum.torch import TrainStep
+
+ROWS, MICRO = 16, 4
+SMALL = 126
+
+
+def calls(run: Callable[[], Any]) -> tuple[int, int]:
+    """How many functions of Python and of C a call makes."""
+    found = {"call": 0, "c_call": 0}
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        if event in found:
+            found[event] += 1
+
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found["call"], found["c_call"]
+
+
+def beyond_the_loop(layers: int) -> tuple[int, int]:
+    """Calls of a TrainStep's seventh window, which looks at nothing, beyond those of the same loop by hand."""
+
+    def network() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        hidden = [nn.Linear(32, 32) for _ in range(layers)]
+        model = nn.Sequential(nn.Linear(16, 32), *hidden, nn.ReLU(), nn.Linear(32, 4))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    loss_fn, x, y = nn.CrossEntropyLoss(), torch.randn(ROWS, 16), torch.randint(4, (ROWS,))
+    model, optimizer = network()
+    step = TrainStep(model, optimizer, loss_fn=loss_fn, micro_batch_size=MICRO)
+    plain, plain_optimizer = network()
+
+    def by_hand() -> None:
+        plain_optimizer.zero_grad()
+        for start in range(0, ROWS, MICRO):
+            rows = slice(start, start + MICRO)
+            (loss_fn(plain(x[rows]), y[rows]) / (ROWS // MICRO)).backward()
+        plain_optimizer.step()
+
+    for _ in range(6):
+        step(x, y)
+        by_hand()
+    (python, c), (python_by_hand, c_by_hand) = calls(lambda: step(x, y)), calls(by_hand)
+    return python - python_by_hand, c - c_by_hand
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="comprehensions are calls or not by version")
+def test_an_ordinary_window_of_four_makes_so_many_calls_beyond_the_loop_by_hand() -> None:
+    python, c = beyond_the_loop(layers=0)  # of 1 MiB or less, which is copied before each update
+    assert python <= SMALL
+    assert c <= 100
+    few, many = beyond_the_loop(layers=300)[0], beyond_the_loop(layers=400)[0]
+    assert few == many <= 110
