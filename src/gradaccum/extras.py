@@ -17,9 +17,6 @@ _EXTRAS["optax"] = "jax"
 def require(name: str) -> Any:
     """The module of this `name`, imported now.
 
-    Raises:
-        ModuleNotFoundError: It is not installed; the message says how to install it.
-
     Example:
         >>> require("json").dumps(1)
         '1'

@@ -15,11 +15,6 @@ def when_used(
 ) -> "tuple[Callable[[str], Any], Callable[[], list[str]]]":
     """The `__getattr__` and `__dir__` of a package whose names are imported when somebody asks for them.
 
-    Args:
-        package: Its `__name__`.
-        names: The module of each name; a name may be that of a module itself.
-        elsewhere: Names that people look for here, and a sentence that says where they are.
-
     Example:
         >>> import sys
         >>> get, names = when_used(__name__, {"dumps": "json", "lazy": "gradaccum.lazy"}, {"loads": "It is in json."})

@@ -131,12 +131,7 @@ def steps_for(desired_batch_size: int, maximum_batch_size: int, *, ranks: int = 
 
 
 def checked_count(value: Any, name: str, least: int = 1) -> int:
-    """`value` as an int >= `least`, for any argument that counts something.
-
-    Raises:
-        TypeError: Not an int.
-        ValueError: Below `least`.
-    """
+    """`value` as an int >= `least`, for any argument that counts something."""
     must = f"`{name}` must be an int >= {least}. Received: {name}={value!r}"
     if not _is_int(value):
         raise TypeError(f"{must} of type {type(value).__name__}.")

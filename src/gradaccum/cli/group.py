@@ -100,12 +100,7 @@ def _has_jax_arrays(params: Any) -> bool:
 
 
 def checked_output(option: str, path: str | pathlib.Path, ending: str = "") -> None:
-    """Try all that writing a report to the path takes, before anything takes long.
-
-    Raises:
-        BadInput: It has another ending, or nothing can be written there.
-        ModuleNotFoundError: What draws it is not installed.
-    """
+    """Try all that writing a report to the path takes, before anything takes long."""
     if not str(path).lower().endswith(ending):
         raise BadInput(f"{option} takes a file name that ends in {ending}. Received: {path}.")
     for library in _DRAWN_WITH.get(pathlib.Path(path).suffix.lower(), ()):

@@ -24,12 +24,6 @@ def subject(target: str) -> tuple[Any, Any, dict[str, Any]]:
 
     `make` returns `(model, batch, loss_fn)`, or a dict of keywords such as `{"compute_loss": ..., "weight": ...}` in
     the third place.
-
-    Args:
-        target: `path/to/file.py:make`.
-
-    Raises:
-        UserCodeError: The file or function isn't there, can't be run, or returns something else.
     """
     function = loaded(target)
     name = target.rpartition(":")[2]
@@ -45,11 +39,7 @@ def subject(target: str) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def loaded(target: str) -> Any:
-    """The function named by `path/to/file.py:make`.
-
-    Raises:
-        UserCodeError: The file or function isn't there, or the file can't be run.
-    """
+    """The function named by `path/to/file.py:make`."""
     path_text, colon, name = target.rpartition(":")
     if not colon or not path_text or not name.isidentifier():
         raise UserCodeError(f"Name the function as path/to/file.py:make. Received: {target!r}.")

@@ -36,19 +36,6 @@ def check_pairs(
 ) -> None:
     """Rows of two sides, what their scores are divided by, and which of them belong together.
 
-    Args:
-        a: Rows, (N, size).
-        b: Rows, (M, size).
-        temperature: A number, or an array that holds one.
-        positives: An array of ids, or a tuple of two; None: row i and row i.
-        describe: What the framework says of an array; None where it is none.
-        array: What the framework calls an array.
-        framework: Whose arrays they must be, where there are several.
-        floats: What to do about ids that are floats.
-
-    Raises:
-        TypeError, ValueError: One of them is not what it must be.
-
     Example:
         >>> class Rows(list):
         ...     dtype, shape = "float32", (2, 8)

@@ -50,11 +50,5 @@ def is_finite(arrays: Sequence[Any]) -> bool:
 
 
 def relative_error(actual: Any, expected: Any, floor: float = 0.0) -> float:
-    """`max|actual - expected| / max|expected|`; inf where only one of both is finite.
-
-    Args:
-        actual: What was computed.
-        expected: What it should be.
-        floor: The smallest scale to divide by.
-    """
+    """`max|actual - expected| / max|expected|`; inf where only one of both is finite."""
     return _measured(actual, expected).error(floor)

@@ -19,10 +19,6 @@ def rounding(dtype: str, device: str = "cpu") -> float:
     Relative to the largest entry of the tensor that is compared. float32 has more room on accelerators, whose products
     may have 10 bits (TF32).
 
-    Args:
-        dtype: The narrowest dtype that was computed in, by name: `"float32"`, or `"torch.float32"`.
-        device: Where: `"cpu"`, or the kind of another device, such as `"cuda"`.
-
     Example:
         >>> rounding("float64"), rounding("torch.float32"), rounding("float32", "cuda"), rounding("bfloat16")
         (1e-09, 0.0001, 0.005, 0.05)
@@ -38,9 +34,6 @@ def last_place(dtype: str) -> float:
 
     Gradients that cancel out (of a bias before a BatchNormalization) are nothing but such roundings: each of the terms
     that cancel is off by this, however small their sum is. What moving the weights by so much changes tells them.
-
-    Args:
-        dtype: The narrowest dtype that was computed in, by name.
 
     Example:
         >>> last_place("bfloat16")

@@ -37,17 +37,6 @@ def estimate_size(
 ) -> SizeEstimate:
     """The largest micro-batch of this batch whose memory, as XLA states it, stays within a limit. Nothing runs.
 
-    Args:
-        loss_fn, params, batch, more: The loss and its arguments; shapes are enough (`jax.ShapeDtypeStruct`).
-        memory_limit: Bytes, or a string such as `"16GiB"`; default: what the device has, or is free here.
-        optimizer: Whose state to count, an optax one; None counts Adam's.
-        margin: The part of the limit to leave free, in [0, 1).
-        batch_argnums, in_axes, value_and_grad_keywords: As for `value_and_grad`.
-
-    Raises:
-        DoesNotFit: Not even one row fits; a ValueError.
-        ValueError: An argument is not what it must be.
-
     Example:
         >>> import jax.numpy as jnp
         >>> params = {"a": jnp.zeros((64, 1024)), "b": jnp.zeros((1024, 1))}

@@ -57,9 +57,6 @@ def during_micro_batch(layers: list[Any], batch_norm: BatchNormOrExact) -> Itera
 
     For `"pooled"`, the moving statistics hold the mean and variance of the latest micro-batch, as these are: pool them
     with `Pool`.
-
-    Raises:
-        ValueError: Pooled statistics are asked of a layer that is called more than once per forward pass.
     """
     seen = _Seen()
     if batch_norm not in ("pooled", "frozen"):

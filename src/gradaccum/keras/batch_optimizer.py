@@ -22,14 +22,7 @@ logger = logging.getLogger("gradaccum")
 
 
 class SizesRule(StepsRule):
-    """A window closes with the micro-batch that reaches the desired rows, or with the epoch's last one.
-
-    Args:
-        maximum_batch_size: Rows of a micro-batch.
-        desired_batch_size: Rows of an update.
-        train_size: Rows of an epoch.
-        model: The model to be trained; None: any.
-    """
+    """A window closes with the micro-batch that reaches the desired rows, or with the epoch's last one."""
 
     fixed = True
 

@@ -243,9 +243,6 @@ AnySteps = Steps | NoiseSchedule
 def schedule_of(steps: AnySteps) -> Schedule:
     """The schedule of a number, a table, a function, or one that follows the noise scale.
 
-    Raises:
-        TypeError, ValueError: It is none of these.
-
     Example:
         >>> schedule_of(NoiseSchedule(2, 8))()
         2

@@ -103,11 +103,7 @@ class Following(Settings):
         return number
 
     def settle(self, ranks: Meeting) -> None:
-        """Take over what the others do, where this rank's loop is over.
-
-        Raises:
-            WindowError: Loops that go on ask for different things, or which of them is right can't be known.
-        """
+        """Take over what the others do, where this rank's loop is over."""
         everybody = ranks.gather(self._mine | {"settings": self.hyperparameters()})
         self._settle_schedules(everybody, ranks)
         self._settle_clips(everybody)

@@ -225,11 +225,7 @@ class GradientAccumulation(Callback):
             self._finish(trainer)
 
     def _check_sum(self) -> None:
-        """Raise if somebody has changed the gradients of the open window.
-
-        Raises:
-            WindowError: They are not what autograd has added up.
-        """
+        """Raise if somebody has changed the gradients of the open window."""
         assert self._monitor is not None
         found = self._monitor.modification() if self._window.micro_batches else None
         if found is not None:

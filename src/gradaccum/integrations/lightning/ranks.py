@@ -68,11 +68,7 @@ class Ranks:
             vars(self._trainer.fit_loop.epoch_loop).pop(name, None)
 
     def batch(self, weight: float, *, unknown: bool) -> float:
-        """A batch begins. Returns the largest weight on any rank, where that is unknown.
-
-        Raises:
-            WindowError: Ranks have different numbers of batches.
-        """
+        """A batch begins. Returns the largest weight on any rank, where that is unknown."""
         trainer, largest = self._trainer, weight
         if self._epoch != trainer.current_epoch or unknown:
             self._epoch = trainer.current_epoch
@@ -91,11 +87,7 @@ class Ranks:
         return largest
 
     def close(self, weight: float, *, manual_reduce: bool = False) -> float:
-        """A window closes, which has this weight here. Returns its weight on all ranks.
-
-        Raises:
-            WindowError: A rank is elsewhere, or has other hyperparameters.
-        """
+        """A window closes, which has this weight here. Returns its weight on all ranks."""
         messages = self._exchange(Kind.FINISHED if manual_reduce else Kind.WINDOW, weight, self._settings.number())
         if len({numbers[2] for numbers in messages}) > 1:
             self._settings.settle(self._channel)

@@ -162,11 +162,7 @@ class LargeBatch:
         return own(trainer.accelerator.unwrap_model(model), inputs, num_items_in_batch=items)
 
     def _meet_other_ranks(self, rows: int, step: TrainStep) -> None:
-        """Raise on all ranks at once where they have different numbers of batches, or of micro-batches that gather.
-
-        Raises:
-            WindowError: They have; one of them would wait for ever.
-        """
+        """Raise on all ranks at once where they have different numbers of batches, or of micro-batches that gather."""
         trainer = self._trainer
         if trainer.args.world_size == 1:
             return

@@ -36,10 +36,6 @@ class Batch:
     Only where the batch is spread over several devices, each micro-batch takes its rows from all of them: the batch is
     seen as `blocks` parts of equal length, and a micro-batch has the same rows of each part.
 
-    Raises:
-        ValueError: The leaves' rows disagree, a leaf has no such axis, or there are no rows at all.
-        TypeError: `in_axes` is no prefix of the arguments, or a leaf with rows is no array.
-
     Example:
         >>> batch = Batch((jnp.arange(5),), (0,), ("batch",))
         >>> batch.rows, batch.groups(2)
@@ -202,10 +198,6 @@ def _divisors(number: int) -> list[int]:
 def argument_numbers(name: str, given: Any, *, from_end: bool = False) -> tuple[int, ...]:
     """An argument's number, or those of several, as a tuple.
 
-    Raises:
-        TypeError: Not ints.
-        ValueError: One is there twice, or negative where it must not be.
-
     Example:
         >>> argument_numbers("argnums", 1), argument_numbers("argnums", (0, 2))
         ((1,), (0, 2))
@@ -227,9 +219,6 @@ def argument_numbers(name: str, given: Any, *, from_end: bool = False) -> tuple[
 
 def axes_of_each(in_axes: Any, batch_argnums: Any) -> tuple[Any, ...]:
     """`in_axes` for each batch argument.
-
-    Raises:
-        ValueError: There are several, and `in_axes` is a tuple of another length.
 
     Example:
         >>> axes_of_each(0, (1, 2)), axes_of_each((0, None), 1), axes_of_each((0, None), (1, 2))

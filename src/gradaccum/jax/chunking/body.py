@@ -91,11 +91,7 @@ class Body:
         return Traced(closed.jaxpr, list(closed.consts), list(outputs))
 
     def check(self, groups: list[Group]) -> None:
-        """Outputs have a row for each row, at two sizes, and keys that all share draw nothing for rows.
-
-        Raises:
-            ValueError: They don't, or do.
-        """
+        """Outputs have a row for each row, at two sizes, and keys that all share draw nothing for rows."""
         sizes = {group.size: self.traced(group) for group in groups}
         for size, traced in sizes.items():
             self._check_rows(size, traced.outputs)

@@ -24,16 +24,7 @@ _FITS = 1e-4
 def find_causes(
     trial: Trial, order: np.ndarray, size: int, differences: Sequence[Difference], allowed: float, verdict: Verdict
 ) -> list[Cause]:
-    """The most certain cause first; at least one.
-
-    Args:
-        trial: The loss and the batch.
-        order: The rows, in the order in which they differed.
-        size: The size of micro-batches at which they did.
-        differences: What was compared.
-        allowed: The largest error that is rounding.
-        verdict: What is seen of the loss without evaluating it.
-    """
+    """The most certain cause first; at least one."""
     wrong = [difference for difference in differences if not difference.error <= allowed]
     if _draws_for_rows(trial):
         return [

@@ -25,13 +25,7 @@ all of it is rounding."""
 
 
 class Trial:
-    """Runs rows of a batch by `value_and_grad`, with the user's loss, arguments and keywords: a proof's `Runner`.
-
-    Args:
-        loss_fn: The loss.
-        args: Its arguments.
-        options: `value_and_grad`'s keywords but for the size.
-    """
+    """Runs rows of a batch by `value_and_grad`, with the user's loss, arguments and keywords: a proof's `Runner`."""
 
     def __init__(self, loss_fn: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.loss_fn, self.options = loss_fn, dict(options)

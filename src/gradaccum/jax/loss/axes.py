@@ -40,13 +40,7 @@ Axes = Callable[[Equation], Collection[int]]
 
 
 def _across(axes: Axes, how: str = "function", mixes: str = "mixed") -> Rule:
-    """An operation that works across these axes of its inputs, and on the others entry by entry.
-
-    Args:
-        axes: Which.
-        how: What it makes of their entries: "move", "sum", or "function" (anything else).
-        mixes: What it makes of rows where they are in one of these axes, as `Lost.how`.
-    """
+    """An operation that works across these axes of its inputs, and on the others entry by entry."""
 
     def rule(walk: Interpreter, equation: Equation, inputs: list[Value]) -> list[Known]:
         place = common_place(inputs)

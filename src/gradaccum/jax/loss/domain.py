@@ -258,11 +258,7 @@ def lifted(value: Value, place: Place | None, source: Source) -> Value:
 
 
 def common_place(values: Sequence[Value]) -> Place | None:
-    """Where arrays of one shape have their rows.
-
-    Raises:
-        MixesRows: They have them in different axes: each row meets all others.
-    """
+    """Where arrays of one shape have their rows."""
     places = {value.place for value in values if value.place is not None and value.own}
     places = places or {value.place for value in values if value.place is not None}
     if len(places) > 1:

@@ -131,11 +131,7 @@ class Interpreter:
         return self._numbers.setdefault(key, len(self._numbers))
 
     def run(self, first: Any, second: Any, inputs: Sequence[Known]) -> list[Known]:
-        """What is known of the outputs of a jaxpr, closed or not.
-
-        Raises:
-            CannotTell: The traces do different things.
-        """
+        """What is known of the outputs of a jaxpr, closed or not."""
         (first, consts), (second, others) = _opened(first), _opened(second)
         if [e.primitive.name for e in first.eqns] != [e.primitive.name for e in second.eqns]:
             raise CannotTell("other operations")

@@ -19,14 +19,7 @@ KEEP = 500
 
 
 class NoiseState(NamedTuple):
-    """Two squared norms per window: of its first micro-batch of nonzero weight, and of the finished mean.
-
-    Args:
-        first, first_size: Of the open window; 0 before there is one.
-        windows: `(KEEP, 4)`: a `gradaccum.core.noise.Norms` per window, the oldest overwritten first.
-        measured: Windows that were measured.
-        weighed: Whether a micro-batch came with its weight, so that sizes are rows.
-    """
+    """Two squared norms per window: of its first micro-batch of nonzero weight, and of the finished mean."""
 
     first: jax.Array
     first_size: jax.Array

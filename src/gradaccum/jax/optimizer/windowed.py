@@ -265,11 +265,7 @@ def _add(total: jax.Array, number: Any, weight: jax.Array, counts: jax.Array | N
 
 
 def _mixed(state: WindowedState, given: bool) -> jax.Array:
-    """Whether this window's other micro-batches came with weights, and this one does not; or the other way round.
-
-    Raises:
-        ValueError: They did, and it is known now.
-    """
+    """Whether this window's other micro-batches came with weights, and this one does not; or the other way round."""
     mixed = (state.micro_batches > 0) & (state.weighed != given)
     if not isinstance(mixed, jax.core.Tracer) and mixed:
         raise ValueError(
@@ -311,12 +307,7 @@ def _check_state(state: Any) -> None:
 
 
 def _fitting(grads: Any, sums: Any, params: Any) -> Any:
-    """Gradients in the structure of the sums, with None for those that are left out.
-
-    Raises:
-        ValueError: They don't fit.
-        TypeError: One is of another dtype than its parameter.
-    """
+    """Gradients in the structure of the sums, with None for those that are left out."""
     named, structure = jax.tree_util.tree_flatten_with_path(sums, is_leaf=_is_none)
     found, received = jax.tree.flatten(grads, is_leaf=_is_none)
     if structure != received:
@@ -365,12 +356,7 @@ _CONCRETE_ONLY = (
 
 
 def _steps_of(schedule: Schedule, epoch: jax.Array, update: jax.Array) -> jax.Array:
-    """The steps of the window that opens in this epoch, after so many updates: an int32 scalar.
-
-    Raises:
-        TypeError: A callable schedule needs numbers where it gets traced ones, or returns something else than an int.
-        ValueError: It returns an int below 1.
-    """
+    """The steps of the window that opens in this epoch, after so many updates: an int32 scalar."""
     if schedule.function is None:
         starts, steps = np.array(schedule.to_pairs(), np.int32).T
         return jnp.asarray(steps)[jnp.searchsorted(jnp.asarray(starts), epoch, side="right") - 1]

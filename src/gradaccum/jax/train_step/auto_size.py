@@ -90,9 +90,6 @@ def fastest(
 ) -> tuple[int, dict[int, Trial], dict[int, float]]:
     """The fastest size whose memory is within the limit, with what was compiled and timed to find it.
 
-    Raises:
-        ValueError: Not even one row fits.
-
     Example:
         >>> trial_of = lambda size: Trial(100.0 * size, lambda: 1.0 + 64.0 / size)
         >>> size, trials, _ = fastest(256, trial_of, limit=10_000)

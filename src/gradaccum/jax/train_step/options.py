@@ -53,12 +53,7 @@ class Options(NamedTuple):
         return axes_of_each(self.in_axes, self.batch_argnums)
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Options:
-        """The options for a call with these arguments: no number is negative.
-
-        Raises:
-            TypeError: There is no such argument.
-            ValueError: An argument plays two parts.
-        """
+        """The options for a call with these arguments: no number is negative."""
         roles = {"argnums": self.differentiated, "batch_argnums": self.batches}
         for name in ("rng_argnum", "state_argnum"):
             number = getattr(self, name)
@@ -90,11 +85,7 @@ class Options(NamedTuple):
 
 
 def checked_options(loss_fn: Any, **keywords: Any) -> Options:
-    """The options.
-
-    Raises:
-        TypeError, ValueError: One of them is of the wrong kind, or contradicts another; the message names it.
-    """
+    """The options."""
     if not callable(loss_fn):
         raise TypeError(f"`loss_fn` must be a function. Received: {loss_fn!r}.")
     size = keywords["micro_batch_size"]

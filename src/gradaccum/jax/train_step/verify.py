@@ -38,11 +38,7 @@ class Verification:
         self._has_warned = False
 
     def look(self, call: Call, sizes: tuple[int, ...]) -> None:
-        """Look at the loss of a call, whose micro-batches have these rows, once for each set of shapes.
-
-        Raises:
-            ValueError: It is certain that micro-batches don't give the large batch's gradient.
-        """
+        """Look at the loss of a call, whose micro-batches have these rows, once for each set of shapes."""
         leaves, _, structure = call.leaves()
         kinds = tuple((tuple(x.shape), str(x.dtype)) if hasattr(x, "shape") else repr(x) for x in leaves)
         key = structure, kinds, sizes

@@ -20,11 +20,7 @@ BACKENDS = ("tensorflow", "jax", "torch")
 
 @functools.cache
 def running() -> Any:
-    """The backend that Keras runs on.
-
-    Raises:
-        ImportError: There is none for it.
-    """
+    """The backend that Keras runs on."""
     backend = keras.backend.backend()
     if backend not in BACKENDS:
         raise ImportError(

@@ -48,9 +48,6 @@ class MicroBatches(Protocol):
 
         `specs` are the kinds of what is kept. `threads` are variables that move: where a loop is a function, it takes
         their values along.
-
-        Returns:
-            The last carry, and what was kept, for `joined`.
         """
 
     def joined(self, parts: Any, begin: int = 0) -> Any:

@@ -313,11 +313,7 @@ class Training(base.Training):
                 value.grad = gradient
 
     def make_train_function(self, make: Callable[[], None]) -> None:
-        """Keras' own, which would hand the whole step to torch.compile where it is asked to.
-
-        Raises:
-            ValueError: It is asked to.
-        """
+        """Keras' own, which would hand the whole step to torch.compile where it is asked to."""
         if self.step.model.jit_compile:
             raise ValueError(
                 "micro_batched on PyTorch runs a loop that torch.compile can't take as a whole. Received: "

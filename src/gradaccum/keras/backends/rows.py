@@ -122,11 +122,7 @@ def listing(leaves: Sequence[tuple[str, Any]]) -> str:
 
 
 def rows_of(data: Any) -> int | None:
-    """The rows of a batch; None where the backend doesn't know them while it traces.
-
-    Raises:
-        ValueError: The arrays of the batch have different numbers of rows, or there is none with rows.
-    """
+    """The rows of a batch; None where the backend doesn't know them while it traces."""
     found = leaves_with_rows(data)
     rows = {leaf.shape[0] for _, leaf in found} - {None}
     if len(rows) > 1 or not found or rows == {0}:

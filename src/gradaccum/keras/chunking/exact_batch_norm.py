@@ -68,11 +68,7 @@ class _Step:
 
 
 def exact_passes(body: Body, micro_batch_size: int, keep: int = 0) -> list[Any]:
-    """The outputs of the whole batch, and their masks, of a functional or sequential model in training.
-
-    Raises:
-        ValueError: The model can't be cut; the message names what keeps it from that.
-    """
+    """The outputs of the whole batch, and their masks, of a functional or sequential model in training."""
     model, program = body.layer, Program(body.layer)
     args, kwargs = body.arguments()
     inputs = standardized_inputs(functional_of(model), args[0] if args else kwargs["inputs"])
@@ -152,9 +148,6 @@ class Program:
         outputs: The numbers of the model's outputs; its inputs come first.
         segments: How many there are.
         last_use: The last segment that each tensor is needed in; behind all of them, for an output.
-
-    Raises:
-        ValueError: It can't be cut; the message names what keeps it from that.
     """
 
     def __init__(self, model: Any) -> None:

@@ -49,11 +49,7 @@ class Proof:
         self._told = False
 
     def first(self, body: Body, micro_batch_size: int, passes: Passes) -> None:
-        """Prove a call, unless one like it has been looked at.
-
-        Raises:
-            NotEquivalentError: Outputs or gradients differ; the message names the layer.
-        """
+        """Prove a call, unless one like it has been looked at."""
         kind = body.kind
         if kind in self._proven:
             return
@@ -86,11 +82,7 @@ class Proof:
             )
 
     def demanded(self, body: Body, rows: int, size: int, passes: Passes) -> None:
-        """Prove a call with its own first rows. What isn't exact of BatchNormalization counts.
-
-        Raises:
-            NotEquivalentError: Outputs or gradients differ.
-        """
+        """Prove a call with its own first rows. What isn't exact of BatchNormalization counts."""
         doubt = self._compare(body, rows, size, passes, "frozen" if body.batch_norm == "frozen" else "micro")
         if doubt:
             raise ValueError(f"{body.name} can't be verified: {doubt}.")

@@ -204,11 +204,7 @@ def divisors_of(
     share: Any = 1.0,
     totals: dict[int, Any] | None = None,
 ) -> tuple[list[Any], Measured, Any, Any]:
-    """One forward pass without side effects, for what it tells: masks are known only after it.
-
-    Returns:
-        The non-trainable variables afterwards (random masks need them), what was measured, `y_pred`, and the loss.
-    """
+    """One forward pass without side effects, for what it tells: masks are known only after it."""
     trainable, non_trainable, metrics = state
     kwargs = {"training": True} if takes_training(model) else {}
     y_pred, non_trainable, losses = model.stateless_call(trainable, non_trainable, x, return_losses=True, **kwargs)

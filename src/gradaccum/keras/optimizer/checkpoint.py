@@ -34,12 +34,7 @@ def save(window: Window, store: Any) -> None:
 
 
 def load(window: Window, store: Any) -> None:
-    """Read what `save` wrote, or what a plain optimizer did; the window is then empty.
-
-    Raises:
-        WindowError: The file holds an open window of other steps than this optimizer's.
-        ValueError: Its window is of other variables.
-    """
+    """Read what `save` wrote, or what a plain optimizer did; the window is then empty."""
     keys = list(store.keys())
     ours = [key for key in keys if key.startswith("window_")]
     counts = Counts.restored(np.asarray(store[COUNTS]).tolist(), window.rule.fixed) if ours else None

@@ -69,12 +69,7 @@ class OptimizerProxy(KerasOptimizer):
 
 
 def check_inner(optimizer: Any) -> None:
-    """Whether this can be wrapped.
-
-    Raises:
-        TypeError: It is no Keras optimizer.
-        ValueError: It accumulates already, by itself or wrapped.
-    """
+    """Whether this can be wrapped."""
     if not isinstance(optimizer, KerasOptimizer):
         where = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
         hint = " For a PyTorch optimizer use gradaccum.torch.optim." if where.startswith("torch.") else ""

@@ -61,9 +61,6 @@ def _rows_of(data: Any) -> Any:
 
     They are those of the targets and weights, which have a row each: an input may be shared by all rows. Without
     targets, all inputs must agree. None where nothing has rows.
-
-    Raises:
-        ValueError: They don't agree.
     """
     leaves = leaves_with_rows(data, PARTS[1:]) or leaves_with_rows(data)
     if not leaves:

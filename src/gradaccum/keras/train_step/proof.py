@@ -93,12 +93,7 @@ class Proof:
         return self._wanted or self._epoch_begun or self._scheduled
 
     def run(self, data: Any, state: Any = None) -> None:
-        """Prove the update of this batch, which is due.
-
-        Raises:
-            NotEquivalentError: Micro-batches give another update; the message names why, and what to do.
-            ValueError: The arrays of the batch have different numbers of rows.
-        """
+        """Prove the update of this batch, which is due."""
         rows = rows_of(data)
         if rows is None or rows < 2:
             return

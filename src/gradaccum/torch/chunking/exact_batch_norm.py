@@ -95,10 +95,8 @@ class Normalisation:
 
 
 class ExactCall(Call):
-    """One call of a module whose BatchNorm layers normalise over all micro-batches: a segment between each two of them.
-
-    Raises:
-        ValueError: The module can't be cut; the message names the line.
+    """One call of a module whose BatchNorm layers normalise over all micro-batches: a segment between each two of
+    them.
     """
 
     def __init__(

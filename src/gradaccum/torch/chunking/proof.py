@@ -69,18 +69,6 @@ def prove(
     """Prove that micro-batches give the outputs and gradients of a few of these rows at once. Moves nothing.
 
     Random numbers follow their rows, so dropout is no difference.
-
-    Args:
-        module: What is called.
-        call_of: Makes a call of it.
-        inputs: What it is called with.
-        batch_dims: Where their rows are.
-        exact: Whether BatchNorm is the large batch's.
-        batch_norm: Whether BatchNorm that isn't counts; else it is left out of the comparison.
-        trims: Whether columns of padding are cut off.
-
-    Raises:
-        NotEquivalentError: Outputs or gradients differ, or a tensor that passes gradients leaves by the side.
     """
     for cause in counting_layers([module]):
         raise NotEquivalentError(cause.message)

@@ -209,11 +209,7 @@ class Conditions:
         self.autocast_cache = torch.is_autocast_cache_enabled()
 
     def advance(self, *, all_moved: bool = False) -> Conditions:
-        """The forward pass has run: keep the states of the generators that it has moved, only.
-
-        Returns:
-            The conditions of the next forward pass.
-        """
+        """The forward pass has run: keep the states of the generators that it has moved, only."""
         following = object.__new__(Conditions)
         following.random, following.autocast = RandomState(self.random.states), self.autocast
         following.autocast_cache = self.autocast_cache
@@ -234,11 +230,7 @@ class Conditions:
 
 
 def checked_module(module: Any) -> nn.Module:
-    """A module that can be run again, in micro-batches.
-
-    Raises:
-        TypeError, ValueError: It can't.
-    """
+    """A module that can be run again, in micro-batches."""
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"`module` must be a torch.nn.Module, so that its parameters are known. "

@@ -112,11 +112,7 @@ class SegmentedModel:
 
 
 def segmented(module: nn.Module, inputs: Any, count: int, with_tensors: Any) -> SegmentedModel:
-    """Cut a model at the BatchNorm layers that are in training mode.
-
-    Raises:
-        ValueError: What the model does can't be recorded; the message names the line.
-    """
+    """Cut a model at the BatchNorm layers that are in training mode."""
     root = _Root(module, inputs, with_tensors, count)
     tracer = _Tracer()
     here = _modes()

@@ -50,10 +50,6 @@ def noted(module: nn.Module) -> Iterator[None]:
 class Watch(TorchFunctionMode):
     """Notes, while a module runs inside, the outputs of its layers and every tensor that is made with a graph.
 
-    Args:
-        module: What runs.
-        neutral: Have BatchNorm use running statistics, or none, in place of the batch's.
-
     Example:
         >>> import torch
         >>> model, held = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), []

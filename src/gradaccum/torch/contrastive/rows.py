@@ -186,9 +186,6 @@ class Answers:
     """What functions answer in the first pass over the tiles: backward, which asks again, has to get the same.
 
     Random numbers of PyTorch's, Python's and NumPy's generators are those of the first pass in every other one.
-
-    Raises:
-        NotEquivalentError: At the end of a pass: a function has answered otherwise than in the first one.
     """
 
     def __init__(self, *asked: Pairs | None) -> None:
@@ -270,11 +267,7 @@ _DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 class Inputs(NamedTuple):
-    """The arguments of a contrastive loss.
-
-    Raises:
-        TypeError, ValueError: From `exchange`: an argument is none of what it must be, or the ranks differ.
-    """
+    """The arguments of a contrastive loss."""
 
     name: str
     a: Any

@@ -27,11 +27,7 @@ __all__ = ["Shards", "is_sharded", "members_of", "sharded_modules"]
 
 
 def sharded_modules(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules that `fully_shard` was applied to: the model itself, or each of its parts.
-
-    Raises:
-        RuntimeError: torch is too old for them.
-    """
+    """The outermost modules that `fully_shard` was applied to: the model itself, or each of its parts."""
     if not dist.is_available():
         return []
     from torch.distributed.fsdp import FSDPModule  # takes a second to import, and few need it

@@ -260,9 +260,6 @@ class SingleRank:
         """Bring `p.grad` to its mean over the ranks, at the window's end. Returns what the window weighs on all.
 
         `rescale` brings this rank's sum to the unit that it is called with, where no backward pass has reduced it.
-
-        Raises:
-            WindowError: A rank has left, or differs from the others in its `settings`, or in whether it weighs.
         """
         return mine
 

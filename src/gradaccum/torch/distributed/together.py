@@ -95,11 +95,7 @@ class Together:
             self.failure = RankOutOfMemory(costs, final)
 
     def reduce(self) -> None:
-        """Reduce the window's sum.
-
-        Raises:
-            torch.OutOfMemoryError: A rank has no memory for that: on every rank, for the others would wait.
-        """
+        """Reduce the window's sum."""
         try:
             self.shards.reduce()
         except RankOutOfMemory as found:
@@ -141,10 +137,6 @@ def run_together(
 
     A rank cuts its rows into as many micro-batches, of `least` rows or more, as the rank with the most has; one that
     has too few rows for that runs passes that count nothing. `at_once` runs all, in place of one after the other.
-
-    Raises:
-        RestartWindow: Memory ran out on some rank. The plan has smaller micro-batches now, and so it has on all ranks.
-        torch.OutOfMemoryError: On some rank nothing smaller can be tried.
     """
     pieces = list(plan)
     most = ranks.most_passes(len(pieces))
@@ -171,10 +163,8 @@ def run_together(
 
 
 def run_by_blocks(ranks: SingleRank, by_blocks: ByBlocks, oom: OomRetry, plan: Plan, run: Callable[[], None]) -> None:
-    """Run the micro-batches of a large batch, none maybe, where ranks of a sharded model meet at blocks, not in passes.
-
-    Raises:
-        RestartWindow, torch.OutOfMemoryError: As `run_together`.
+    """Run the micro-batches of a large batch, none maybe, where ranks of a sharded model meet at blocks, not in
+    passes.
     """
     if not ranks.sharded:
         run()
@@ -193,11 +183,7 @@ def run_by_blocks(ranks: SingleRank, by_blocks: ByBlocks, oom: OomRetry, plan: P
 
 
 def _what_ranks_know(error: Exception, ranks: SingleRank, plan: Plan, running: Slice) -> RankOutOfMemory:
-    """What the ranks know of each other, now that this error has ended passes on this one.
-
-    Raises:
-        Exception: The error, where memory has no part in it; else what to say where nothing smaller can be tried.
-    """
+    """What the ranks know of each other, now that this error has ended passes on this one."""
     smaller = isinstance(error, RestartWindow)  # `at_once` has taken a smaller size already
     if not (smaller or ranks.failure is not None or is_out_of_memory(error)):
         raise error

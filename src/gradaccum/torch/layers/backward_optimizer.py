@@ -113,11 +113,7 @@ class BackwardOptimizer:
         self.open()
 
     def open(self) -> None:
-        """A window begins: nothing of it has been updated.
-
-        Raises:
-            ValueError: An optimizer doesn't treat parameters one by one, or has hooks that look at all gradients.
-        """
+        """A window begins: nothing of it has been updated."""
         self.made: bool | None = None
         self._updated, self._begun, self._rehearsal, self._empty = set[int](), False, False, False
         self._due: dict[int, list[Tensor]] = {}
@@ -135,12 +131,7 @@ class BackwardOptimizer:
                 self._state_bytes[id(optimizer)] = check_per_parameter(optimizer)
 
     def begin(self, window: Window, reached: Mapping[int, int], *, rehearsal: bool = False) -> None:
-        """All losses are in, and the last block's turn comes: check what can be checked before any update.
-
-        Raises:
-            ValueError: The loss is not finite. Nothing has been updated.
-            torch.OutOfMemoryError: The optimizers' state doesn't fit. Nothing has been updated.
-        """
+        """All losses are in, and the last block's turn comes: check what can be checked before any update."""
         self._rehearsal = rehearsal  # which updates nothing, and looks whether gradients are finished when it would
         if not rehearsal:
             window.check()

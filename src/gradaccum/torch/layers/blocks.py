@@ -80,11 +80,7 @@ BlocksChoice = ModulesChoice | Blocks | None
 
 
 def checked_blocks(blocks: BlocksChoice, *, batch_norm: str, noise_scale: bool) -> Blocks | None:
-    """The blocks as `Blocks`, where other options of a `TrainStep` go together with them.
-
-    Raises:
-        ValueError: They don't.
-    """
+    """The blocks as `Blocks`, where other options of a `TrainStep` go together with them."""
     if blocks is None:
         return None
     if batch_norm == "exact":
@@ -128,10 +124,6 @@ class Block(NamedTuple):
 
 def find_blocks(model: nn.Module, blocks: Any) -> list[Block]:
     """The blocks of a model, in the order in which they are called.
-
-    Raises:
-        TypeError: It is none of these.
-        ValueError: A block is not in the model, twice in the list, inside of another one, or there is none.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(5, 2), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))

@@ -147,11 +147,7 @@ class MicroBatch:
             torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots], retain_graph=True)
 
     def reach(self, batch: Batch, first: str) -> tuple[list[Tensor], list[Tensor]]:
-        """What stands before the blocks runs again. Returns what the first block is called with, and its gradients.
-
-        Raises:
-            ValueError: That block is called with something else than before.
-        """
+        """What stands before the blocks runs again. Returns what the first block is called with, and its gradients."""
         assert self._conditions is not None
         grads = self.first_grads
         with torch.enable_grad(), buffers_as_found(self._buffers), self._conditions.restored():
@@ -192,11 +188,7 @@ class Drawn:
         return not self._learned or generator in self._known or generator not in _LONG
 
     def note(self, conditions: Conditions) -> None:
-        """A micro-batch, which looks at all generators, has drawn from those of these conditions.
-
-        Raises:
-            RestartWindow: From one that its blocks have not looked at.
-        """
+        """A micro-batch, which looks at all generators, has drawn from those of these conditions."""
         drawn = {generator for generator in conditions.random.states if generator in _LONG}
         unseen = drawn - self._known if self._learned else set()
         self._known |= drawn
@@ -258,12 +250,7 @@ class ForwardPasses:
 
     @contextlib.contextmanager
     def micro_batch(self, retake: Callable[[], Batch], forward: Callable[[Batch], Any]) -> Iterator[None]:
-        """Around a micro-batch's forward pass.
-
-        Raises:
-            ValueError: The blocks are not called once each in order; the message names the first that isn't.
-            RestartWindow: Random numbers were drawn from where none were before.
-        """
+        """Around a micro-batch's forward pass."""
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         if self._offloaded is not None:
             device = self._offloaded.device
@@ -293,11 +280,7 @@ class ForwardPasses:
         return current
 
     def call(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A block is called. Returns its outputs.
-
-        Raises:
-            ValueError: It wasn't its turn.
-        """
+        """A block is called. Returns its outputs."""
         inputs = Inputs(args, kwargs)
         if self.reaching:
             raise Reached(place, inputs)

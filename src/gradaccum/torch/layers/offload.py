@@ -110,9 +110,6 @@ class _InFile(Waiting):
 class Store:
     """Keeps tensors until backward wants them, each once however many blocks are called with it.
 
-    Raises:
-        TypeError, ValueError: It is none of these, or not a folder.
-
     Example:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     waiting = Store(folder).keep(torch.ones(2))

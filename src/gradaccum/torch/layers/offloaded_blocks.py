@@ -29,10 +29,6 @@ class OffloadedBlocks:
 
     Gradients add up in the copies while all micro-batches run backward, and come back once.
 
-    Raises:
-        ValueError: The model is replicated; or a block is not on the CPU, has weights in common with what stands
-            outside, or keeps references to its weights that can't be exchanged, as nn.LSTM does.
-
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         >>> offloaded = OffloadedBlocks(model, [Block("1", model[1])])
@@ -96,11 +92,7 @@ class OffloadedBlocks:
 
     @contextlib.contextmanager
     def reachable(self) -> Iterator[None]:
-        """Around an update: blocks can be called, in passes of any kind.
-
-        Raises:
-            ValueError: A parameter of a block has hooks, which would see nothing.
-        """
+        """Around an update: blocks can be called, in passes of any kind."""
         for block in self._blocks:
             for name, p in block.module.named_parameters():
                 if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):

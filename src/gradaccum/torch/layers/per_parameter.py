@@ -53,9 +53,6 @@ def limited_to(optimizer: torch.optim.Optimizer, parameters: Collection[int]) ->
 def check_own_step(optimizer: torch.optim.Optimizer) -> None:
     """Raise if somebody has put another function in the place of the optimizer's `step`.
 
-    Raises:
-        ValueError: It was replaced, by other than a learning-rate scheduler, which counts calls.
-
     Example:
         >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
         >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -79,12 +76,6 @@ def check_own_step(optimizer: torch.optim.Optimizer) -> None:
 
 def check_per_parameter(optimizer: torch.optim.Optimizer) -> list[float]:
     """Raise if what the optimizer does to a parameter depends on others, or on how often it steps, or it does more.
-
-    Returns:
-        Of each group, how many bytes of state there are for one of a parameter's numbers, at most.
-
-    Raises:
-        ValueError: It does; or its `step` does something even without parameters; or a copy of it can't be stepped.
 
     Example:
         >>> check_per_parameter(torch.optim.Adam([nn.Parameter(torch.ones(3, 3))]))[0] > 8

@@ -15,12 +15,7 @@ __all__ = ["proof_of"]
 
 @contextlib.contextmanager
 def proof_of(layers: Layers | None) -> Iterator[None]:
-    """Around a proof: where it fails, say which blocks have left something that backward can't know of.
-
-    Raises:
-        NotEquivalentError: A gradient went on arriving when its parameter would have been updated; or a block could
-            not run again.
-    """
+    """Around a proof: where it fails, say which blocks have left something that backward can't know of."""
     updates = None if layers is None or not isinstance(layers.listener, BackwardOptimizer) else layers.listener
     if layers is not None:
         layers.left.clear()

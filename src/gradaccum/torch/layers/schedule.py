@@ -66,13 +66,7 @@ class Layers:
         *,
         proving: bool,
     ) -> None:
-        """All passes of a window.
-
-        Raises:
-            RestartWindow: Smaller micro-batches may fit.
-            torch.OutOfMemoryError: None does.
-            ValueError: Blocks are not called once each in order.
-        """
+        """All passes of a window."""
         self.clear()
         self._proving, listener, ranks = proving, self.listener, self.ranks
         if listener is not None:

@@ -45,13 +45,6 @@ class LossAccumulator:
     The factors cost nothing: each is where its backward pass starts, in place of 1. Losses are added up at once where
     that waits for no device, and elsewhere when somebody asks for their sum.
 
-    Args:
-        objective: The loss.
-        batch: The large batch.
-        total: What it weighs, where others share it: summed over the ranks, say. None: what the objective says.
-        unit: What weights that only the forward pass tells are multiples of. None: the first of them.
-        multiples: Whether sums of losses are kept in multiples of it, too.
-
     Example:
         >>> objective = Objective(torch.nn.Linear(3, 2), loss_fn=torch.nn.CrossEntropyLoss())
         >>> batch = objective.batch((torch.randn(6, 3), torch.tensor([0, 1, 1, 0, 0, 1])))
@@ -170,16 +163,7 @@ class LossAccumulator:
         return _added([times(_added(losses), factor) for factor, losses in self._losses.values()])
 
     def forward(self, micro_batch: Batch, share: bool = False) -> WeightedLoss:
-        """Run the forward pass of a micro-batch and weigh its loss. Changes nothing here: `add` does.
-
-        Args:
-            micro_batch: Rows of the large batch.
-            share: State its share of the total, even where the loss doesn't need it.
-
-        Raises:
-            TypeError, ValueError: The loss is no number, or comes with a weight only sometimes.
-            RestartWindow: It consists of several, which nobody knew.
-        """
+        """Run the forward pass of a micro-batch and weigh its loss. Changes nothing here: `add` does."""
         objective = self.objective
         known = None if self._summed and not share else one_weight(objective.total(micro_batch))
         if objective.weight is not None and is_zero(known):
@@ -213,12 +197,7 @@ class LossAccumulator:
         return WeightedLoss(where_any(loss, known), part, share=part)
 
     def backward(self, weighted: WeightedLoss, loss: Tensor) -> None:
-        """Run the backward pass of a micro-batch.
-
-        Args:
-            weighted: What `forward` returned.
-            loss: Its loss, or that multiplied by a GradScaler's scale.
-        """
+        """Run the backward pass of a micro-batch."""
         if weighted.weight is not None and self._unit is None and (self._multiples or not self._adds):
             self._unit = _unit(weighted.weight)  # what arrives of this pass is a multiple of it, should the rest fail
         self._arriving = 1.0 if weighted.weight is None or self._unit is None else self._unit

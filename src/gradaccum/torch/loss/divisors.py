@@ -69,11 +69,7 @@ def with_known_divisor(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reduction_of(loss_fn: Callable[..., Any]) -> str | None:
-    """`"mean"` or `"sum"` where `loss_fn` tells; None where it doesn't.
-
-    Raises:
-        ValueError: One loss per row (`reduction="none"`), which has no gradient to accumulate.
-    """
+    """`"mean"` or `"sum"` where `loss_fn` tells; None where it doesn't."""
     reduction = None
     if isinstance(loss_fn, nn.Module):
         reduction = getattr(loss_fn, "reduction", None)
@@ -94,10 +90,8 @@ def divides_by_targets(loss_fn: Any) -> bool:
 
 
 def check_row_weights(loss_fn: Any, outputs: Any) -> None:
-    """After a loss has failed: raise if it holds a weight for each row of one batch, which micro-batches have fewer of.
-
-    Raises:
-        ValueError: It does; the message says where weights of rows belong.
+    """After a loss has failed: raise if it holds a weight for each row of one batch, which micro-batches have
+    fewer of.
     """
     weight = getattr(loss_fn, "weight", None) if type(loss_fn) in _BY_ELEMENT else None
     if not isinstance(weight, Tensor) or not isinstance(outputs, Tensor) or weight.dim() != outputs.dim():
@@ -126,11 +120,6 @@ def divisor(loss_fn: Any, targets: Tensor, batch: Batch | None = None) -> Weight
         sum of weight[t]  over the class indices t that are not ignore_index      (weight is 1 without class weights)
         their number      where targets are class probabilities
 
-    Args:
-        loss_fn: The loss.
-        targets: Class indices, or probabilities.
-        batch: What they are a leaf of, if that may know something of them already.
-
     Example:
         >>> loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0]), ignore_index=-1)
         >>> divisor(loss_fn, torch.tensor([0, 1, 1, -1]))
@@ -149,12 +138,7 @@ def divisor(loss_fn: Any, targets: Tensor, batch: Batch | None = None) -> Weight
 
 
 def summed(loss_fn: Callable[..., Any], before: Any = None) -> Callable[..., Any]:
-    """The same loss as a sum: a shallow copy that shares weights and buffers with the original.
-
-    Args:
-        loss_fn: The loss.
-        before: What was made of it before, to be brought up to date.
-    """
+    """The same loss as a sum: a shallow copy that shares weights and buffers with the original."""
     new: Any = object.__new__(type(loss_fn)) if before is None else before
     new.__dict__.update(loss_fn.__dict__, reduction="sum")
     return new
@@ -164,11 +148,7 @@ def summed(loss_fn: Callable[..., Any], before: Any = None) -> Callable[..., Any
 
 
 def plain_weight(weight: Any) -> Weight:
-    """A weight as a float, or as a tensor where reading it would wait for its device.
-
-    Raises:
-        TypeError, ValueError: No finite number >= 0, as far as that can be told without waiting.
-    """
+    """A weight as a float, or as a tensor where reading it would wait for its device."""
     waits = isinstance(weight, Tensor) and weight.device.type != "cpu" and weight.numel() == 1
     if waits and not weight.requires_grad and weight.dtype is not torch.bool:
         return weight.reshape(())

@@ -21,10 +21,6 @@ def held_modules(function: Any, model: Any = None) -> dict[str, nn.Module]:
     Looked through are closures, globals by name, defaults, arguments of `functools.partial`, the object of a method,
     attributes of a callable object, and functions among all these that come from the same file.
 
-    Args:
-        function: A loss, or None.
-        model: The model that it is called with.
-
     Example:
         >>> criterion, model = nn.BCEWithLogitsLoss(), nn.Linear(2, 1)
         >>> held_modules(lambda model, x, y: criterion(model(x), y), model)

@@ -39,20 +39,6 @@ STARTS = 16
 class Objective:
     """How a model's loss on a batch is computed, and what it divides by. The keywords are those of `TrainStep`.
 
-    Args:
-        model: The model.
-        loss_fn: `loss_fn(model(x), y)` on an `(x, y)` batch; tuples of outputs and of targets are unpacked. What a
-            `torch.nn` loss divides by is known; any other callable is taken to be a mean over rows.
-        compute_loss: In its place: `compute_loss(model, *batch) -> loss`, `(loss, weight)` or `{name: (loss, weight)}`.
-        weight: `weight(*micro_batch) -> number`, what the loss is a mean over, where that isn't rows. Additive: the
-            weight of a batch is the sum of its parts' weights. For terms, `{name: number}`.
-        reduction: `"mean"`, or `"sum"` for losses that are sums; those are divided by the weight, if one is given.
-        batch_dims: Where the rows are, like `in_dims` of `torch.vmap`.
-        autocast: A dtype in which the forward pass runs under `torch.autocast`, or None.
-
-    Raises:
-        TypeError, ValueError: Not exactly one of `loss_fn` and `compute_loss`, or one of the wrong kind.
-
     Example:
         >>> objective = Objective(nn.Linear(3, 2), loss_fn=nn.CrossEntropyLoss())
         >>> batch = objective.batch((torch.randn(6, 3), torch.tensor([0, 1, 1, 0, 0, 1])))
@@ -209,18 +195,7 @@ class Objective:
         return float(batch.rows)
 
     def forward(self, batch: Batch, summed: bool = False) -> tuple[Tensor, Weight | Terms | None]:
-        """The loss of a batch and, where only the forward pass tells, its weight.
-
-        Args:
-            batch: The arguments after the model.
-            summed: Take a `torch.nn` loss as a sum, whatever its own reduction.
-
-        Returns:
-            Of several losses their sum, and the terms.
-
-        Raises:
-            TypeError, ValueError: The loss is not one number that depends on the model.
-        """
+        """The loss of a batch and, where only the forward pass tells, its weight."""
         loss, weight = self.evaluate(batch, summed)
         return (added(weight), weight) if isinstance(weight, dict) else (loss, weight)
 
@@ -286,11 +261,7 @@ def _plain(weight: Weight) -> Weight:
 
 
 def one_weight(weight: Any) -> Any:
-    """The weight of a single loss.
-
-    Raises:
-        ValueError: `weight` says one for each of several terms.
-    """
+    """The weight of a single loss."""
     if isinstance(weight, dict):
         raise ValueError(
             f"`weight` names the loss terms {list(weight)}, and the loss is one number. Return {{name: loss}} from "

@@ -96,16 +96,7 @@ class TermSums(GradientBuffer):
         retain_graph: bool | None = None,
         **how: Any,
     ) -> None:
-        """Add the gradients of a micro-batch's losses, each to the sum of its term; detached ones have none.
-
-        Args:
-            terms: Names, losses and weights.
-            reduction: What the losses are, `"mean"` or `"sum"`.
-            accepting: Returns a context in which the sum may be changed.
-            run: Runs a loss's backward pass with a factor.
-            retain_graph: As for `torch.Tensor.backward`.
-            how: As well.
-        """
+        """Add the gradients of a micro-batch's losses, each to the sum of its term; detached ones have none."""
         counting = {name for name, _, weight in terms if weight}
         if twice := counting & self._named:
             raise _twice_error(twice.pop())
@@ -239,11 +230,7 @@ def _added(one: Tensor, other: Tensor) -> Tensor:
 
 
 def checked_terms(losses: Any, weight: Any) -> list[NamedLoss]:
-    """A micro-batch's losses with their names and weights.
-
-    Raises:
-        TypeError, ValueError: One of them is no scalar with its weight, or there is one for all of them.
-    """
+    """A micro-batch's losses with their names and weights."""
     if weight is not None:
         raise not_by_name_error()
     named = list(losses.items() if isinstance(losses, Mapping) else enumerate(losses))

@@ -59,13 +59,6 @@ class Found:
 def terms_of(result: Any, by_batch: bool) -> Terms | None:
     """The terms that `compute_loss` has returned; None where it returned one loss.
 
-    Args:
-        result: `{name: (loss, weight)}`, a list of such pairs, or anything else.
-        by_batch: Whether the weights come from the batch, so that losses come alone.
-
-    Raises:
-        TypeError, ValueError: A term is no scalar loss with its weight; the message names it.
-
     Example:
         >>> terms = terms_of({"tokens": (torch.tensor(2.0), 30), "aux": (torch.tensor(1.0), 4)}, by_batch=False)
         >>> terms["tokens"].weight
@@ -122,11 +115,7 @@ def _term(name: Any, value: Any, by_batch: bool) -> Term:
 
 
 def checked_scalar(loss: Any, what: str = "The loss") -> Tensor:
-    """A loss of one element, without its dimensions.
-
-    Raises:
-        TypeError, ValueError: It is no number.
-    """
+    """A loss of one element, without its dimensions."""
     if not isinstance(loss, Tensor):
         raise TypeError(f"{what} must be a tensor. Received: loss={loss!r} of type {type(loss).__name__}.")
     if loss.numel() != 1:
@@ -153,11 +142,7 @@ def totals_of(weights: Any) -> Totals | None:
 
 
 def weighed(terms: Terms, by_batch: Totals | None) -> dict[Hashable, tuple[Tensor, Weight]]:
-    """Terms with their weights, from wherever they come; those that weigh nothing are left out.
-
-    Raises:
-        ValueError: `weight` and `compute_loss` disagree about which terms there are.
-    """
+    """Terms with their weights, from wherever they come; those that weigh nothing are left out."""
     if by_batch is None:
         found = {name: (loss, weight) for name, (loss, weight) in terms.items() if weight is not None}
         assert len(found) == len(terms)
@@ -176,13 +161,7 @@ def weighed(terms: Terms, by_batch: Totals | None) -> dict[Hashable, tuple[Tenso
 
 
 def added(terms: Terms, totals: Totals | None = None, divided: bool = False) -> Tensor:
-    """The terms' sum: of a batch at once.
-
-    Args:
-        terms: The terms of the batch.
-        totals: Their weights, where they come from the batch.
-        divided: Whether the losses are sums, to be divided by their weights.
-    """
+    """The terms' sum: of a batch at once."""
     found = weighed(terms, totals) if totals is not None or all(t.weight is not None for t in terms.values()) else {}
     values = [
         times(wide(where_any(loss, weight)), ratio(1.0, weight) if divided else 1.0) for loss, weight in found.values()

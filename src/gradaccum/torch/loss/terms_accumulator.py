@@ -27,13 +27,6 @@ class TermsAccumulator:
 
     The gradients of all terms add up in the same place, so the totals must be known before the first backward pass:
     from the batch, from a counting pass, or, where one micro-batch is the whole batch, from its own forward pass.
-
-    Args:
-        objective: The loss.
-        batch: The large batch.
-        totals: What each term divides by, over all ranks; None: what the first forward pass, of all rows, says.
-        mine: The weights that this rank's micro-batches must add up to; None where the batch has told them.
-        rows: The rows of all ranks.
     """
 
     divisor = None
@@ -117,12 +110,7 @@ class TermsAccumulator:
         return found
 
     def forward(self, micro_batch: Batch, share: bool = False) -> WeightedLoss:
-        """Run the forward pass of a micro-batch and weigh its terms. Changes nothing here: `add` does.
-
-        Raises:
-            TypeError, ValueError: The loss has no terms here, or one that was not counted.
-            RestartWindow: The totals are not known, and this is not the whole batch.
-        """
+        """Run the forward pass of a micro-batch and weigh its terms. Changes nothing here: `add` does."""
         known = _by_batch(self.objective, micro_batch)
         if known is not None and all(is_zero(weight) for weight in known.values()):
             return WeightedLoss(None)
@@ -149,12 +137,7 @@ class TermsAccumulator:
         return WeightedLoss(summed(attached), terms=(detached, weights))
 
     def backward(self, weighted: WeightedLoss, loss: Tensor) -> None:
-        """Run the backward pass of a micro-batch.
-
-        Args:
-            weighted: What `forward` returned.
-            loss: Its loss, or that multiplied by a GradScaler's scale.
-        """
+        """Run the backward pass of a micro-batch."""
         run_backward([loss], [torch.ones_like(loss, requires_grad=False)], retain_graph=self.retain_graph)
 
     def add(self, weighted: WeightedLoss) -> None:
@@ -169,12 +152,7 @@ class TermsAccumulator:
             self._weights.setdefault(name, []).append(weight)
 
     def check(self) -> None:
-        """All micro-batches are in: their weights must add up to what was counted before.
-
-        Raises:
-            RestartWindow: They don't, for the first time: other sizes draw other random numbers.
-            ValueError: They don't, once more, or where other ranks rely on the totals; or no loss has a gradient.
-        """
+        """All micro-batches are in: their weights must add up to what was counted before."""
         if self._parts and not self._has_gradient:
             raise no_gradient_error(self._parts)
         if self._counted is None:
@@ -204,11 +182,7 @@ def accumulator(objective: Objective, batch: Batch) -> LossAccumulator | TermsAc
 
 
 def counted(objective: Objective, forwarded: Sequence[Terms]) -> Totals:
-    """The totals of the micro-batches of a counting pass.
-
-    Raises:
-        TypeError, ValueError: A weight is negative or not finite; the message names its term.
-    """
+    """The totals of the micro-batches of a counting pass."""
     weights: dict[Hashable, list[Weight]] = {}
     for terms in forwarded:
         for name, term in _terms(terms, objective).items():

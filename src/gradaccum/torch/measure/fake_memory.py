@@ -71,14 +71,8 @@ def micro_batch_peak(
     passes: int = 2,
     gathered: Mapping[Tensor, torch.dtype] | None = None,
 ) -> int:
-    """Peak bytes of one micro-batch beyond parameters, buffers and inputs: activations, gradients, the sum before them.
-
-    Args:
-        objective: The loss.
-        batch: The large batch, of which the shapes count.
-        rows: Rows of the micro-batch; more than the batch has are made by repeating it.
-        passes: 2: the second one adds to gradients that are there. 1: they are the only rows.
-        gathered: As in `on_fakes`.
+    """Peak bytes of one micro-batch beyond parameters, buffers and inputs: activations, gradients, the sum before
+    them.
     """
 
     def run(micro_batch: Batch) -> int:
@@ -99,16 +93,7 @@ def on_fakes(
     run: Callable[[Batch], Found],
     gathered: Mapping[Tensor, torch.dtype] | None = None,
 ) -> Found:
-    """Run something on fake tensors, or, where a model asks for values (`.item()`, a mask of varying size), really.
-
-    Args:
-        objective: The loss, whose modules have fake parameters and buffers meanwhile.
-        batch: The large batch, of which the shapes count.
-        rows: Rows of the micro-batch; more than the batch has are made by repeating it.
-        run: What to run on it.
-        gathered: The parameters of a sharded model, whole ones of these types in passes. It runs on fake tensors only,
-            and what it raises there is raised.
-    """
+    """Run something on fake tensors, or, where a model asks for values (`.item()`, a mask of varying size), really."""
     meta = objective.device.type == "meta"
     micro_batch = batch.map(lambda leaf: leaf.to("meta") if meta and isinstance(leaf, Tensor) else leaf)
     micro_batch = micro_batch.take(torch.arange(rows, device="meta" if meta else None) % batch.rows)

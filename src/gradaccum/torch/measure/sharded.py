@@ -28,20 +28,7 @@ def largest_fitting(
 ) -> int:
     """The largest micro-batch of this batch that fits on this rank, estimated with fake tensors.
 
-        in use now + optimizer state to come + gathered parameters + gradients + activations(rows)   <=   0.9 * limit
-
-    Args:
-        objective: The loss, on the sharded model.
-        gauge: What is in use on the device, and what may be.
-        optimizers: Whose state is still to come before their first step.
-        ranks: Tells what the model gathers.
-        batch: The large batch, of which the shapes count.
-
-    Returns:
-        Rows: all of the batch's where nothing says what memory there is, and at least one.
-
-    Raises:
-        ValueError: The model or the loss can't run on fake tensors.
+    in use now + optimizer state to come + gathered parameters + gradients + activations(rows)   <=   0.9 * limit
     """
     limit = gauge.limit()
     if limit is None:

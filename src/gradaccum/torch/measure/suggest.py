@@ -55,19 +55,7 @@ def suggest_micro_batch_size(model: nn.Module, batch: Any, **keywords: Any) -> i
 
 
 def estimate_size(model: nn.Module, batch: Any, *, margin: float = MARGIN, **keywords: Any) -> SizeEstimate:
-    """What `suggest_micro_batch_size` found, with its estimate and margin.
-
-    Args:
-        model: The model.
-        batch: The large batch.
-        margin: The part of the limit to leave free, in [0, 1).
-        keywords: `loss_fn`, `compute_loss`, `weight`, `reduction`, `batch_dims` and `autocast` as in `TrainStep`;
-            `memory_limit`, bytes or a string such as `"16GiB"` (default: what is free where the model is);
-            `optimizer`, whose state counts (None counts Adam's).
-
-    Raises:
-        ValueError: Not even one row fits (DoesNotFit), or an argument is not what it must be.
-    """
+    """What `suggest_micro_batch_size` found, with its estimate and margin."""
     subject = _Subject.of(model, batch, margin, **keywords)
     objective, batch, constant, limit = subject.objective, subject.batch, subject.constant, subject.limit
     allowed = (1 - margin) * limit
@@ -89,16 +77,6 @@ def estimate_ways(
     model: nn.Module, batch: Any, *, blocks: BlocksChoice = "auto", margin: float = MARGIN, **keywords: Any
 ) -> Ways:
     """What each way of making the large batch's update needs, and the largest micro-batch that it fits with.
-
-    Args:
-        model: The model, on any device, `meta` among them.
-        batch: The large batch.
-        blocks: As in `TrainStep`; where `"auto"` finds none, the ways that need some are left out.
-        margin: The part of the limit to leave free, in [0, 1).
-        keywords: Those of `estimate_size`.
-
-    Raises:
-        ValueError: An argument is not what it must be.
 
     Example:
         >>> model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))

@@ -121,21 +121,7 @@ def find_ways(
     trained: list[Tensor],
     state_bytes: Callable[[list[Tensor]], int],
 ) -> Ways:
-    """What each way takes, and the largest micro-batch that it fits with.
-
-    Args:
-        objective: The loss.
-        batch: The large batch.
-        blocks: As `TrainStep` takes them; None leaves out the ways that need some.
-        constant: Bytes of parameters, buffers, optimizer state and the batch.
-        limit: Bytes there are.
-        margin: The part of them to leave free.
-        trained: The parameters that are updated.
-        state_bytes: What the optimizer's state takes for some of them.
-
-    Raises:
-        ValueError: Blocks that are none, or are not called once each in order.
-    """
+    """What each way takes, and the largest micro-batch that it fits with."""
     rows, allowed = batch.rows, (1 - margin) * limit
     found: dict[str, tuple[str, Callable[[int], int], int]] = {
         "accumulated": ("", lambda size: micro_batch_peak(objective, batch, size, 1 if size == rows else 2), 0)

@@ -90,11 +90,7 @@ def load(windows: Windows, state_dict: dict[str, Any]) -> None:
 
 
 def window_state(windows: Windows) -> dict[str, Any]:
-    """How far training has come, and the open window with its gradients: copies, so that a snapshot stays one.
-
-    Raises:
-        WindowError: A gradient of a micro-batch that is not counted yet is in the sum; or its parameters are others.
-    """
+    """How far training has come, and the open window with its gradients: copies, so that a snapshot stays one."""
     open_ = windows.current
     state: dict[str, Any] = {**windows.state_dict(), "window": open_.window.state_dict()}
     if open_.ranks.is_distributed:

@@ -220,12 +220,7 @@ def _lightning_module(closure: Any) -> Any:
 
 
 def check_first_step(optimizer: Any, closure: Any) -> None:
-    """Raise, or warn, for what is around a wrapped optimizer, or on its parameters, and makes its windows inexact.
-
-    Raises:
-        ValueError: Accelerate or Lightning accumulates as well: it would take the mean of batches of any size.
-        WindowError: transformers' Trainer is the caller.
-    """
+    """Raise, or warn, for what is around a wrapped optimizer, or on its parameters, and makes its windows inexact."""
     check_outside_of_trainers()
     steps, setting = 1, ""
     module = _lightning_module(closure)
@@ -298,11 +293,7 @@ _WORDS_OF_OTHERS = frozenset({"no_grad", "enable_grad", "set_grad_enabled", "inf
 
 
 def checked_gradients(gradients: Any, parameters: list[Tensor]) -> list[Tensor | None]:
-    """Gradients in the order of the parameters.
-
-    Raises:
-        ValueError: They don't fit.
-    """
+    """Gradients in the order of the parameters."""
     if isinstance(gradients, Mapping):
         given, unknown = dict(gradients), {id(p) for p in gradients} - {id(p) for p in parameters}
         if unknown:

@@ -17,13 +17,6 @@ __all__ = ["BatchWeight"]
 class BatchWeight:
     """Weighs the batches of a loader, one after the other.
 
-    Args:
-        weight: `weight(batch) -> number`; None: the batch's number of rows.
-        where: What the user passes `weight=` to.
-
-    Raises:
-        TypeError: `weight` is no callable.
-
     Example:
         >>> import torch
         >>> BatchWeight()((torch.zeros(16, 3), torch.zeros(16)))
@@ -44,11 +37,7 @@ class BatchWeight:
         return self._weight is not None
 
     def __call__(self, batch: Any) -> float:
-        """What this batch weighs.
-
-        Raises:
-            TypeError, ValueError: `weight` returned no such number; or the batch's rows cannot be told.
-        """
+        """What this batch weighs."""
         if self._weight is not None:
             return checked_weight(self._weight(batch))
         rows = self._flat_rows(batch)

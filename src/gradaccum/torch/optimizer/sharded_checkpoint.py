@@ -26,13 +26,7 @@ KEY = "gradaccum"
 
 
 def pack(inner: torch.optim.Optimizer, window: dict[str, Any], ranks: SingleRank) -> dict[str, Any]:
-    """The state dict of an inner optimizer with the window in it, the same for all ranks, which all take part.
-
-    Args:
-        inner: The inner optimizer. If it has made no state yet, what it would make stands in the state dict alone.
-        window: What `window_state` wrote.
-        ranks: What keeps the ranks together.
-    """
+    """The state dict of an inner optimizer with the window in it, the same for all ranks, which all take part."""
     nothing_yet, blank = not inner.state, _is_reserved(inner)
     if nothing_yet:
         _initialise(inner)
@@ -56,11 +50,8 @@ def pack(inner: torch.optim.Optimizer, window: dict[str, Any], ranks: SingleRank
 
 
 def unpack(state_dict: dict[str, Any], ranks: SingleRank) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """What `pack` was given: the inner optimizer's state dict, and this rank's window; None where there is none in it.
-
-    Args:
-        state_dict: What `pack` wrote, by numbers or, after torch's `get_state_dict`, by the parameters' names.
-        ranks: What keeps the ranks together here; there may be more or fewer than there were.
+    """What `pack` was given: the inner optimizer's state dict, and this rank's window; None where there is none in
+    it.
     """
     groups = state_dict.get("param_groups", [])
     found = [group[KEY] for group in groups if KEY in group]

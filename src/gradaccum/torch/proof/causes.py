@@ -38,14 +38,7 @@ def find_causes(
     ways: Sequence[Way],
     tolerance: float,
 ) -> list[Cause]:
-    """Every cause that can be told apart in one go, the most certain first.
-
-    Args:
-        trial: The copy to try it on.
-        differences: What differs.
-        ways: Cuts in which it does, the worst first.
-        tolerance: The largest relative error that counts as rounding.
-    """
+    """Every cause that can be told apart in one go, the most certain first."""
     if counted := counting_layers([trial.original.model]):
         return counted
     large = trial.trace(None)
@@ -281,13 +274,7 @@ def _perturbed(trial: Trial) -> Iterator[Batch]:
 
 
 def input_cause(batch: Any, batch_dims: Any, found: Sequence[tuple[str, Any, int]]) -> Cause:
-    """The tensor of a batch whose rows don't match those of the others.
-
-    Args:
-        batch: The batch as the user has it.
-        batch_dims: Where the rows were looked for.
-        found: The leaves that carry rows: path, tensor, dimension.
-    """
+    """The tensor of a batch whose rows don't match those of the others."""
     counts = [int(leaf.shape[dim]) for _, leaf, dim in found]
     rows = max(sorted(set(counts), reverse=True), key=counts.count)
     path, leaf, dim = next(entry for entry, count in zip(found, counts) if count != rows)
@@ -435,12 +422,7 @@ def hook_cause(parameter: str) -> Cause:
 
 
 def suspicion(roots: Mapping[str, nn.Module], wrong: Sequence[Difference]) -> Cause:
-    """What may make a difference that a copy in float64 doesn't show.
-
-    Args:
-        roots: The modules, by the prefix of their names.
-        wrong: What differs.
-    """
+    """What may make a difference that a copy in float64 doesn't show."""
     hooked = [
         name
         for prefix, root in roots.items()

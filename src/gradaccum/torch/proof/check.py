@@ -38,20 +38,7 @@ def certify(
     size: int | None = None,
     batch_norm: BatchNormChoice = "warn",
 ) -> Equivalence:
-    """Compare the batch at once with several ragged partitions of its rows, and name what makes a difference.
-
-    Args:
-        objective: The user's own; it is left as found.
-        batch: One large batch.
-        accumulate: Runs micro-batches as training does.
-        device: Where to compute.
-        tolerance: The largest relative error that counts as rounding.
-        size: Rows of the micro-batches in one of the partitions; None: ragged ones only.
-        batch_norm: As for `TrainStep`.
-
-    Raises:
-        TypeError, ValueError: As `gradaccum.torch.check_equivalence`.
-    """
+    """Compare the batch at once with several ragged partitions of its rows, and name what makes a difference."""
     if len({int(leaf.shape[dim]) for _, leaf, dim in batch.leaves}) > 1:
         cause = input_cause(batch.tree, batch.batch_dims, batch.leaves)
         return Equivalence((), tolerance, (cause,), device=str(device))

@@ -52,11 +52,7 @@ not clipped), and returns the loss. Exchanges nothing with other ranks, and lear
 
 
 class LoweredScale:
-    """A GradScaler's scale, lowered where gradients overflow in it: an update is skipped then, and tried again.
-
-    Args:
-        scaler: The GradScaler, or None.
-    """
+    """A GradScaler's scale, lowered where gradients overflow in it: an update is skipped then, and tried again."""
 
     def __init__(self, scaler: Any) -> None:
         self._scaler, self._factors, self._place = scaler, (1.0, 2.0**-4, 2.0**-8, 2.0**-12, 2.0**-16), 0
@@ -82,14 +78,6 @@ class Proof:
 
     Losses, gradients, and what modules keep must agree to rounding. Random numbers follow their rows, so dropout is
     no difference. BatchNorm that is not exact uses its running statistics meanwhile.
-
-    Args:
-        objective: The loss, with the model that a plain loop calls.
-        gradients: Runs micro-batches as an update does.
-        parameters: What the optimizers update.
-        batch_norm: As for `TrainStep`.
-        scaler: A GradScaler, or None.
-        explain: What makes micro-batches differ from a batch, and whether it is sure that the loss doesn't.
     """
 
     def __init__(
@@ -114,13 +102,7 @@ class Proof:
         self._warned: set[str] = set()
 
     def is_due(self, batch: Batch, modes: list[bool], text: frozenset[str] = frozenset()) -> bool:
-        """Whether this batch, which has rows to be split, is to be proven: of a new kind, or the 2nd, 4th, 8th, ...
-
-        Args:
-            batch: The large batch.
-            modes: Of each module, the model first: whether it is in training mode.
-            text: The paths of what `max_tokens` cuts.
-        """
+        """Whether this batch, which has rows to be split, is to be proven: of a new kind, or the 2nd, 4th, 8th, ..."""
         self._pending_warning, self._text = "", text
         if batch.rows < 2 or self._attempts >= ATTEMPTS or (batch.groups is not None and len(batch.units()) < 2):
             self.schedule.batches += 1
@@ -128,15 +110,7 @@ class Proof:
         return self.schedule.is_due(self.kinds.is_new(batch, modes, text))
 
     def run(self, batch: Batch, size: int | None = None) -> None:
-        """Prove that micro-batches of the batch that `is_due` make its update. Moves nothing.
-
-        Args:
-            batch: The large batch.
-            size: Rows of its micro-batches, where that is known: not many more are looked at.
-
-        Raises:
-            NotEquivalentError: The gradients or the losses differ. The message names the cause, and what to do.
-        """
+        """Prove that micro-batches of the batch that `is_due` make its update. Moves nothing."""
         roots = self.objective.modules
         parameters = [p for root in roots.values() for p in root.parameters()]
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):

@@ -29,20 +29,7 @@ the buffers as an update leaves them; returns the loss."""
 
 
 class Trial(TorchRunner):
-    """Runs a batch on fresh copies of model and loss, with the same random numbers for the same rows each time.
-
-    Args:
-        objective: The user's own; nothing of it is touched.
-        batch: The large batch.
-        accumulate: Runs micro-batches as training does.
-        device: Where to compute.
-        dtype: What floating tensors are converted to; None leaves them.
-        batch_norm: As for `TrainStep`. `"frozen"` freezes both sides; `"exact"` and `"pooled"` have `TrainStep` itself
-            run the micro-batches, without random numbers.
-
-    Raises:
-        TypeError: The model or the loss can't be copied.
-    """
+    """Runs a batch on fresh copies of model and loss, with the same random numbers for the same rows each time."""
 
     def __init__(
         self,

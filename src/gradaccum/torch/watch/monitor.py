@@ -134,9 +134,6 @@ class GradientMonitor:
     """Watches the gradients of windows, one window after the other.
 
     A backward pass that has brought a gradient and never came to its end has failed.
-
-    Args:
-        parameters: Called whenever the parameters are needed.
     """
 
     def __init__(self, parameters: Callable[[], list[Tensor]]) -> None:
@@ -386,9 +383,6 @@ class ShardedMonitor(GradientMonitor):
     """Watches a model of whose gradients each rank has a part, some of it beside `p.grad`.
 
     All ranks run the same passes, outside of which nobody writes: what is there when a pass is over stays as it is.
-
-    Args:
-        pending: What has been added up beside the parameters.
     """
 
     def __init__(self, parameters: Callable[[], list[Tensor]], pending: Callable[[], list[Tensor]]) -> None:

@@ -19,9 +19,6 @@ class ParameterMonitor:
     """The inner optimizer's parameters and groups as a window began: parameters stay until it closes, settings should.
 
     It looks in windows 1, 2, 4, 8, ...; in the others it tells whether parameters have joined or left between windows.
-
-    Args:
-        inner: The optimizer.
     """
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -57,10 +54,8 @@ class ParameterMonitor:
         return [(group["params"], len(group["params"])) for group in self._inner.param_groups]
 
     def check_lists(self) -> None:
-        """A micro-batch is in: has a parameter come or gone? What replaces one, or stands elsewhere, shows at the end.
-
-        Raises:
-            WindowError: One has.
+        """A micro-batch is in: has a parameter come or gone? What replaces one, or stands elsewhere, shows at the
+        end.
         """
         now = self._look()
         if len(now) != len(self._lists) or any(a is not b or n != m for (a, n), (b, m) in zip(now, self._lists)):
@@ -73,11 +68,7 @@ class ParameterMonitor:
         )
 
     def check_parameters(self) -> None:
-        """The sum of an open window is about to be used.
-
-        Raises:
-            WindowError: The parameters are others, or in another order.
-        """
+        """The sum of an open window is about to be used."""
         if not same_objects(self._parameters, parameters_of(self._inner)):
             raise self._changed_error()
 

@@ -295,14 +295,7 @@ class GradientWindow(Listener):
     # A micro-batch is counted.
 
     def count(self, scaled: Sequence[Any] = ()) -> bool:
-        """Count the micro-batch. Returns whether the window closes with it.
-
-        Args:
-            scaled: Under a GradScaler, its live scale (None after `unscale_`) and whether it found an overflow.
-
-        Raises:
-            WindowError: The sum was edited or cleared from outside, or a backward pass failed.
-        """
+        """Count the micro-batch. Returns whether the window closes with it."""
         window, monitor, one = self.window, self.monitor, self.window.micro_batch
         if one.weight is None:
             mixed = window.weights_given and not one.in_batches

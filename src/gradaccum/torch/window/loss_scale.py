@@ -60,11 +60,7 @@ class LossScale:
         """Whether a micro-batch of this window came without the scaler."""
 
     def check(self, scaled: bool) -> None:
-        """A micro-batch that weighs something came through the scaler, or without it: as those before it.
-
-        Raises:
-            WindowError: One of this window came the other way, so that the sum has no one scale.
-        """
+        """A micro-batch that weighs something came through the scaler, or without it: as those before it."""
         if (self._scaled is not None and scaled != self._scaled) or (scaled and self.unscaled):
             raise _mixed_scales_error()
         self._scaled = scaled
@@ -110,13 +106,7 @@ class LossScale:
                 parameter.grad = None
 
     def add(self, live: Tensor | None, found_inf: Tensor, counts: bool = True) -> None:
-        """A micro-batch is done.
-
-        Args:
-            live: The scaler's own scale, of no dimensions or one element; None after `scaler.unscale_`.
-            found_inf: 1.0 if the sum is not finite, else 0.0.
-            counts: Whether the sum was in reach of the micro-batch, and of the scaler.
-        """
+        """A micro-batch is done."""
         if not counts:
             found_inf = torch.zeros_like(found_inf)
         if self._due and live is not None:

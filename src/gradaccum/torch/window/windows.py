@@ -48,15 +48,7 @@ class Phase(enum.Enum):
 
 
 class Windows:
-    """Counts micro-batches into windows, and makes an update of each.
-
-    Args:
-        inner: The inner optimizer.
-        schedule: How long the windows are.
-        current: The open window, with its gradients.
-        step: The wrapper's method that steps the inner optimizer; it does not keep the wrapper alive.
-        check_steps: Raises if windows of this schedule cannot be.
-    """
+    """Counts micro-batches into windows, and makes an update of each."""
 
     def __init__(
         self,
@@ -110,11 +102,7 @@ class Windows:
         return window.steps
 
     def reschedule(self, schedule: Schedule) -> None:
-        """Another schedule, from the next window on.
-
-        Raises:
-            WindowError: A window of another length is open.
-        """
+        """Another schedule, from the next window on."""
         self._check_steps(schedule)
         self.current.window.resize(schedule(self.epoch, self.updates))
         self.schedule, self._scheduled_for = schedule, (self.epoch, self.updates)
@@ -144,14 +132,7 @@ class Windows:
     # Micro-batches.
 
     def count(self, scaled: Sequence[Any] = ()) -> None:
-        """A micro-batch is in; with the one that closes the window, make the update.
-
-        Args:
-            scaled: Under a GradScaler, its live scale (None after `unscale_`) and whether it found an overflow.
-
-        Raises:
-            WindowError: The batch of `batches()` in use is counted already; or the sum was edited from outside.
-        """
+        """A micro-batch is in; with the one that closes the window, make the update."""
         current = self.current
         window = current.window
         one = window.micro_batch
