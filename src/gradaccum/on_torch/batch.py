@@ -105,11 +105,7 @@ def has_rows(leaf: Any) -> bool:
 
 
 def with_dims(tree: Any, batch_dims: BatchDims = 0, path: str = "") -> Iterator[tuple[str, Any, int | None]]:
-    """Every leaf with its path and the dimension that holds its rows; None where every micro-batch shares it.
-
-    Raises:
-        ValueError: `batch_dims` is no prefix of the batch's structure, or names a dimension that a tensor lacks.
-    """
+    """Every leaf with its path and the dimension that holds its rows; None where every micro-batch shares it."""
     inside = children(tree)
     if batch_dims is None or (isinstance(batch_dims, int) and not isinstance(batch_dims, bool)):
         for where, leaf in leaves(tree, path):
@@ -148,12 +144,6 @@ def described(tree: Any, batch_dims: BatchDims = 0) -> list[tuple[str, Any, int 
 
 class Batch:
     """A batch and where its rows are: what there is to find out about it is found out once.
-
-    Args:
-        tree: Tensors nested in containers.
-        batch_dims: Where their rows are.
-        rows: How many there are, where that is known already.
-        groups: Of each row the id of its group, where rows belong together; those of a group lie one behind the other.
 
     Example:
         >>> batch = Batch((torch.arange(6), "shared"))
@@ -196,11 +186,7 @@ class Batch:
 
     @functools.cached_property
     def rows(self) -> int:
-        """The rows of the batch.
-
-        Raises:
-            ValueError: No leaf carries rows, or they disagree; the message lists every path and shape.
-        """
+        """The rows of the batch."""
         if self.flat and self.tree:
             lengths = [len(leaf) for leaf in self.tree]
             if lengths.count(lengths[0]) == len(lengths):
@@ -282,9 +268,6 @@ def _agreed_rows(tree: Any, leaves: list[tuple[str, Any, int]]) -> int:
 def number_of_rows(batch: Any, batch_dims: BatchDims = 0) -> int:
     """The rows of a batch.
 
-    Raises:
-        ValueError: No leaf carries rows, or they disagree; the message lists every path and shape.
-
     Example:
         >>> number_of_rows((torch.zeros(16, 3), {"label": torch.zeros(16), "name": "train"}))
         16
@@ -306,9 +289,6 @@ def concatenate(parts: Sequence[Any], batch_dims: BatchDims = 0) -> Any:
     """The batch whose rows are those of the parts, in order: what `take` took apart.
 
     Leaves without rows must be the same in all parts.
-
-    Raises:
-        ValueError: The parts' structures differ, tensors can't be concatenated, or leaves without rows differ.
 
     Example:
         >>> concatenate([(torch.tensor([1, 2]), "name"), (torch.tensor([3]), "name")])

@@ -17,12 +17,7 @@ __all__ = ["ArrivalScale", "GradientBuffer", "ScreenedBuffer"]
 
 
 class GradientBuffer:
-    """The sum that autograd adds up in `p.grad`: no second copy of the gradients, no operation per micro-batch.
-
-    Args:
-        parameters: Called whenever they are needed, since parameters may be added.
-        dtype: What half-precision gradients are summed in, such as `torch.float32`. None: the parameter's own dtype.
-    """
+    """The sum that autograd adds up in `p.grad`: no second copy of the gradients, no operation per micro-batch."""
 
     def __init__(self, parameters: Callable[[], list[Tensor]], dtype: torch.dtype | None = None) -> None:
         self.parameters = parameters
@@ -40,11 +35,7 @@ class GradientBuffer:
         self.pending = pending
 
     def prepare(self) -> None:
-        """Have autograd add up in the wider dtype from now on.
-
-        Raises:
-            ValueError: This version of torch cannot.
-        """
+        """Have autograd add up in the wider dtype from now on."""
         narrow = self._narrow()
         if narrow and not _SUMS_WIDE:
             raise ValueError(

@@ -41,12 +41,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 class MemoryMeter:
-    """What is in use on a device and what may be: torch's allocator on CUDA, this process' memory on the CPU.
-
-    Args:
-        device: Where the model is.
-        limit: Bytes that may be in use; None: what the device, or the container, has free on top of what is in use.
-    """
+    """What is in use on a device and what may be: torch's allocator on CUDA, this process' memory on the CPU."""
 
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
         self.device = device

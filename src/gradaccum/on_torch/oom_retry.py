@@ -43,12 +43,7 @@ class OneRow(ValueError):
 
 
 class OomRetry:
-    """Runs the micro-batches of a window, and says what is to come after one that did not fit.
-
-    Args:
-        meter: What a micro-batch costs.
-        around: A context for forward passes.
-    """
+    """Runs the micro-batches of a window, and says what is to come after one that did not fit."""
 
     def __init__(self, meter: MemoryMeter, around: Callable[[], AbstractContextManager[None]] | None = None) -> None:
         self.meter, self._around = meter, around
@@ -58,13 +53,7 @@ class OomRetry:
         return nullcontext() if self._around is None else self._around()
 
     def run(self, piece: Slice, plan: Plan, passes: Passes) -> None:
-        """One micro-batch.
-
-        Raises:
-            RestartWindow: It does not fit: the plan of smaller ones comes with it.
-            torch.OutOfMemoryError: Even one row does not fit, or as few as the model can take.
-            ValueError: It can't take one, and memory had no part in that.
-        """
+        """One micro-batch."""
         try:
             self.once(piece, plan, passes)
             return

@@ -220,14 +220,6 @@ class WindowState:
     Windows 1, 2, 4, 8, ..., and the first one in which modules are in other modes, look at every buffer after each
     micro-batch, and so learn which of them move. The others look after micro-batches at those alone, and once at all
     versions, when the window ends: where a buffer has moved that stood still so far, the window restarts.
-
-    Args:
-        modules: The model, and a loss that has some of its own.
-        device: Where the model is.
-        parameters: Returns the optimizers' parameters: the same list, while they are the same.
-        others: Returns (dict, key) locations of state that is not a registered buffer.
-        functions: What else may hold generators.
-        always: Look in every window, since none may restart by itself.
     """
 
     def __init__(

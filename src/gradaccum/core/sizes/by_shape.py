@@ -23,11 +23,6 @@ class BatchSizeFinder:
     Shapes are distinguished by the kinds of their tensors, and by the elements of a row rounded to a power of two:
     text that every batch pads to another length must not start a search in every batch. Rows longer than those a size
     was found with get proportionally smaller micro-batches.
-
-    Args:
-        micro_batch_size: Rows, or `"auto"`.
-        limit: Returns the bytes that may be in use, or None.
-        minimum: The fewest rows that `"auto"` tries.
     """
 
     def __init__(self, micro_batch_size: int | str, limit: Callable[[], float | None], minimum: int = 1) -> None:
@@ -57,12 +52,7 @@ class BatchSizeFinder:
         return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
 
     def of(self, tensors: list[tuple[str, Any, int]], predict: Callable[[], int] | None = None) -> Sizer:
-        """The size for a batch with these tensors.
-
-        Args:
-            tensors: Their paths, the tensors, and the dimension of their rows.
-            predict: Tells a size that fits, in place of a search.
-        """
+        """The size for a batch with these tensors."""
         seen = [(path, t.shape, t.dtype, dim) for path, t, dim in tensors]
         if seen == self._seen and self._last is not None:
             return self._last

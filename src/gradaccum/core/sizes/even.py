@@ -15,14 +15,6 @@ def even_sizes(rows: int, micro_batch_size: int) -> list[int]:
 
     There are at most two distinct sizes, one row apart, the larger ones first: a compiler sees two shapes at most.
 
-    Args:
-        rows: Rows of the large batch, >= 0.
-        micro_batch_size: Rows that one micro-batch may have at most.
-
-    Raises:
-        TypeError: An argument is not an int.
-        ValueError: `rows` is below 0, or `micro_batch_size` below 1.
-
     Example:
         >>> even_sizes(100, 48), even_sizes(64, 16), even_sizes(3, 16)
         ([34, 33, 33], [16, 16, 16, 16], [3])
@@ -91,16 +83,6 @@ def packed(
 ) -> list[tuple[list[int], int, int]]:
     """Rows of different lengths, sorted and packed into micro-batches of at most `max_tokens` padded tokens.
 
-    Args:
-        extents: For each row, the column of its first token and the column after its last.
-        max_tokens: Rows times columns that a micro-batch may have. A row longer than that goes alone.
-        max_rows: Rows that a micro-batch may have, or None.
-        units: Lists of rows that stay together; None: each row by itself. A unit that is too large goes alone.
-
-    Returns:
-        For each micro-batch its rows and the columns, from and up to, that they need. The longest rows come first, so
-        that a micro-batch that does not fit into memory shows at once.
-
     Example:
         >>> packed([(0, 3), (0, 9), (0, 4), (0, 4)], max_tokens=12)
         [([1], 0, 9), ([2, 3, 0], 0, 4)]
@@ -126,13 +108,6 @@ def packed(
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Rows in as few packed rows as comes easily: the longest first, each into the fullest one that has room for it.
-
-    Args:
-        lengths: Tokens of each row.
-        capacity: Tokens of a packed row. A row longer than that goes alone.
-
-    Returns:
-        The rows of each packed row, in order; the fullest ones first.
 
     Example:
         >>> best_fit([3, 9, 4, 2, 5], 9)

@@ -14,9 +14,6 @@ __all__ = ["Groups"]
 class Groups:
     """Which rows of a batch stay together; the rows of a group lie one behind the other.
 
-    Args:
-        ids: Of each row the id of its group.
-
     Example:
         >>> groups = Groups([7, 7, 7, 2, 2, 9])
         >>> groups.runs, groups.largest
@@ -84,9 +81,6 @@ class Groups:
     @classmethod
     def of_size(cls, rows: int, size: int) -> Groups:
         """So many rows in a row.
-
-        Raises:
-            ValueError: The rows don't come out even.
 
         Example:
             >>> Groups.of_size(6, 2).ids

@@ -90,9 +90,6 @@ def _available(root: Path) -> int | None:
 def parse_bytes(size: Any) -> int | None:
     """`memory_limit` in bytes; None stays None.
 
-    Raises:
-        TypeError, ValueError: Neither a positive number of bytes nor a string such as "4GiB" or "500 MB".
-
     Example:
         >>> parse_bytes("4GiB"), parse_bytes("1.5 MB"), parse_bytes(1024)
         (4294967296, 1500000, 1024)

@@ -96,26 +96,12 @@ class Plan:
         return None if group is None else f"{self.groups.described(group)}, whose rows stay together"
 
     def in_passes(self, count: int, least: int = 1) -> list[Slice]:
-        """The slices of this batch, `count` of them where there are rows enough; none larger than planned.
-
-        Args:
-            count: As many as there are, or more.
-            least: The fewest rows of a slice.
-        """
+        """The slices of this batch, `count` of them where there are rows enough; none larger than planned."""
         raise NotImplementedError
 
 
 class Rows(Plan):
-    """A batch cut by rows.
-
-    Args:
-        sizer: How many a micro-batch has.
-        rows: Those of the batch.
-        groups: Which of them stay together.
-
-    Raises:
-        ValueError: A group has more rows than a micro-batch may have.
-    """
+    """A batch cut by rows."""
 
     def __init__(self, sizer: Sizer, rows: int, groups: Groups | None = None) -> None:
         self.sizer, self.rows, self.groups = sizer, rows, groups
@@ -247,17 +233,7 @@ class TokenBudget:
 
 
 class Tokens(Plan):
-    """A batch of padded rows, packed by a budget of tokens.
-
-    Args:
-        budget: How many.
-        extents: Of each row the column where its tokens begin, and the one after the last.
-        sizes: Rows of the micro-batches, in order; None: as many as the budget allows.
-        groups: Which rows stay together.
-
-    Raises:
-        ValueError: A group has more padded tokens than a micro-batch may have.
-    """
+    """A batch of padded rows, packed by a budget of tokens."""
 
     def __init__(
         self,
@@ -354,12 +330,6 @@ class Tokens(Plan):
 
 class Joined(Tokens):
     """A batch of padded rows, laid one behind the other, as many as the longest one has tokens.
-
-    Args:
-        budget: Tokens of a micro-batch: its packed rows times the columns of the fullest.
-        lengths: Tokens of each row.
-        sizes: Rows of the micro-batches, in order, each of one packed row; None: as many as the budget allows. Where
-            each is of a single row, they are joined: there would be nothing to see of what packing does.
 
     Example:
         >>> plan = Joined(TokenBudget(10), [3, 5, 4, 2, 1])

@@ -35,9 +35,6 @@ class MemoryLine:
     Below the knee something else sets the peak (the optimizer, a kernel's workspace), so small sizes tell too little
     about the slope: the line goes through the two largest sizes, or from `base` through the only one.
 
-    Args:
-        base: Bytes in use before a micro-batch starts.
-
     Example:
         >>> line = MemoryLine(base=100)
         >>> for size, peak in ((1, 300), (2, 300), (4, 500), (8, 900)):
@@ -86,11 +83,6 @@ class SizeSearch:
     """The search for one shape of batch.
 
     Ask `next_size` for the size of the next micro-batch, `record` what it took, and call `close` at the window's end.
-
-    Args:
-        start: The first size to try, in rows.
-        limit: Bytes that a micro-batch's peak may reach, or None.
-        minimum: The fewest rows that make sense: BatchNorm refuses to train on one.
 
     Example:
         >>> search = SizeSearch()

@@ -100,11 +100,6 @@ def is_finite(tensors: Sequence[Tensor]) -> bool:
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     """`max|actual - expected| / max|expected|`; inf for another shape, or where only one of both is finite.
 
-    Args:
-        actual: What was computed.
-        expected: What it should be.
-        floor: Smallest scale to divide by, for tensors that are zero but for rounding.
-
     Example:
         >>> relative_error(torch.tensor([1.0, 4.5]), torch.tensor([1.0, 4.0]))
         0.125

@@ -48,13 +48,7 @@ class BatchKinds:
         self._latest: tuple[Any, int, list[bool], dict[str, tuple[float, float]], set[str]] = None, 0, [], {}, set()
 
     def is_new(self, batch: Batch, modes: list[bool], text: frozenset[str] = frozenset()) -> bool:
-        """Whether this batch is of a new kind.
-
-        Args:
-            batch: The batch.
-            modes: Of each module, the model first: whether it is in training mode.
-            text: The paths of what `max_tokens` cuts.
-        """
+        """Whether this batch is of a new kind."""
         structure = modes[0], text, tuple([(path, leaf.dtype, len(leaf.shape)) for path, leaf, _ in batch.leaves])
         rows = min(batch.rows, ENOUGH)
         first = self._structures.get(structure, 0) < rows
@@ -190,14 +184,7 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def _variations(path: str, leaf: Tensor, dim: int, thorough: bool) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """What may differ among the rows of this tensor: a name, and a function that returns a number for each row.
-
-    Args:
-        path: Of the tensor.
-        leaf: The tensor.
-        dim: Where its rows are.
-        thorough: Whether to look at each number of a large tensor, too.
-    """
+    """What may differ among the rows of this tensor: a name, and a function that returns a number for each row."""
     floating, small = leaf.is_floating_point(), thorough or leaf.numel() <= SMALL
     if floating and small:
         yield _MISSING + path, lambda: _sums(leaf.isnan(), dim)

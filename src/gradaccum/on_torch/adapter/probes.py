@@ -88,11 +88,7 @@ def _others_differ(before: _Fingerprint, after: _Fingerprint, rows: int, changed
 
 
 class Trace:
-    """Fingerprints of what goes into and comes out of every call of every module, in one forward pass.
-
-    Args:
-        model: A copy that this trace may put hooks on.
-    """
+    """Fingerprints of what goes into and comes out of every call of every module, in one forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: dict[tuple[str, int], tuple[list[_Fingerprint], list[_Fingerprint]]] = {}
@@ -133,14 +129,7 @@ class Trace:
 def mixing(
     large: Trace, other: Trace, rows: int, *, taken: Tensor | None = None, changed: int | None = None
 ) -> list[str]:
-    """The innermost modules whose inputs agree and whose outputs don't.
-
-    Args:
-        large: The trace of the large batch.
-        other: Of the rows `taken`; or of the large batch with the row `changed`; or, with neither, of the large batch
-            once more.
-        rows: Rows of the large batch.
-    """
+    """The innermost modules whose inputs agree and whose outputs don't."""
 
     def differ(a: _Fingerprint, b: _Fingerprint) -> bool | None:
         if taken is not None:
@@ -182,11 +171,7 @@ def _fingerprints(tree: Any) -> list[_Fingerprint]:
 
 
 class Outputs:
-    """What a model returns for the large batch, one tree per call.
-
-    Args:
-        rows: Rows of the large batch.
-    """
+    """What a model returns for the large batch, one tree per call."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows

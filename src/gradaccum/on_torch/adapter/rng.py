@@ -25,10 +25,6 @@ class RowwiseRng(TorchDispatchMode):
     A random operation draws one number from the user's generator and seeds its own noise with it. That noise always has
     the large batch's shape; a micro-batch takes its rows of it. As the generator moves by one number per operation,
     whatever the shapes, the micro-batches stay in step with the large batch, and checkpointing replays as ever.
-
-    Args:
-        rows: Rows of the large batch.
-        neutral: Replace noise by its mean: dropout keeps everything. For models whose noise has no rows.
     """
 
     def __init__(self, rows: int, *, neutral: bool = False) -> None:
@@ -90,11 +86,7 @@ class RowwiseRng(TorchDispatchMode):
         self._begun = RandomState(())
 
     def check(self, name: str) -> None:
-        """Before a difference is taken for one.
-
-        Raises:
-            ValueError: Random numbers follow rows, and are another framework's.
-        """
+        """Before a difference is taken for one."""
         if self._drawn:
             raise ValueError(
                 f"{name} draws random numbers of {', '.join(sorted(self._drawn))}, which can't be given to their rows, "
@@ -267,12 +259,7 @@ _SAMPLERS: dict[str, Callable[[Tensor, dict[str, Any], _Noise], Any]] = {
 
 
 def watched(batch: Batch, taken: Callable[[Tensor], Any]) -> Batch:
-    """The batch, which tells which rows are taken of it.
-
-    Args:
-        batch: The batch.
-        taken: Called with their indices, before.
-    """
+    """The batch, which tells which rows are taken of it."""
     batch = copy.copy(batch)
     batch.__class__ = _Watched
     assert isinstance(batch, _Watched)

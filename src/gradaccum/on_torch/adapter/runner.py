@@ -20,12 +20,7 @@ FLIPPED_BITS = (1, 2, 3, 5, 7)
 
 
 class TorchRunner:
-    """A `gradaccum.core.proof.Runner`, but for `run`.
-
-    Args:
-        rng: Random numbers that follow their rows.
-        device: Where it computes.
-    """
+    """A `gradaccum.core.proof.Runner`, but for `run`."""
 
     def __init__(self, rng: RowwiseRng, device: torch.device) -> None:
         self.rng, self.device = rng, device

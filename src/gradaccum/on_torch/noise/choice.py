@@ -16,11 +16,7 @@ NoiseChoice = Literal[False, True, "layer_norm"]
 
 
 def checked_noise(noise_scale: NoiseChoice, nonfinite: str = "propagate") -> NoiseChoice:
-    """Whether the noise scale is measured, and how.
-
-    Raises:
-        ValueError: It is neither a bool nor a known way, or this way doesn't go with `nonfinite`.
-    """
+    """Whether the noise scale is measured, and how."""
     if not isinstance(noise_scale, bool) and noise_scale != "layer_norm":
         raise ValueError(f"`noise_scale` must be a bool or 'layer_norm'. Received: noise_scale={noise_scale!r}.")
     if noise_scale == "layer_norm" and nonfinite == "skip_micro_batch":
@@ -32,11 +28,7 @@ def checked_noise(noise_scale: NoiseChoice, nonfinite: str = "propagate") -> Noi
 
 
 def noise_meter(noise_scale: NoiseChoice | None, model: nn.Module | None) -> NoiseMeter | None:
-    """What measures the noise scale as it was asked for: nothing, gradients of two sizes, or normalization layers.
-
-    Raises:
-        ValueError: It is something else, or there is no model to look at.
-    """
+    """What measures the noise scale as it was asked for: nothing, gradients of two sizes, or normalization layers."""
     if noise_scale != "layer_norm":
         return NoiseMeter() if noise_scale else None
     if model is None:

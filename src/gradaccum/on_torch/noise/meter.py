@@ -20,10 +20,6 @@ __all__ = ["Measured", "NoiseMeter", "inside_step"]
 def inside_step(optimizer: Any, around: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
     """Have an optimizer's step run inside of a context, and its hooks outside of it: they see its own hyperparameters.
 
-    Args:
-        optimizer: Whose `step` is called meanwhile.
-        around: The context.
-
     Example:
         >>> from types import SimpleNamespace
         >>> optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
@@ -71,9 +67,6 @@ class NoiseMeter:
 
     The first micro-batch must be a random sample of the window's rows: where rows are sorted, by length say, the
     spread that the order adds counts as noise.
-
-    Args:
-        keep: How many windows to look back on.
     """
 
     def __init__(self, keep: int = WINDOWS) -> None:
@@ -92,24 +85,12 @@ class NoiseMeter:
         return self._first is None
 
     def micro_batch(self, gradients: Sequence[Tensor], size: float, multiple: float | Tensor) -> None:
-        """Measure the window's first micro-batch of nonzero weight.
-
-        Args:
-            gradients: The sum so far.
-            size: Rows of the micro-batch.
-            multiple: Ratio of the sum to the micro-batch's mean gradient.
-        """
+        """Measure the window's first micro-batch of nonzero weight."""
         if self._first is None and gradients and not (isinstance(multiple, float) and multiple == 0.0):
             self._first = Measured(_norms(gradients), multiple, float(size))
 
     def window(self, gradients: Sequence[Tensor], size: float, multiple: float | Tensor = 1.0) -> None:
-        """Measure the finished gradient, before clipping.
-
-        Args:
-            gradients: The mean over the window.
-            size: Rows of the window.
-            multiple: Ratio of `gradients` to that mean.
-        """
+        """Measure the finished gradient, before clipping."""
         # All ranks take part in the norm of a sharded gradient, those that have nothing to compare it with as well.
         sharded = any(hasattr(gradient, "to_local") for gradient in gradients)
         norm = clip_norm_(list(gradients), None).reshape(1) if sharded else None

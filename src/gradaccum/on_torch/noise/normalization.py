@@ -32,13 +32,6 @@ class NormalizationMeter(NoiseMeter):
 
     Source: Gray, Tiwari, Bergsma and Hestness, "Normalization Layer Per-Example Gradients are Sufficient to Predict
     Gradient Noise Scale in Transformers", 2024 (arXiv 2411.00999).
-
-    Args:
-        model: Its layers are those whose class is called LayerNorm or RMSNorm, or ends so. They see rows first.
-        keep: How many windows to look back on.
-
-    Raises:
-        ValueError: It has no such layer with trained weights, or they are sharded.
     """
 
     def __init__(self, model: nn.Module, keep: int = WINDOWS) -> None:

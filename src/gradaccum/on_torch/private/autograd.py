@@ -28,11 +28,6 @@ def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor], retain_
 
     What torch looks at first, once more for each micro-batch, takes as long as the backward pass of a small layer.
 
-    Args:
-        tensors: Where to start.
-        gradients: Of each of them, of its shape and dtype, on its device.
-        retain_graph: As for `torch.autograd.backward`.
-
     Example:
         >>> weight = torch.ones(3, requires_grad=True)
         >>> run_backward([weight * 2], [torch.tensor([1.0, 2.0, 3.0])])

@@ -110,11 +110,7 @@ NAMES: tuple[PrivateName, ...] = (
 
 
 def missing(samples: Mapping[str, object]) -> list[str]:
-    """Which private names this version of torch lacks, each in a sentence.
-
-    Args:
-        samples: An object for each kind of owner; names of those that aren't there are left out.
-    """
+    """Which private names this version of torch lacks, each in a sentence."""
     here = (name for name in NAMES if name.owner in samples)
     found = (name.missing_from(samples[name.owner], f"torch {torch.__version__}") for name in here)
     return [sentence for sentence in found if sentence is not None]

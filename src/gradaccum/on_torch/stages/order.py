@@ -28,18 +28,7 @@ def gradient_stages(
     clip_grad_value: float | None = None,
     accumulates_wide: bool = False,
 ) -> list[Stage]:
-    """The stages that were asked for: a plain loop's are `[Divide]`.
-
-    Args:
-        first: What makes one sum, in one scale, of what there is: screening, reduction over ranks, unscaling, folding.
-        before_clipping: What else must have happened before gradients are clipped.
-        skip_nonfinite: Make no update of a gradient that is not finite.
-        sum_over_ranks: Where each rank has a part of the gradient: the sum of a tensor over the ranks.
-        noise: Measures the noise scale.
-        clip_grad_norm: Largest 2-norm of the finished gradient.
-        clip_grad_value: Largest absolute value of its entries.
-        accumulates_wide: Whether gradients may be wider than their parameters.
-    """
+    """The stages that were asked for: a plain loop's are `[Divide]`."""
     stages = [
         *first,
         Divide(),

@@ -63,12 +63,7 @@ def described(layers: list[tuple[str, _BatchNorm]], most: int = 8) -> str:
 
 
 def warn_of_batch_norm(module: nn.Module, remedy: str) -> bool:
-    """Name the BatchNorm layers in a warning. Returns whether there were any.
-
-    Args:
-        module: What to look through.
-        remedy: What the user can do about it, a sentence.
-    """
+    """Name the BatchNorm layers in a warning. Returns whether there were any."""
     layers = batch_norms(module)
     if layers:
         _warn(described(layers), remedy)
@@ -76,13 +71,7 @@ def warn_of_batch_norm(module: nn.Module, remedy: str) -> bool:
 
 
 def warn_of_functional_batch_norm(module: nn.Module, paths: Sequence[str], remedy: str) -> None:
-    """Name the modules that call `torch.nn.functional.batch_norm` in a warning.
-
-    Args:
-        module: What they are in.
-        paths: Where.
-        remedy: What the user can do about it, a sentence.
-    """
+    """Name the modules that call `torch.nn.functional.batch_norm` in a warning."""
     named = ", ".join(f"{path or 'the module'!r} ({type(module.get_submodule(path)).__name__})" for path in paths)
     _warn(f"torch.nn.functional.batch_norm, called by {named}", remedy)
 
@@ -105,11 +94,7 @@ def _level_of_the_user() -> int:
 
 @contextlib.contextmanager
 def frozen(module: nn.Module) -> Iterator[None]:
-    """BatchNorm as in eval mode inside the block, everything else as it is.
-
-    Raises:
-        ValueError: A BatchNorm layer has no running statistics to normalise with.
-    """
+    """BatchNorm as in eval mode inside the block, everything else as it is."""
     layers = batch_norms(module)
     without = [(path, layer) for path, layer in layers if layer.running_mean is None]
     if without:

@@ -33,9 +33,6 @@ BatchNormChoice = Literal["warn", "micro", "pooled", "frozen", "exact"]
 def checked_batch_norm(batch_norm: Any) -> BatchNormChoice:
     """`batch_norm`, if it is one of the five words.
 
-    Raises:
-        ValueError: It isn't.
-
     Example:
         >>> checked_batch_norm("pooled")
         'pooled'
@@ -47,18 +44,7 @@ _NO_CONTEXT = contextlib.nullcontext()
 
 
 class BatchNormPolicy:
-    """One of the five words, applied to a module.
-
-    Args:
-        batch_norm: The word.
-        module: Whose BatchNorm layers are meant.
-        moved_once: Whether `"warn"` moves running statistics once per window, as `"pooled"` does: for who promises
-            that a forward pass moves every buffer once.
-        remedy: The warning's last sentence.
-
-    Raises:
-        ValueError: `batch_norm` is none of the words.
-    """
+    """One of the five words, applied to a module."""
 
     def __init__(self, batch_norm: Any, module: nn.Module, *, moved_once: bool = False, remedy: str = "") -> None:
         self.choice = checked_batch_norm(batch_norm)

@@ -90,9 +90,6 @@ class PooledStatistics:
     n_i counts what a channel's statistics are over (rows times positions), and N is their sum. A layer that is called
     several times per micro-batch moves once per call, as it would on the large batch.
 
-    Args:
-        module: Whose BatchNorm layers are meant.
-
     Example:
         >>> layer, x = nn.BatchNorm1d(3), torch.randn(12, 3)
         >>> pooled = PooledStatistics(layer)

@@ -27,12 +27,6 @@ class LentBuffers:
     They move to where the passes took them on average over rows, or as `combine_buffers` says. The former is exact for
     what doesn't depend on the rows (counters, power iterations) and for moving averages of means over rows.
 
-    Args:
-        places: Where each buffer is held: a dict, its key there, the buffer.
-        excluded: Those, by id, that first passes move themselves.
-        owners: The modules by the `id` of the dict that holds their buffers.
-        holders: All these dicts: a pass may make buffers.
-
     Example:
         >>> layer = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
         >>> parts = [part._buffers for part in layer.modules()]

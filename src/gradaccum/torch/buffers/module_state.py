@@ -39,10 +39,6 @@ class Attributes:
 
     All of it together: a flag that says whether hooks have been registered is right beside those hooks alone.
 
-    Args:
-        modules: The modules, each by itself.
-        hooked: Others, of which hooks are all that counts.
-
     Example:
         >>> layer = nn.Linear(2, 2)
         >>> found = Attributes([layer])
@@ -86,9 +82,6 @@ class Attributes:
 
 class ModuleState:
     """The buffers, small frozen parameters and plain attributes of modules at this moment.
-
-    Args:
-        roots: The modules, by the prefix of their names.
 
     Example:
         >>> norm = nn.BatchNorm1d(2)
@@ -178,9 +171,6 @@ class ModuleState:
 def owners_of_buffers(roots: Mapping[str, nn.Module]) -> dict[str, tuple[str, str, str]]:
     """Of each buffer, by its full name, the path and the kind of its module, and its name there.
 
-    Args:
-        roots: The modules, by the prefix of their names.
-
     Example:
         >>> owners_of_buffers({"": nn.Sequential(nn.BatchNorm1d(2))})["0.running_mean"]
         ('0', 'BatchNorm1d', 'running_mean')
@@ -200,14 +190,7 @@ def left_as_found(
     devices: Iterable[torch.device] = (),
     functions: Iterable[Any] = (),
 ) -> Iterator[ModuleState]:
-    """Gradients, module state and random numbers are afterwards what they were before. Gradients start empty.
-
-    Args:
-        roots: The modules, by the prefix of their names.
-        parameters: What may receive a gradient.
-        devices: Whose random number generators are kept, besides the CPU's.
-        functions: What else may hold generators, beside the modules.
-    """
+    """Gradients, module state and random numbers are afterwards what they were before. Gradients start empty."""
     state = ModuleState(roots)
     with kept([*all_generators(devices), *held_generators(*roots.values(), *functions)]), gradients_kept(parameters):
         try:

@@ -20,11 +20,6 @@ class Moved:
 
         mean:   start + sum_i n_i (end_i - start) / N        with the rows n_i of pass i, and N = sum_i n_i
 
-    Args:
-        start: Its value before each of them; not to be edited. None: there was no such buffer.
-        rule: What becomes of the ends.
-        rows: Of the passes so far, which have not moved it.
-
     Example:
         >>> moved = Moved(torch.zeros(2))
         >>> moved.add(torch.tensor([1.0, 2.0]), 3)
@@ -71,12 +66,7 @@ class Moved:
 
     @torch.no_grad()
     def end(self, module: nn.Module | None = None, name: str = "") -> Tensor | None:
-        """Where all passes lead together; None: there is no such buffer any more.
-
-        Args:
-            module: For a callable rule: whose buffer it is.
-            name: And what it is called there.
-        """
+        """Where all passes lead together; None: there is no such buffer any more."""
         if callable(self.rule):
             return ruled(module, name, self.rule, self.start, self._ends) if self._ends else None
         return self._together if self._together is None or self._dtype is None else self._together.to(self._dtype)
@@ -134,9 +124,6 @@ class WindowBuffers:
 
     BatchNorm's statistics are left alone: what becomes of them is `batch_norm`'s to say.
 
-    Args:
-        modules: Whose buffers move.
-
     Example:
         >>> layer = nn.Linear(2, 2)
         >>> layer.register_buffer("passes", torch.zeros(()))
@@ -163,12 +150,7 @@ class WindowBuffers:
 
     @torch.no_grad()
     def micro_batch(self, moved: Iterable[BufferSnapshot], rows: int) -> None:
-        """A micro-batch of so many rows is in. Has the next one find what this one has found.
-
-        Args:
-            moved: The buffers that it has moved, or made.
-            rows: Of the micro-batch.
-        """
+        """A micro-batch of so many rows is in. Has the next one find what this one has found."""
         ends = {}
         for buffer in moved:
             module, key = self._owner(buffer.owner), (id(buffer.owner), buffer.name)
@@ -223,13 +205,6 @@ def take_over(
     """Have the ranks agree after an update on the buffers on which they agreed before, where some have run nothing.
 
     Those on which they didn't are each rank's own, as statistics of its rows are: without rows they stay.
-
-    Args:
-        buffers: By module: what holds its buffers, and how they were when the update began.
-        device: Where the model is.
-        broadcast: Returns the object of the rank that gives. All ranks call this.
-        gives: This rank is the one that gives.
-        takes: This rank has run nothing.
     """
     moved: dict[Key, dict[str, tuple[Tensor | None, Tensor, bool]]] = broadcast(_moved(buffers) if gives else None)
     for key, names in moved.items() if takes else ():

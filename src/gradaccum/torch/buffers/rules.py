@@ -138,11 +138,7 @@ def standing_for(module: nn.Module) -> nn.Module:
 
 
 def ruled(module: nn.Module | None, name: str, rule: Any, start: Tensor | None, ends: list[Tensor]) -> Tensor:
-    """What a callable rule makes of a buffer.
-
-    Raises:
-        TypeError, ValueError: No tensor, or another one than the buffer could be.
-    """
+    """What a callable rule makes of a buffer."""
     module = None if module is None else standing_for(module)
     end = rule(module, None if start is None else start.clone(), ends)
     like = ends[0]
@@ -158,11 +154,7 @@ def ruled(module: nn.Module | None, name: str, rule: Any, start: Tensor | None, 
 
 
 def warn_of_buffers(buffers: Sequence[tuple[str, str, str]]) -> None:
-    """Warn of buffers that do not go where all rows at once take them.
-
-    Args:
-        buffers: Of each the path and the kind of its module, and its name there.
-    """
+    """Warn of buffers that do not go where all rows at once take them."""
     if not buffers:
         return
     listed = [f"{name!r} of {path or 'the model'!r} ({kind})" for path, kind, name in buffers]

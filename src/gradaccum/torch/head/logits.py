@@ -21,14 +21,6 @@ class Logits:
     They can be sliced, flattened, transposed and cast, and `cross_entropy` takes them in tiles. Whatever else is done
     with them, they are computed for it.
 
-    Args:
-        x: What the layer is called with: (..., features).
-        weight: Of the layer.
-        bias: Of the layer, or None.
-        dtypes: What they are cast to, one after the other.
-        second: Whether the classes are the second dimension.
-        computed: Called with what they had to be computed for.
-
     Example:
         >>> logits = Logits(torch.randn(2, 3, 4), torch.randn(9, 4), None)
         >>> logits[:, :-1].float().shape, logits.view(-1, 9).shape

@@ -25,13 +25,6 @@ _TILED = "TiledLinear"
 class Head:
     """A linear layer of a model, whose outputs are computed in tiles, together with their cross entropy.
 
-    Args:
-        model: The model.
-        head: The layer, its dotted path, or `"auto"`: what `get_output_embeddings()` of transformers' models returns.
-
-    Raises:
-        TypeError, ValueError: There is no such layer, or it does more than a linear one.
-
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 9))
         >>> with Head(model, "1").tiled():

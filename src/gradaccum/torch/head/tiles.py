@@ -28,13 +28,6 @@ class Options(NamedTuple):
 def cross_entropies(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: Options) -> Tensor:
     """The cross entropy of each row of `linear(x, weight, bias)`.
 
-    Args:
-        x: (rows, features).
-        weight: (classes, features).
-        bias: (classes), or None.
-        target: Classes, (rows).
-        options: Of the loss.
-
     Example:
         >>> x, weight, target = torch.randn(6, 4), torch.randn(9, 4), torch.tensor([0, 8, -100, 3, 2, 2])
         >>> losses = cross_entropies(x, weight, None, target, Options(None, -100, 0.0, ()))

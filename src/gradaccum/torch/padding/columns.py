@@ -72,11 +72,7 @@ def extents(batch: Any) -> list[tuple[int, int]]:
 
 
 def mask_of(batch: Any) -> Tensor:
-    """The attention mask that says where tokens are: not a decoder's.
-
-    Raises:
-        ValueError: There is none; the message lists every path and shape.
-    """
+    """The attention mask that says where tokens are: not a decoder's."""
     found = list(masks(batch))
     for where, mask in found:
         if "decoder" not in where and "cross" not in where:
@@ -137,12 +133,6 @@ def trimmed(batch: Any, start: int, stop: int, positions: bool = False) -> Any:
 
     Cut are tensors of (rows, columns, ...) with as many columns as the attention mask, and masks of (..., columns,
     columns). What belongs to a decoder stays as it is, the labels of one with inputs of its own, too.
-
-    Args:
-        batch: A batch with an attention mask.
-        start: The first column to keep.
-        stop: The column after the last one to keep.
-        positions: Say in `position_ids` which columns these are, for models that number what they get from 0.
 
     Example:
         >>> batch = {"attention_mask": torch.tensor([[0, 1, 1, 0]]), "x": torch.tensor([[5, 6, 7, 8]]), "kind": "text"}

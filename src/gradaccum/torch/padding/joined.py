@@ -114,13 +114,7 @@ def _check(batch: Any, mask: Tensor, spans: list[tuple[int, int]], text: frozens
 
 
 def mixing_module(model: nn.Module, run: Callable[[list[int]], None], length: int) -> str | None:
-    """The module that lets a row see another one that lies before it, by name and class; None if none is found.
-
-    Args:
-        model: The model.
-        run: Runs the loss on one packed row that holds these rows.
-        length: Tokens of row 0.
-    """
+    """The module that lets a row see another one that lies before it, by name and class; None if none is found."""
     alone, joined = _calls(model, lambda: run([0]), length), _calls(model, lambda: run([1, 0]), length)
     if [name for name, _, _ in alone] != [name for name, _, _ in joined]:
         return None

@@ -16,15 +16,6 @@ __all__ = ["Packs"]
 class Packs:
     """How padded rows are packed into micro-batches of at most so many tokens.
 
-    Args:
-        tree: A batch with an attention mask.
-        budget: Padded tokens, and rows, of a micro-batch.
-        left: What happens to padding on the left.
-        sizes: Rows of the micro-batches, in order; None: as many as the budget allows.
-
-    Raises:
-        ValueError: There is no attention mask.
-
     Example:
         >>> lengths = torch.tensor([1, 3, 2, 3])
         >>> packs = Packs({"attention_mask": torch.arange(4) < lengths[:, None]}, TokenBudget(6), "cut")

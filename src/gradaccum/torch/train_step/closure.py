@@ -26,10 +26,6 @@ class Closure:
     """The closure that an optimizer evaluates: its first evaluation finds the gradients that are there.
 
     They are computed anew where the optimizer has moved parameters before it evaluates, as SAM does.
-
-    Args:
-        parameters: Returns the parameters that tell.
-        always_check: Look at them at each update; else at the first, and do as then.
     """
 
     def __init__(self, parameters: Callable[[], list[Tensor]], *, always_check: bool = False) -> None:

@@ -25,14 +25,7 @@ EXACT_MICRO_BATCH_SIZE = 32
 
 
 class WholeBatch:
-    """A model that takes the large batch, in micro-batches, with exact BatchNorm.
-
-    Args:
-        model: The model; the inside of a DistributedDataParallel is what gets cut.
-        batch_dims: Where the rows of the batch are.
-        takes_inputs: Whether the model is called with the batch's first element, as `loss_fn(model(x), y)` has it.
-        offload: Keep what crosses the BatchNorm layers in host memory.
-    """
+    """A model that takes the large batch, in micro-batches, with exact BatchNorm."""
 
     def __init__(self, model: nn.Module, batch_dims: BatchDims, takes_inputs: bool, *, offload: bool = False) -> None:
         self.outer = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
@@ -79,12 +72,7 @@ def _of_the_model(batch_dims: BatchDims, takes_inputs: bool) -> Any:
 
 
 def run_at_once(whole: WholeBatch, rows: int, plan: Rows, passes: Passes, oom: OomRetry) -> None:
-    """All rows at once, through a model that takes them in micro-batches: smaller ones, where these don't fit.
-
-    Raises:
-        RestartWindow: They did not fit; smaller ones may.
-        torch.OutOfMemoryError: The smallest did not fit.
-    """
+    """All rows at once, through a model that takes them in micro-batches: smaller ones, where these don't fit."""
     size = plan.sizer.next_size(rows)
     try:
         with whole.in_micro_batches(size):

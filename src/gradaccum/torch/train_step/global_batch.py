@@ -43,13 +43,7 @@ Window = LossAccumulator | TermsAccumulator
 
 
 class GlobalBatch(Listener):
-    """Puts a rank's window together with those of the others.
-
-    Args:
-        ranks: What keeps the ranks together.
-        sums: The gradients of this rank's micro-batches.
-        in_blocks: Whether a sharded model runs block by block, so that no pass is there to agree on a unit in.
-    """
+    """Puts a rank's window together with those of the others."""
 
     def __init__(self, ranks: SingleRank, sums: GradientBuffer, *, in_blocks: bool = False) -> None:
         self.ranks = ranks
@@ -66,11 +60,6 @@ class GlobalBatch(Listener):
         """A window over this rank's rows, whose parts are shares of all ranks' loss, where their weight is known.
 
         They must be so in the backward pass already: it spans the ranks where SyncBatchNorm does.
-
-        Args:
-            objective: The loss.
-            batch: This rank's rows.
-            count: Runs forward passes to find the terms of the loss; None where that must not be, or need not.
         """
         mine = objective.total(batch) if self.ranks.is_distributed or objective.weight is not None else None
         if isinstance(mine, dict):
@@ -115,11 +104,7 @@ class GlobalBatch(Listener):
     def anew(
         self, window: Window, objective: Objective, batch: Batch, count: Callable[[], list[Terms] | None]
     ) -> Window:
-        """The window that begins once more, with the arguments of `open`. Exchanges nothing with other ranks.
-
-        Raises:
-            ValueError: What several losses divide by, over all ranks, would have to be exchanged.
-        """
+        """The window that begins once more, with the arguments of `open`. Exchanges nothing with other ranks."""
         if not self.ranks.is_distributed:
             new = self.open(objective, batch, count)
             new.attempts = window.attempts
@@ -138,11 +123,7 @@ class GlobalBatch(Listener):
         return TermsAccumulator(objective, batch, dict(totals), own, rows)
 
     def close(self, window: Window, state: WindowState) -> tuple[Tensor, Weight | None, bool]:
-        """The loss over all ranks' rows; what the summed gradients are to be divided by; whether anything weighs.
-
-        Raises:
-            WindowError: Another rank has dropped out, or has other hyperparameters.
-        """
+        """The loss over all ranks' rows; what the summed gradients are to be divided by; whether anything weighs."""
         if not self.ranks.is_distributed:
             return window.loss, window.divisor, not window.empty
         known = window.unit_and_weight() or (None if self._mine is None else (self._unit, self._mine))
@@ -170,14 +151,7 @@ class GlobalBatch(Listener):
             self._sums.scale_(own / unit)
 
     def _finished(self, window: Window, sums: Tensor, unit: float, weight: float | None) -> tuple[Tensor, Weight, bool]:
-        """The losses over all ranks' rows; what the gradients are to be divided by; whether anything weighs.
-
-        Args:
-            window: This rank's.
-            sums: Of all ranks' losses.
-            unit: What gradients are multiples of.
-            weight: Of all ranks' rows; None where it was known beforehand.
-        """
+        """The losses over all ranks' rows; what the gradients are to be divided by; whether anything weighs."""
         weighs, divisor = not window.empty, 1 / self.ranks.size
         if weight is not None:
             weighs, divisor = weight > 0, weight / unit / self.ranks.size
@@ -190,13 +164,7 @@ class GlobalBatch(Listener):
 
 
 class InAdvance:
-    """The window of all ranks of a sharded model, when all losses are in, and before gradients are reduced.
-
-    Args:
-        window: This rank's.
-        ranks: All ranks.
-        finished: Puts it together with the others'.
-    """
+    """The window of all ranks of a sharded model, when all losses are in, and before gradients are reduced."""
 
     def __init__(self, window: Window, ranks: SingleRank, finished: Callable[..., tuple[Tensor, Weight, bool]]) -> None:
         self._window, self._ranks, self._finished = window, ranks, finished
@@ -205,12 +173,7 @@ class InAdvance:
         self.empty = True
 
     def check(self) -> None:
-        """Ask the other ranks.
-
-        Raises:
-            RankOutOfMemory: Some have run out of memory in their forward passes.
-            WindowError: Some have other hyperparameters.
-        """
+        """Ask the other ranks."""
         self._window.check()
         self._ranks.end_passes()  # the forward ones
         known = self._window.unit_and_weight()
@@ -225,11 +188,7 @@ class InAdvance:
 
 
 def check_members(model: nn.Module, parameters: Sequence[Tensor], ranks: SingleRank) -> None:
-    """Whether all ranks are known that share this model's update, and all parameters that they reduce.
-
-    Raises:
-        ValueError: Ranks were found that a wrapper hides.
-    """
+    """Whether all ranks are known that share this model's update, and all parameters that they reduce."""
     check_detected(model, parameters, ranks, steps=1)
     own = set(map(id, parameters))
     outside = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
@@ -242,11 +201,7 @@ def check_members(model: nn.Module, parameters: Sequence[Tensor], ranks: SingleR
 
 
 def find_ranks(model: nn.Module, objective: Objective, update: Update, options: Options) -> SingleRank:
-    """What keeps this model's large batches together with those of the other ranks, which have the same options.
-
-    Raises:
-        ValueError: An option differs from rank to rank.
-    """
+    """What keeps this model's large batches together with those of the other ranks, which have the same options."""
     ranks = detect_ranks(
         model,
         update.optimizers,
@@ -269,14 +224,7 @@ def find_ranks(model: nn.Module, objective: Objective, update: Update, options: 
 
 
 def spans_ranks(model: nn.Module, ranks: SingleRank, *, exact: bool, verify: bool) -> bool:
-    """Whether a forward pass of one rank needs the others.
-
-    Args:
-        model: The model.
-        ranks: What keeps the ranks together.
-        exact: Whether BatchNorm is exact.
-        verify: Whether to say that a rank can't prove anything by itself.
-    """
+    """Whether a forward pass of one rank needs the others."""
     layers = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     spans = ranks.sharded or (ranks.is_distributed and exact and layers)
     if verify and spans:

@@ -32,20 +32,7 @@ ROWS = 16
 
 
 class MicroBatcher:
-    """Plans the micro-batches of large batches, and takes them.
-
-    Args:
-        objective: The loss, with the model that a plain loop calls.
-        meter: What memory there is.
-        micro_batch_size: Rows, or `"auto"`.
-        max_tokens: Tokens of a micro-batch, or None.
-        pack: Lays rows one behind the other, or None.
-        groups: Rows that stay together: so many in a row, ids, or a callable that returns ids.
-        judge: Whether to try out if padding can be cut off.
-
-    Raises:
-        TypeError, ValueError: `groups` is none of these, or `pack` can't be called, or comes without `max_tokens`.
-    """
+    """Plans the micro-batches of large batches, and takes them."""
 
     def __init__(
         self,
@@ -79,13 +66,7 @@ class MicroBatcher:
             )
 
     def without_trying(self, optimizers: Sequence[torch.optim.Optimizer], ranks: SingleRank, *, proves: bool) -> None:
-        """Try nothing out, for other ranks would wait in such passes: what fits is predicted.
-
-        Args:
-            optimizers: Those of the update.
-            ranks: All ranks.
-            proves: Whether padding on the left would be tried out; it is left as it is then.
-        """
+        """Try nothing out, for other ranks would wait in such passes: what fits is predicted."""
         if self.searches:
             largest = functools.partial(largest_fitting, self._objective, self._meter, optimizers, ranks)
             self._predict = functools.partial(self._predicted, largest)
@@ -101,11 +82,7 @@ class MicroBatcher:
             self.predicting = False
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on with the sizes of a TrainStep's `state_dict`.
-
-        Raises:
-            ValueError: It is none.
-        """
+        """Go on with the sizes of a TrainStep's `state_dict`."""
         if not isinstance(state, Mapping) or not {"updates", "sizes"} <= state.keys():
             found = [*state] if isinstance(state, Mapping) else repr(state)
             raise ValueError(
@@ -115,11 +92,7 @@ class MicroBatcher:
         self.finder.load_state_dict(state["sizes"])
 
     def grouped(self, batch: Batch) -> Batch:
-        """The batch with its groups, the rows of each brought together.
-
-        Raises:
-            TypeError, ValueError: The groups don't match the rows.
-        """
+        """The batch with its groups, the rows of each brought together."""
         if self._groups is None:
             return batch
         batch = with_groups(batch, self._groups)
@@ -128,13 +101,7 @@ class MicroBatcher:
         return batch
 
     def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Plan:
-        """The micro-batches of a batch.
-
-        Args:
-            batch: The large batch.
-            sizes: Their rows, in order; None: as `micro_batch_size` and `max_tokens` say. One size, for all rows,
-                leaves out the packing of `max_tokens`, too.
-        """
+        """The micro-batches of a batch."""
         if self.packing is not None and (sizes is None or len(sizes) > 1):
             return self.packing.plan(batch, sizes)
         groups = None if batch.groups is None else Groups(batch.groups.tolist())
@@ -189,9 +156,6 @@ class MicroBatcher:
 def with_groups(batch: Batch, groups: GroupsChoice) -> Batch:
     """The batch with the groups of its rows; those of a group are brought together, where they lie apart.
 
-    Raises:
-        TypeError, ValueError: The groups don't match the rows.
-
     Example:
         >>> batch = with_groups(Batch((torch.arange(5),)), torch.tensor([4, 9, 4, 9, 4]))
         >>> batch.tree[0].tolist(), batch.groups.tolist()
@@ -225,11 +189,7 @@ def with_groups(batch: Batch, groups: GroupsChoice) -> Batch:
 
 
 def checked_groups(groups: Any) -> GroupsChoice:
-    """`groups`, if it can be.
-
-    Raises:
-        TypeError, ValueError: It can't.
-    """
+    """`groups`, if it can be."""
     if isinstance(groups, int) and not isinstance(groups, bool):
         checked_count(groups, "groups")
     elif groups is not None and not callable(groups) and not isinstance(groups, (Tensor, list, tuple)):

@@ -39,11 +39,7 @@ class Options:
 
     @classmethod
     def checked(cls, **given: Any) -> Options:
-        """These options, if they are what they must be, and go together.
-
-        Raises:
-            TypeError, ValueError: They aren't, or don't.
-        """
+        """These options, if they are what they must be, and go together."""
         options = dict(given)
         options["batch_norm"] = checked_batch_norm(given["batch_norm"])
         options["sync"] = checked_choice("sync", given["sync"], get_args(Sync))
@@ -84,11 +80,7 @@ class Options:
 
 
 def check_exact(choice: str, offload: Any, max_tokens: int | None, groups: Any, blocks: Any = None) -> None:
-    """Whether these options of a `TrainStep` go together with what it does about BatchNorm.
-
-    Raises:
-        ValueError: They don't.
-    """
+    """Whether these options of a `TrainStep` go together with what it does about BatchNorm."""
     if offload and choice != "exact" and blocks is None:
         raise ValueError(
             "offload=True keeps what crosses exact BatchNorm layers in host memory, or what lies between `blocks`, so "
@@ -103,12 +95,7 @@ def check_exact(choice: str, offload: Any, max_tokens: int | None, groups: Any, 
 
 
 def checked_optimizers(optimizers: Any) -> tuple[list[torch.optim.Optimizer], list[torch.optim.Optimizer]]:
-    """The optimizers, and those among them that demand a closure.
-
-    Raises:
-        TypeError: Something else than optimizers.
-        ValueError: One that accumulates by itself, or none at all.
-    """
+    """The optimizers, and those among them that demand a closure."""
     listed = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
     for optimizer in listed:
         if not isinstance(optimizer, torch.optim.Optimizer):

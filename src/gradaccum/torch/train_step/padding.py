@@ -43,14 +43,7 @@ WAYS: tuple[Left, ...] = "cut", "number", "keep", "whole"
 
 
 class Packing:
-    """Packs padded rows into micro-batches of at most so many tokens.
-
-    Args:
-        objective: The loss, on which cutting off padding is tried out.
-        max_tokens: Padded tokens of a micro-batch.
-        max_rows: Rows of a micro-batch, or None.
-        judge: Try out whether padding can be cut off; else it is.
-    """
+    """Packs padded rows into micro-batches of at most so many tokens."""
 
     def __init__(self, objective: Objective, max_tokens: int, max_rows: int | None, *, judge: bool) -> None:
         self.objective = objective
@@ -63,16 +56,7 @@ class Packing:
         self._judged: dict[Edge, Left] = {}
 
     def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Tokens:
-        """The micro-batches of a batch.
-
-        Args:
-            batch: The large batch.
-            sizes: Rows of its micro-batches, in order; None: as many as fit.
-
-        Raises:
-            NotEquivalentError: Padding counts in the loss.
-            ValueError: The rows are not in front.
-        """
+        """The micro-batches of a batch."""
         text = self.text(batch)
         found = extents(batch.tree)
         groups = None if batch.groups is None else Groups(batch.groups.tolist())
@@ -101,14 +85,7 @@ class Packing:
         return Cause("padding", "max_tokens", f"{what} {what_is_cut(self.text(batch))}")
 
     def _found_out(self, batch: Batch, text: Collection[str], pieces: Sequence[Slice], *, known: bool) -> Left:
-        """What happens to padding on the left of this batch: what each kind of row in it can bear, judged once.
-
-        Args:
-            batch: The large batch.
-            text: The paths of what is cut.
-            pieces: Its micro-batches.
-            known: Judge nothing: what isn't known is left as it is.
-        """
+        """What happens to padding on the left of this batch: what each kind of row in it can bear, judged once."""
         ways = list[Left]()
         for edge, piece in edges(batch, text, pieces).items():
             if known and edge not in self._judged:
@@ -140,17 +117,7 @@ class Packing:
 
 
 class Joining:
-    """Lays rows one behind the other, without their padding, in micro-batches of at most so many tokens.
-
-    Args:
-        objective: The loss.
-        max_tokens: Tokens of a micro-batch.
-        max_rows: Rows of a micro-batch, or None.
-        pack: `pack(batch, rows) -> batch`, which lays them so.
-
-    Raises:
-        TypeError: `pack` can't be called.
-    """
+    """Lays rows one behind the other, without their padding, in micro-batches of at most so many tokens."""
 
     def __init__(
         self, objective: Objective, max_tokens: int, max_rows: int | None, pack: Callable[[Any, list[list[int]]], Any]
@@ -306,9 +273,6 @@ def judged_left(objective: Objective, batch: Batch, piece: Slice, apart: Collect
 
     A model that numbers its columns from 0 sees other positions once some on the left are gone: it is told them in
     `position_ids`, if it takes them; else the left side stays. Both sides stay where that can't be found out.
-
-    Raises:
-        NotEquivalentError: Cutting off the right side changes the gradient: something counts there.
     """
     assert isinstance(piece.rows, list)
     assert piece.columns is not None

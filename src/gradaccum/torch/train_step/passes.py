@@ -36,13 +36,7 @@ _NO_ROWS = (
 
 
 class TrainPasses:
-    """Runs the micro-batches of one batch, each in two calls.
-
-    Args:
-        runner: Whose window this is.
-        window: Weighs their losses and adds them up.
-        batch: The large batch.
-    """
+    """Runs the micro-batches of one batch, each in two calls."""
 
     def __init__(self, runner: Runner, window: LossAccumulator | TermsAccumulator, batch: Batch) -> None:
         self.window, self._runner, self._batch, self._rows = window, runner, batch, batch.rows

@@ -32,11 +32,6 @@ class Rollback:
 
     Elsewhere nothing can be said: the kernels of `torch._foreach_*` and `fused=True` don't raise the tensors' versions.
 
-    Args:
-        optimizers: Whose steps.
-        gauge: Tells how much memory is free.
-        always: Have copies in any case. May be set later on.
-
     Example:
         >>> parameter = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)

@@ -250,14 +250,7 @@ class TrainStep:
         return self.update.noise.estimate()
 
     def __call__(self, *batch: Any) -> Tensor:
-        """Make one update with this batch. Returns the large batch's loss, a detached scalar on the device.
-
-        Raises:
-            ValueError: The tensors of the batch disagree about its rows; the message lists every path and shape.
-            torch.OutOfMemoryError: Even one row does not fit, or the optimizer's step. Parameters, state, buffers and
-                random numbers are then as they were before, as after any other error; where the optimizer's step on a
-                large model cannot be taken back, the message says so.
-        """
+        """Make one update with this batch. Returns the large batch's loss, a detached scalar on the device."""
         return self._call(batch, self._make_update)
 
     def backward(self, *batch: Any) -> Tensor:

@@ -32,18 +32,7 @@ _UNKNOWN = "Parameters and optimizer state may have been changed by then: go on 
 
 
 class Update:
-    """What happens once per window.
-
-    Args:
-        optimizers: One `torch.optim.Optimizer`, or several.
-        meter: Tells how much memory is free.
-        options: How the finished gradient is made.
-        noise: Measures the noise scale, or None.
-
-    Raises:
-        TypeError: Something else than optimizers.
-        ValueError: One that accumulates by itself, or needs a closure together with a `scaler`.
-    """
+    """What happens once per window."""
 
     def __init__(self, optimizers: Any, meter: MemoryMeter, options: Options, noise: NoiseMeter | None = None) -> None:
         self.optimizers, demanding = checked_optimizers(optimizers)
@@ -107,16 +96,7 @@ class Update:
             self._scaler_met = True
 
     def by_blocks(self, layers: Layers, ranks: SingleRank, *, searched: bool) -> None:
-        """Blocks take turns, and each is updated as soon as its gradient is in, where that is wanted.
-
-        Args:
-            layers: The blocks.
-            ranks: Those that share the update.
-            searched: Whether the size of micro-batches is searched for.
-
-        Raises:
-            ValueError: The optimizers, the options or the model need all gradients at once.
-        """
+        """Blocks take turns, and each is updated as soon as its gradient is in, where that is wanted."""
         layers.waits = ranks.sharded
         layers.ranks = ranks.by_blocks(layers.model, [block.module for block in layers.blocks])
         if layers.update != "in_backward":
@@ -154,16 +134,7 @@ class Update:
         return True
 
     def step(self, loss: Tensor, window: Callable[[], Tensor]) -> bool:
-        """Run every optimizer on the finished gradients. Returns whether an update was made (an overflow makes none).
-
-        Args:
-            loss: The window's loss.
-            window: Computes the finished gradients anew and returns the loss, for optimizers that evaluate closures.
-
-        Raises:
-            torch.OutOfMemoryError: An optimizer ran out of memory; the message says whether parameters and optimizer
-                state are as they were.
-        """
+        """Run every optimizer on the finished gradients. Returns whether an update was made; an overflow makes none."""
         if self.in_backward is not None:  # it has been made, block by block
             return bool(self.in_backward.made)
         stepped: list[Any] = []

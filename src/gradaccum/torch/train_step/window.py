@@ -84,19 +84,7 @@ class Shared:
 
 
 class WindowRunner:
-    """Runs large batches in micro-batches, and leaves their finished gradients in `p.grad`.
-
-    Args:
-        shared: What it has in common with others.
-        objective: The loss, with the model that is called.
-        ranks: Those that share the update.
-        state: What its windows move beside gradients.
-        stages: What finishes the summed gradient.
-        scaler: What multiplies losses, or None.
-        noise: Measures the noise scale, or None.
-        proving: Whether its windows only prove something.
-        not_proven: Called with a batch whose window restarts in smaller micro-batches, before it does.
-    """
+    """Runs large batches in micro-batches, and leaves their finished gradients in `p.grad`."""
 
     def __init__(
         self,
@@ -129,13 +117,7 @@ class WindowRunner:
         return self.scaler.scale(torch.ones((), dtype=torch.float64, device=self.shared.buffer.parameters()[0].device))
 
     def run(self, batch: Batch, sizes: Sequence[int] | None = None) -> Finished:
-        """Leave the finished gradients of a batch in `p.grad`, as the optimizers get them.
-
-        Args:
-            batch: The large batch.
-            sizes: Rows of its micro-batches, in order; None: as `micro_batch_size` and `max_tokens` say. One size, for
-                all rows, leaves out the packing of `max_tokens`, too.
-        """
+        """Leave the finished gradients of a batch in `p.grad`, as the optimizers get them."""
         self.clear()
         plan: Plan | None = None
         window = self._global_batch.open(self.objective, batch, lambda: self._count(batch, sizes, True))
@@ -178,11 +160,7 @@ class WindowRunner:
             self.ranks.expect(closes=False, steps=1)
 
     def _run(self, batch: Batch, window: Window, plan: Plan) -> None:
-        """Run all micro-batches of a batch.
-
-        Raises:
-            RestartWindow: They did not fit, or a buffer has moved that stood still before.
-        """
+        """Run all micro-batches of a batch."""
         shared, passes, oom = self.shared, TrainPasses(self, window, batch), self.shared.oom
         self.buffers.open()
         with shared.batch_norm.window():
