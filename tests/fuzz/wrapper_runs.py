@@ -251,13 +251,14 @@ class ByHand:
                 self.windows = [[] for _ in self.plain]
                 return
         weight = weight_in_window(scenario, one)
+        left_out = one.event == "inf" and bool(weight) and scenario.nonfinite == "skip_micro_batch"
         if one.event == "inf" and weight:
-            weight = 0.0 if scenario.nonfinite == "skip_micro_batch" else float("inf")
+            weight = 0.0 if left_out else float("inf")
         self.in_epoch = True
         self.model.zero_grad()
         loss.backward()
         for part, window in zip(self.parts, self.windows, strict=True):
-            window.append((weight, loss.item(), [p.grad for p in part]))
+            window.append((weight, loss.item(), [None if left_out else p.grad for p in part]))  # as without its rows
         self.model.zero_grad()
 
     def close_full(self, one: MicroBatch, with_batches: bool, is_last: bool) -> None:
