@@ -93,6 +93,8 @@ class Window:
         self.weight = 0.0
         self.unit: float | None = None
         self.weights_given = False
+        self.unsaid = False
+        """Whether a micro-batch counts of which nobody has said what it weighs."""
         self.largest = 0.0
         self.micro_batch.restart()
 
@@ -187,19 +189,27 @@ class Window:
         self.micro_batch.weight = 0.0
 
     def add(self) -> bool:
-        """The micro-batch in progress is in. Returns whether the window closes with it."""
+        """The micro-batch in progress is in. Returns whether the window closes with it.
+
+        Raises:
+            WindowError: Some losses of the window have a weight, and others, which count as 1, have none.
+        """
         one = self.micro_batch
         weight = one.weight
         if weight is None:
             weight = one.default
             if not self.unit and weight > 0 and self.reduction == "mean":
                 self.unit = weight
+        given = self.weights_given or one.given
+        unsaid = self.unsaid or not (one.given or one.in_batches or weight == 0)
+        if given and unsaid and any(w not in (0, 1) for w in (*self.weights, weight)):
+            raise mixed_error()
         self.micro_batches += 1
         self.weights.append(weight)
         self.weight += weight
         if weight > self.largest:
             self.largest = weight
-        self.weights_given = self.weights_given or one.given
+        self.weights_given, self.unsaid = given, unsaid
         closes = one.last or self.micro_batches >= self.steps
         one.weight, one.given, one.factor, one.weighed, one.announced, one.last = None, False, 1.0, 0, False, False
         return closes
@@ -229,6 +239,7 @@ class Window:
         for name in ("steps", "weight", "unit", "largest", "weights_given"):
             setattr(self, name, state[name])
         self.restore(state["micro_batches"], self.weight, weights)
+        self.unsaid = self.is_open and not self.weights_given
 
     def restore(self, micro_batches: int, weight: float, weights: list[float] | None = None) -> None:
         """So many micro-batches are in, of this weight together."""
@@ -312,6 +323,6 @@ def uncounted_error() -> WindowError:
 def mixed_error() -> WindowError:
     """A loss came without a weight where others have one."""
     return WindowError(
-        "Some losses of this window came through backward(loss, weight=...), others through loss.backward(), which "
-        "cannot say what it weighs. Use one of the two for all of them. discard() drops the window."
+        "Some losses of this window came through backward(loss, weight=...), others without a weight, which would "
+        "count as 1. Use one of the two for all of them. discard() drops the window."
     )

@@ -123,14 +123,93 @@ def test_a_backward_pass_that_fails_leaves_no_half_window_unnoticed(opened):
     optimizer.backward(model(x).mean())
 
 
-def test_mixing_weighed_and_plain_backward_passes_is_named(opened):
-    model, optimizer = opened
-    optimizer.discard()
-    optimizer.backward(mse(model, *regression(7)), weight=7)
-    optimizer.step()
-    backward(model)
-    with pytest.raises(WindowError, match="Use one of the two"):
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize(
+    ("first", "second", "exact"),
+    [
+        (7, "plain", False),
+        (7, None, False),
+        ("plain", 7, False),
+        (None, 7, False),
+        (1, "plain", True),  # which weighs 1
+        ("plain", 0, True),  # left out
+        (0, "plain", True),
+        (7, 0, True),
+    ],
+)
+def test_losses_with_and_without_a_weight_are_refused_unless_all_count_as_one(first, second, exact, window, reduction):
+    model = network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2, reduction=reduction)
+
+    def micro_batch(weight):
+        optimizer.zero_grad()
+        loss = mse(model, *regression(3))
+        if weight == "plain":
+            loss.backward()
+        else:
+            optimizer.backward(loss, weight=weight)
         optimizer.step()
+
+    for _ in range(2 * window - 2):
+        micro_batch(1)
+    micro_batch(first)
+    if exact:
+        micro_batch(second)
+        return
+    with pytest.raises(WindowError, match="Use one of the two"):
+        micro_batch(second)
+    optimizer.discard()
+    micro_batch(first)
+
+
+def clip(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def scale(model):
+    torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
+
+
+def assign(model):
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+
+
+@pytest.mark.parametrize("micro_batch", [0, 1, 2])
+@pytest.mark.parametrize("window", [1, 2, 3, 6])
+@pytest.mark.parametrize("edit", [clip, scale, assign, torch.nn.Module.zero_grad])
+def test_an_edit_inside_any_window_is_refused(edit, window, micro_batch):
+    """Also in windows that watch three parameters only, and before anything but autograd has seen the gradient."""
+    model = network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
+    for _ in range(3 * window - 3 + micro_batch):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(model)
+    edit(model)
+    with pytest.raises(WindowError, match="inside an open window|were assigned"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_group_that_joins_an_open_window_must_not_bring_gradients(window):
+    model = network()
+    optimizer = gradaccum.torch.optim.Optimizer(sgd(model[0].parameters()), steps=2)
+    for _ in range(2 * window - 1):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+    with pytest.raises(WindowError, match="have gradients already"):
+        optimizer.add_param_group({"params": model[2].parameters()})
+    assert len(optimizer.param_groups) == 1
+    model[2].zero_grad()
+    optimizer.add_param_group({"params": model[2].parameters()})
+    backward(model)
+    optimizer.step()
+    assert optimizer.updated
 
 
 def test_mixing_them_in_one_micro_batch_is_named(opened):

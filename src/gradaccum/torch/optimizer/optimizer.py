@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gradaccum.core.noise import AnySteps, NoiseScale, NoiseSchedule, schedule_of
 from gradaccum.core.window import Reduction, checked_reduction
+from gradaccum.errors import WindowError
 from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.on_torch.noise import NoiseChoice, checked_noise, noise_meter
 from gradaccum.schedule import Schedule, Steps
@@ -145,9 +146,21 @@ class Optimizer(OptimizerProxy):
         self._checked = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the inner optimizer; their part of the open window's sum starts here."""
+        """Add parameters to the inner optimizer; their part of the open window's sum starts here.
+
+        Raises:
+            WindowError: The window is open, and the parameters have gradients, of which nobody knows the micro-batches.
+        """
         if hasattr(self, "inner"):  # or behind a framework's imitation of this class
             self.inner.add_param_group(param_group)
+            if self._windows.current.window.is_open and any(
+                parameter.grad is not None for parameter in self.inner.param_groups[-1]["params"]
+            ):
+                del self.inner.param_groups[-1]
+                raise WindowError(
+                    "add_param_group() inside an open window received parameters that have gradients already, which "
+                    "would join its sum. Set them to None first, or add the group when `updated` is True."
+                )
             self._windows.parameters_added()
 
     # The window.

@@ -64,36 +64,38 @@ class _Passes:
                 self.began.append(recorded_operations())
 
 
-class _Watched:
-    """A parameter, and its gradient as it was when it was last looked at."""
+class _Sum:
+    """A parameter's gradient as it was when it was last looked at, or began. The parameter's hook holds only this."""
 
-    __slots__ = (
-        "arrivals",
-        "comparable",
-        "finished",
-        "gradient",
-        "handle",
-        "in_window",
-        "parameter",
-        "seen",
-        "version",
-    )
+    __slots__ = ("arrivals", "gradient", "seen", "version")
+
+    def __init__(self) -> None:
+        self.arrivals = 0
+        """Since the last micro-batch was counted."""
+        self.seen = 0
+        """How many of these came before the last look."""
+        self.gradient: Tensor | None = None  # kept, so that no other tensor can have its id
+        self.version = 0
+
+
+class _Watched:
+    """A parameter, and its gradient as it should be."""
+
+    __slots__ = ("comparable", "finished", "handle", "in_window", "parameter", "sum")
 
     def __init__(self, parameter: Tensor, passes: _Passes) -> None:
         self.parameter = parameter
-        self.arrivals = arrivals = [0]
-        """Since the last micro-batch was counted. A list, so that the parameter's hook holds nothing else of this."""
-        self.seen = 0
-        """How many of these came before the last look."""
+        self.sum = sum_ = _Sum()
         self.in_window = 0
-        self.gradient: Tensor | None = None  # kept, so that no other tensor can have its id
-        self.version = 0
-        self.comparable = False
-        """Whether values of this gradient can be compared."""
+        self.comparable: bool | None = None
+        """Whether values of this gradient can be compared; None until somebody asks."""
         self.finished: tuple[Tensor, int] | None = None  # what the last update was made with
 
         def arrived(parameter: Tensor) -> None:
-            arrivals[0] += 1
+            if sum_.gradient is None and parameter.grad is not None:  # the first one: it is the sum from here on
+                sum_.gradient, sum_.version = parameter.grad, parameter.grad._version
+                sum_.seen = sum_.arrivals + 1
+            sum_.arrivals += 1
             number = current_backward()
             if number != passes.current:
                 passes.begin(number)
@@ -104,30 +106,30 @@ class _Watched:
 
     def look(self) -> None:
         """The gradient is as it should be."""
-        self.seen, gradient = self.arrivals[0], self.parameter.grad
+        sum_, gradient = self.sum, self.parameter.grad
+        sum_.seen = sum_.arrivals
         if gradient is not None:
-            self.version = gradient._version
-            self.comparable = _has_digest(gradient) if gradient is not self.gradient else self.comparable
-        self.gradient = gradient
+            sum_.version = gradient._version
+            if self.comparable is None or gradient is not sum_.gradient:
+                self.comparable = _has_digest(gradient)
+        sum_.gradient = gradient
 
     def modification(self) -> Modification | None:
         """What was done to the gradient since the last look, as far as the tensor and its version show."""
-        gradient, before, arrived = self.parameter.grad, self.gradient, self.arrivals[0] - self.seen
+        gradient, before, arrived = self.parameter.grad, self.sum.gradient, self.sum.arrivals - self.sum.seen
+        if self.finished is not None and gradient is self.finished[0]:
+            left = self.sum.arrivals and gradient._version == self.finished[1] + self.sum.arrivals
+            return "left" if left and _counts_versions(gradient) else None
         if before is not None:
             if gradient is before:
-                edited = gradient._version != self.version + arrived
+                edited = gradient._version != self.sum.version + arrived
                 return "edited" if edited and _counts_versions(gradient) and not _adds_out_of_place() else None
             if gradient is None or not arrived:
                 return "cleared"
             # With create_graph=True, and for sparse gradients, autograd adds out of place.
             out_of_place = gradient.requires_grad or gradient.is_sparse or not _counts_versions(gradient)
             return None if out_of_place or _adds_out_of_place() else "cleared"
-        if gradient is None:
-            return None
-        if self.finished is not None and gradient is self.finished[0]:
-            left = arrived and gradient._version == self.finished[1] + arrived
-            return "left" if left and _counts_versions(gradient) else None
-        return None if arrived else "assigned"
+        return None if gradient is None or arrived else "assigned"
 
 
 class GradientMonitor:
@@ -181,27 +183,25 @@ class GradientMonitor:
         self._passes.next_micro_batch()
         self._digest: Tensor | None = None
         for watched in self._watched:
-            watched.arrivals[0] = watched.seen = 0
-            watched.gradient = watched.finished = None
+            watched.sum.arrivals = watched.sum.seen = 0
+            watched.sum.gradient = watched.finished = watched.comparable = None
 
     def count_untouched(self) -> bool:
         """Count the micro-batch, if one look at the sentinels shows that autograd alone has written the sum."""
         if self.looking or self._passes.unfinished or self._modification is not None:
             return False
         for watched in self._watched:
-            gradient, before, arrived = watched.parameter.grad, watched.gradient, watched.arrivals[0]
-            if gradient is None or not arrived:
+            sum_, gradient = watched.sum, watched.parameter.grad
+            if gradient is None or gradient is not sum_.gradient or not sum_.arrivals:
                 return False
-            if before is None:
-                if watched.finished is not None and gradient is watched.finished[0]:
-                    return False
-            elif gradient is not before or gradient._version != watched.version + arrived:
+            if gradient._version != sum_.version + sum_.arrivals - sum_.seen:
+                return False
+            if watched.finished is not None and gradient is watched.finished[0]:
                 return False
         for watched in self._watched:
-            gradient = watched.gradient = watched.parameter.grad
-            assert gradient is not None
-            watched.version = gradient._version
-            watched.arrivals[0] = watched.seen = 0
+            sum_ = watched.sum
+            sum_.version += sum_.arrivals - sum_.seen
+            sum_.arrivals = sum_.seen = 0
         return bool(self._watched)
 
     def counted(self, last_next: bool = False) -> None:
@@ -242,7 +242,7 @@ class GradientMonitor:
         """Gradients that have arrived at watched parameters since the last micro-batch was counted."""
         total = 0
         for watched in self._watched:
-            total += watched.arrivals[0]
+            total += watched.sum.arrivals
         return total
 
     def forget_arrivals(self) -> None:
@@ -250,13 +250,13 @@ class GradientMonitor:
         self._seen = 0
         self._passes.next_micro_batch()
         for watched in self._watched:
-            watched.in_window += watched.arrivals[0]
-            watched.arrivals[0] = watched.seen = 0
+            watched.in_window += watched.sum.arrivals
+            watched.sum.arrivals = watched.sum.seen = 0
 
     def arrived(self) -> None:
         """Gradients have been added by the wrapper itself, as a backward pass would."""
         for watched in self._watched:
-            watched.arrivals[0] += watched.parameter.grad is not None
+            watched.sum.arrivals += watched.parameter.grad is not None
         self._look()
 
     @property
@@ -278,14 +278,14 @@ class GradientMonitor:
 
     def warn_of_several_passes(self, steps: int) -> None:
         """Name a loop that still accumulates by hand: several backward passes reached one `step()`."""
-        passes = max((watched.arrivals[0] for watched in self._watched), default=0)
+        passes = max((watched.sum.arrivals for watched in self._watched), default=0)
         if passes < 2 or self._passes_warned or not self.looking:
             return
         # Several losses share a forward pass, or have one each that differs. By hand each pass has one of its own, and
         # all are alike, as many as a window has steps. Before the very first, something else may have run.
         began = self._passes.began
         operations = [after - before for before, after in itertools.pairwise(began)]
-        alike = {watched.arrivals[0] for watched in self._watched} <= {0, passes} and passes == steps
+        alike = {watched.sum.arrivals for watched in self._watched} <= {0, passes} and passes == steps
         repeats = alike and len(operations) == passes and operations[-1] > 1 and len({*operations[1:]}) == 1
         if repeats and operations[0] == operations[-1]:
             self._passes_warned = True
@@ -305,8 +305,8 @@ class GradientMonitor:
     def _found(self) -> Modification | None:
         edited = False
         for watched in self._watched:
-            gradient, arrived = watched.gradient, watched.arrivals[0] - watched.seen
-            same = gradient is None or gradient._version == watched.version
+            gradient, arrived = watched.sum.gradient, watched.sum.arrivals - watched.sum.seen
+            same = watched.finished is None and (gradient is None or gradient._version == watched.sum.version)
             if gradient is watched.parameter.grad and same and not arrived:  # nearly always
                 continue
             found = watched.modification()
@@ -365,7 +365,7 @@ class GradientMonitor:
         return self.looking and (self._reads_norms or self._counted < _COMPARED or self._last_next)
 
     def _comparable(self) -> list[Tensor]:
-        return [w.gradient for w in self._watched if w.gradient is not None and w.comparable]
+        return [w.sum.gradient for w in self._watched if w.sum.gradient is not None and w.comparable]
 
     def _differs(self, digest: Tensor) -> bool:
         """Whether the gradients have other values than at the last look. Waits for the device."""

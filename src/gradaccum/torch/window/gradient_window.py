@@ -297,10 +297,7 @@ class GradientWindow(Listener):
     def count(self, scaled: Sequence[Any] = ()) -> bool:
         """Count the micro-batch. Returns whether the window closes with it."""
         window, monitor, one = self.window, self.monitor, self.window.micro_batch
-        if one.weight is None:
-            mixed = window.weights_given and not one.in_batches
-        else:
-            mixed = one.factor != 1.0 and monitor.arrivals != one.weighed
+        mixed = one.weight is not None and one.factor != 1.0 and monitor.arrivals != one.weighed
         if mixed or self.special or scaled or not monitor.count_untouched():
             return self._count_special(scaled)
         if one.weight is None and one.default_given:
@@ -375,10 +372,7 @@ class GradientWindow(Listener):
             if arrivals != one.weighed:
                 raise mixed_terms_error()
             self.named.micro_batch_over()
-        elif one.weight is None:
-            if arrivals and window.weights_given and not one.in_batches and window.reduction == "mean":
-                raise mixed_error()
-        elif one.factor != 1.0 and arrivals != one.weighed:
+        elif one.weight is not None and one.factor != 1.0 and arrivals != one.weighed:
             raise mixed_error()
 
     def _measure(self, noise: NoiseMeter) -> None:
