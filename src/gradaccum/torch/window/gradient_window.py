@@ -367,7 +367,7 @@ class GradientWindow(Listener):
 
     def _check_ways(self) -> None:
         """Raise if losses of this window came in ways that don't go together: by name or not, weighed or not."""
-        window, one, arrivals = self.window, self.window.micro_batch, self.monitor.arrivals
+        one, arrivals = self.window.micro_batch, self.monitor.arrivals
         if self.named is not None and self.named.terms:
             if arrivals != one.weighed:
                 raise mixed_terms_error()
