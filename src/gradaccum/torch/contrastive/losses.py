@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradaccum.torch.contrastive.rows import Inputs, PairsOf
-from gradaccum.torch.contrastive.tiles import CrossEntropy, Scores, Sigmoid, TiledLoss
+from gradaccum.schedule import checked_count
+from gradaccum.torch.contrastive.tiles import CrossEntropy, PairsOf, Ranks, Scores, Sigmoid, TiledLoss
 
 __all__ = ["info_nce", "sigmoid_loss"]
 
@@ -70,8 +71,7 @@ def info_nce(
         >>> plain = [torch.nn.functional.cross_entropy(logits, labels) for logits in (scores, scores.T)]
         >>> torch.testing.assert_close(loss, sum(plain) / 2)
     """
-    _check_no_transform("info_nce")
-    return _eager(_info_nce)(a, b, temperature, None, tile, bool(symmetric), positives, ignore, group)
+    return _loss("info_nce", a, b, temperature, None, tile, bool(symmetric), positives, ignore, group)
 
 
 def sigmoid_loss(
@@ -115,36 +115,174 @@ def sigmoid_loss(
     """
     if bias is None:
         raise TypeError("`bias` must be a number, or a tensor that holds one. Received: bias=None; 0.0 adds nothing.")
-    _check_no_transform("sigmoid_loss")
-    return _eager(_sigmoid_loss)(a, b, temperature, bias, tile, False, positives, ignore, group)
+    return _loss("sigmoid_loss", a, b, temperature, bias, tile, False, positives, ignore, group)
 
 
-def _info_nce(*arguments: Any) -> Tensor:
-    inputs = Inputs("info_nce", *arguments)
-    scores = _scores(inputs)
-    objective = functools.partial(CrossEntropy, scores, len(inputs.a), symmetric=inputs.symmetric)
-    return TiledLoss.apply(scores, objective, inputs.a, inputs.b, *inputs.numbers())
-
-
-def _sigmoid_loss(*arguments: Any) -> Tensor:
-    inputs = Inputs("sigmoid_loss", *arguments)
-    scores = _scores(inputs)
-    return TiledLoss.apply(scores, functools.partial(Sigmoid, scores), inputs.a, inputs.b, *inputs.numbers())
-
-
-def _scores(inputs: Inputs) -> Scores:
-    exchange = inputs.exchange()
-    return Scores(exchange, *inputs.pairs(exchange), inputs.tile, inputs.dtype)
-
-
-def _check_no_transform(name: str) -> None:
-    if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
+def _loss(name: str, *arguments: Any) -> Tensor:
+    if torch.compiler.is_compiling():  # loops over tiles would become as many operations
+        return torch._dynamo.disable(_tiled)(name, *arguments)
+    if torch._C._functorch.maybe_current_level() is not None:
         raise NotImplementedError(
             f"{name} is called inside of a transform of torch.func (grad, vmap, jvp ...), and its gradient, from tiles "
             "that are computed anew, is torch.autograd's. Use backward() or torch.autograd.grad."
         )
+    return _tiled(name, *arguments)
 
 
-def _eager(function: Any) -> Any:
-    """The function, which a compiler leaves as it is: its loops over tiles would become as many operations."""
-    return torch._dynamo.disable(function) if torch.compiler.is_compiling() else function
+def _tiled(
+    name: str,
+    a: Any,
+    b: Any,
+    temperature: Any,
+    bias: Any,
+    tile: Any,
+    symmetric: bool,
+    positives: PairsOf | None,
+    ignore: PairsOf | None,
+    group: Any,
+) -> Tensor:
+    given = a, b, temperature, bias, tile, symmetric, positives, ignore
+    check = functools.partial(_checked, *given, reads=group is not None)
+    ranks = _ranks(name, check, a, group)
+    dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)  # half precision is summed in it
+    scores = Scores(ranks, positives, ignore, tile, dtype)
+    if bias is None:
+        make: Any = functools.partial(CrossEntropy, scores, len(a), symmetric=symmetric)
+    else:
+        make, bias = functools.partial(Sigmoid, scores), _scalar(bias, a.device, dtype)
+    return TiledLoss.apply(scores, make, a, b, _scalar(temperature, a.device, dtype), bias)
+
+
+def _scalar(value: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.reshape(()).to(device)
+    return torch.tensor(float(value), dtype=dtype, device=device)
+
+
+# The checks: of one rank's arguments, and of what has to be the same on all.
+
+_DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+_PAIRS = ("None", "a function", "ids")
+_SUMMARY: dict[str, Sequence[Any]] = {
+    "the size of a row": (),
+    "the dtype of `a`": _DTYPES, "the dtype of `b`": _DTYPES,
+    **{f"whether `{name}` needs a gradient": ("no gradient needed", "a gradient needed")
+       for name in ("a", "b", "temperature", "bias")},
+    "`temperature`": (), "`bias`": (),
+    "`symmetric`": (False, True),
+    "the kind of `positives`": _PAIRS, "the kind of `ignore`": _PAIRS,
+}  # fmt: skip
+"""What ranks compare, as numbers, and what the numbers stand for where they stand for something."""
+
+
+def _ranks(name: str, check: Any, a: Any, group: Any) -> Ranks:
+    """Whose rows there are, once all arguments have been checked, on all ranks."""
+    if group is None:
+        rows, columns, *_ = check()
+        return Ranks(None, [rows], [columns], a.device)
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "`group` must be a process group, as torch.distributed.group.WORLD is once init_process_group() was "
+            f"called; or None: this process's rows alone. Received: group={group!r}."
+        )
+    problem: Exception | None = None
+    summary: list[Any] = [0] * (2 + len(_SUMMARY))
+    try:
+        summary = check()
+    except (TypeError, ValueError) as error:
+        problem = error
+    device = a.device if isinstance(a, Tensor) else torch.device("cpu")
+    mine = torch.tensor([problem is None, *summary], dtype=torch.float64, device=device)
+    received = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, mine, group=group)
+    if problem is not None:
+        raise problem
+    passed, rows, columns, *values = torch.stack(received, 1).tolist()
+    if not all(passed):
+        raise ValueError(f"{name} was called with arguments that it refuses on rank {passed.index(0)}: see there.")
+    for (what, words), of_ranks in zip(_SUMMARY.items(), values, strict=True):
+        if len(set(map(str, of_ranks))) > 1:  # NaN is equal to NaN here
+            listed = ", ".join(str(words[int(value)]) if words else f"{value:g}" for value in of_ranks)
+            raise ValueError(
+                f"The ranks call {name} differently: {what} must be the same. Received, by rank: {listed}."
+            )
+    return Ranks(None if len(received) == 1 else group, [*map(int, rows)], [*map(int, columns)], device)
+
+
+def _checked(
+    a: Any, b: Any, temperature: Any, bias: Any, tile: Any, symmetric: bool, positives: Any, ignore: Any, *, reads: bool
+) -> list[Any]:
+    """Check a rank's arguments. Returns its numbers of rows, and those of `_SUMMARY`, which other ranks read."""
+    for name, rows in (("a", a), ("b", b)):
+        if not isinstance(rows, Tensor):
+            raise TypeError(f"`{name}` must be a tensor. Received: {rows!r} of type {type(rows).__name__}.")
+        if rows.dim() != 2 or rows.dtype not in _DTYPES or rows.layout is not torch.strided:
+            raise ValueError(
+                f"`{name}` must be a dense floating-point tensor of shape (rows, size). Received: {rows.dtype} of "
+                f"shape {tuple(rows.shape)}, {rows.layout}."
+            )
+    if a.shape[1] != b.shape[1] or a.device != b.device:
+        raise ValueError(
+            "`a` and `b` must have rows of the same size, on the same device. Received: "
+            f"{tuple(a.shape)} on {a.device}, {tuple(b.shape)} on {b.device}."
+        )
+    checked_count(tile, "tile")
+    kind = _kind_of_pairs(positives, "positives", len(a), len(b))
+    if kind == 0 and len(b) < len(a):
+        raise ValueError(
+            "Without `positives` row i of a and row i of b are a pair, so b has as many rows as a, or more: "
+            f"negatives. Received: {len(a)} rows of a, {len(b)} of b. Swap them, or pass `positives`."
+        )
+    kinds = kind, _kind_of_pairs(ignore, "ignore", len(a), len(b))
+    numbers = [_checked_scalar(temperature, "temperature", reads=reads)]
+    numbers.append(0.0 if bias is None else _checked_scalar(bias, "bias", reads=reads))
+    learned = [isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled() for t in (a, b, temperature, bias)]
+    dtypes = _DTYPES.index(a.dtype), _DTYPES.index(b.dtype)
+    return [len(a), len(b), a.shape[1], *dtypes, *learned, *numbers, symmetric, *kinds]
+
+
+def _kind_of_pairs(given: Any, name: str, rows: int, columns: int) -> int:
+    """Check what `positives` or `ignore` was given as. Returns its place in `_PAIRS`."""
+    if given is None or callable(given):
+        return 0 if given is None else 1
+    of_a, of_b = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    if not isinstance(of_a, Tensor) or not (of_b is None or isinstance(of_b, Tensor)):
+        raise TypeError(
+            f"`{name}` must be a tensor of ids, a tuple of two (of a's rows, of b's), or a function (rows, columns) -> "
+            f"bool tensor. Received: {name}={given!r} of type {type(given).__name__}."
+        )
+    for ids in (of_a,) if of_b is None else (of_a, of_b):
+        if ids.dtype in (torch.bool, torch.uint64) or ids.is_floating_point() or ids.is_complex() or ids.dim() != 1:
+            raise ValueError(
+                f"`{name}` as a tensor holds an id (an int) for each row. Received: {ids.dtype}, shape "
+                f"{tuple(ids.shape)}. A matrix of pairs takes memory that is quadratic in the rows; one that is at "
+                f"hand is given as {name}=lambda rows, columns: matrix[rows][:, columns]."
+            )
+    if of_b is None and columns < rows:
+        raise ValueError(
+            f"`{name}` as one tensor holds ids of the pairs, of which b has fewer rows than a ({columns} and {rows}). "
+            f"Give the ids of both: {name}=(ids_of_a, ids_of_b)."
+        )
+    if len(of_a) != rows or (of_b is not None and len(of_b) != columns):
+        lengths = len(of_a) if of_b is None else (len(of_a), len(of_b))
+        raise ValueError(f"`{name}` must have an id for each row, {(rows, columns)} of a and b. Received: {lengths}.")
+    return 2
+
+
+def _checked_scalar(value: Any, name: str, *, reads: bool) -> float:
+    positive = name == "temperature"
+    must = f"`{name}` must be a{' positive' if positive else ''} number, or a tensor that holds one"
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or not value.is_floating_point():
+            raise ValueError(f"{must}. Received: {value.dtype} of shape {tuple(value.shape)}.")
+        if not value.is_cpu:  # reading it makes the host wait
+            return float(value.detach()) if reads else 0.0
+        number = float(value.detach())
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        number = value
+    else:
+        raise TypeError(f"{must}. Received: {name}={value!r} of type {type(value).__name__}.")
+    # A tensor's NaN passes, as a loss that is NaN: it may have been learned.
+    if (positive and number <= 0) or (number != number and not isinstance(value, Tensor)):
+        raise ValueError(f"{must}. Received: {name}={number!r}.")
+    return number

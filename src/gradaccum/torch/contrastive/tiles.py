@@ -1,25 +1,144 @@
-"""A loss over all pairs of rows, of which one tile of scores is in memory at a time, forward and backward."""
+"""Losses over all pairs of rows, one process's or all ranks', of which one tile of scores is in memory at a time.
+
+Every rank keeps its own rows of `a`. The ranks' rows of `b` are broadcast one rank's at a time, while the next ones are
+under way: but for a few numbers per row, memory does not grow with the number of ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradaccum.torch.contrastive.rows import AllRanks, Answers, Pairs, SingleProcess
+from gradaccum.errors import NotEquivalentError
+from gradaccum.on_torch.random_state import RandomState, all_generators, kept
 
-__all__ = ["CrossEntropy", "Scores", "Sigmoid", "TiledLoss"]
+__all__ = ["CrossEntropy", "PairsOf", "Ranks", "Scores", "Sigmoid", "TiledLoss"]
+
+PairsOf = Tensor | tuple[Tensor, Tensor] | Callable[[Tensor, Tensor], Tensor]
+"""What users give: ids of the rows, ids of `a`'s and of `b`'s rows, or a function of numbers of rows."""
 
 
-def slices(start: int, stop: int, size: int) -> list[slice]:
-    """
-    >>> slices(3, 8, 4)
-    [slice(3, 7, None), slice(7, 8, None)]
-    """
-    return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
+class Ranks:
+    """The ranks of a process group, or one process; how many rows of `a` and `b` each has."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, rows: Sequence[int], columns: Sequence[int], device: torch.device
+    ) -> None:
+        self.group, self.rows, self.columns, self.device = group, rows, columns, device
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.starts = [0, *itertools.accumulate(columns)][:-1]
+        """The numbers of each rank's first row of `b` among all ranks'."""
+
+    def blocks(self, b: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Each rank's rows of `b`, with its number."""
+        if self.group is None:
+            yield 0, b
+            return
+        sent = self._send(b, 0)
+        for owner in range(len(self.columns)):
+            block, work = sent
+            if owner + 1 < len(self.columns):
+                sent = self._send(b, owner + 1)
+            if work is not None:
+                work.wait()
+            yield owner, block
+
+    def _send(self, tensor: Tensor, owner: int) -> tuple[Tensor, dist.Work | None]:
+        assert self.group is not None
+        if owner == self.rank:
+            block = tensor.detach().contiguous()
+        else:
+            block = tensor.new_empty(self.columns[owner], *tensor.shape[1:])
+        if not block.numel():
+            return block, None
+        # As bytes, since not every backend knows every type of numbers.
+        sender = dist.get_global_rank(self.group, owner)
+        return block, dist.broadcast(block.view(torch.uint8), sender, group=self.group, async_op=True)
+
+    def reduced(self, tensor: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Elementwise over ranks."""
+        if self.group is not None:
+            tensor = tensor.clone()
+            dist.all_reduce(tensor, operation, group=self.group)
+        return tensor
+
+    def send_back(self, gradient: Tensor, owner: int) -> Tensor | None:
+        """The gradient of a rank's rows of `b`, added up over ranks; None on all other ranks."""
+        if self.group is not None and gradient.numel():
+            dist.reduce(gradient, dist.get_global_rank(self.group, owner), group=self.group)
+        return gradient if owner == self.rank else None
+
+
+class _SameNumbers:
+    """Pairs of rows that have the same number on the same rank."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._first, self._device = ranks.starts[ranks.rank], ranks.device
+
+    def __call__(self, rows: slice, columns: slice) -> Tensor | None:
+        """Of each pair of a tile whether it is meant; None where none is."""
+        start, stop = self._first + rows.start, self._first + rows.stop
+        if max(start, columns.start) >= min(stop, columns.stop):
+            return None
+        numbers = torch.arange(start, stop, device=self._device)
+        return numbers[:, None] == torch.arange(columns.start, columns.stop, device=self._device)
+
+
+class _SameIds:
+    """Pairs of rows with the same id."""
+
+    def __init__(self, ranks: Ranks, of_a: Tensor, of_b: Tensor) -> None:
+        # A copy, as backward looks at them again, whatever has become of the user's tensor.
+        self._of_a = of_a.to(ranks.device, torch.int64, copy=True)
+        negatives = ranks.columns[ranks.rank] - len(of_b)  # of every row
+        of_b = of_b.to(ranks.device, torch.int64)
+        of_b = torch.cat([of_b, of_b.new_full((negatives,), torch.iinfo(torch.int64).min)])
+        self._of_b = torch.cat([block for _, block in ranks.blocks(of_b)])
+
+    def __call__(self, rows: slice, columns: slice) -> Tensor | None:
+        return self._of_a[rows, None] == self._of_b[columns]
+
+
+class _ByFunction:
+    """Pairs for which a user's function of their numbers is true."""
+
+    def __init__(self, ranks: Ranks, function: Callable[[Tensor, Tensor], Tensor], name: str) -> None:
+        self.name, self._function, self._device = name, function, ranks.device
+        self._before = sum(ranks.rows[: ranks.rank])
+        self.digest = torch.zeros(ranks.rows[ranks.rank], dtype=torch.float32, device=ranks.device)
+        """Of each row a number that its answers make, over all tiles of a pass."""
+
+    def __call__(self, rows: slice, columns: slice) -> Tensor | None:
+        numbers = torch.arange(columns.start, columns.stop, device=self._device)
+        with torch.no_grad():
+            found = self._function(torch.arange(rows.start, rows.stop, device=self._device) + self._before, numbers)
+        expected = (rows.stop - rows.start, columns.stop - columns.start)
+        if not isinstance(found, Tensor) or found.dtype != torch.bool or tuple(found.shape) != expected:
+            received = f"{found.dtype}, shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+            raise ValueError(
+                f"`{self.name}(rows, columns)` must return a bool tensor of shape (len(rows), len(columns)), here "
+                f"{expected}. Received: {received}."
+            )
+        found = found.to(self._device)
+        weights = (numbers * 2654435761 // 128 % 2039 + 1).float()
+        with torch.no_grad(), torch.autocast(found.device.type, enabled=False):
+            self.digest[rows] += found.float() @ weights
+        return found
+
+
+def _pairs(given: PairsOf | None, name: str, ranks: Ranks) -> Any:
+    if given is None:
+        return _SameNumbers(ranks) if name == "positives" else lambda rows, columns: None
+    if callable(given):
+        return _ByFunction(ranks, given, name)
+    return _SameIds(ranks, *(given if isinstance(given, tuple) else (given, given)))
 
 
 class Tile(NamedTuple):
@@ -44,28 +163,59 @@ class Scores:
     """`a @ b.T / temperature + bias`, a tile at a time."""
 
     def __init__(
-        self, exchange: SingleProcess, positives: Pairs, ignored: Pairs | None, tile: int, dtype: torch.dtype
+        self, ranks: Ranks, positives: PairsOf | None, ignore: PairsOf | None, tile: int, dtype: torch.dtype
     ) -> None:
-        self.exchange, self.positives, self.ignored = exchange, positives, ignored
-        self.tile, self.dtype = tile, dtype
-        self.answers = Answers(positives, ignored)
+        self.ranks, self.tile, self.dtype = ranks, tile, dtype
+        self._positives, self._ignored = _pairs(positives, "positives", ranks), _pairs(ignore, "ignore", ranks)
+        self._functions = [pairs for pairs in (self._positives, self._ignored) if isinstance(pairs, _ByFunction)]
+        self._random: RandomState | None = None
+        self._first: list[Tensor] = []
 
-    def of(self, a: Tensor, block: Tensor, owner: int, scale: Tensor, bias: Tensor | None) -> Iterator[Tile]:
-        """The tiles of this rank's rows of `a` and of the rows of `b` that belong to `owner`."""
-        first = self.exchange.starts[owner]
-        for rows in slices(0, len(a), self.tile):
+    def slices(self, stop: int, start: int = 0) -> list[slice]:
+        return [slice(first, min(first + self.tile, stop)) for first in range(start, stop, self.tile)]
+
+    def tiles(self, a: Tensor, block: Tensor, owner: int, scale: Tensor, bias: Tensor | None) -> Iterator[Tile]:
+        """Those of this rank's rows of `a` and of the rows of `b` that belong to `owner`."""
+        first = self.ranks.starts[owner]
+        for rows in self.slices(len(a)):
             scaled = a[rows].to(self.dtype) * scale
-            for of_block in slices(0, len(block), self.tile):
+            for of_block in self.slices(len(block)):
                 columns = slice(first + of_block.start, first + of_block.stop)
                 b = block[of_block].to(self.dtype)
-                scores = product(scaled, b)
+                scores = _product(scaled, b)
                 if bias is not None:
                     scores = scores + bias
-                positives = self.positives.tile(rows, columns)
-                ignored = None if self.ignored is None else self.ignored.tile(rows, columns)
+                positives, ignored = self._positives(rows, columns), self._ignored(rows, columns)
                 if ignored is not None:
                     scores = scores.masked_fill(ignored if positives is None else ignored & ~positives, -float("inf"))
                 yield Tile(rows, columns, of_block, scaled, b, scores, positives)
+
+    @contextlib.contextmanager
+    def same_answers(self) -> Iterator[None]:
+        """Around each pass over all tiles: users' functions have to answer as in the first one.
+
+        Random numbers of PyTorch's, Python's and NumPy's generators are those of the first pass in every other one.
+        """
+        if not self._functions:
+            yield
+            return
+        for pairs in self._functions:
+            pairs.digest = torch.zeros_like(pairs.digest)
+        if self._random is None:
+            before = RandomState(all_generators([self.ranks.device]))
+            yield
+            self._random, self._first = before.only(before.moved()), [pairs.digest for pairs in self._functions]
+            return
+        with kept(self._random.states):
+            self._random.put_back()
+            yield
+        for pairs, first in zip(self._functions, self._first, strict=True):
+            if not torch.equal(pairs.digest, first):
+                raise NotEquivalentError(
+                    f"`{pairs.name}(rows, columns)` answers otherwise when backward asks it again, so the gradient "
+                    "would be that of another loss. Does it read something that has changed since, or draw from a "
+                    "generator of its own? Draw, or copy what it reads, before the loss is called."
+                )
 
 
 class _Product(torch.autograd.Function):
@@ -81,12 +231,10 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = ctx.saved_tensors
         of_a, of_b = ctx.needs_input_grad
-        return product(grad, b.T) if of_a else None, product(grad.T, a.T) if of_b else None
+        return _product(grad, b.T) if of_a else None, _product(grad.T, a.T) if of_b else None
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b.T`, which autocast leaves as it is, forward and backward."""
-    return _Product.apply(a, b)
+_product: Callable[[Tensor, Tensor], Tensor] = _Product.apply
 
 
 class Objective(Protocol):
@@ -103,85 +251,70 @@ class Objective(Protocol):
 
 
 class TiledLoss(torch.autograd.Function):
-    """`objective` of all scores, and its gradient, from tiles that are computed anew in backward."""
+    """An objective of all scores, and its gradient, from tiles that are computed again in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        scores: Scores,
-        objective_of: Any,
-        a: Tensor,
-        b: Tensor,
-        temperature: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor:
-        ctx.scores, ctx.objective_of, ctx.objective = scores, objective_of, objective_of()
-        ctx.save_for_backward(a, b, temperature, bias)
-        return _value(scores, ctx.objective, a, b, temperature, bias)
+    def forward(ctx: Any, scores: Scores, make: Callable[[], Objective], *inputs: Tensor | None) -> Tensor:
+        ctx.scores, ctx.make, ctx.objective = scores, make, make()
+        ctx.save_for_backward(*inputs)
+        return _value(scores, ctx.objective, *inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, temperature, bias = ctx.saved_tensors
-        needed = ctx.needs_input_grad[2:]
         gradients = _differentiable if torch.is_grad_enabled() else _gradients
-        return None, None, *gradients(ctx, grad, needed, a, b, temperature, bias)
+        return None, None, *gradients(ctx, grad, ctx.needs_input_grad[2:], *ctx.saved_tensors)
 
 
-def _value(
-    scores: Scores, objective: Objective, a: Tensor, b: Tensor, temperature: Tensor, bias: Tensor | None
-) -> Tensor:
+def _value(scores: Scores, objective: Objective, a: Any, b: Any, temperature: Any, bias: Any) -> Tensor:
     scale = temperature.to(scores.dtype).reciprocal()
     with torch.autocast(a.device.type, enabled=False):
-        with scores.answers.the_same():
-            for owner, block in scores.exchange.blocks(b):
-                for tile in scores.of(a, block, owner, scale, bias):
+        with scores.same_answers():
+            for owner, block in scores.ranks.blocks(b):
+                for tile in scores.tiles(a, block, owner, scale, bias):
                     objective.add(tile)
         return objective.value()
 
 
 def _gradients(
-    ctx: Any,
-    grad: Tensor,
-    needed: tuple[bool, ...],
-    a: Tensor,
-    b: Tensor,
-    temperature: Tensor,
-    bias: Tensor | None,
+    ctx: Any, grad: Tensor, needed: Sequence[bool], a: Tensor, b: Tensor, temperature: Tensor, bias: Tensor | None
 ) -> list[Tensor | None]:
-    scores, objective = ctx.scores, ctx.objective
+    dtype, ranks = ctx.scores.dtype, ctx.scores.ranks
     for_a, for_b, for_temperature, for_bias = needed
-    scale = temperature.to(scores.dtype).reciprocal()
+    scale = temperature.to(dtype).reciprocal()
     # Each rank has the loss of all: what all of them do with it is what a row is responsible for.
-    grad = scores.exchange.total(grad.to(scores.dtype))
-    of_a = a.new_zeros(a.shape, dtype=scores.dtype) if for_a or for_temperature else None
-    of_bias, of_b, found = grad.new_zeros(()), None, list[Tensor | None]()
-    with torch.autocast(a.device.type, enabled=False), scores.answers.the_same():
-        for owner, block in scores.exchange.blocks(b):
-            of_block = block.new_zeros(block.shape, dtype=scores.dtype) if for_b else None
-            for tile in scores.of(a, block, owner, scale, bias):
-                derivative = objective.derivative(tile)
-                if of_a is not None:
-                    of_a[tile.rows].addmm_(derivative, tile.b)
-                if of_block is not None:
-                    of_block[tile.block].addmm_(derivative.T, tile.a)
-                if for_bias:
-                    of_bias += derivative.sum()
-            if of_block is not None:
-                sent = scores.exchange.send_back(of_block, owner)
-                of_b = of_b if sent is None else sent
+    grad = ranks.reduced(grad.to(dtype))
+    of_a = a.new_zeros(a.shape, dtype=dtype) if for_a or for_temperature else None
+    found: list[Tensor | None] = [None] * 4
+    with torch.autocast(a.device.type, enabled=False), ctx.scores.same_answers():
+        of_bias = grad.new_zeros(()) if for_bias else None
+        for owner, block in ranks.blocks(b):
+            of_block = block.new_zeros(block.shape, dtype=dtype) if for_b else None
+            for tile in ctx.scores.tiles(a, block, owner, scale, bias):
+                _add_gradients(ctx.objective.derivative(tile), tile, of_a, of_block, of_bias)
+            if of_block is not None and (of_b := ranks.send_back(of_block, owner)) is not None:
+                found[1] = of_b.mul_(grad).to(b.dtype)
         if of_a is not None:
             of_a *= scale * grad
-        found.append(of_a.to(a.dtype) if of_a is not None and for_a else None)
-        found.append(None if of_b is None else of_b.mul_(grad).to(b.dtype))
-        found.append(None)
-        if of_a is not None and for_temperature:
-            found[2] = (-(of_a * a).sum() * scale).to(temperature.dtype)
-    return [*found, (of_bias * grad).to(bias.dtype) if bias is not None and for_bias else None]
+            found[0] = of_a.to(a.dtype) if for_a else None
+            found[2] = (-(of_a * a).sum() * scale).to(temperature.dtype) if for_temperature else None
+    found[3] = None if of_bias is None or bias is None else (of_bias * grad).to(bias.dtype)
+    return found
 
 
-def _differentiable(ctx: Any, grad: Tensor, needed: tuple[bool, ...], *inputs: Tensor | None) -> list[Tensor | None]:
+def _add_gradients(
+    derivative: Tensor, tile: Tile, of_a: Tensor | None, of_block: Tensor | None, of_bias: Tensor | None
+) -> None:
+    if of_a is not None:
+        of_a[tile.rows].addmm_(derivative, tile.b)
+    if of_block is not None:
+        of_block[tile.block].addmm_(derivative.T, tile.a)
+    if of_bias is not None:
+        of_bias += derivative.sum()
+
+
+def _differentiable(ctx: Any, grad: Tensor, needed: Sequence[bool], *inputs: Tensor | None) -> list[Tensor | None]:
     """The same under `create_graph=True`: gradients that can be differentiated again, so all tiles stay."""
-    if isinstance(ctx.scores.exchange, AllRanks):
+    if ctx.scores.ranks.group is not None:
         raise NotImplementedError(
             "Second derivatives of a contrastive loss over ranks are not implemented (create_graph=True with `group`). "
             "Leave out `group`, or gather the rows by torch.distributed.nn.functional.all_gather."
@@ -189,80 +322,57 @@ def _differentiable(ctx: Any, grad: Tensor, needed: tuple[bool, ...], *inputs: T
     with torch.enable_grad():
         # Under names of their own, so that the user's hooks see finished gradients alone.
         own = [t.view_as(t) if of_t and t is not None else t for t, of_t in zip(inputs, needed, strict=True)]
-        loss = _value(ctx.scores, ctx.objective_of(), *own)  # type: ignore[arg-type]  # the bias alone may be None
+        loss = _value(ctx.scores, ctx.make(), *own)
     wanted = [tensor for tensor, is_needed in zip(own, needed, strict=True) if is_needed and tensor is not None]
     found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=True))
     return [next(found) if is_needed else None for is_needed in needed]
 
 
-class Running(NamedTuple):
-    """Of some rows, what is known of the scores seen so far. Of columns likewise."""
+class _Softmax:
+    """The softmax of every row (`dim` 1), or of every column (0), put together from tiles.
 
-    top: Tensor
-    """The largest score."""
-    total: Tensor
-    """`sum exp(score - top)`."""
-    positive: Tensor
-    """The sum of the positives' scores."""
-    number: Tensor
-    """How many positives there are."""
-
-    @classmethod
-    def empty(cls, length: int, dtype: torch.dtype, device: torch.device) -> Running:
-        zeros = torch.zeros(length, dtype=dtype, device=device)
-        return cls(zeros - float("inf"), zeros, zeros, zeros)
-
-    def plus(self, scores: Tensor, positives: Tensor | None, dim: int) -> Running:
-        top = torch.maximum(self.top, scores.detach().amax(dim))
-        shift = _finite(top)
-        total = self.total * (self.top - shift).exp() + (scores - shift.unsqueeze(dim)).exp().sum(dim)
-        if positives is None:
-            return Running(top, total, self.positive, self.number)
-        positive = self.positive + torch.where(positives, scores, 0.0).sum(dim)
-        return Running(top, total, positive, self.number + positives.sum(dim))
-
-    def over(self, exchange: SingleProcess) -> Running:
-        """The same over all ranks' rows."""
-        top = exchange.maximum(self.top)
-        total = self.total * (self.top - _finite(top)).exp()
-        return Running(top, *exchange.total(torch.stack([total, self.positive, self.number])))
-
-
-class Denominators:
-    """The softmax of every row, or of every column, put together from tiles."""
+    Of the rows of each tile it knows their largest score, `sum exp(score - largest)`, the sum of the positives' scores,
+    and the number of positives.
+    """
 
     def __init__(self, tiles: list[slice], dim: int, scores: Scores) -> None:
-        self.dim = dim
-        self.parts = {
-            tile.start: Running.empty(tile.stop - tile.start, scores.dtype, scores.exchange.device) for tile in tiles
-        }
-        self._none = Running.empty(0, scores.dtype, scores.exchange.device)
+        self._dim, self._empty = dim, torch.zeros(0, dtype=scores.dtype, device=scores.ranks.device)
+        self._parts = {}
+        for tile in tiles:
+            zeros = self._empty.new_zeros(tile.stop - tile.start)
+            self._parts[tile.start] = zeros - float("inf"), zeros, zeros, zeros
 
-    def add(self, start: int, tile: Tile) -> None:
-        self.parts[start] = self.parts[start].plus(tile.scores, tile.positives, self.dim)
+    def add(self, start: int, scores: Tensor, positives: Tensor | None) -> None:
+        top, total, positive, number = self._parts[start]
+        largest = torch.maximum(top, scores.detach().amax(self._dim))
+        shift = _finite(largest)
+        total = total * (top - shift).exp() + (scores - shift.unsqueeze(self._dim)).exp().sum(self._dim)
+        if positives is not None:
+            positive = positive + torch.where(positives, scores, 0.0).sum(self._dim)
+            number = number + positives.sum(self._dim)
+        self._parts[start] = largest, total, positive, number
 
-    def finish(self, exchange: SingleProcess, *, columns: bool) -> None:
-        """All tiles have been seen: each row's loss is `shift + log(total) - positive / number`."""
-        whole = Running(*(torch.cat(parts) for parts in zip(self._none, *self.parts.values(), strict=True)))
-        self.parts = {}
-        if columns:
-            whole = whole.over(exchange)
-        self.shift, has = _finite(whole.top), whole.number > 0
-        count = has.sum().to(whole.total.dtype)
-        self.rows = (count if columns else exchange.total(count)).clamp(min=1)
-        losses = self.shift + whole.total.where(has, 1.0).log() - whole.positive / whole.number.clamp(min=1.0)
-        self.sum = losses.where(has, 0.0).sum()
-        if not columns:
-            self.sum = exchange.total(self.sum)
-        self.weight = (has / whole.total.where(has, 1.0)).detach()
-        self.positive_weight = has / whole.number.clamp(min=1.0)
+    def mean(self, ranks: Ranks, share: float) -> Tensor:
+        """`share` of the mean of `log sum exp(scores) - mean(positive scores)` over the rows that have a positive.
 
-    def mean(self, share: float) -> Tensor:
-        """`share` of the mean over the rows that have a positive; then the weights are its derivative's."""
-        self.weight, self.positive_weight = (
-            weight * (share / self.rows) for weight in (self.weight, self.positive_weight)
-        )
-        return self.sum * (share / self.rows)
+        Afterwards `weight` and `positive_weight` are those of its derivative.
+        """
+        top, total, positive, number = (torch.cat(parts) for parts in zip((self._empty,) * 4, *self._parts.values()))
+        self._parts = {}
+        if self._dim == 0:  # every rank has seen all columns, against rows of its own
+            largest = ranks.reduced(top, dist.ReduceOp.MAX)
+            total = total * (top - _finite(largest)).exp()
+            top, (total, positive, number) = largest, ranks.reduced(torch.stack([total, positive, number]))
+        self.shift, has = _finite(top), number > 0
+        count, total = has.sum().to(total.dtype), total.where(has, 1.0)
+        losses = self.shift + total.log() - positive / number.clamp(min=1.0)
+        loss = losses.where(has, 0.0).sum()
+        if self._dim == 1:
+            count, loss = ranks.reduced(count), ranks.reduced(loss)
+        each = share / count.clamp(min=1)
+        self.weight = (has / total).detach() * each
+        self.positive_weight = has / number.clamp(min=1.0) * each
+        return loss * each
 
 
 def _finite(top: Tensor) -> Tensor:
@@ -274,32 +384,28 @@ class CrossEntropy:
     """The mean over rows of `logsumexp(scores) - mean(positive scores)`; of columns, too, where symmetric."""
 
     def __init__(self, scores: Scores, rows: int, *, symmetric: bool) -> None:
-        self.exchange, self.symmetric = scores.exchange, symmetric
-        self.of_rows = Denominators(slices(0, rows, scores.tile), 1, scores)
-        columns = [
-            tile
-            for start, length in zip(self.exchange.starts, self.exchange.columns, strict=True)
-            for tile in slices(start, start + length, scores.tile)
-        ]
-        self.of_columns = Denominators(columns if symmetric else [], 0, scores)
+        self._ranks = scores.ranks
+        self._of_rows, self._of_columns = _Softmax(scores.slices(rows), 1, scores), None
+        if symmetric:
+            sizes = zip(self._ranks.starts, self._ranks.columns, strict=True)
+            columns = [tile for start, size in sizes for tile in scores.slices(start + size, start)]
+            self._of_columns = _Softmax(columns, 0, scores)
 
     def add(self, tile: Tile) -> None:
-        self.of_rows.add(tile.rows.start, tile)
-        if self.symmetric:
-            self.of_columns.add(tile.columns.start, tile)
+        self._of_rows.add(tile.rows.start, tile.scores, tile.positives)
+        if self._of_columns is not None:
+            self._of_columns.add(tile.columns.start, tile.scores, tile.positives)
 
     def value(self) -> Tensor:
-        self.of_rows.finish(self.exchange, columns=False)
-        if not self.symmetric:
-            return self.of_rows.mean(1.0)
-        self.of_columns.finish(self.exchange, columns=True)
-        return self.of_rows.mean(0.5) + self.of_columns.mean(0.5)
+        if self._of_columns is None:
+            return self._of_rows.mean(self._ranks, 1.0)
+        return self._of_rows.mean(self._ranks, 0.5) + self._of_columns.mean(self._ranks, 0.5)
 
     def derivative(self, tile: Tile) -> Tensor:
-        rows, columns = self.of_rows, self.of_columns
+        rows, columns = self._of_rows, self._of_columns
         found = (tile.scores - rows.shift[tile.rows, None]).exp_().mul_(rows.weight[tile.rows, None])
         weight = rows.positive_weight[tile.rows, None]
-        if self.symmetric:
+        if columns is not None:
             found += tile.scores.sub_(columns.shift[tile.columns]).exp_().mul_(columns.weight[tile.columns])
             weight = weight + columns.positive_weight[tile.columns]
         return found if tile.positives is None else found.sub_(torch.where(tile.positives, weight, 0.0))
@@ -309,17 +415,16 @@ class Sigmoid:
     """`-sum log sigmoid(+-score) / rows` over pairs, + for positives."""
 
     def __init__(self, scores: Scores) -> None:
-        self.exchange = scores.exchange
-        self.rows = max(sum(self.exchange.rows), 1)
-        self.sum = torch.zeros((), dtype=scores.dtype, device=self.exchange.device)
+        self._ranks, self._rows = scores.ranks, max(sum(scores.ranks.rows), 1)
+        self._sum = torch.zeros((), dtype=scores.dtype, device=scores.ranks.device)
 
     def add(self, tile: Tile) -> None:
         scores = tile.scores if tile.positives is None else torch.where(tile.positives, -tile.scores, tile.scores)
-        self.sum = self.sum - F.logsigmoid(-scores).sum()
+        self._sum = self._sum - F.logsigmoid(-scores).sum()
 
     def value(self) -> Tensor:
-        return self.exchange.total(self.sum) / self.rows
+        return self._ranks.reduced(self._sum) / self._rows
 
     def derivative(self, tile: Tile) -> Tensor:
         found = tile.scores.sigmoid_()
-        return (found if tile.positives is None else found.sub_(tile.positives.to(found.dtype))).div_(self.rows)
+        return (found if tile.positives is None else found.sub_(tile.positives.to(found.dtype))).div_(self._rows)
