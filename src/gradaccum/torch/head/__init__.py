@@ -1,5 +1,5 @@
-"""Logits over huge vocabularies that never exist: the head and the loss in tiles."""
+"""A linear head over a huge vocabulary and its cross entropy, a tile of rows at a time."""
 
-from gradaccum.torch.head.module import Head, tiling
+from gradaccum.torch.head.logits import Head, tiling
 
 __all__ = ["Head", "tiling"]

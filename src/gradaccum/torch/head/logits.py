@@ -1,151 +1,121 @@
-"""What stands for the outputs of a head until a loss takes them."""
+"""The head of a model with a huge vocabulary, and what stands for its outputs until a loss takes them in tiles."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradaccum.torch.head.tiles import Options, cross_entropies
+from gradaccum.on_torch.private import casts_outputs, sharded_groups
+from gradaccum.torch.head.tiles import cross_entropies
 
-__all__ = ["Logits"]
+__all__ = ["Head", "tiling"]
+
+logger = logging.getLogger("gradaccum")
+
+_TILED = "TiledLinear"
+"""The class of a head, meanwhile."""
 
 
 class Logits:
     """The outputs of a linear layer that have not been computed.
 
     They can be sliced, flattened, transposed and cast, and `cross_entropy` takes them in tiles. Whatever else is done
-    with them, they are computed for it.
-
-    Example:
-        >>> logits = Logits(torch.randn(2, 3, 4), torch.randn(9, 4), None)
-        >>> logits[:, :-1].float().shape, logits.view(-1, 9).shape
-        (torch.Size([2, 2, 9]), torch.Size([6, 9]))
-        >>> F.cross_entropy(logits.transpose(1, 2), torch.ones(2, 3).long()).shape
-        torch.Size([])
+    with them, they are computed for it, and `computed` hears for what.
     """
 
-    def __init__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        dtypes: tuple[torch.dtype, ...] = (),
-        second: bool = False,
-        computed: Callable[[str], None] = lambda what: None,
-    ) -> None:
-        self._x, self._weight, self._bias = x, weight, bias
-        self._dtypes, self._second, self._computed = dtypes, second, computed
-        self._whole: Tensor | None = None
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, computed: Callable[[str], None]) -> None:
+        self._x, self._weight, self._bias, self._computed = x, weight, bias, computed
+        self._dtypes: tuple[torch.dtype, ...] = ()
+        """What they are cast to, one after the other."""
+        self._second = False
+        """Whether the classes are the second dimension, not the last."""
+        self._whole: Any = None
 
-    def _like(self, x: Tensor, dtypes: tuple[torch.dtype, ...] | None = None, second: bool | None = None) -> Logits:
-        return Logits(
-            x,
-            self._weight,
-            self._bias,
-            self._dtypes if dtypes is None else dtypes,
-            self._second if second is None else second,
-            self._computed,
-        )
+    def _like(self, **changed: Any) -> Logits:
+        new = object.__new__(Logits)
+        vars(new).update({**vars(self), "_whole": None, **changed})
+        return new
 
-    def whole(self, what: str) -> Tensor:
-        """The outputs, computed."""
+    def whole(self, what: str) -> Any:
         if self._whole is None:
             self._computed(what)
-            logits = F.linear(self._x, self._weight, self._bias)
-            for dtype in self._dtypes:
-                logits = logits.to(dtype)
+            logits = self._cast(F.linear(self._x, self._weight, self._bias))
             self._whole = logits.movedim(-1, 1) if self._second else logits
         return self._whole
 
+    def _cast(self, logits: Tensor) -> Tensor:
+        for dtype in self._dtypes:
+            logits = logits.to(dtype)
+        return logits
+
     @property
     def shape(self) -> torch.Size:
-        """That of the outputs."""
-        before = self._x.shape[:-1]
-        classes = len(self._weight)
-        return torch.Size([before[0], classes, *before[1:]] if self._second else [*before, classes])
+        first, classes = self._x.shape[:-1], len(self._weight)
+        return torch.Size([first[0], classes, *first[1:]] if self._second else [*first, classes])
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the outputs."""
         return self._dtypes[-1] if self._dtypes else self._weight.dtype
 
-    @property
-    def device(self) -> torch.device:
-        """Where they would be."""
-        return self._x.device
-
-    @property
-    def ndim(self) -> int:
-        """Of the outputs."""
-        return self._x.ndim
-
     requires_grad = True
+    device = property(lambda self: self._x.device)
     is_cuda = property(lambda self: self._x.is_cuda)
+    ndim = property(lambda self: self._x.ndim)
+    mT = property(lambda self: self.transpose(-2, -1))
 
     def dim(self) -> int:
-        """Of the outputs."""
         return self._x.ndim
 
     def size(self, dim: int | None = None) -> Any:
-        """Of the outputs."""
         return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> Logits:
-        """They are."""
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """In another dtype; on another device they have to be computed."""
         dtype = kwargs.get("dtype", args[0] if args else None)
         if len(args) + len(kwargs) == 1 and isinstance(dtype, torch.dtype):
-            return self._like(self._x, (*self._dtypes, dtype))
+            return self._like(_dtypes=(*self._dtypes, dtype))
         if len(args) == 1 and not kwargs and args[0] in (self.device, str(self.device)):
             return self
         return self.whole("to").to(*args, **kwargs)
 
     def float(self) -> Logits:
-        """In float32."""
-        return self._like(self._x, (*self._dtypes, torch.float32))
+        return self.to(torch.float32)
 
     def double(self) -> Logits:
-        """In float64."""
-        return self._like(self._x, (*self._dtypes, torch.float64))
+        return self.to(torch.float64)
 
     def view(self, *shape: Any) -> Any:
-        """Flat, if the classes stay the last dimension."""
         return self._reshaped("view", shape)
 
     def reshape(self, *shape: Any) -> Any:
-        """Flat, if the classes stay the last dimension."""
         return self._reshaped("reshape", shape)
 
     def _reshaped(self, name: str, shape: tuple[Any, ...]) -> Any:
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if self._second or not sizes or sizes[-1] != len(self._weight):
             return getattr(self.whole(name), name)(*shape)
-        return self._like(self._x.reshape(*sizes[:-1], self._x.shape[-1]))
+        return self._like(_x=self._x.reshape(*sizes[:-1], self._x.shape[-1]))
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
-        """Flat, if the classes stay the last dimension."""
         if self._second or end_dim % self.ndim == self.ndim - 1:
             return self.whole("flatten").flatten(start_dim, end_dim)
-        return self._like(self._x.flatten(start_dim, end_dim))
+        return self._like(_x=self._x.flatten(start_dim, end_dim))
 
     def transpose(self, one: int, other: int) -> Any:
-        """With the classes second, if they are exchanged with the last of three dimensions."""
         if self.ndim == 3 and {one % 3, other % 3} == {1, 2}:
-            return self._like(self._x, second=not self._second)
+            return self._like(_second=not self._second)
         return self.whole("transpose").transpose(one, other)
-
-    @property
-    def mT(self) -> Any:  # PyTorch's name
-        """The same."""
-        return self.transpose(-2, -1)
 
     def __getitem__(self, index: Any) -> Any:
         places = index if isinstance(index, tuple) else (index,)
@@ -156,7 +126,7 @@ class Logits:
         every = len(places) < self.ndim or places[-1] == slice(None)
         if not plain or not every or self._second or len(places) > self.ndim:
             return self.whole("indexing")[index]
-        return self._like(self._x[places[: self.ndim - 1]])
+        return self._like(_x=self._x[places[: self.ndim - 1]])
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -170,10 +140,9 @@ class Logits:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called in place of a function of torch that is given some."""
         kwargs = kwargs or {}
-        if func is F.cross_entropy:
-            loss = _cross_entropy(*args, **kwargs)
-            if loss is not None:
-                return loss
+        loss = _cross_entropy(*args, **kwargs) if func is F.cross_entropy else None
+        if loss is not None:
+            return loss
         name = getattr(func, "__name__", str(func))
         return func(*_computed(args, name), **_computed(kwargs, name))
 
@@ -204,13 +173,16 @@ def _cross_entropy(
     if logits.ndim < 2 or (logits.ndim > 2 and not logits._second):
         return None
     # Without a second dimension of its own, each number of the target is one row.
-    x, rows, dtypes = logits._x.flatten(0, -2), target.flatten(), logits._dtypes
+    x, rows = logits._x.flatten(0, -2), target.flatten()
     if reduction not in ("none", "mean", "sum") or not len(rows) or logits._whole is not None:
         return None
     if torch.is_autocast_enabled(x.device.type) and logits.dtype != torch.float64:
-        dtypes = (*dtypes, torch.float32)
-    options = Options(weight, ignore_index, label_smoothing, dtypes)
-    losses = cross_entropies(x, logits._weight, logits._bias, rows, options)
+        logits = logits.float()
+    options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    of_tile: Any = functools.partial(F.cross_entropy, **options, reduction="none")
+    losses = cross_entropies(
+        x, logits._weight, logits._bias, rows, lambda tile, classes: of_tile(logits._cast(tile), classes)
+    )
     if reduction == "none":
         return losses.view(target.shape)
     if reduction == "sum":
@@ -221,22 +193,106 @@ def _cross_entropy(
     return losses.sum() / weight[rows.masked_fill(~counts, 0)].mul(counts).sum()
 
 
-def _operator(name: str) -> Callable[..., Any]:
+def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
     def compute(self: Logits, *others: Any) -> Any:
-        return getattr(operator, name)(self.whole(f"operator.{name}"), *_computed(others, name))
+        mine, theirs = self.whole(f"operator.{name}"), _computed(others, name)
+        return getattr(operator, name)(*((*theirs, mine) if reflected else (mine, *theirs)))
 
     return compute
 
 
-def _reflected(name: str) -> Callable[..., Any]:
-    def compute(self: Logits, other: Any) -> Any:
-        return getattr(operator, name)(other, self.whole(f"operator.{name}"))
-
-    return compute
-
-
+for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "neg", "lt", "le", "gt", "ge", "abs"):
+    setattr(Logits, f"__{_name}__", _operator(_name))
 for _name in ("add", "sub", "mul", "truediv", "pow", "matmul"):
-    setattr(Logits, f"__{_name}__", _operator(_name))
-    setattr(Logits, f"__r{_name}__", _reflected(_name))
-for _name in ("neg", "lt", "le", "gt", "ge", "abs"):
-    setattr(Logits, f"__{_name}__", _operator(_name))
+    setattr(Logits, f"__r{_name}__", _operator(_name, reflected=True))
+
+
+class Head:
+    """A linear layer of a model, whose outputs are computed in tiles, together with their cross entropy.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 9))
+        >>> with Head(model, "1").tiled():
+        ...     type(model(torch.randn(3, 4))).__name__
+        'Logits'
+    """
+
+    def __init__(self, model: nn.Module, head: Any) -> None:
+        self._warned = False
+        self.module: nn.Module | None = _found(model, head)
+        if type(self.module).forward is not nn.Linear.forward or "forward" in vars(self.module):
+            raise TypeError(
+                "`head` must be an nn.Linear with its own forward, whose outputs are the logits. Received: "
+                f"{self.module!r} of type {type(self.module).__name__}."
+            )
+        if all(module is not self.module for module in model.modules()):
+            raise ValueError("`head` must be a module of the model. Received: a layer that isn't.")
+        self._casts = casts_outputs(model)
+        own = [parameter for parameter in self.module.parameters() if not self._casts]
+        self._groups = [group for group in sharded_groups(model) if any(map(group.holds, own))]
+
+    @contextlib.contextmanager
+    def tiled(self) -> Iterator[None]:
+        """While active, the layer returns what stands for its outputs."""
+        layer: Any = self.module
+        own = type(layer)
+
+        def forward(layer: Any, x: Tensor) -> Any:
+            plain = type(layer.weight) in (Tensor, nn.Parameter) and type(x) is Tensor
+            if self._casts or not plain or torch.compiler.is_compiling():  # sharded otherwise, or parametrized
+                self._warn_once("output_dtype" if self._casts else "another type of tensors")
+                return F.linear(x, layer.weight, layer.bias)
+            weight, bias = layer.weight, layer.bias
+            kind = x.device.type
+            if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:  # as linear does it
+                narrow = torch.get_autocast_dtype(kind)
+                x, weight, bias = x.to(narrow), weight.to(narrow), None if bias is None else bias.to(narrow)
+            return Logits(x, weight, bias, self._warn_once)
+
+        # A class of its own rather than an attribute, since copies of the model are to compute with their weights.
+        layer.__class__ = own if own.__name__ == _TILED else type(_TILED, (own,), {"forward": forward})
+        try:
+            with contextlib.ExitStack() as stack:
+                for group in self._groups:  # the loss takes their weights later
+                    stack.enter_context(group.staying_gathered())
+                yield
+        finally:
+            layer.__class__ = own
+
+    def _warn_once(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "head: the logits of a micro-batch are computed whole, for %r. Tiles are for cross_entropy on classes, "
+                "after slices, reshape, transpose and casts.",
+                what,
+            )
+
+
+def tiling(model: nn.Module, head: Any) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A context for forward passes in which this head's logits come in tiles; an empty one for None."""
+    return contextlib.nullcontext if head is None else Head(model, head).tiled
+
+
+def _found(model: nn.Module, head: Any) -> nn.Module:
+    if isinstance(head, nn.Module):
+        return head
+    if not isinstance(head, str):
+        raise TypeError(
+            '`head` must be a module of the model, its dotted path, or "auto". Received: '
+            f"{head!r} of type {type(head).__name__}."
+        )
+    if head != "auto":
+        try:
+            return model.get_submodule(head)
+        except AttributeError:
+            raise ValueError(
+                f"The model has no module {head!r}. `head` is the module whose outputs are logits."
+            ) from None
+    layer = getattr(model, "get_output_embeddings", lambda: None)()
+    if not isinstance(layer, nn.Module):
+        raise ValueError(
+            f'head="auto" finds the head of transformers\' models. Received: {type(model).__name__}. Name it, as in '
+            'head="lm_head".'
+        )
+    return layer
