@@ -198,8 +198,8 @@ def machine() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         models = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        cpu = models[0] if models else cpu
-    return f"{cpu}, {os.cpu_count()} cores, Python {platform.python_version()}"
+        cpu = models[0].replace("(R)", "").removesuffix(" Processor") if models else cpu
+    return f"{cpu}, {os.cpu_count()} cores"
 
 
 def in_short(backends: Mapping[str, str]) -> dict[str, str]:
@@ -271,12 +271,12 @@ def publish(
         blocks: More that `--write` keeps: `{"README.md#speed": text}` goes to the block `measured:speed` there.
     """
     place = name if options.device == "cpu" else f"{name}_{options.device}"
-    made = f"{device_name(options.device)}; {packages([*versions, 'gradaccum'])}"
+    made = f"{device_name(options.device)}; {packages(versions)}"
     device = "" if options.device == "cpu" else f" --device {options.device}"
     record = {
         "title": title if options.device == "cpu" else f"{title}, on a GPU",
         "body": body,
-        "made": f"Measured on {made}. Made by `python -m benchmarks.{name}{device} --write`.",
+        "made": f"`benchmarks.{name}{device}`: {made}",
         "quick": options.quick,
         "seconds": round(time.perf_counter() - _STARTED, 1),
         "ours": list(ours),

@@ -73,9 +73,9 @@ def main() -> None:
     rows = []
     for steps in STEPS:
         window, every = middle[f"window of {steps}"], middle[f"each of {steps}"]
-        told = [job.update_time(RANKS, steps, every_micro_batch=each) for each in (False, True)]
+        model = [job.update_time(RANKS, steps, every_micro_batch=each) for each in (False, True)]
         rows.append(
-            [steps, window / unit, told[0] / unit, told[0] / window, every / unit, told[1] / unit, told[1] / every]
+            [steps, window / unit, model[0] / unit, model[0] / window, every / unit, model[1] / unit, model[1] / every]
         )
     head = [
         "steps",
@@ -94,8 +94,14 @@ def main() -> None:
         f"A reduction takes {statistics.median(parts['reduction']) / job.seconds:.2f} of a micro-batch's passes, whose "
         f"spread is {job.spread:.2f}."
     )
+    once, each = ([row[column] for row in rows] for column in (3, 6))
+    in_short = (
+        f"For windows of {STEPS[0]} to {STEPS[-1]} steps the model predicts {min(once):.2f} to {max(once):.2f} of the "
+        f"measured time with one reduction a window, and {min(each):.2f} to {max(each):.2f} with one in\n"
+        "each micro-batch ([measured](benchmarks.md#several-ranks-by-a-model))."
+    )
     publish(
-        "scaling", "Several ranks, by a model", block, ["torch"], options, blocks={"docs/scaling.md#scaling": block}
+        "scaling", "Several ranks, by a model", block, ["torch"], options, blocks={"docs/scaling.md#scaling": in_short}
     )
 
 

@@ -151,7 +151,7 @@ def test_a_section_takes_the_place_of_its_last_one_in_page_and_records(tmp_path,
         harness.recorded({"ours": harness.Ratio(0.5, 0.4, 0.6)}, "ours", 9)
         harness.publish("optimizer", "Title", body, [], options, blocks={"README.md#speed": f"{body}\n"})
     page = harness.PAGE.read_text()
-    assert page.count("## Title\n\nfast\n\nMeasured on ") == 1
+    assert page.count("## Title\n\nfast\n\n`benchmarks.optimizer`: ") == 1
     assert "slow" not in page
     assert (tmp_path / "README.md").read_text() == ("<!-- measured:speed -->\nfast\n<!-- /measured:speed -->\nafter\n")
     (one,) = json.loads(harness.RECORDS.read_text()).values()
@@ -161,7 +161,7 @@ def test_a_section_takes_the_place_of_its_last_one_in_page_and_records(tmp_path,
 def test_the_machine_has_a_processor_and_no_name_of_its_own():
     import platform
 
-    assert re.fullmatch(r".+, \d+ cores, Python 3\.\d+\.\d+", harness.machine())
+    assert re.fullmatch(r".+, \d+ cores", harness.machine())
     assert platform.node() not in harness.machine()
 
 
