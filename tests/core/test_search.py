@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradaccum.core.sizes.even import FixedSize, even_size, even_sizes, packed
-from gradaccum.core.sizes.search import MemoryLine, SizeSearch
+from gradaccum.core.sizes.plans import packed
+from gradaccum.core.sizes.search import FixedSize, MemoryLine, SizeSearch, even_size, even_sizes
 
 
 def search(

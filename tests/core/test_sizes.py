@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradaccum.core.sizes.even import even_sizes
+from gradaccum.core.sizes import even_sizes
 
 
 @given(st.integers(0, 10**4), st.integers(1, 10**4))

@@ -93,7 +93,7 @@ class OomRetry:
         if not is_out_of_memory(error):
             raise error
         alone = plan.indivisible(piece)
-        smaller = plan.too_large(plan.cost(piece)) if alone is None else None
+        smaller = plan.too_large(piece.tokens) if alone is None else None
         if smaller is None:
             raise nothing_fits(error, alone or f"{piece.size} rows") from error
         logger.warning(_AGAIN, piece.size, smaller.size, "rows" if piece.columns is None else "tokens")

@@ -1,4 +1,4 @@
-"""The search for the fastest micro-batch size that fits: measurements in, sizes out. Plain Python.
+"""The size of a micro-batch: even sizes, one that the user chose, or the fastest that fits.
 
 Any split gives the same update, so searching costs no exactness: every measurement is a real micro-batch. Sizes double
 from one row on; the fastest are measured again; the search ends within two windows. What a size needs is predicted
@@ -7,12 +7,17 @@ before it is tried: above a knee, the peak memory is affine in the size.
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
+from collections.abc import Callable
+from typing import Any
 
-from gradaccum.core.sizes.even import even_size
+from gradaccum.schedule import checked_count
 
-__all__ = ["MARGIN", "MemoryLine", "SizeSearch"]
+__all__ = ["MARGIN", "BatchSizeFinder", "FixedSize", "MemoryLine", "SizeSearch", "Sizer", "even_size", "even_sizes"]
+
+logger = logging.getLogger("gradaccum")
 
 MARGIN = 0.1
 """Part of a memory limit that predicted peaks leave free: allocators round up and leave fragments, kernels have
@@ -27,6 +32,55 @@ CLEARLY = 0.95
 """A size that the first window had no rows for is tried only if larger sizes have been this much faster so far."""
 WINDOWS = 2
 """The search ends with this window."""
+
+
+def even_sizes(rows: int, micro_batch_size: int) -> list[int]:
+    """Sizes of the fewest micro-batches of at most `micro_batch_size` rows, as even as can be.
+
+    There are at most two distinct sizes, one row apart, the larger ones first: a compiler sees two shapes at most.
+
+    Example:
+        >>> even_sizes(100, 48), even_sizes(64, 16), even_sizes(3, 16)
+        ([34, 33, 33], [16, 16, 16, 16], [3])
+    """
+    checked_count(rows, "rows", least=0)
+    checked_count(micro_batch_size, "micro_batch_size")
+    if rows == 0:
+        return []
+    count = -(-rows // micro_batch_size)
+    size, larger = divmod(rows, count)
+    return [size + 1] * larger + [size] * (count - larger)
+
+
+def even_size(rows: int, micro_batch_size: int) -> int:
+    """The first of `even_sizes`; applied to the rows that are left, again and again, it gives all of them."""
+    return -(-rows // -(-rows // micro_batch_size))
+
+
+class FixedSize:
+    """A micro-batch size that the user chose, halved when it runs out of memory. The interface of `SizeSearch`."""
+
+    settled = True
+
+    def __init__(self, size: int) -> None:
+        self.size, self.minimum = size, 1
+        self.ceiling: int | None = None
+        """The largest size that may be tried: below one that failed."""
+
+    def next_size(self, rows: int) -> int:
+        """The size of the next micro-batch, where `rows` are left in the window."""
+        return even_size(rows, self.size)
+
+    def record(self, size: int, seconds: float, base: float | None = None, peak: float | None = None) -> None:
+        """Ignored: the size is given."""
+
+    def failed(self, size: int) -> None:
+        """Record that a micro-batch of `size` rows ran out of memory."""
+        smaller = max(size // 2, min(2, size - 1), 1)  # three become two: BatchNorm can't normalise one alone
+        self.size = self.ceiling = max(min(smaller, self.size), self.minimum)
+
+    def close(self) -> None:
+        """End the window."""
 
 
 class MemoryLine:
@@ -54,15 +108,11 @@ class MemoryLine:
     @property
     def slope(self) -> float:
         """Bytes per row."""
-        sizes = sorted(self.peaks)[-2:]
-        if not sizes:
+        if not self.peaks:
             return 0.0
-        last = sizes[-1]
-        from_base = max(self.peaks[last] - self.base, 0.0) / last
-        if len(sizes) < 2:
-            return from_base
-        between = (self.peaks[last] - self.peaks[sizes[0]]) / (last - sizes[0])
-        return between if between > 0 else from_base
+        *_, first, last = [0, *sorted(self.peaks)]
+        between = (self.peaks[last] - self.peaks[first]) / (last - first) if first else 0.0
+        return between if between > 0 else max(self.peaks[last] - self.base, 0.0) / last
 
     def predict(self, size: int) -> float:
         """The peak at this size, in bytes."""
@@ -99,13 +149,11 @@ class SizeSearch:
 
     def __init__(self, start: int = 1, limit: float | None = None, minimum: int = 1) -> None:
         start = max(start, minimum)
-        self.limit = limit
-        self.minimum = minimum
+        self.limit, self.minimum = limit, minimum
         self.line: MemoryLine | None = None
         self.ceiling: int | None = None
         """The largest size that may be tried: below one that failed."""
         self.settled = False
-        self.rows = 0
         self.size = start
         """The best size so far; once settled, the one to use."""
         self._seconds: dict[int, float] = {}
@@ -131,29 +179,24 @@ class SizeSearch:
 
     def _wanted(self, rows: int) -> int:
         self._window_rows = max(self._window_rows, rows)
-        if not self.settled:
-            if self._candidate is not None:
-                if self._candidate <= rows:
-                    return self._candidate
-            else:
-                # The same number of rows for each: one lucky micro-batch of few rows must not decide.
-                fitting = [size for size in self._again if size <= rows]
-                if fitting:
-                    return min(fitting, key=lambda size: (size * len(self._repeated.get(size, ())), -size))
+        trying = self._again if self._candidate is None else [self._candidate]
+        if not self.settled and (fitting := [size for size in trying if size <= rows]):
+            # The same number of rows for each: one lucky micro-batch of few rows must not decide.
+            return min(fitting, key=lambda size: (size * len(self._repeated.get(size, ())), -size))
         return even_size(rows, self.size)
 
     def record(self, size: int, seconds: float, base: float | None = None, peak: float | None = None) -> None:
         """Record a micro-batch of `size` rows: its seconds, and the bytes in use before it and at its peak."""
-        if size == self._candidate:
-            self._seconds[size] = seconds
-        elif size in self._again:
-            self._repeated.setdefault(size, []).append(seconds)
         if base is not None and peak is not None:
             self.line = self.line or MemoryLine(base)
             self.line.add(size, peak)
         if size == self._candidate:
+            self._seconds[size] = seconds
             self._after_candidate(size)
-        elif self._candidate is None and all(len(self._repeated.get(again, ())) >= SAMPLES for again in self._again):
+            return
+        if size in self._again:
+            self._repeated.setdefault(size, []).append(seconds)
+        if self._candidate is None and all(len(self._repeated.get(again, ())) >= SAMPLES for again in self._again):
             self._settle()
 
     def failed(self, size: int) -> None:
@@ -162,12 +205,10 @@ class SizeSearch:
         self._seconds = {known: seconds for known, seconds in self._seconds.items() if known <= self.ceiling}
         self._repeated = {known: seconds for known, seconds in self._repeated.items() if known <= self.ceiling}
         self._again = [again for again in self._again if again <= self.ceiling]
-        largest = max(self._seconds, default=0)
         if self.settled or self._candidate is None:
             self.size = self._best() if self._seconds else max(size // 2, 1)
             self.settled = self.settled or not self._again
-        elif largest:  # between what fitted and what didn't
-            self._candidate = None
+        elif self._seconds:  # between what fitted and what didn't
             self._measure_again()
         else:
             self._candidate = self.size = max(size // 2, 1)
@@ -179,33 +220,27 @@ class SizeSearch:
             return
         if self._candidate is not None:
             self._candidate = min(self._candidate, self._window_rows)
-            if self._candidate in self._seconds or not self._promising():
-                self._candidate = None
+            *smaller, largest = sorted(self._seconds)  # the candidate takes most of the second window
+            promising = all(self._cost(largest) < CLEARLY * self._cost(size) for size in smaller)
+            if self._candidate in self._seconds or not promising:
                 self._measure_again()
         if self._windows >= WINDOWS:
             self._settle()
 
     def _after_candidate(self, size: int) -> None:
         self.size = self._best()
-        following = 2 * size
-        if self.ceiling is not None:
-            following = min(following, self.ceiling)
+        following = min(2 * size, self.ceiling or 2 * size)
         if self.limit is not None and self.line is not None:
             usable = (1 - MARGIN) * self.limit
             if self.line.predict(following) > usable:
                 following = min(following, self.line.largest(usable) or 1)
         if following <= size or self._windows > 0:
-            self._candidate = None
             self._measure_again()
         else:
             self._candidate = following
 
-    def _promising(self) -> bool:
-        # It takes most of the second window.
-        *smaller, largest = sorted(self._seconds)
-        return all(self._cost(largest) < CLEARLY * self._cost(size) for size in smaller)
-
     def _measure_again(self) -> None:
+        self._candidate = None
         best = self._cost(self._best())
         near = [size for size in self._seconds if self._cost(size) <= WORTH_REPEATING * best]
         self._again = sorted(near, key=self._cost)[:REPEATED]
@@ -230,3 +265,94 @@ class SizeSearch:
 
     def _best(self) -> int:
         return min(self._seconds, key=self._cost)
+
+
+Sizer = SizeSearch | FixedSize
+
+
+class BatchSizeFinder:
+    """The micro-batch sizes of a training step.
+
+    Shapes are distinguished by the kinds of their tensors, and by the elements of a row rounded to a power of two:
+    text that every batch pads to another length must not start a search in every batch. Rows longer than those a size
+    was found with get proportionally smaller micro-batches.
+    """
+
+    def __init__(self, micro_batch_size: int | str, limit: Callable[[], float | None], minimum: int = 1) -> None:
+        if isinstance(micro_batch_size, str) and micro_batch_size != "auto":
+            raise ValueError(f'`micro_batch_size` must be an int >= 1 or "auto". Received: {micro_batch_size!r}.')
+        self.given = None if micro_batch_size == "auto" else checked_count(micro_batch_size, "micro_batch_size")
+        """The size that was asked for; None where it is searched for."""
+        self._limit, self.minimum = limit, minimum
+        self._known: dict[str, tuple[Sizer, float]] = {}
+        self._last: Sizer | None = None
+        self._seen: list[Any] = []
+        self._logged: dict[int, int] = {}
+
+    @property
+    def size(self) -> int | None:
+        """The current size in rows; None before the first batch."""
+        return self.given if self._last is None else self._last.size
+
+    def of(self, tensors: list[tuple[str, Any, int]], predict: Callable[[], int] | None = None) -> Sizer:
+        """The size for a batch with these tensors."""
+        seen = [(path, t.shape, t.dtype, dim) for path, t, dim in tensors]
+        if seen == self._seen and self._last is not None:
+            return self._last
+        self._seen = seen
+        elements = float(sum(math.prod(t.shape) / max(t.shape[dim], 1) for _, t, dim in tensors))
+        kinds = ", ".join(f"{path} {t.dtype} {t.ndim}" for path, t, dim in tensors)
+        key = f"{kinds}; 2**{math.floor(math.log2(max(elements, 1.0)))}"
+        if key not in self._known:
+            self._known[key] = self._new(elements, predict), elements
+        sizer, measured = self._known[key]
+        if elements > measured:
+            if predict is not None:
+                sizer.size = min(sizer.size, predict())
+            elif isinstance(sizer, SizeSearch) and sizer.settled:
+                sizer.size = max(int(sizer.size * measured / elements), 1)
+            self._known[key] = sizer, elements
+        self._last = sizer
+        return sizer
+
+    def close(self, sizer: Sizer, rows: int) -> None:
+        """End a window of `rows` rows; log the size that a search has settled on."""
+        before = self._logged.get(id(sizer))
+        sizer.close()
+        if isinstance(sizer, SizeSearch) and sizer.settled and before != sizer.size:
+            self._logged[id(sizer)] = sizer.size
+            logger.info("micro_batch_size='auto': %d of %d rows. %s", sizer.size, rows, sizer.summary)
+
+    def _new(self, elements: float, predict: Callable[[], int] | None) -> Sizer:
+        if self.given is not None:
+            return FixedSize(self.given)
+        if predict is not None:
+            return FixedSize(max(predict(), self.minimum))
+        start = 1
+        settled = [(sizer.size, measured) for sizer, measured in self._known.values() if sizer.settled]
+        if settled:  # begin a little below what the nearest shape suggests
+            size, measured = min(settled, key=lambda known: abs(math.log(known[1] / elements)))
+            start = 1 << max(int(math.log2(max(size * min(measured / elements, 1.0) / 4, 1.0))), 0)
+        return SizeSearch(start, self._limit(), self.minimum)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sizes found so far, as plain numbers."""
+        return {
+            key: {"size": sizer.size, "elements": elements, "settled": sizer.settled}
+            for key, (sizer, elements) in self._known.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the sizes of `state_dict`; a smaller size that the user has chosen since is kept."""
+        for key, found in state.items():
+            sizer: Sizer
+            if self.given is not None:
+                sizer = FixedSize(min(found["size"], self.given))
+                sizer.ceiling = sizer.size if sizer.size < self.given else None  # it ran out of memory
+            elif found["settled"]:
+                sizer = SizeSearch(found["size"], self._limit(), self.minimum)
+                sizer.settled = True
+            else:
+                continue
+            self._known[key] = sizer, found["elements"]
+            self._last, self._seen = sizer, []

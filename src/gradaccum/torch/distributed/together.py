@@ -188,7 +188,7 @@ def _what_ranks_know(error: Exception, ranks: SingleRank, plan: Plan, running: S
     if not (smaller or ranks.failure is not None or is_out_of_memory(error)):
         raise error
     alone = None if smaller else plan.indivisible(running) if running.size else "no row"
-    cost = 2 * plan.size if smaller else plan.cost(running)
+    cost = 2 * plan.size if smaller else running.tokens
     found = ranks.ran_out(cost, final=alone is not None)
     if found.final:
         raise _final(error, found, alone) from error

@@ -163,7 +163,7 @@ class Layers:
             if piece is None or begun or self.waits or not is_out_of_memory(error):
                 raise  # where other ranks wait, they learn of it
             alone = plan.indivisible(piece)
-            smaller = plan.too_large(plan.cost(piece)) if alone is None else None
+            smaller = plan.too_large(piece.tokens) if alone is None else None
             if smaller is None:
                 raise nothing_fits(error, alone or f"{piece.size} rows") from error
         self.clear()

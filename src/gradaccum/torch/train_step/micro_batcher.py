@@ -162,8 +162,13 @@ def with_groups(batch: Batch, groups: GroupsChoice) -> Batch:
         ([0, 2, 4, 1, 3], [4, 4, 4, 9, 9])
     """
     if isinstance(groups, int):
+        if batch.rows % groups:
+            raise ValueError(
+                f"groups={groups} keeps {groups} rows together, and the batch has {batch.rows}, which is no multiple of "
+                "it. Give the rows' group ids, as a tensor or by a callable, where groups differ in size."
+            )
         batch = batch.like(batch.tree)
-        batch.groups = torch.tensor(Groups.of_size(batch.rows, groups).ids, dtype=torch.long)
+        batch.groups = torch.arange(batch.rows) // groups
         return batch
     given = groups(*batch.tree) if callable(groups) else groups
     try:

@@ -147,7 +147,7 @@ class Joining:
                 "came %.1f %%.",
                 batch.rows,
                 len(plan.pieces),
-                100 * (1 - tokens / plan.computed),
+                100 * (1 - tokens / sum(piece.tokens for piece in plan)),
                 100 * (1 - tokens / padded),
             )
         return plan

@@ -1,24 +1,77 @@
 """Rows and tokens into micro-batches: plans of the slices of a large batch, which get strictly smaller where one fails.
 
 One protocol for all of them: iterate over a plan for its slices; `indivisible` says which of them can't be smaller;
-`too_large` is told what a slice that ran out of memory cost, and returns the plan of smaller ones.
+`too_large` takes the tokens (or rows) of a slice that ran out of memory, and returns the plan of smaller ones.
 """
 
 from __future__ import annotations
 
+import bisect
+import copy
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from gradaccum.core.sizes.even import FixedSize, best_fit, even_sizes, packed
-from gradaccum.core.sizes.groups import Groups
-from gradaccum.core.sizes.search import SizeSearch
+from gradaccum.core.sizes.search import FixedSize, Sizer, even_sizes
 from gradaccum.schedule import checked_count
 
-__all__ = ["GivenSizes", "Joined", "Plan", "Rows", "Sizer", "Slice", "TokenBudget", "Tokens"]
+__all__ = ["GivenSizes", "Groups", "Joined", "Plan", "Rows", "Slice", "TokenBudget", "Tokens", "packed"]
 
-Sizer = SizeSearch | FixedSize
+
+class Groups:
+    """Which rows of a batch stay together, as pairs do; the rows of a group lie one behind the other.
+
+    Example:
+        >>> groups = Groups([7, 7, 7, 2, 2, 9])
+        >>> groups.runs
+        [(7, 0, 3), (2, 3, 2), (9, 5, 1)]
+        >>> groups.cut(range(6), 4)
+        [[0, 1, 2], [3, 4, 5]]
+    """
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids = ids
+        sizes = [(group, len(list(rows))) for group, rows in itertools.groupby(ids)]
+        self._ends = list(itertools.accumulate(size for _, size in sizes))
+        self.runs = [(group, end - size, size) for (group, size), end in zip(sizes, self._ends, strict=True)]
+        """Of each group its id, its first row, and its number of rows."""
+
+    def stop(self, start: int, wanted: int, most: int) -> int:
+        """Where a micro-batch ends that begins at a group: after `wanted` rows or a few more, `most` at most.
+
+        One group is the least.
+
+        Example:
+            >>> Groups([0, 0, 1, 1, 2, 2]).stop(0, wanted=3, most=5), Groups([0, 0, 1, 1, 2, 2]).stop(0, 3, 3)
+            (4, 2)
+        """
+        first = bisect.bisect_right(self._ends, start)
+        last = bisect.bisect_left(self._ends, start + wanted, first)
+        if last >= len(self._ends) or (last > first and self._ends[last] - start > most):
+            last -= 1
+        return self._ends[last]
+
+    def cut(self, rows: Sequence[int], size: int) -> list[list[int]]:
+        """Lists of whole groups, of at most `size` rows together, one group at least; as even as comes easily."""
+        parts: list[list[int]] = [[]]
+        left = len(rows)
+        for unit in [list(unit) for _, unit in itertools.groupby(rows, key=self.ids.__getitem__)]:
+            count, last = -(-left // max(size, 1)), len(parts[-1])
+            if last and (last + len(unit) > size or last * count >= left):  # as many as the others will have
+                left -= last
+                parts.append([])
+            parts[-1] += unit
+        return parts
+
+    def alone(self, rows: Sequence[int]) -> int | None:
+        """The group that these rows are, if they are one."""
+        first, last = self.ids[rows[0]], self.ids[rows[-1]]
+        return first if first == last else None
+
+    def described(self, group: int) -> str:
+        """A group in a message: not which rows, which may have been brought together."""
+        return f"group {group} ({self.ids.count(group)} rows)"
 
 
 class Slice(NamedTuple):
@@ -47,14 +100,15 @@ class Slice(NamedTuple):
 
     def split(self, size: int, groups: Groups | None = None) -> list[Slice]:
         """Slices of at most `size` rows, as even as can be; of whole groups, where rows belong together."""
-        rows = range(self.rows.start, self.rows.stop) if isinstance(self.rows, slice) else self.rows
-        if groups is None:
-            ends = itertools.accumulate(even_sizes(len(rows), size), initial=0)
-            parts: list[Sequence[int]] = [rows[start:stop] for start, stop in itertools.pairwise(ends)]
-        else:
-            parts = [*groups.cut(rows, size)]
         together = isinstance(self.rows, slice)
+        rows = range(self.rows.start, self.rows.stop) if isinstance(self.rows, slice) else self.rows
+        sizes = even_sizes(len(rows), size) if groups is None else [len(part) for part in groups.cut(rows, size)]
+        parts = [rows[start:stop] for start, stop in _spans(sizes)]
         return [Slice(slice(p[0], p[-1] + 1) if together else list(p), self.columns) for p in parts]
+
+
+def _spans(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return itertools.pairwise(itertools.accumulate(sizes, initial=0))
 
 
 class Plan:
@@ -72,12 +126,8 @@ class Plan:
     def __iter__(self) -> Iterator[Slice]:
         raise NotImplementedError
 
-    def cost(self, piece: Slice) -> int:
-        """What `too_large` is told of a slice that doesn't fit: its rows, or its tokens."""
-        raise NotImplementedError
-
     def too_large(self, cost: int) -> Plan | None:
-        """A slice of this cost ran out of memory: the plan of strictly smaller ones; None: there is none."""
+        """A slice of so many tokens, or rows, ran out of memory: the plan of strictly smaller ones; None: none is."""
         raise NotImplementedError
 
     def record(self, piece: Slice, seconds: float, base: float, peak: float) -> None:
@@ -107,7 +157,7 @@ class Rows(Plan):
         self.sizer, self.rows, self.groups = sizer, rows, groups
         self._wanted: dict[int, int] = {}
         if groups is not None and rows and isinstance(sizer, FixedSize) and sizer.ceiling is None:
-            group, _, size = groups.largest
+            group, _, size = max(groups.runs, key=lambda run: run[2])
             if size > sizer.size:
                 raise ValueError(
                     f"A group does not fit into a micro-batch: {groups.described(group)} in micro_batch_size="
@@ -129,21 +179,16 @@ class Rows(Plan):
     def __iter__(self) -> Iterator[Slice]:
         if self.groups is None and self.rows and self.sizer.settled:
             return iter(_even(self.rows, self.sizer.size))
-        return self._asked() if self.groups is None else self._in_groups(self.groups)
+        return self._asked()
 
     def _asked(self) -> Iterator[Slice]:
-        start = 0
+        start, sizer = 0, self.sizer
         while start < self.rows:
-            size = self.sizer.next_size(self.rows - start)
-            yield Slice(slice(start, start + size))
-            start += size
-
-    def _in_groups(self, groups: Groups) -> Iterator[Slice]:
-        start = 0
-        while start < self.rows:
-            wanted = self.sizer.next_size(self.rows - start)
-            wanted = min(wanted, self.sizer.ceiling or wanted)  # what is left over may be less than a size's minimum
-            stop = groups.stop(start, wanted, max(wanted, self.sizer.size) if self.sizer.settled else wanted)
+            wanted = sizer.next_size(self.rows - start)
+            stop = start + wanted
+            if self.groups is not None:
+                wanted = min(wanted, sizer.ceiling or wanted)  # what is left over may be less than a size's minimum
+                stop = self.groups.stop(start, wanted, max(wanted, sizer.size) if sizer.settled else wanted)
             self._wanted[start] = wanted
             yield Slice(slice(start, stop))
             start = stop
@@ -153,9 +198,6 @@ class Rows(Plan):
         wanted = self._wanted.get(piece.rows.start, piece.size)  # whole groups are a few rows more, or less
         part = wanted / piece.size
         self.sizer.record(wanted, seconds * part, base, base + (peak - base) * part)
-
-    def cost(self, piece: Slice) -> int:
-        return piece.size
 
     def too_large(self, cost: int) -> Plan | None:
         self.sizer.failed(cost)
@@ -181,7 +223,10 @@ class Rows(Plan):
         pieces = list(self)
         if self.groups is None:
             count = max(min(count, self.rows // least), len(pieces))
-            return pieces if count == len(pieces) else _parts(self.rows, count)
+            if count == len(pieces):
+                return pieces
+            size, larger = divmod(self.rows, count)
+            return [Slice(slice(*span)) for span in _spans([size + 1] * larger + [size] * (count - larger))]
         for size in range(max(-(-self.rows // count), least), self.size):
             smaller = Slice(slice(0, self.rows)).split(size, self.groups)
             if len(smaller) <= count:
@@ -189,51 +234,37 @@ class Rows(Plan):
         return pieces
 
 
-class GivenSizes(Rows):
-    """A batch cut into slices of given sizes.
+@functools.lru_cache(maxsize=64)
+def _even(rows: int, size: int) -> list[Slice]:
+    return Slice(slice(0, rows)).split(size)
 
-    Example:
-        >>> [piece.rows for piece in GivenSizes([3, 1])]
-        [slice(0, 3, None), slice(3, 4, None)]
-    """
+
+class GivenSizes(Rows):
+    """A batch cut into slices of given sizes."""
 
     def __init__(self, sizes: Sequence[int], groups: Groups | None = None) -> None:
         super().__init__(FixedSize(max(sizes)), sum(sizes), groups)
         self.sizes = sizes
 
     def __iter__(self) -> Iterator[Slice]:
-        ends = itertools.accumulate(self.sizes, initial=0)
-        return iter([Slice(slice(start, stop)) for start, stop in itertools.pairwise(ends)])
+        return iter([Slice(slice(*span)) for span in _spans(self.sizes)])
 
     def too_large(self, cost: int) -> Plan | None:
-        """None: these sizes were given, and whoever gave them decides."""
+        """None: whoever gave these sizes decides."""
         return None
-
-
-@functools.lru_cache(maxsize=64)
-def _even(rows: int, size: int) -> list[Slice]:
-    return Slice(slice(0, rows)).split(size)
-
-
-def _parts(rows: int, count: int) -> list[Slice]:
-    """So many slices, as even as can be."""
-    size, larger = divmod(rows, count)
-    ends = itertools.accumulate([size + 1] * larger + [size] * (count - larger), initial=0)
-    return [Slice(slice(start, stop)) for start, stop in itertools.pairwise(ends)]
 
 
 class TokenBudget:
     """The padded tokens that a micro-batch may have: what somebody chose, lowered where it turns out not to fit."""
 
     def __init__(self, max_tokens: int, max_rows: int | None = None) -> None:
-        self.max_tokens = checked_count(max_tokens, "max_tokens")
-        self.max_rows = max_rows
+        self.max_tokens, self.max_rows = checked_count(max_tokens, "max_tokens"), max_rows
         self.lowered = False
         """Whether it is less than was chosen."""
 
 
 class Tokens(Plan):
-    """A batch of padded rows, packed by a budget of tokens."""
+    """A batch of padded rows, packed by a budget of tokens; or cut into given sizes, the longest rows first."""
 
     def __init__(
         self,
@@ -243,28 +274,32 @@ class Tokens(Plan):
         groups: Groups | None = None,
     ) -> None:
         self.budget, self.groups, self._extents, self._sizes = budget, groups, extents, sizes
-        self._units = None if groups is None else [list(range(start, start + size)) for _, start, size in groups.runs]
-        packs = packed(extents, budget.max_tokens, budget.max_rows, self._units)
-        if groups is not None and sizes is None and not budget.lowered:
-            self._check(groups, packs)
+        self.pieces = self._packed(budget.max_tokens)
         if sizes is not None:
-            order = [row for rows, _, _ in packs for row in rows]
-            if groups is None:
-                each = iter(order)
-                cut = [list(itertools.islice(each, size)) for size in sizes]
-            else:
-                cut = groups.cut(order, max(sizes))
-            packs = [(rows, min(extents[r][0] for r in rows), max(extents[r][1] for r in rows)) for rows in cut]
-        self.pieces = [Slice(rows, (start, stop)) for rows, start, stop in packs]
+            order = [row for piece in self.pieces for row in piece.rows]  # type: ignore[union-attr]  # lists
+            cut = [order[i:j] for i, j in _spans(sizes)] if groups is None else groups.cut(order, max(sizes))
+            self.pieces = [self._piece(rows) for rows in cut]
+        elif groups is not None and not budget.lowered:
+            self._check(groups)
 
-    def _check(self, groups: Groups, packs: Sequence[tuple[list[int], int, int]]) -> None:
+    def _packed(self, max_tokens: int) -> list[Slice]:
+        units = None if self.groups is None else [list(range(i, i + size)) for _, i, size in self.groups.runs]
+        packs = packed(self._extents, max_tokens, self.budget.max_rows, units)
+        return [Slice(rows, (start, stop)) for rows, start, stop in packs]
+
+    def _piece(self, rows: list[int]) -> Slice:
+        return Slice(rows, (min(self._extents[r][0] for r in rows), max(self._extents[r][1] for r in rows)))
+
+    def _check(self, groups: Groups) -> None:
         most, budget = self.budget.max_rows, self.budget.max_tokens
-        for rows, start, stop in packs:
-            tokens = len(rows) * (stop - start)
-            if len(rows) > 1 and (tokens > budget or (most is not None and len(rows) > most)):
+        for rows, columns, _ in self.pieces:
+            assert isinstance(rows, list)
+            assert columns is not None
+            width = columns[1] - columns[0]
+            if len(rows) > 1 and (len(rows) * width > budget or (most is not None and len(rows) > most)):
                 raise ValueError(
                     f"A group does not fit into a micro-batch: {groups.described(groups.ids[rows[0]])} of up to "
-                    f"{stop - start} columns, {tokens} padded tokens, in max_tokens={budget}"
+                    f"{width} columns, {len(rows) * width} padded tokens, in max_tokens={budget}"
                     + (f", micro_batch_size={most}" if most is not None else "")
                     + ". Its rows stay together, so allow for more."
                 )
@@ -280,20 +315,15 @@ class Tokens(Plan):
     def __iter__(self) -> Iterator[Slice]:
         return iter(self.pieces)
 
-    def cost(self, piece: Slice) -> int:
-        return piece.tokens
-
     def too_large(self, cost: int) -> Plan | None:
         if self._sizes is not None:
             return None
         # What can be split costs no more than the budget, so that this is less.
         self.budget.lowered = True
         self.budget.max_tokens = max(min(self.budget.max_tokens, cost // 2), 1)
-        return self._by(self.budget)
-
-    def _by(self, budget: TokenBudget) -> Tokens:
-        """The same rows by another budget."""
-        return Tokens(budget, self._extents, None, self.groups)
+        smaller = copy.copy(self)
+        smaller.pieces = self._packed(self.budget.max_tokens)
+        return smaller
 
     def in_passes(self, count: int, least: int = 1) -> list[Slice]:
         """See `Plan`. Packed by the smallest budget that needs no more, so that a rank's passes cost about the same.
@@ -307,9 +337,7 @@ class Tokens(Plan):
         low, high = 0, self.budget.max_tokens  # of these, the higher one needs no more than `count`
         while len(pieces) < count and high - low > 1:
             middle = (low + high) // 2
-            other = TokenBudget(middle, self.budget.max_rows)
-            other.lowered = True
-            smaller = self._by(other).pieces
+            smaller = self._packed(middle)
             if len(smaller) <= count:
                 high, pieces = middle, smaller
             else:
@@ -339,39 +367,74 @@ class Joined(Tokens):
 
     def __init__(self, budget: TokenBudget, lengths: Sequence[int], sizes: Sequence[int] | None = None) -> None:
         self.budget, self.lengths, self._sizes = budget, lengths, sizes
-        if sizes is not None:
-            rows = iter(range(len(lengths)))
+        if sizes is None:
+            self.pieces = self._packed(budget.max_tokens)
+        else:
             sizes = [len(lengths)] if max(sizes) == 1 else sizes
-            self.pieces = [self._piece([list(itertools.islice(rows, size))]) for size in sizes]
-            return
-        self.pieces, packs = [], list[list[int]]()
-        longest = min(max(lengths, default=1), budget.max_tokens)
-        for pack in best_fit(lengths, longest):
-            together = self._piece([*packs, pack])
-            if packs and (together.tokens > budget.max_tokens or together.size > (budget.max_rows or together.size)):
-                self.pieces.append(self._piece(packs))
+            self.pieces = [self._joined([list(range(*span))]) for span in _spans(sizes)]
+
+    def _packed(self, max_tokens: int) -> list[Slice]:
+        pieces, packs = list[Slice](), list[list[int]]()
+        for pack in _best_fit(self.lengths, min(max(self.lengths, default=1), max_tokens)):
+            together = self._joined([*packs, pack])
+            if packs and (together.tokens > max_tokens or together.size > (self.budget.max_rows or together.size)):
+                pieces.append(self._joined(packs))
                 packs = []
             packs.append(pack)
-        if packs:
-            self.pieces.append(self._piece(packs))
+        return [*pieces, self._joined(packs)] if packs else pieces
 
-    @property
-    def computed(self) -> int:
-        """Tokens that its micro-batches compute, those of the rest of padding among them."""
-        return sum(piece.tokens for piece in self.pieces)
-
-    def _piece(self, packs: list[list[int]]) -> Slice:
+    def _joined(self, packs: list[list[int]]) -> Slice:
         columns = max(sum(self.lengths[row] for row in pack) for pack in packs)
         return Slice(list(itertools.chain(*packs)), (0, columns), packs)
 
-    def _by(self, budget: TokenBudget) -> Tokens:
-        return Joined(budget, self.lengths)
-
     def _halves(self, piece: Slice) -> list[Slice]:
         assert piece.packs is not None
-        packs = piece.packs if len(piece.packs) > 1 else [[row] for row in piece.packs[0]]
+        one = len(piece.packs) == 1
+        packs = piece.packs[0] if one else piece.packs
         half = -(-len(packs) // 2)
-        parts = [packs[:half], packs[half:]]
-        if len(piece.packs) == 1:
-            parts = [[list(itertools.chain(*part))] for part in parts]
-        return [self._piece(part) for part in parts]
+        return [self._joined([part] if one else part) for part in (packs[:half], packs[half:])]  # type: ignore[list-item,arg-type]  # rows of one pack
+
+
+def packed(
+    extents: Sequence[tuple[int, int]],
+    max_tokens: int,
+    max_rows: int | None = None,
+    units: Sequence[list[int]] | None = None,
+) -> list[tuple[list[int], int, int]]:
+    """Rows of different lengths, sorted and packed into micro-batches of at most `max_tokens` padded tokens.
+
+    Example:
+        >>> packed([(0, 3), (0, 9), (0, 4), (0, 4)], max_tokens=12)
+        [([1], 0, 9), ([2, 3, 0], 0, 4)]
+    """
+    ends = [
+        (min(extents[row][0] for row in unit), max(max(extents[row][1], extents[row][0] + 1) for row in unit), unit)
+        for unit in (units if units is not None else [[row] for row in range(len(extents))])
+    ]
+    packs: list[tuple[list[int], int, int]] = []
+    for first, last, unit in sorted(ends, key=lambda end: (end[0] - end[1], end[2][0])):
+        rows, start, stop = packs[-1] if packs else ([], first, last)
+        start, stop, count = min(start, first), max(stop, last), len(rows) + len(unit)
+        if rows and count * (stop - start) <= max_tokens and (max_rows is None or count <= max_rows):
+            packs[-1] = rows + unit, start, stop
+        else:
+            packs.append((unit, first, last))
+    return packs
+
+
+def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Rows in as few packed rows as comes easily: the longest first, each into the fullest one that has room for it."""
+    packs: list[list[int]] = []
+    room: list[tuple[int, int]] = []
+    """Of each packed row the tokens that fit into it still, and its place; sorted."""
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        place = bisect.bisect_left(room, (lengths[row], -1))
+        if place < len(room):
+            left, pack = room.pop(place)
+            packs[pack].append(row)
+        else:
+            left, pack = capacity, len(packs)
+            packs.append([row])
+        if left > lengths[row]:
+            bisect.insort(room, (left - lengths[row], pack))
+    return sorted(packs, key=lambda pack: -sum(lengths[row] for row in pack))
