@@ -17,7 +17,6 @@ from torch import Tensor
 
 __all__ = [
     "RandomState",
-    "RngTracker",
     "all_generators",
     "every_device",
     "is_generator",
@@ -113,46 +112,6 @@ def nothing_drawn() -> Iterator[None]:
         yield
     finally:
         RandomState.looks = held
-
-
-class RngTracker:
-    """Which generators windows draw from, and their states when this one began.
-
-    PyTorch's are looked at in every window, in microseconds. The others' states are long: windows that look at
-    everything have all of them, the others those that were drawn from before.
-
-    Example:
-        >>> tracker = RngTracker(torch.device("cpu"))
-        >>> tracker.open(everything=True)
-        >>> drawn = random.random(), torch.rand(2)
-        >>> tracker.used()
-        True
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._torch = torch_generators([device])
-        self._own: list[Any] = []
-        self._drawn_from: list[Any] = []
-        self.start = RandomState(())
-        """How they were."""
-
-    def forget(self, own: list[Any]) -> None:
-        """Others may be drawn from, from now on; these are the model's own."""
-        self._own, self._drawn_from = own, []
-
-    def open(self, *, everything: bool) -> None:
-        """A window begins."""
-        others = [*all_generators(), *self._own] if everything else self._drawn_from
-        self.start = RandomState([*self._torch, *(generator for generator in others if generator != "cpu")])
-
-    def learn(self) -> None:
-        """A window that looked at everything is over."""
-        moved = [generator for generator in self.start.moved() if generator not in self._torch]
-        self._drawn_from += [generator for generator in moved if generator not in self._drawn_from]
-
-    def used(self) -> bool:
-        """Whether random numbers have been drawn since the window began."""
-        return bool(self.start.moved())
 
 
 def _numpy_state() -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.on_torch.held import held_generators
-from gradaccum.on_torch.random_state import RandomState, RngTracker, torch_generators
+from gradaccum.on_torch.random_state import RandomState, all_generators, torch_generators
 
 __all__ = [
     "BufferDicts",
     "BufferSnapshot",
-    "Place",
     "Snapshot",
     "WindowState",
     "as_found",
@@ -38,9 +37,6 @@ SMALL = 1 << 20
 SAMPLED = 1 << 10
 """Numbers of a larger one that are looked at."""
 
-Place = tuple[dict[str, Any], str]
-"""The dict that holds a buffer, and its name there."""
-
 _TOO_LARGE = (
     "The buffer %r moves for the first time, and is too large to be copied for that case: in this update it moves once "
     "per micro-batch."
@@ -52,21 +48,7 @@ _LOST = (
 
 
 class BufferSnapshot:
-    """One buffer: where it is, what it was when the window began, and whether windows move it."""
-
-    __slots__ = (
-        "copy",
-        "met",
-        "module",
-        "moves",
-        "name",
-        "named",
-        "owner",
-        "sample",
-        "tensor",
-        "unversioned",
-        "version",
-    )
+    """One buffer: the dict that holds it, what it was when the window began, and whether windows move it."""
 
     def __init__(self, owner: dict[str, Any], name: str, module: nn.Module | None = None, named: bool = True) -> None:
         self.owner, self.name, self.module = owner, name, module
@@ -120,16 +102,26 @@ class BufferSnapshot:
         """Have the same tensor there, with the value that it had. Returns whether that is so."""
         if self.tensor is None:
             return True
-        replaced, edited = self.owner.get(self.name) is not self.tensor, self.moved or self.differs()
+        replaced, edited = self.owner.get(self.name) is not self.tensor, self.differs()
         self.owner[self.name] = self.tensor
         if not edited:
             return True
         self.moves = True
         if self.copy is None:  # another one may have been put in its place, which is gone now
             return replaced and self.tensor._version == self.version
-        set_to(self.tensor, self.copy)
-        self.version = self.tensor._version
+        self.reset()
         return True
+
+    def reset(self) -> None:
+        """Have the next micro-batch find what this one has found, or nothing where this one has made it."""
+        if self.tensor is not None and self.copy is not None:
+            self.owner[self.name] = self.tensor
+            set_to(self.tensor, self.copy)
+            self.version = self.tensor._version
+        elif self.named:
+            self.owner[self.name] = None
+        else:
+            del self.owner[self.name]
 
 
 class BufferDicts:
@@ -137,7 +129,7 @@ class BufferDicts:
 
     Example:
         >>> layer = nn.Linear(2, 2)
-        >>> dicts = BufferDicts([layer._buffers])
+        >>> dicts = BufferDicts({id(layer._buffers): layer})
         >>> layer.register_buffer("mean", torch.ones(2))
         >>> [(found.name, found.tensor) for found in dicts.made()]
         [('mean', None)]
@@ -146,72 +138,64 @@ class BufferDicts:
         []
     """
 
-    def __init__(self, dicts: Sequence[dict[str, Any]] = ()) -> None:
-        self._dicts = dicts
-        self._names = {id(names): frozenset(names) for names in dicts if names}
-        self._count = sum(map(len, dicts))
-        self._empty = [(names, name) for names in dicts if names for name, buffer in names.items() if buffer is None]
+    def __init__(self, owners: Mapping[int, nn.Module] | None = None) -> None:
+        self._owners = {} if owners is None else owners
+        self._dicts = [module._buffers for module in self._owners.values()]
+        self._names = {id(names): frozenset(names) for names in self._dicts if names}
+        self._count = sum(map(len, self._dicts))
+        self._empty = [(names, name) for names in self._dicts if names for name, b in names.items() if b is None]
 
     @property
     def any(self) -> bool:
         """Whether there are any modules to look at."""
         return bool(self._dicts)
 
-    @property
-    def changed(self) -> bool:
-        """Whether something may have been made, by what is known without looking at each."""
-        return bool(self._empty) or sum(map(len, self._dicts)) != self._count
-
     def made(self) -> list[BufferSnapshot]:
         """What is there now, and was not."""
-        found = [BufferSnapshot(names, name) for names, name in self._empty if names.get(name) is not None]
-        if sum(map(len, self._dicts)) == self._count:
-            return found
-        for names in self._dicts:
-            new = names.keys() - self._names.get(id(names), frozenset())
-            found += [BufferSnapshot(names, name, named=False) for name in names if name in new]
-        return found
+        found = [(names, name, True) for names, name in self._empty if names.get(name) is not None]
+        if sum(map(len, self._dicts)) != self._count:
+            for names in self._dicts:
+                new = names.keys() - self._names.get(id(names), frozenset())
+                found += [(names, name, False) for name in names if name in new]
+        return [BufferSnapshot(names, name, self._owners[id(names)], named) for names, name, named in found]
 
     def unmake(self) -> None:
         """Take it away, so that the next pass makes it again."""
         for found in self.made():
-            if found.named:
-                found.owner[found.name] = None
-            else:
-                del found.owner[found.name]
+            found.reset()
 
 
 class Snapshot:
-    """Buffers and generators as they are now.
+    """Buffers and generators as they were at a moment.
 
     Example:
         >>> norm = nn.BatchNorm1d(2)
-        >>> snapshot = Snapshot([(norm._buffers, name) for name in norm._buffers])
+        >>> snapshot = Snapshot.of([norm])
         >>> y = norm(torch.randn(3, 2))
         >>> snapshot.put_back()
+        []
         >>> norm.running_mean, norm.num_batches_tracked
         (tensor([0., 0.]), tensor(0))
     """
 
-    def __init__(
-        self, places: Iterable[Place], generators: Iterable[Any] = (), dicts: Sequence[dict[str, Any]] = ()
-    ) -> None:
-        self.buffers = [BufferSnapshot(owner, name) for owner, name in places]
-        for buffer in self.buffers:
+    def __init__(self, buffers: Sequence[BufferSnapshot], dicts: BufferDicts, random: RandomState) -> None:
+        self.buffers, self.dicts, self.random = buffers, dicts, random
+
+    @classmethod
+    def of(cls, modules: Iterable[nn.Module], generators: Iterable[Any] = ()) -> Snapshot:
+        """These modules' own buffers, and these generators, as they are now."""
+        owners = {id(module._buffers): module for module in modules}
+        buffers = [BufferSnapshot(m._buffers, name, m) for m in owners.values() for name in m._buffers]
+        for buffer in buffers:
             buffer.take(whole=True)
-        self._random, self._dicts = RandomState(generators), BufferDicts(dicts)
+        return cls(buffers, BufferDicts(owners), RandomState(generators))
 
-    def put_back(self) -> None:
-        """Make everything what it was."""
-        _put_back(self.buffers, self._dicts, self._random)
-
-
-@torch.no_grad()
-def _put_back(buffers: Iterable[BufferSnapshot], dicts: BufferDicts, random: RandomState) -> list[str]:
-    """Make everything what it was. Returns the names of the buffers that nobody has copied."""
-    dicts.unmake()
-    random.put_back()
-    return [buffer.name for buffer in buffers if not buffer.put_back()]
+    @torch.no_grad()
+    def put_back(self) -> list[str]:
+        """Make everything what it was. Returns the names of the buffers that nobody has copied."""
+        self.dicts.unmake()
+        self.random.put_back()
+        return [buffer.name for buffer in self.buffers if not buffer.put_back()]
 
 
 class WindowState:
@@ -219,7 +203,9 @@ class WindowState:
 
     Windows 1, 2, 4, 8, ..., and the first one in which modules are in other modes, look at every buffer after each
     micro-batch, and so learn which of them move. The others look after micro-batches at those alone, and once at all
-    versions, when the window ends: where a buffer has moved that stood still so far, the window restarts.
+    versions, when the window ends: where a buffer has moved that stood still so far, the window restarts. PyTorch's
+    generators are looked at in every window, in microseconds; the states of others are long, so windows that look have
+    all of them, and the others those that were drawn from before.
     """
 
     def __init__(
@@ -228,13 +214,12 @@ class WindowState:
         device: torch.device,
         *,
         parameters: Callable[[], list[Tensor]] = list,
-        others: Callable[[], list[Place]] = list,
+        others: Callable[[], list[tuple[dict[str, Any], str]]] = list,
         functions: Iterable[Any] = (),
         always: bool = False,
     ) -> None:
         self._roots, self._functions, self.device, self.always = list(modules), list(functions), device, always
         self._find_parameters, self._find_others = parameters, others
-        self.rng = RngTracker(device)
         self.modes: list[bool] = []
         """Of each module, the model's own first: whether it is in training mode."""
         self.looks = False
@@ -243,23 +228,21 @@ class WindowState:
         self._parameters: list[Tensor] | None = None
         self._not_optimized: list[Tensor] = []
         self._outside: list[tuple[Tensor, Tensor | None]] = []
-        self._buffers: list[BufferSnapshot] = []
+        self._torch, self._generators, self._drawn_from = torch_generators([device]), list[Any](), list[Any]()
+        self._start = Snapshot([], BufferDicts(), RandomState(()))
         self._own: list[BufferSnapshot] = []
         """Those that micro-batches find as the window did: all but BatchNorm's."""
         self._moving: list[BufferSnapshot] = []
-        self._dicts = BufferDicts()
         self._windows, self._is_open = 0, False
-        self._batch: tuple[list[BufferSnapshot], BufferDicts, RandomState] | None = None
+        self._batch: Snapshot | None = None
         """How everything was when the batch came, where closures evaluate windows since."""
-
-    # A window.
 
     def open(self) -> None:
         """A window begins: remember how everything is."""
         self._windows += 1
         if self._windows & (self._windows - 1) == 0 or [module.training for module in self._modules] != self.modes:
             self._find()
-        self._start()
+        self._begin()
         if self._parameters is not (found := self._find_parameters()):
             self._parameters = found
             self._find_not_optimized()
@@ -268,15 +251,18 @@ class WindowState:
             for parameter, _ in self._outside:
                 parameter.grad = None
 
-    def _start(self) -> None:
+    def _begin(self) -> None:
         self._is_open, self.looks = True, self.always or self.looks
-        self.rng.open(everything=self.looks)
-        if self._buffers:
-            self._take()
+        others = [*all_generators(), *self._generators] if self.looks else self._drawn_from
+        random = RandomState([*self._torch, *(generator for generator in others if generator != "cpu")])
+        self._start = Snapshot(self._start.buffers, self._start.dicts, random)
+        if self._start.buffers:
+            self.retake()
 
     @torch.no_grad()
-    def _take(self) -> None:
-        stale = [buffer for buffer in self._buffers if buffer.take()]
+    def retake(self) -> None:
+        """Remember the buffers as they are now."""
+        stale = [buffer for buffer in self._start.buffers if buffer.take()]
         if stale:
             torch._foreach_copy_([b.copy for b in stale], [b.tensor for b in stale])  # type: ignore[misc]  # there are
         if self.looks:
@@ -284,28 +270,25 @@ class WindowState:
                 if buffer.copy is None and buffer.tensor is not None:
                     buffer.sample = _sample(buffer.tensor)
 
-    def retake(self) -> None:
-        """Everything is as it was when the window began, but for versions: somebody has put it back."""
-        if self._buffers:
-            self._take()
-
     def _find(self) -> None:
         """Look which modules, buffers and parameters there are."""
-        known = {(id(buffer.owner), buffer.name): buffer for buffer in self._buffers}
+        known = {(id(buffer.owner), buffer.name): buffer for buffer in self._start.buffers}
         self._modules = [*{id(m): m for root in self._roots for m in root.modules()}.values()]
         modes = [module.training for module in self._modules]
         if modes != self.modes:  # others may move from now on
-            self.modes, known, self._windows = modes, {}, 1
-            self.rng.forget(held_generators(*self._modules, *self._functions))
-        self._buffers = []
-        places: list[tuple[dict[str, Any], str, nn.Module | None]] = [(*place, None) for place in self._find_others()]
-        places += [(m._buffers, name, m) for m in self._modules for name, b in m._buffers.items() if b is not None]
+            self.modes, known, self._windows, self._drawn_from = modes, {}, 1, []
+            self._generators = held_generators(*self._modules, *self._functions)
+        owners = {id(module._buffers): module for module in self._modules}
+        places: list[tuple[Any, str, nn.Module | None]] = [(*place, None) for place in self._find_others()]
+        places += [(m._buffers, name, m) for m in owners.values() for name, b in m._buffers.items() if b is not None]
+        buffers = []
         for owner, name, module in places:
             buffer = known.get((id(owner), name))
-            current = buffer is not None and buffer.owner is owner
-            self._buffers.append(buffer if current and buffer else BufferSnapshot(owner, name, module))
-        self._own = [b for b in self._buffers if b.module is not None and not isinstance(b.module, _BatchNorm)]
-        self._dicts = BufferDicts([m._buffers for m in self._modules if not isinstance(m, _BatchNorm)])
+            stays = buffer is not None and buffer.owner is owner
+            buffers.append(buffer if buffer and stays else BufferSnapshot(owner, name, module))
+        owners = {key: module for key, module in owners.items() if not isinstance(module, _BatchNorm)}
+        self._start = Snapshot(buffers, BufferDicts(owners), self._start.random)
+        self._own = [b for b in buffers if b.module is not None and not isinstance(b.module, _BatchNorm)]
         self._find_not_optimized()
         self._moving, self.looks = self._own, True
 
@@ -323,7 +306,7 @@ class WindowState:
         """The buffers that a micro-batch has moved, or made; not BatchNorm's."""
         if not self.looks:
             return [buffer for buffer in self._moving if buffer.moved]
-        found = self._dicts.made()
+        found = self._start.dicts.made()
         for buffer in self._own:
             if not buffer.moved and not buffer.unversioned:
                 if not buffer.differs():
@@ -340,15 +323,16 @@ class WindowState:
 
     def surprised(self) -> bool:
         """Whether a buffer has moved, or was made, in a window that did not look for it: it is to restart, and look."""
-        if self.looks or not self._modules or (not self._own and not self._dicts.changed):
+        if self.looks:
             return False
-        new = [b for b in self._own if not b.moves and b.moved]
-        lost = [b for b in new if b.copy is None]
-        for buffer in new:
-            buffer.moves = True
-        for buffer in lost:
-            logger.warning(_TOO_LARGE, buffer.name)
-        self.looks = len(new) > len(lost) or bool(self._dicts.made())
+        self.looks = bool(self._start.dicts.made())
+        for buffer in self._own:
+            if not buffer.moves and buffer.moved:
+                buffer.moves = True
+                if buffer.copy is None:
+                    logger.warning(_TOO_LARGE, buffer.name)
+                else:
+                    self.looks = True
         return self.looks
 
     def close(self) -> None:
@@ -356,8 +340,9 @@ class WindowState:
         if self._outside:
             self._add_up_outside()
         if self.looks:
-            self.rng.learn()
-            for buffer in self._buffers:
+            drawn = [g for g in self._start.random.moved() if g not in (*self._torch, *self._drawn_from)]
+            self._drawn_from = self._drawn_from + drawn
+            for buffer in self._start.buffers:
                 buffer.moves = buffer.met or buffer.moved
             self._moving = [buffer for buffer in self._own if buffer.moves]
             self.looks = False
@@ -371,8 +356,6 @@ class WindowState:
             elif old is not None:
                 p.grad = old
         self._outside = []
-
-    # Putting back.
 
     def restart(self) -> None:
         """The window begins once more: random numbers and buffers as they were when it began, and no gradients."""
@@ -389,21 +372,20 @@ class WindowState:
         self._outside = []
         self._put_back()
         if self._batch is not None:
-            _put_back(*self._batch)
+            self._batch.put_back()
         if self.looks:  # nothing was learned
             self._windows = 0
 
     def _put_back(self) -> None:
-        lost = _put_back(self._buffers, self._dicts, self.rng.start)
-        if lost:
+        if lost := self._start.put_back():
             logger.warning(_LOST, ", ".join(map(repr, lost)))
 
     def evaluate(self) -> None:
         """A closure evaluates the window once more: it begins with what there is now; `abandon` goes back further."""
         if self._batch is None:
-            self._batch, self._buffers = (self._buffers, self._dicts, self.rng.start), []
+            self._batch, self._start = self._start, Snapshot([], BufferDicts(), self._start.random)
             self._find()
-        self._start()
+        self._begin()
 
     def forget(self) -> None:
         """Leave everything as it is now, and look anew at what moves."""
@@ -411,9 +393,7 @@ class WindowState:
 
     def rng_used(self) -> bool:
         """Whether random numbers have been drawn since the window began."""
-        return self.rng.used()
-
-    # What others ask.
+        return bool(self._start.random.moved())
 
     @property
     def outside(self) -> list[Tensor]:
@@ -423,7 +403,7 @@ class WindowState:
     def buffers(self) -> dict[tuple[int, str], tuple[dict[str, Any], dict[str, BufferSnapshot]]]:
         """By the number of a root and a module's path in it: what holds buffers, and how they were in the beginning."""
         held: dict[int, dict[str, BufferSnapshot]] = {}
-        for buffer in self._buffers:
+        for buffer in self._start.buffers:
             if buffer.tensor is not None:
                 held.setdefault(id(buffer.owner), {})[buffer.name] = buffer
         found = [(n, path, part._buffers) for n, root in enumerate(self._roots) for path, part in root.named_modules()]
@@ -482,10 +462,7 @@ def evaluated(modules: Sequence[nn.Module], device: torch.device) -> Iterator[No
 @contextlib.contextmanager
 def as_found(modules: Iterable[nn.Module], device: torch.device, generators: Iterable[Any] = ()) -> Iterator[None]:
     """Leave the buffers of these modules, PyTorch's random numbers on a device, and other generators, as they are."""
-    modules = list(modules)
-    places = [(module._buffers, name) for module in modules for name in module._buffers]
-    drawn = [*torch_generators([device]), *generators]
-    snapshot = Snapshot(places, drawn, [module._buffers for module in modules])
+    snapshot = Snapshot.of(modules, [*torch_generators([device]), *generators])
     try:
         yield
     finally:

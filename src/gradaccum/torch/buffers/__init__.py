@@ -1,6 +1,5 @@
 """State that moves in the forward pass: how to put it back, and where several passes from one start lead together."""
 
-from gradaccum.torch.buffers.lent import LentBuffers
 from gradaccum.torch.buffers.module_state import (
     Attributes,
     ModuleState,
@@ -8,7 +7,7 @@ from gradaccum.torch.buffers.module_state import (
     left_as_found,
     owners_of_buffers,
 )
-from gradaccum.torch.buffers.moves import WindowBuffers, take_over
+from gradaccum.torch.buffers.moves import LentBuffers, WindowBuffers, take_over
 from gradaccum.torch.buffers.rules import combine_buffers, warn_of_buffers
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +13,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.on_torch.held import held_generators
 from gradaccum.on_torch.random_state import all_generators, kept
-from gradaccum.on_torch.state import same, set_to
+from gradaccum.on_torch.state import BufferDicts, same, set_to
 
 __all__ = ["Attributes", "ModuleState", "gradients_kept", "left_as_found", "owners_of_buffers"]
 
 _SMALL = 1 << 20
 """Bytes up to which a frozen parameter is copied: larger ones are pretrained weights, which stand still."""
-
-
-class _Held(NamedTuple):
-    name: str
-    owner: dict[str, Any]
-    key: str
-    tensor: Tensor
-    copy: Tensor
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -92,54 +84,47 @@ class ModuleState:
     """
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
-        self._held: list[_Held] = []
-        self._holders: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = []
+        self._held: list[tuple[str, dict[str, Any], str, Tensor, Tensor]] = []
+        """Name, the dict that holds it and its key there, tensor, copy."""
         self.made: dict[str, tuple[str, str, str]] = {}
         """Of each buffer that a pass has made since, by its full name: path and kind of its module, its name there."""
-        self._dicts: set[int] = set()
-        self._paths: list[str] = []
         seen: set[nn.Module] = set()
-        modules = []
-        for prefix, root in roots.items():
-            for path, module in root.named_modules(seen, prefix=prefix):
-                self._hold(path, dict(module.named_buffers(recurse=False)), module._buffers)
-                self._dicts.add(id(module._buffers))
-                if not isinstance(module, _BatchNorm):
-                    self._holders.append((path, type(module).__name__, module._buffers, dict(module._buffers)))
-                frozen = {name: p for name, p in module.named_parameters(recurse=False) if not p.requires_grad}
-                self._hold(path, {n: p for n, p in frozen.items() if p.nbytes <= _SMALL}, module._parameters)
-                if not isinstance(module, torch.jit.ScriptModule):
-                    self._paths.append(path)
-                    modules.append(module)
-                    self._hold(path, vars(module), vars(module))
-        self._attributes = Attributes(modules)
+        named = [found for prefix, root in roots.items() for found in root.named_modules(seen, prefix=prefix)]
+        self._places = {id(module._buffers): (path, module) for path, module in named}
+        self._dicts = BufferDicts({id(m._buffers): m for _, m in named if not isinstance(m, _BatchNorm)})
+        for path, module in named:
+            self._hold(path, dict(module.named_buffers(recurse=False)), module._buffers)
+            frozen = {name: p for name, p in module.named_parameters(recurse=False) if not p.requires_grad}
+            self._hold(path, {n: p for n, p in frozen.items() if p.nbytes <= _SMALL}, module._parameters)
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._hold(path, vars(module), vars(module))
+        self._paths = [path for path, module in named if not isinstance(module, torch.jit.ScriptModule)]
+        self._attributes = Attributes(module for _, module in named)
 
     def _hold(self, path: str, found: Mapping[str, Any], owner: Any) -> None:
         for key, value in found.items():
             if isinstance(value, Tensor) and value.grad_fn is None and not value.is_meta:
-                name = f"{path}.{key}" if path else key
-                inner = {
-                    part: vars(value).get(part) for part in getattr(value, "__tensor_flatten__", lambda: ((), 0))()[0]
-                }
+                parts = getattr(value, "__tensor_flatten__", lambda: ((), 0))()[0]
+                inner = {part: vars(value).get(part) for part in parts}
                 if inner and None not in inner.values():  # quantised: the tensor itself can't be compared or copied
-                    self._hold(name, inner, vars(value))
+                    self._hold(_joined(path, key), inner, vars(value))
                 else:
-                    self._held.append(_Held(name, owner, key, value, value.detach().clone()))
+                    self._held.append((_joined(path, key), owner, key, value, value.detach().clone()))
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of what these tensors are now, by name; without attributes that are of another shape now."""
         now = {}
         for name, owner, key, tensor, _ in self._held:
             found = owner.get(key)
-            alike = isinstance(found, Tensor) and (found.shape == tensor.shape or id(owner) in self._dicts)
-            if isinstance(found, Tensor) and found.grad_fn is None and alike:
+            if not isinstance(found, Tensor) or found.grad_fn is not None:
+                continue
+            if found.shape == tensor.shape or id(owner) in self._places:
                 now[name] = found.detach().clone()
-        for path, kind, owner, before in self._holders:
-            for key in owner.keys() if len(owner) != len(before) or None in before.values() else ():
-                if before.get(key) is None and owner[key] is not None:
-                    name = f"{path}.{key}" if path else key
-                    self.made[name] = path, kind, key
-                    now[name] = owner[key].detach().clone()
+        for made in self._dicts.made():
+            path, module = self._places[id(made.owner)]
+            name = _joined(path, made.name)
+            self.made[name] = path, type(module).__name__, made.name
+            now[name] = made.owner[made.name].detach().clone()
         return now
 
     def numbers(self) -> dict[str, Tensor]:
@@ -149,18 +134,14 @@ class ModuleState:
             for key, before in attributes.items():
                 value: Any = vars(module).get(key)
                 if type(before) in (int, float) and type(value) in (int, float):
-                    now[f"{path}.{key}" if path else key] = torch.tensor(float(value), dtype=torch.float64)
+                    now[_joined(path, key)] = torch.tensor(float(value), dtype=torch.float64)
         return now
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Make everything what it was."""
         self._attributes.put_back()
-        for _, _, owner, before in self._holders:
-            if owner.keys() != before.keys() or None in before.values():
-                for key in owner.keys() - before.keys():
-                    del owner[key]
-                owner.update({key: None for key, buffer in before.items() if buffer is None})
+        self._dicts.unmake()
         for _, owner, key, tensor, copy in self._held:
             if owner.get(key) is not tensor:
                 owner[key] = tensor
@@ -168,15 +149,14 @@ class ModuleState:
                 set_to(tensor, copy)
 
 
-def owners_of_buffers(roots: Mapping[str, nn.Module]) -> dict[str, tuple[str, str, str]]:
-    """Of each buffer, by its full name, the path and the kind of its module, and its name there.
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
-    Example:
-        >>> owners_of_buffers({"": nn.Sequential(nn.BatchNorm1d(2))})["0.running_mean"]
-        ('0', 'BatchNorm1d', 'running_mean')
-    """
+
+def owners_of_buffers(roots: Mapping[str, nn.Module]) -> dict[str, tuple[str, str, str]]:
+    """Of each buffer, by its full name, the path and the kind of its module, and its name there."""
     return {
-        f"{path}.{name}".lstrip("."): (path, type(layer).__name__, name)
+        _joined(path, name): (path, type(layer).__name__, name)
         for prefix, root in roots.items()
         for path, layer in root.named_modules(prefix=prefix)
         for name in layer._buffers

@@ -1,44 +1,42 @@
-"""Where buffers go that several passes have each moved from the same start, and the buffers of a window."""
+"""Buffers that several passes move from one start: each pass finds them as they were, and they move once, together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+import contextlib
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradaccum.on_torch.state import BufferSnapshot, put, same, set_to
-from gradaccum.torch.buffers.rules import Rule, ruled, rules_of
+from gradaccum.on_torch.state import BufferDicts, BufferSnapshot, put, same
+from gradaccum.torch.buffers.rules import ruled, rules_of
 
-__all__ = ["Move", "Moved", "WindowBuffers", "move_all", "take_over"]
+__all__ = ["LentBuffers", "WindowBuffers", "take_over"]
+
+LOOKED_AT = 1 << 14
+"""Bytes of a buffer in host memory that is compared by value."""
+
+_NO_CONTEXT = contextlib.nullcontext()
 
 
-class Moved:
+class _Moved:
     """One buffer that passes move, or make, each from the same start.
 
-        mean:   start + sum_i n_i (end_i - start) / N        with the rows n_i of pass i, and N = sum_i n_i
-
-    Example:
-        >>> moved = Moved(torch.zeros(2))
-        >>> moved.add(torch.tensor([1.0, 2.0]), 3)
-        >>> moved.add(torch.tensor([5.0, 2.0]), 1)
-        >>> moved.end()
-        tensor([2., 2.])
+    mean:   start + sum_i n_i (end_i - start) / N        with the rows n_i of pass i, and N = sum_i n_i
     """
 
-    def __init__(self, start: Tensor | None, rule: Rule = "mean", rows: int = 0) -> None:
-        self.start, self.rule, self.rows = start, rule, rows
-        self._together = _exactly(start)
+    def __init__(self, buffer: BufferSnapshot, rows: int) -> None:
+        self.buffer, self.start, self._rows = buffer, buffer.copy, rows
+        self.rule = rules_of(buffer.module).get(buffer.name, "mean")
+        self._together = _exactly(self.start)
         self._ends: list[Tensor] = []
         self._dtype: torch.dtype | None = None
         self._moves = False
 
-    @torch.no_grad()
     def add(self, end: Tensor | None, rows: int) -> None:
         """A pass over so many rows led here; None: it has deleted the buffer, or not made it."""
-        self.rows += rows
+        self._rows += rows
         if end is None:
             self._together = None if self.start is not None else self._together
             return
@@ -50,32 +48,32 @@ class Moved:
         assert end is not None
         if self.rule == "once":
             self._together = so_far if self._moves else end.clone()
-            self._moves = self._moves or start is None or not _alike(end, start) or not torch.equal(end, start)
-        elif so_far is None or not _alike(end, so_far):  # no arithmetic leads from one to the other
+            self._moves = self._moves or start is None or not _same_kind(end, start) or not torch.equal(end, start)
+        elif so_far is None or not _same_kind(end, so_far):  # no arithmetic leads from one to the other
             self._together = end.clone()
-        elif self.rule == "sum" and (start is None or _alike(end, start)):
-            self._together = _sum(start, so_far, end)
-        elif rows == self.rows:  # the first pass
+        elif self.rule == "sum" and (start is None or _same_kind(end, start)):
+            more = end if start is None or end.dtype == torch.bool else end - start
+            self._together = so_far | more if end.dtype == torch.bool else so_far + more
+        elif rows == self._rows:  # the first pass
             self._together = end.clone()
         elif self.rule == "max":
             self._together = torch.maximum(so_far, end)
         elif not (end.is_floating_point() or end.is_complex()):
             self._together = end.clone()
         else:  # where nothing differs nothing changes, so that infinities and constants stay what they are
-            self._together = torch.where(end == so_far, so_far, so_far + (end - so_far) * (rows / self.rows))
+            self._together = torch.where(end == so_far, so_far, so_far + (end - so_far) * (rows / self._rows))
 
-    @torch.no_grad()
-    def end(self, module: nn.Module | None = None, name: str = "") -> Tensor | None:
-        """Where all passes lead together; None: there is no such buffer any more."""
+    def move(self) -> None:
+        """Have the buffer where all passes lead together; there is none any more where they have deleted it."""
+        buffer, end = self.buffer, self._together
         if callable(self.rule):
-            return ruled(module, name, self.rule, self.start, self._ends) if self._ends else None
-        return self._together if self._together is None or self._dtype is None else self._together.to(self._dtype)
-
-
-def _sum(start: Tensor | None, so_far: Tensor, end: Tensor) -> Tensor:
-    if end.dtype == torch.bool:
-        return so_far | end
-    return so_far + (end if start is None else end - start)
+            end = ruled(buffer.module, buffer.name, self.rule, self.start, self._ends) if self._ends else None
+        elif end is not None and self._dtype is not None:
+            end = end.to(self._dtype)
+        if end is not None:
+            put(buffer.owner, buffer.name, buffer.tensor, end)
+        elif buffer.name in buffer.owner and buffer.tensor is not None:
+            del buffer.owner[buffer.name]
 
 
 def _exactly(value: Tensor | None) -> Tensor | None:
@@ -84,110 +82,154 @@ def _exactly(value: Tensor | None) -> Tensor | None:
     return value.float() if narrow else value  # type: ignore[union-attr]  # there is one
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _same_kind(one: Tensor, other: Tensor) -> bool:
     return (one.shape, one.dtype, one.layout, one.device) == (other.shape, other.dtype, other.layout, other.device)
 
 
-class Move(NamedTuple):
-    """A buffer, and where it goes."""
+class _Moves:
+    """Buffers that passes move, each from the same start."""
 
-    module: nn.Module | None
-    buffer: BufferSnapshot
-    moved: Moved
-
-
-def move_all(moves: Iterable[Move]) -> None:
-    """Move buffers once: those with a callable rule last, as it may look at the others, in the order that was given."""
-    moves = list(moves)
-    for move in moves:
-        if not callable(move.moved.rule):
-            _move(move)
-    callables = [
-        (list(rules_of(move.module)).index(move.buffer.name), move) for move in moves if callable(move.moved.rule)
-    ]
-    for _, move in sorted(callables, key=lambda ranked: ranked[0]):
-        _move(move)
-
-
-@torch.no_grad()
-def _move(move: Move) -> None:
-    buffer = move.buffer
-    end = move.moved.end(move.module, buffer.name)
-    if end is not None:
-        put(buffer.owner, buffer.name, buffer.tensor, end)
-    elif buffer.name in buffer.owner and buffer.tensor is not None:
-        del buffer.owner[buffer.name]
-
-
-class WindowBuffers:
-    """The buffers of a window's micro-batches: each finds them as the window did, and they move once, at its end.
-
-    BatchNorm's statistics are left alone: what becomes of them is `batch_norm`'s to say.
-
-    Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> layer.register_buffer("passes", torch.zeros(()))
-        >>> window = WindowBuffers([layer])
-        >>> for _ in range(3):
-        ...     buffer = BufferSnapshot(layer._buffers, "passes")
-        ...     _ = buffer.take(whole=True)
-        ...     layer.passes += 1
-        ...     window.micro_batch([buffer], rows=4)
-        >>> window.close()
-        >>> layer.passes
-        tensor(1.)
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self._owners: dict[int, tuple[Any, nn.Module]] = {}
+    def __init__(self) -> None:
         self.open()
 
     def open(self) -> None:
-        """A window begins."""
-        self._moves: dict[tuple[int, str], Move] = {}
+        """Passes begin."""
+        self._moves: dict[Hashable, _Moved] = {}
         self._rows = 0
 
     @torch.no_grad()
-    def micro_batch(self, moved: Iterable[BufferSnapshot], rows: int) -> None:
-        """A micro-batch of so many rows is in. Has the next one find what this one has found."""
-        ends = {}
-        for buffer in moved:
-            module, key = self._owner(buffer.owner), (id(buffer.owner), buffer.name)
-            if isinstance(module, _BatchNorm):
-                continue
-            ends[key] = buffer.owner.get(buffer.name)
+    def add(
+        self, ends: Mapping[Hashable, tuple[BufferSnapshot, Tensor | None]], rows: int, new: Iterable[Hashable]
+    ) -> None:
+        """A pass over so many rows led here, and moved those that are `new`; others are where they were."""
+        for key in new:
             if key not in self._moves:
-                rule = rules_of(module).get(buffer.name, "mean")
-                self._moves[key] = Move(module, buffer, Moved(buffer.copy, rule, self._rows))
-        for key, move in self._moves.items():
-            move.moved.add(ends.get(key, move.moved.start), rows)
-        for key in ends:  # all ends are known: some may share memory
-            buffer = self._moves[key].buffer
-            if buffer.tensor is not None and buffer.copy is not None:
-                buffer.owner[buffer.name] = buffer.tensor
-                set_to(buffer.tensor, buffer.copy)
-                buffer.version = buffer.tensor._version
-            elif buffer.named:
-                buffer.owner[buffer.name] = None
-            else:
-                del buffer.owner[buffer.name]
+                self._moves[key] = _Moved(ends[key][0], self._rows)
+        for key, moved in self._moves.items():
+            moved.add(ends[key][1] if key in ends else moved.start, rows)
         self._rows += rows
 
-    def close(self) -> None:
-        """After the last micro-batch."""
+    def move(self) -> None:
+        """After all passes. Callable rules come last, as they may look at other buffers, in the order they came in."""
+
+        def place(moved: _Moved) -> int:
+            return list(rules_of(moved.buffer.module)).index(moved.buffer.name) if callable(moved.rule) else -1
+
         if self._moves:
-            move_all(self._moves.values())
+            with torch.no_grad():
+                for moved in sorted(self._moves.values(), key=place):
+                    moved.move()
         self.open()
 
-    def _owner(self, holder: dict[str, Any]) -> nn.Module | None:
-        if self._owners.get(id(holder), (None,))[0] is not holder:
-            found = [module for root in self._modules for module in root.modules()]
-            self._owners = {id(module._buffers): (module._buffers, module) for module in found}
-        return self._owners.get(id(holder), (None, None))[1]
+
+class WindowBuffers(_Moves):
+    """The buffers of a window's micro-batches: each finds them as the window did, and they move once, at its end."""
+
+    @torch.no_grad()
+    def micro_batch(self, moved: Sequence[BufferSnapshot], rows: int) -> None:
+        """A micro-batch of so many rows is in, which moved these. Has the next one find what this one has found."""
+        ends: dict[Hashable, Any] = {(id(b.owner), b.name): (b, b.owner.get(b.name)) for b in moved}
+        self.add(ends, rows, ends)
+        for key in ends:  # all ends are known: some may share memory
+            self._moves[key].buffer.reset()
 
 
-# Ranks.
+class LentBuffers(_Moves):
+    """Buffers of a chunked module: every forward pass finds copies of them as they were at first, and they move once.
+
+    They move to where the passes took them on average over rows, or as `combine_buffers` says. The former is exact for
+    what doesn't depend on the rows (counters, power iterations) and for moving averages of means over rows.
+
+    Example:
+        >>> layer = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
+        >>> parts = [part._buffers for part in layer.modules()]
+        >>> buffers = LentBuffers([(part, name, part[name]) for part in parts for name in part])
+        >>> for rows in torch.randn(6, 2).split(3):
+        ...     with buffers.lent(rows=3):
+        ...         y = layer(rows)
+        >>> buffers.move()            # one power iteration, not two
+    """
+
+    def __init__(
+        self,
+        places: Sequence[tuple[dict[str, Any], str, Tensor]],
+        excluded: Collection[int] = (),
+        owners: Mapping[int, nn.Module] | None = None,
+        holders: Iterable[dict[str, Any]] = (),
+    ) -> None:
+        super().__init__()
+        self._places, self._excluded, owners = places, excluded, owners or {}
+        self._found: dict[int, BufferSnapshot] = {}
+        for holder, name, buffer in places:
+            if id(buffer) not in self._found:
+                self._found[id(buffer)] = found = BufferSnapshot(holder, name, owners.get(id(holder)))
+                found.tensor, found.copy = buffer, buffer.detach().clone()
+        self._aliases = _sharing_memory({id(buffer): buffer for _, _, buffer in places})
+        self._dicts = BufferDicts({id(holder): owners[id(holder)] for holder in holders})
+
+    def lent(self, rows: int | None = None) -> contextlib.AbstractContextManager[Any]:
+        """Around one pass: a first pass over so many rows, or, without rows, a repetition that moves nothing."""
+        return self._lent(rows) if self._found or self._dicts.any else _NO_CONTEXT
+
+    @contextlib.contextmanager
+    def _lent(self, rows: int | None) -> Iterator[None]:
+        copies = self._copies({key for key in self._found if rows is None or key not in self._excluded})
+        versions = {key: copy._version for key, copy in copies.items() if not copy.is_inference()}
+        places = [(holder, name, buffer) for holder, name, buffer in self._places if id(buffer) in copies]
+        ends: dict[Hashable, tuple[BufferSnapshot, Tensor | None]] = {}
+        made: dict[Hashable, tuple[BufferSnapshot, Tensor | None]] = {}
+        try:
+            for holder, name, buffer in places:
+                holder[name] = copies[id(buffer)]
+            yield
+        finally:
+            for found in self._dicts.made():
+                made[id(found.owner), found.name] = found, found.owner[found.name]
+                found.reset()
+            for holder, name, buffer in places:
+                ends[id(buffer)] = self._found[id(buffer)], holder.get(name)
+                holder[name] = buffer
+        if rows is not None:
+            edited = [key for key, copy in copies.items() if self._edited(*ends[key], copy, versions.get(key))]
+            self.add({**ends, **made}, rows, [*edited, *made])
+
+    def _copies(self, keys: Collection[int]) -> dict[int, Tensor]:
+        copies = {key: found.copy.clone() for key, found in self._found.items() if key in keys}  # type: ignore[union-attr]  # there is one
+        for whole, views in self._aliases:
+            memory = whole.clone()
+            copies.update({key: memory.as_strided(*where) for key, where in views.items() if key in keys})
+        return copies
+
+    def _edited(self, found: BufferSnapshot, value: Tensor | None, copy: Tensor, version: int | None) -> bool:
+        # PyTorch's normalisation kernels don't count their moves as in-place edits.
+        if value is not copy or found.unversioned or version is None or value._version != version:
+            return True
+        # What moves through `.data` or NumPy shows in its value alone; elsewhere a look would wait for the device.
+        return copy.is_cpu and copy.nbytes <= LOOKED_AT and not torch.equal(copy, found.copy)  # type: ignore[arg-type]  # there is
+
+
+def _sharing_memory(tensors: Mapping[int, Tensor]) -> list[tuple[Tensor, dict[int, tuple[Any, ...]]]]:
+    """Those that are views of the same numbers: these, and where in them each is."""
+    found: dict[tuple[Any, ...], dict[int, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if (
+            type(tensor) is Tensor
+            and tensor.layout is torch.strided
+            and tensor.numel()
+            and tensor.device.type != "meta"
+        ):
+            memory = tensor.untyped_storage().data_ptr(), tensor.dtype, tensor.device
+            found.setdefault(memory, {})[key] = tensor
+    groups = []
+    for views in found.values():
+        if len(views) > 1:
+            first = min(view.storage_offset() for view in views.values())
+            extents = [sum((n - 1) * s for n, s in zip(v.shape, v.stride())) for v in views.values()]
+            last = max(view.storage_offset() + extent for view, extent in zip(views.values(), extents))
+            whole = next(iter(views.values())).detach().as_strided((last - first + 1,), (1,), first).clone()
+            groups.append((whole, {k: (v.shape, v.stride(), v.storage_offset() - first) for k, v in views.items()}))
+    return groups
+
 
 Key = tuple[int, str]
 Buffers = Mapping[Key, tuple[dict[str, Any], Mapping[str, BufferSnapshot]]]

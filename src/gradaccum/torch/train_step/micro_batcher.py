@@ -164,8 +164,8 @@ def with_groups(batch: Batch, groups: GroupsChoice) -> Batch:
     if isinstance(groups, int):
         if batch.rows % groups:
             raise ValueError(
-                f"groups={groups} keeps {groups} rows together, and the batch has {batch.rows}, which is no multiple of "
-                "it. Give the rows' group ids, as a tensor or by a callable, where groups differ in size."
+                f"groups={groups} keeps {groups} rows together, and the batch has {batch.rows}, which is no multiple "
+                "of it. Give the rows' group ids, as a tensor or by a callable, where groups differ in size."
             )
         batch = batch.like(batch.tree)
         batch.groups = torch.arange(batch.rows) // groups

@@ -14,6 +14,7 @@ from gradaccum.errors import WindowError
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.oom_retry import OneRow
+from gradaccum.on_torch.state import Snapshot
 from gradaccum.torch.loss import MIXED_TERMS, LossAccumulator, Term, Terms, TermsAccumulator, WeightedLoss
 
 __all__ = ["CountingPasses", "TrainPasses"]
@@ -125,7 +126,7 @@ class CountingPasses:
         """The terms of each micro-batch; nothing where the loss turns out to be a single one."""
         self.found = []
         for piece in plan:
-            buffers = self._runner.shared.snapshot(())  # each of them finds what the first one does
+            buffers = Snapshot.of(self._runner.shared.parts())  # each of them finds what the first one does
             self._runner.shared.oom.run(piece, plan, self)
             buffers.put_back()
             if not self._objective.found.terms:

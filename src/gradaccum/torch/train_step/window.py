@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.oom_retry import OomRetry, RestartWindow
 from gradaccum.on_torch.random_state import all_generators
 from gradaccum.on_torch.stages import Stage, WindowTotal, run_stages
-from gradaccum.on_torch.state import Snapshot, WindowState
+from gradaccum.on_torch.state import WindowState, as_found
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.buffers import WindowBuffers
 from gradaccum.torch.distributed import SingleRank, run_by_blocks, run_together
@@ -67,20 +67,14 @@ class Shared:
         """Whether the loss is to see all rows together, since BatchNorm layers do."""
         return self.whole is not None and self.whole.needed
 
-    def snapshot(self, generators: Iterable[Any]) -> Snapshot:
-        """All buffers, and these generators."""
-        dicts = [module._buffers for root in self.modules for module in root.modules()]
-        return Snapshot([(names, name) for names in dicts for name in names], generators, dicts)
+    def parts(self) -> list[nn.Module]:
+        """All modules."""
+        return [module for root in self.modules for module in root.modules()]
 
-    @contextlib.contextmanager
-    def as_found(self) -> Iterator[None]:
+    def as_found(self) -> contextlib.AbstractContextManager[None]:
         """Leave buffers and generators as they are now."""
-        generators = [*all_generators([self.device]), *held_generators(*self.functions, *self.modules)]
-        snapshot = self.snapshot(generators)
-        try:
-            yield
-        finally:
-            snapshot.put_back()
+        generators = [*all_generators(), *held_generators(*self.functions, *self.modules)]
+        return as_found(self.parts(), self.device, generators)
 
 
 class WindowRunner:
@@ -101,7 +95,7 @@ class WindowRunner:
     ) -> None:
         self.shared, self.objective, self.ranks, self.state = shared, objective, ranks, state
         self.scaler, self.noise, self.proving = scaler, noise, proving
-        self.buffers = WindowBuffers(shared.modules)
+        self.buffers = WindowBuffers()
         self._stages, self._not_proven = stages, not_proven
         self._global_batch = GlobalBatch(ranks, shared.buffer, in_blocks=shared.layers is not None)
 
@@ -175,7 +169,7 @@ class WindowRunner:
                     oom.once(piece, plan, passes)
         if not self.state.looks and self.state.surprised():
             raise RestartWindow
-        self.buffers.close()
+        self.buffers.move()
 
     def _by_blocks(self, plan: Plan, passes: TrainPasses) -> None:
         layers, oom = self.shared.layers, self.shared.oom
