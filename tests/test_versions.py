@@ -5,8 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from scripts import versions
+from tests.documents import ROOT
 
 RECORDS = json.loads(versions.RECORDS.read_text(encoding="utf-8"))
 
@@ -76,3 +78,11 @@ def test_an_environment_for_suites_without_pytorch_asks_for_nothing_that_brings_
     assert "jax" not in without[1]
     assert {"keras", "jax", "optax"} <= without[2] <= whole
     assert brings_it <= whole
+
+
+def test_the_workflow_tests_the_pythons_of_the_classifiers():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text(encoding="utf-8"))
+    (job,) = workflow["jobs"].values()
+    classifiers = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert job["strategy"]["matrix"]["python"] == classifiers
+    assert job["steps"][-1] == {"run": "make test"}
