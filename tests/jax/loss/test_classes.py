@@ -363,6 +363,14 @@ FOLLOWED = {
         lambda p, x: (lambda it: jnp.where(jnp.isfinite(it) & (x.mean() > 0), 2 * it, 0.0))((x @ p).mean()), W, X,
         {}, "can't be told",
     ),
+    "the size of a mean": (lambda p, x: jnp.abs((x @ p).mean()), W, X, {}, "can't be told"),
+    "a mean as weight": (
+        lambda p, b: tokens(p, b) / b[1].mean(), W, (X, MASK), {"weight": lambda b: b[1].mean()}, "a sum over the rows",
+    ),
+    "a weight by a statistic": (
+        lambda p, b: tokens(p, b) / (b[1] * b[1].mean()).sum(), W, (X, MASK),
+        {"weight": lambda b: (b[1] * b[1].mean()).sum()}, "a sum over the rows",
+    ),
     "parts that make the whole": (
         lambda p, x: sum((part**2).mean() for part in jnp.split(x @ p, 2)) / 2, W, X, {}, "can't be told",
     ),

@@ -13,39 +13,38 @@ So `((x @ p) ** 2 * mask).sum() / mask.sum()` comes to one term, own / S, with t
 mean over rows is own / COUNT; and a loss of terms own / W, with W the sum that `weight` returns, and of terms that are
 the same for any rows is the weighted mean of its micro-batches. Everything else is wrong, and its symbols say why.
 
-The algebra (`domain`) has what becomes of terms: sums join them, products multiply their factors, powers raise them. A
-function of anything else than plain rows is a new symbol, "mixed". Where arrays have rows in different axes, or an
-operation works across the rows in a way that no symbol expresses (sorting, sums over a part, pairs of rows), the array
-is `Lost`, and what comes of it too; `Lost.how` says what may still take the mixing back. What can't cancel out any
-more is refused; where it may (the diagonal of pairs, rows in another order, a shift by the largest), or where an
-operation is unknown, the judgement says that it can't tell.
+The algebra has what becomes of terms: sums join them, products multiply their factors, powers raise them. A function of
+anything else than plain rows is a new symbol, "mixed". Where arrays have rows in different axes, or an operation works
+across the rows in a way that no symbol expresses (sorting, sums over a part, pairs of rows), the array is `Lost`, and
+what comes of it too; `Lost.how` says what may still take the mixing back. What can't cancel out any more is refused;
+where it may (the diagonal of pairs, rows in another order, a shift by the largest), or where an operation is unknown,
+the judgement says that it can't tell.
 
-To add a primitive, ask what it does to each row, and add a line to a table:
+To add a primitive, ask what it does to each row, and add a line to the table at the end of `rules`:
 
-- Entry by entry, any function: its name in `_FUNCTIONS` in `entries`, such as "tanh".
-- Across some axes, and entry by entry on the others: `_across(axes, how)` in `axes`, where `how` is "function", "sum"
-  (linear) or "move" (entries change places). `"cumsum": _across(_axis, "sum")` works across the axis in its parameter,
-  so rows in that axis are mixed and rows in another one stay apart.
-- Holding a jaxpr: a rule in `nested` that gives it to `walk.run`.
-- Anything else: a rule `(walk, equation, inputs) -> outputs`; `_split` in `axes` is a short one. `walk.made` describes
-  an output.
+- Entry by entry, any function: its name in the first group, such as "tanh".
+- Across some axes, and entry by entry on the others: `_across(axes)`, or `_across(axes, "linear")` for sums, and for
+  entries that change places. `"cumsum": _across(_axis, "linear")` works across the axis in its parameter, so rows in
+  that axis are mixed, and rows in another one are not.
+- Holding a jaxpr: a rule in `NESTED_RULES` that gives it to `walk.run`.
+- Anything else: a rule `(walk, equation, inputs) -> output`; `_split` is a short one. `walk.made` describes an output.
 - A test in tests/jax/loss: a loss with it that passes in silence, and one across the rows that is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
 
-from gradaccum.jax.loss.axes import AXIS_RULES
-from gradaccum.jax.loss.domain import (
+from gradaccum.jax.loss.algebra import (
     COUNT,
     ONE,
+    ROWS,
     CannotTell,
     Factor,
+    Known,
     Lost,
     Place,
     Source,
@@ -54,44 +53,37 @@ from gradaccum.jax.loss.domain import (
     Value,
     as_factor,
     power,
-)
-from gradaccum.jax.loss.entries import ENTRY_RULES
-from gradaccum.jax.loss.interpreter import Interpreter, Known, does_alike, is_whole, line
-from gradaccum.jax.loss.nested import NESTED_RULES
+    symbols_of,
+)  # fmt: skip
+from gradaccum.jax.loss.interpreter import Interpreter, does_alike, is_integral, line
+from gradaccum.jax.loss.rules import RULES
 
 __all__ = ["LossSpec", "Verdict", "judge"]
 
-_RULES = {**ENTRY_RULES, **AXIS_RULES, **NESTED_RULES}
 _ROWS = 6
 """The smaller number of rows that a loss is traced for; the other one is twice that."""
 
 
 class LossSpec(NamedTuple):
-    """A loss, and the roles that its inputs play.
-
-    Attributes:
-        function: Takes the inputs; gives losses by name, their weights by name (none: rows), and a dict with the new
-            `state` in the order of its inputs, the `statistics` that move, and the `aux` by how they are put together,
-            and their paths.
-        kinds: The inputs' types for so many rows.
-        axes: Of each input, the axis of its rows, or None.
-        fresh: Whether it is another one for each micro-batch, whatever its rows are: its key, its state.
-        differentiated: Whether it is differentiated.
-        reduction: "mean" or "sum".
-        state: Of each input, its name if it is one of the state.
-        unit: What a number of rows must be a multiple of.
-        sizes: The rows of the batch and of its micro-batches.
-    """
+    """A loss, and the roles that its inputs play."""
 
     function: Callable[[list[Any]], tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
+    """From the inputs to losses by name, their weights by name (none: rows), and a dict with the new `state` in the
+    order of its inputs, the `statistics` that move, and the `aux` by how they are put together, and their paths."""
     kinds: Callable[[int], list[Any]]
+    """The inputs' types for so many rows."""
     axes: list[int | None]
+    """Of each input, the axis of its rows, or None."""
     fresh: list[bool]
+    """Whether it is another one for each micro-batch, whatever its rows are: its key, its state."""
     differentiated: list[bool]
     reduction: str
     state: list[str]
+    """Of each input, its name if it is one of the state."""
     unit: int = 1
+    """What a number of rows must be a multiple of."""
     sizes: tuple[int, ...] = ()
+    """The rows of the batch and of its micro-batches."""
 
 
 class Verdict(NamedTuple):
@@ -111,12 +103,12 @@ def judge(spec: LossSpec) -> Verdict:
     if isinstance(second, Exception):  # it is written for other numbers of rows
         reason = str(second).strip().partition("\n")[0]
         return Verdict("unknown", f"It can't be traced for {rows} and {2 * rows} rows, which are tried: {reason}")
-    walk = Interpreter((rows, 2 * rows), _RULES)
+    walk = Interpreter((rows, 2 * rows), RULES)
     (one, names), (other, _) = first, second
     inputs = [
         Value(
             frozenset([Term(axis is not None)]), None if axis is None else Place(axis), walk.number("input", n),
-            fresh=fresh, free=not wanted, whole=is_whole(kind.dtype), positive=str(kind.dtype) == "bool",
+            fresh=fresh, free=not wanted, integral=is_integral(kind.dtype), positive=str(kind.dtype) == "bool",
             state=frozenset([n] if name else []),
         )
         for n, (kind, axis, fresh, wanted, name) in enumerate(
@@ -139,8 +131,8 @@ def judge(spec: LossSpec) -> Verdict:
     wrong = [verdict for verdict in verdicts if verdict.kind not in ("exact", "unknown")]
     if wrong:
         return max(wrong, key=lambda verdict: verdict.certain)
-    verdicts += _of_state(spec, inputs, [*losses.values(), *weights.values()], more["state"])
-    verdicts += _of_sizes(spec, rows, (one, other))
+    verdicts.append(_of_state(spec, inputs, [*losses.values(), *weights.values()], more["state"]))
+    verdicts.append(_of_sizes(spec, rows, (one, other)))
     weight = weights.get("")
     verdicts += [_of_aux(how, path, value, weight, spec.reduction) for (how, path), value in more["aux"].items()]
     return next((verdict for verdict in verdicts if verdict.kind != "exact"), EXACT)
@@ -162,30 +154,30 @@ def _traced(spec: LossSpec, rows: int) -> tuple[Any, Any]:
     return closed, jax.tree.structure(shape)
 
 
-def _of_state(spec: LossSpec, inputs: list[Value], losses: list[Known], state: list[Known]) -> list[Verdict]:
+def _of_state(spec: LossSpec, inputs: list[Value], losses: list[Known], state: list[Known]) -> Verdict:
     """Whether a loss is computed from state that moves."""
     old = [n for n, name in enumerate(spec.state) if name]
     moving = {n for n, new in zip(old, state) if isinstance(new, Lost) or new.number != inputs[n].number}
     read = moving & frozenset().union(*(loss.state for loss in losses if isinstance(loss, Value)))
     if not read:
-        return []
-    message = (
+        return EXACT
+    return Verdict(
+        "state",
         f"The loss is computed from state that each micro-batch moves: {spec.state[min(read)]}. So later micro-batches "
-        "are computed with another one than the large batch. Move it once per update, outside of loss_fn."
+        "are computed with another one than the large batch. Move it once per update, outside of loss_fn.",
     )
-    return [Verdict("state", message)]
 
 
-def _of_sizes(spec: LossSpec, rows: int, known: tuple[Any, Any]) -> list[Verdict]:
+def _of_sizes(spec: LossSpec, rows: int, known: tuple[Any, Any]) -> Verdict:
     """Whether the loss does for the rows that it is really given what it does for those that it was followed for."""
     for size in sorted({*spec.sizes} - {rows, 2 * rows}):
         try:
             closed, _ = _traced(spec, size)
         except Exception:  # the same error comes when it is traced in earnest
-            return []
+            return EXACT
         if not does_alike(*known, closed, (rows, size)):
-            return [Verdict("unknown", f"It does other things for {rows} rows than for {size}.")]
-    return []
+            return Verdict("unknown", f"It does other things for {rows} rows than for {size}.")
+    return EXACT
 
 
 _AUX = {
@@ -202,18 +194,17 @@ def _of_aux(how: str, path: str, value: Known, weight: Known | None, reduction: 
     if isinstance(value, Lost):
         why = f"{_at(value.source)}."
     elif how == "concat":
-        symbols = [symbol for term in value.terms for symbol, _ in term.factor]
-        if (value.place == Place(0) or not value.own) and not symbols:
+        symbols = symbols_of(value)
+        if not symbols and (value.place == Place(0) or not value.own):
             return EXACT
         why = f"{_at(symbols[0].source if symbols else None)}."
     else:
-        reduction = how if reduction == "mean" else "sum"
-        found = _of_loss(value, weight if how == "mean" else None, reduction, frozenset())
+        found = _of_loss(value, weight if how == "mean" else None, how if reduction == "mean" else "sum", frozenset())
         if found.kind in ("exact", "unknown"):
             return EXACT
         why = found.message.partition(" If this is the loss")[0]
-    over = "what the loss is a mean over" if weight is not None else "rows"
-    return Verdict("aux", _AUX[how].format(path, *([over] if how == "mean" else []), why))
+    over = ["what the loss is a mean over" if weight is not None else "rows"] if how == "mean" else []
+    return Verdict("aux", _AUX[how].format(path, *over, why))
 
 
 def _of_loss(loss: Known, weight: Known | None, reduction: str, statistics: frozenset[Any]) -> Verdict:
@@ -226,43 +217,36 @@ def _of_loss(loss: Known, weight: Known | None, reduction: str, statistics: froz
         return Verdict("unknown", "Its rows are not followed to the end.")
     if isinstance(weight, Lost):
         return Verdict("unknown", f"What `weight` computes is not followed: {_at(weight.source)}.")
-    rows = power(_ROWS_ONCE, 1)
-    divisor = ONE if reduction == "sum" else rows if weight is None else as_factor(weight, Source("weight"))
-    shared = ONE if reduction == "mean" else rows  # of a mean it comes out as it is, of a sum what goes with the rows
+    divisor = ONE if reduction == "sum" else ROWS if weight is None else as_factor(weight, Source("weight"))
+    shared = ONE if reduction == "mean" else ROWS  # of a mean it comes out as it is, of a sum what goes with the rows
     right = Term(True, power(divisor, -1)), Term(False, shared)
     wrong = [term for term in loss.terms if term not in right]
     if wrong:
-        verdict = _named(wrong, loss, weight, divisor, reduction, statistics)
-        alike = weight is not None and divisor == ONE  # a weight for all, which is right where they have as many rows
-        certain = verdict.kind == "randomness" or not (loss.unsure or alike or verdict.kind == "unknown")
+        verdict = _why(wrong, loss, None if weight is None else divisor, reduction, statistics)
+        same_for_all = weight is not None and divisor == ONE  # right where micro-batches have as many rows
+        certain = verdict.kind == "randomness" or not (loss.unsure or same_for_all or verdict.kind == "unknown")
         return verdict._replace(certain=certain)
+    if weight is not None and not weight.terms <= {Term(True), Term(False), Term(False, ROWS)}:
+        why = "what it returns for the batch is not the sum of what it returns for micro-batches"
+        return Verdict("unknown", f"`weight` must be a sum over the rows: {why}.")
     return Verdict("unknown", min(loss.doubts)) if loss.doubts else EXACT
 
 
-_ROWS_ONCE: Factor = frozenset([(COUNT, Fraction(1))])
-
-
-def _named(
-    wrong: list[Term], loss: Value, weight: Value | None, divisor: Factor, reduction: str, statistics: frozenset[Any]
-) -> Verdict:
-    """Why it is not exact, by the symbols of the terms that are wrong."""
+def _why(wrong: list[Term], loss: Value, divisor: Factor | None, reduction: str, statistics: frozenset[Any]) -> Verdict:
+    """Why it is not exact, by the symbols of the terms that are wrong; `divisor` is what `weight` returns."""
     symbols = [symbol for term in wrong for symbol, _ in term.factor if symbol != COUNT]
-    mixing = _mixing(wrong)
-    if mixing is not None:
+    if (mixing := _mixing(wrong)) is not None:
         return _random(mixing) if mixing.kind == "random" else _mixes(mixing.source, mixing.origin, statistics)
     divisors = {power(term.factor, -1) for term in loss.terms if term.own}
     if any(len(each) > 1 for each in divisors) or (len(divisors) > 1 and ONE in divisors):
         return _mixes(symbols[0].source if symbols else Source("sum"), None, statistics)
     named = " and ".join(_divisor(each) for each in sorted(divisors, key=str))
     if len(divisors) > 1:
-        return Verdict(
-            "weight",
-            f"It is a sum of means over {named}. Return them as {{name: (loss, weight)}}, each with what it is a mean "
-            "over.",
-        )
+        each = "{name: (loss, weight)}, each with what it is a mean over"
+        return Verdict("weight", f"It is a sum of means over {named}. Return them as {each}.")
     if not symbols:
         return _by_count(wrong, loss, reduction)
-    if weight is not None and reduction == "mean" and COUNT not in dict(divisor):
+    if divisor is not None and COUNT not in dict(divisor):
         return Verdict("unknown", f"It divides by {named}. `weight` may be that or not.")
     weighed, asked = ("rows", "") if reduction == "mean" else ("nothing, as sums", 'reduction="mean" and ')
     return Verdict(
@@ -275,44 +259,33 @@ def _named(
 def _mixing(wrong: list[Term]) -> Symbol | None:
     """The symbol that no weight can make right, if one is among them."""
     powers = [(symbol, degree) for term in wrong for symbol, degree in term.factor]
-    for kind in ("random", "mixed", "position"):
-        for symbol, _ in powers:
-            if symbol.kind == kind:
-                return symbol
-    sums = (s for s, degree in powers if s.kind == "sum" and not (s.free and s.scalar and degree == -1))
-    return next(sums, None)
+    found = [symbol for kind in ("random", "mixed", "position") for symbol, _ in powers if symbol.kind == kind]
+    found += [s for s, degree in powers if s.kind == "sum" and not (s.free and s.scalar and degree == -1)]
+    return next(iter(found), None)
 
 
 def _by_count(wrong: list[Term], loss: Value, reduction: str) -> Verdict:
     """Where nothing but the number of rows is a factor."""
     factors = {term.factor for term in wrong if term.own}
-    if any(not term.own for term in wrong) and not factors:
-        return Verdict(
-            "regulariser",
-            "It has a term without rows (a regulariser) that is multiplied with the number of rows, or, beside a sum "
-            "over them, counted once per micro-batch. Return a mean over rows plus the term.",
-        )
-    if factors == {power(_ROWS_ONCE, -1)}:
-        if reduction == "sum":
-            return Verdict("weight", 'It is a mean over rows, taken for a sum. Pass reduction="mean".')
+    as_mean = "counted once per micro-batch. Return a mean over rows plus the term."
+    if not factors:
+        how = f"that is multiplied with the number of rows, or, beside a sum over them, {as_mean}"
+        return Verdict("regulariser", f"It has a term without rows (a regulariser) {how}")
+    if factors == {power(ROWS, -1)} and reduction == "sum":
+        return Verdict("weight", 'It is a mean over rows, taken for a sum. Pass reduction="mean".')
+    if factors == {power(ROWS, -1)}:
         return Verdict("weight", "It is a mean over rows, but `weight` says otherwise. Leave `weight` out.")
     if factors != {ONE}:
-        return Verdict(
-            "reduction",
-            "It goes with a power of the number of rows that is neither a sum's nor a mean's. Return the mean over "
-            "rows.",
-        )
+        how = "a power of the number of rows that is neither a sum's nor a mean's"
+        return Verdict("reduction", f"It goes with {how}. Return the mean over rows.")
     if all(term.own for term in loss.terms):
         return Verdict("reduction", 'It is a sum over its rows, and was taken for a mean. Pass reduction="sum".')
-    return Verdict(
-        "regulariser",
-        "It is a sum over rows and a term without rows (a regulariser), which would be counted once per micro-batch. "
-        "Return a mean over rows plus the term.",
-    )
+    how = f"a sum over rows and a term without rows (a regulariser), which would be {as_mean}"
+    return Verdict("regulariser", f"It is {how}")
 
 
 def _mixes(source: Source, origin: Any, statistics: frozenset[Any]) -> Verdict:
-    if source.primitive.startswith("custom_v") or source.primitive.startswith("custom_j"):
+    if source.primitive.startswith(("custom_v", "custom_j")):
         return Verdict(
             "loss",
             f"The derivative of its own that {_at(source)} has does not multiply each row's gradient by something of "

@@ -1,6 +1,7 @@
-"""The abstract values of the judgement of losses: where an array has its rows, and how its numbers follow from them.
+"""What is known of an array while a loss is followed: where its rows are, and how its numbers follow from them.
 
-The idea stands on top of `judge`; this module is its algebra.
+The idea stands on top of `judge`. Sums join terms, products multiply their factors, powers raise them, and any other
+function of a symbol is a new one, "mixed".
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 __all__ = [
-    "COUNT", "FINITE", "LIFTED", "NAN", "ONE", "POSITIVE", "SHARED", "CannotTell", "Factor", "Lost", "MixesRows",
-    "Place", "Source", "Symbol", "Term", "Terms", "Value", "as_factor", "chosen", "common_place", "exponent",
-    "function", "lifted", "moved", "of", "power", "power_of", "product", "settled", "shift_of", "summed", "symbols_of",
-    "times", "union",
+    "COUNT", "FINITE", "LIFTED", "NAN", "ONE", "POSITIVE", "ROWS", "SHARED", "CannotTell", "Factor", "Known", "Lost",
+    "MixesRows", "Place", "Source", "Symbol", "Term", "Terms", "Value", "as_factor", "chosen", "common_place",
+    "elsewhere", "exponent", "function", "lifted", "of", "power", "power_of", "product", "shift_of", "summed",
+    "symbols_of", "times", "union",
 ]  # fmt: skip
 
 Factor = frozenset[tuple["Symbol", Fraction]]
@@ -23,7 +24,8 @@ ONE: Factor = frozenset()
 FINITE, NAN = "finite", "NaN"
 """What `Value.guard` asks where it looks for NaN: whether it is none, and whether it is."""
 _MOST = 12
-"""Terms of a number that are told apart."""
+"""Terms that a number may have."""
+POSITIVE = {"abs", "exp", "exp2", "logistic", "sqrt", "square"}
 
 
 class Source(NamedTuple):
@@ -39,8 +41,8 @@ class Symbol(NamedTuple):
     Its kind is "count" for a function of the number of rows, "sum" for a sum over rows, "position" for a row's place in
     the batch, "random" for what is drawn for rows from a key that all micro-batches share, and "mixed" for any other
     function of several rows. `free`: it follows from the batch alone, not from what is differentiated. `scalar`: it is
-    one number (`per_row`: one for each row), `positive`: not below 0. `origin`: the number of the first sum over rows
-    that it comes from.
+    one number for all entries; others never cancel. `positive`: not below 0. `origin`: the number of the first sum over
+    rows that it comes from.
     """
 
     number: Any
@@ -49,7 +51,6 @@ class Symbol(NamedTuple):
     scalar: bool = True
     source: Any = None
     origin: Any = None
-    per_row: bool = False
     positive: bool = False
 
     def __hash__(self) -> int:
@@ -59,15 +60,8 @@ class Symbol(NamedTuple):
         return isinstance(other, Symbol) and (self.number, self.kind) == (other.number, other.kind)
 
 
-COUNT = Symbol("rows", "count", positive=True)
-"""The number of rows."""
-
-
 class Term(NamedTuple):
-    """A part of a number.
-
-    `own`: with an axis of rows, each row's own; without one, a sum over the rows. Otherwise the same for any rows.
-    """
+    """A part of a number."""
 
     own: bool
     factor: Factor = ONE
@@ -75,9 +69,11 @@ class Term(NamedTuple):
 
 Terms = frozenset[Term]
 """The parts that a number is the sum of; none for 0."""
-SHARED = frozenset([Term(False)])
-POSITIVE = {"abs", "exp", "exp2", "logistic", "sqrt", "square"}
-"""Operations that give nothing below 0."""
+COUNT = Symbol("rows", "count", positive=True)
+ROWS: Factor = frozenset([(COUNT, Fraction(1))])
+"""The number of rows."""
+SHARED: Terms = frozenset([Term(False)])
+"""The same for any rows."""
 
 
 class Place(NamedTuple):
@@ -123,47 +119,27 @@ class Lost(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """What is known of an array.
-
-    Attributes:
-        terms: Its parts.
-        place: Where its rows are; None without such an axis.
-        number: Equal for arrays that are computed alike.
-        scalar: Whether all entries (of a row) are one number.
-        values: The number itself at both counts of rows, where it is known.
-        position: Whether it counts the rows: 0, 1, 2, ...
-        guard: What it asks: the number of a sum, whether anything is in it; or `FINITE`, `NAN`.
-        fresh: Whether it follows from what is another one for each micro-batch: its key, or its state.
-        free: Whether it does not follow from what is differentiated.
-        unsure: Whether what mixes rows in it may cancel out, or be the same for all micro-batches.
-        whole: Whether its entries are whole numbers.
-        positive: Whether none of them is below 0.
-        sums: The sums over rows that have gone into it: `(number, source)`.
-        core: Of a sum over rows times what is known, the number and the source of that sum.
-        doubts: What was taken for true of it, and need not be: messages.
-        state: The leaves of the state, by their places among the inputs, that it is computed from.
-        local: Whether it is one device's part of a sum over the rows of several.
-        parts: Of what was concatenated along the last axis, the arrays, if they have one entry each.
-    """
+    """What is known of an array."""
 
     terms: Terms
-    place: Place | None = None
-    number: Any = None
-    scalar: bool = False
-    values: tuple[Any, Any] | None = None
-    position: bool = False
-    guard: Any = None
-    fresh: bool = False
-    free: bool = True
-    unsure: bool = False
-    whole: bool = False
-    positive: bool = False
-    sums: frozenset[Any] = frozenset()
-    core: tuple[Any, Any] | None = None
-    doubts: frozenset[str] = frozenset()
-    state: frozenset[int] = frozenset()
-    local: bool = False
-    parts: tuple[Value, ...] | None = None
+    place: Place | None = None  # where its rows are; None without such an axis
+    number: Any = None  # equal for arrays that are computed alike
+    whole: Any = None  # equal for arrays with one sum of entries: an array, its transpose, its sums over some axes
+    core: Any = None  # of a sum over rows, its number, which multiples by known numbers keep
+    sums: frozenset[tuple[Any, Source]] = frozenset()  # the sums over rows in it: (number, source)
+    scalar: bool = False  # all entries (of a row) are one number
+    values: tuple[Any, Any] | None = None  # that number at both counts of rows, where it is known
+    integral: bool = False  # its entries are whole numbers
+    positive: bool = False  # none of them is below 0
+    position: bool = False  # it counts the rows: 0, 1, 2, ...
+    parts: tuple[Value, ...] | None = None  # concatenated along the last axis, if these have one entry each
+    guard: Any = None  # what it asks: the number of a sum, whether anything is in it; or `FINITE`, `NAN`
+    free: bool = True  # it does not follow from what is differentiated
+    fresh: bool = False  # it follows from what is another one for each micro-batch: its key, or its state
+    state: frozenset[int] = frozenset()  # the inputs that are state and that it is computed from
+    unsure: bool = False  # what mixes rows in it may cancel out, or be the same for all micro-batches
+    doubts: frozenset[str] = frozenset()  # what was taken for true of it, and need not be: messages
+    local: bool = False  # it is one device's part of a sum over the rows of several
 
     @property
     def own(self) -> bool:
@@ -175,14 +151,21 @@ class Value:
         """Whether it is the same for any rows."""
         return self.terms <= SHARED and self.place is None
 
+    @property
+    def total(self) -> Any:
+        """The number of the sum of all its entries."""
+        return self.number if self.whole is None else self.whole
+
     def divides(self, number: Any) -> bool:
         """Whether it is this sum, or each part of it is divided by it: nothing where nothing is in the sum."""
-        is_divided = all(any(s.number == number and d < 0 for s, d in term.factor) for term in self.terms)
-        return is_divided or (self.core is not None and self.core[0] == number)
+        return self.core == number or all(any(s.number == number and d < 0 for s, d in t.factor) for t in self.terms)
 
     def but(self, **changes: Any) -> Value:
         """The same, but for something."""
         return dataclasses.replace(self, **changes)
+
+
+Known = Value | Lost
 
 
 def of(symbol: Symbol, own: bool = False) -> Terms:
@@ -196,16 +179,16 @@ def symbols_of(*values: Value) -> list[Symbol]:
 
 
 def times(a: Factor, b: Factor) -> Factor:
-    """The product of two factors."""
+    """The product of two factors. What differs between entries is another number once these have moved."""
     powers = dict(a)
     for symbol, degree in b:
-        powers[symbol] = powers.get(symbol, Fraction(0)) + degree
+        powers[symbol] = powers.get(symbol, Fraction(0)) + degree if symbol.scalar else Fraction(1)
     return frozenset((symbol, degree) for symbol, degree in powers.items() if degree)
 
 
 def power(factor: Factor, degree: Fraction | int) -> Factor:
     """A power of a factor."""
-    return frozenset((symbol, each * degree) for symbol, each in factor)
+    return frozenset((symbol, each * degree if symbol.scalar else each) for symbol, each in factor)
 
 
 def exponent(first: float, second: float, ratio: float) -> Fraction | None:
@@ -227,34 +210,30 @@ def _limited(terms: Iterable[Term]) -> Terms:
 
 def as_factor(value: Value, source: Source) -> Factor:
     """A number without rows as a factor of others; a sum over rows is a symbol."""
-    if not value.terms:
-        return ONE
-    factors = {term.factor for term in value.terms}
+    factors = {term.factor for term in value.terms} or {ONE}
     if len(factors) == 1 and not value.own:
-        return next(iter(factors))
-    kind = "sum" if len(value.terms) == 1 else "mixed"
-    own = next(iter(factors)) if kind == "sum" else ONE
-    number, source = value.core or (value.number, source)
+        return factors.pop()
+    kind, own = ("sum", factors.pop()) if len(value.terms) == 1 else ("mixed", ONE)
+    number = value.number if value.core is None else value.core
     origin, source = min(value.sums, key=lambda each: each[0], default=(number, source))
-    symbol = Symbol(number, kind, value.free, value.scalar, source, origin, positive=value.positive)
+    number = ("local", number) if value.local else number
+    symbol = Symbol(number, kind, value.free, value.scalar, source, origin, value.positive)
     return times(own, frozenset([(symbol, Fraction(1))]))
 
 
 def _as_sum(term: Term) -> Term:
     """A number without rows that is one sum over rows times what is known: `sqrt(s) ** 2` is that sum again."""
-    sums = [symbol for symbol, degree in term.factor if symbol.kind == "sum" and degree == 1]
-    if term.own or len(sums) != 1:
-        return term
-    return Term(True, frozenset(each for each in term.factor if each[0] != sums[0]))
+    sums = [each for each in term.factor if each[0].kind == "sum" and each[1] == 1 and each[0].scalar]
+    return term if term.own or len(sums) != 1 else Term(True, term.factor - {*sums})
 
 
 def lifted(value: Value, place: Place | None, source: Source) -> Value:
     """A number as all rows of an array have it."""
     if place is None or value.place is not None:
         return value
-    if not value.own:
-        return value.but(place=place)
-    return value.but(terms=frozenset([Term(False, as_factor(value, source))]), place=place)
+    return value.but(
+        terms=frozenset([Term(False, as_factor(value, source))]) if value.own else value.terms, place=place
+    )
 
 
 def common_place(values: Sequence[Value]) -> Place | None:
@@ -266,12 +245,6 @@ def common_place(values: Sequence[Value]) -> Place | None:
     return next(iter(places), None)
 
 
-def _one(terms: Terms) -> Term | None:
-    """The terms as one, if they have the same factor."""
-    factors = {term.factor for term in terms}
-    return Term(any(term.own for term in terms), factors.pop()) if len(factors) == 1 else None
-
-
 def union(values: Sequence[Value]) -> Terms:
     """Of sums of numbers, and of what is linear in all of them."""
     return _limited(term for value in values for term in value.terms)
@@ -279,10 +252,8 @@ def union(values: Sequence[Value]) -> Terms:
 
 def product(a: Value, b: Value, source: Source) -> Terms:
     """Of two numbers, entry by entry."""
-    if not a.terms or not b.terms:
-        return frozenset()
     alone = a.place is None and b.place is None
-    if alone and a.own and b.own:
+    if alone and a.own and b.own and a.terms and b.terms:
         if not (b.free and b.scalar) and a.free and a.scalar:
             a, b = b, a
         b = b.but(terms=frozenset([Term(False, as_factor(b, source))]))
@@ -292,42 +263,39 @@ def product(a: Value, b: Value, source: Source) -> Terms:
 
 def power_of(value: Value, degree: Fraction, source: Source, number: Any) -> Terms:
     """A power of a number, or what goes by a power of its size: of a factor that may be below 0, neither."""
-    one = _one(value.terms)
-    unsigned = degree.denominator % 2 == 0 or source.primitive not in ("div", "integer_pow", "pow", "square")
-    if unsigned and one is not None and any(not s.positive and (degree == 1 or d % 2 == 0) for s, d in one.factor):
+    factors = {term.factor for term in value.terms}
+    if not factors or (value.place is not None and len(factors) > 1):
         return function([value], source, number)
-    if one is None or (value.place is None and one.own):
-        if value.place is not None or not value.terms:
-            return function([value], source, number)
-        return frozenset([_as_sum(Term(False, power(as_factor(value, source), degree)))])
-    found = Term(one.own, power(one.factor, degree))
+    is_sum = value.place is None and (len(factors) > 1 or value.own)
+    factor = as_factor(value, source) if is_sum else factors.pop()
+    unsigned = degree.denominator % 2 == 0 or source.primitive not in ("div", "integer_pow", "pow", "square")
+    if unsigned and any(not s.positive and (degree == 1 or d % 2 == 0) for s, d in factor):
+        return function([value], source, number)
+    found = Term(value.own and not is_sum, power(factor, degree))
     return frozenset([_as_sum(found) if value.place is None else found])
 
 
 def function(values: Sequence[Value], source: Source, number: Any) -> Terms:
     """Of any other function, entry by entry."""
-    own = any(value.own for value in values)
-    with_rows = any(value.place is not None for value in values)
+    own, with_rows = any(value.own for value in values), any(value.place is not None for value in values)
     symbols = symbols_of(*values)
     if not symbols and (with_rows or not own):
         return frozenset([Term(own)])
     kinds = {"mixed" if symbol.kind == "sum" else symbol.kind for symbol in symbols}
     kinds |= {"mixed"} if own and not with_rows else set()
     kind = next(kind for kind in ("random", "mixed", "position", "count") if kind in kinds)
-    origin, source = _earliest(kind, symbols, values) or (number, source)
-    free, scalar = all(value.free for value in values), all(value.scalar for value in values)
-    positive = source.primitive in POSITIVE
-    return of(Symbol(number, kind, free, scalar, source, origin, with_rows, positive), own and with_rows)
-
-
-def _earliest(kind: str, symbols: list[Symbol], values: Sequence[Value]) -> tuple[Any, Source] | None:
-    """The first sum over rows that a symbol of this kind comes from."""
     causes = [(s.origin, s.source) for s in symbols if s.kind in (kind, "sum") and s.origin is not None]
     causes += [each for value in values for each in value.sums if kind == "mixed"]
-    return min(causes, key=lambda cause: cause[0], default=None)
+    positive = source.primitive in POSITIVE
+    origin, source = min(causes, key=lambda cause: cause[0], default=(number, source))
+    free, scalar = (
+        all(value.free for value in values),
+        all(value.scalar for value in values) and not (own and with_rows),
+    )
+    return of(Symbol(number, kind, free, scalar, source, origin, positive), own and with_rows)
 
 
-def shift_of(value: Value) -> Any:
+def shift_of(value: Value) -> Terms | None:
     """The parts of a number that all rows share and that take all of them to know, if the others are plain."""
     shift = frozenset(term for term in value.terms if not term.own and term.factor)
     plain = all(symbol.scalar for term in shift for symbol, _ in term.factor)
@@ -336,38 +304,23 @@ def shift_of(value: Value) -> Any:
 
 def chosen(which: Value, cases: Sequence[Value], source: Source, number: Any) -> Terms:
     """Of `select_n`: one of several numbers, entry by entry."""
-    if which.guard:
-        kept = [case for case in cases if case.values is None]
-        if kept and (which.guard in (FINITE, NAN) or all(case.divides(which.guard) for case in kept)):
-            return union(kept)
-    if (which.terms and _one(which.terms) not in (Term(False), Term(True))) or (which.own and which.place is None):
+    kept = [case for case in cases if case.values is None]
+    if kept and which.guard and (which.guard in (FINITE, NAN) or all(case.divides(which.guard) for case in kept)):
+        return union(kept)
+    if symbols_of(which) or (which.own and which.place is None):
         return function([which, *cases], source, number)
     return frozenset(Term(term.own or which.own, term.factor) for term in union(cases))
 
 
-def settled(terms: Terms, number: Any, over_rows: bool = False) -> Terms:
-    """After a sum over entries: what differed between them is no factor any more, but one more number of its own."""
+def elsewhere(terms: Terms, number: Any) -> Terms:
+    """After entries have moved or were added up: what differs between them is another number."""
 
-    def of_entries(symbol: Symbol) -> Symbol:
-        if symbol.scalar and not (over_rows and symbol.per_row):
-            return symbol
-        kind = symbol.kind if symbol.kind in ("random", "position") else "mixed"
-        return symbol._replace(number=("settled", symbol.number, number), kind=kind, scalar=True, per_row=False)
+    def moved(symbol: Symbol) -> Symbol:
+        return symbol if symbol.scalar else symbol._replace(number=(symbol.number, number))
 
-    return frozenset(Term(term.own, frozenset((of_entries(s), d) for s, d in term.factor)) for term in terms)
+    return frozenset(Term(term.own, frozenset((moved(s), d) for s, d in term.factor)) for term in terms)
 
 
-def summed(terms: Terms, number: Any) -> Terms:
+def summed(terms: Terms) -> Terms:
     """After a sum over the rows."""
-    rows = frozenset([(COUNT, Fraction(1))])
-    found = settled(terms, number, over_rows=True)
-    return frozenset(term if term.own else Term(False, times(term.factor, rows)) for term in found)
-
-
-def moved(terms: Terms, key: Any) -> Terms:
-    """After entries have changed their places: symbols that differ between entries are other ones."""
-
-    def one(symbol: Symbol) -> Symbol:
-        return symbol if symbol.scalar else symbol._replace(number=("moved", symbol.number, key))
-
-    return frozenset(Term(term.own, frozenset((one(s), d) for s, d in term.factor)) for term in terms)
+    return frozenset(term if term.own else Term(False, times(term.factor, ROWS)) for term in terms)
