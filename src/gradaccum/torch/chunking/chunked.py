@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -28,11 +29,9 @@ from gradaccum.torch.batch_norm import (
     warn_of_functional_batch_norm,
 )
 from gradaccum.torch.chunking.exact_batch_norm import ExactCall
-from gradaccum.torch.chunking.proof import ROWS, Findings, prove
-from gradaccum.torch.chunking.recompute import check_not_sharded_inside, checked_module, parametrizations_computed
-from gradaccum.torch.chunking.trees import Inputs, by_name, dims_by_name, tensors_of
+from gradaccum.torch.chunking.proof import ROWS, Findings, prove, proving
+from gradaccum.torch.chunking.recompute import Inputs, by_name, dims_by_name, parametrizations_computed, tensors_of
 from gradaccum.torch.chunking.two_passes import Call, ColumnsError
-from gradaccum.torch.chunking.watch import proving
 from gradaccum.torch.padding import Left, Packs, can_take_positions
 
 __all__ = ["Chunked", "chunked"]
@@ -395,6 +394,38 @@ class Chunked(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{type(self.module).__name__}, micro_batch_size={self.micro_batch_size}"
+
+
+def checked_module(module: Any) -> nn.Module:
+    """A module that can be run again, in micro-batches."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"`module` must be a torch.nn.Module, so that its parameters are known. "
+            f"Received: {module!r} of type {type(module).__name__}."
+        )
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "`module` is a DistributedDataParallel, which expects one forward pass per backward pass. Chunk what "
+            "it wraps: DistributedDataParallel(chunked(encoder, ...))."
+        )
+    for path, layer in module.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{path or 'The module'!r} is a TorchScript module, whose parameters can't be put in place of each "
+                "other. Chunk the module that it was made of."
+            )
+    return module
+
+
+def check_not_sharded_inside(module: nn.Module) -> None:
+    """Raise a ValueError if `fully_shard` was called on a part of the module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for path, layer in module.named_modules() if fsdp is not None else ():
+        if isinstance(layer, fsdp.FSDPModule):  # type: ignore[union-attr]  # not None here
+            raise ValueError(
+                f"{path or 'The module'!r} inside a chunked module is sharded by fully_shard, which would reduce the "
+                "gradients of each micro-batch by itself. Shard around it: fully_shard(chunked(encoder, ...))."
+            )
 
 
 _OWN = {*vars(nn.Module()), "module", "policy", "micro_batch_size", "max_tokens", "keep", "offload", "batch_dims",

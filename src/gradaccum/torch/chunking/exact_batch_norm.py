@@ -24,9 +24,8 @@ from gradaccum.on_torch.private import run_backward
 from gradaccum.torch.batch_norm import BatchNormPolicy, Pool, move_running_statistics, summed_over_ranks
 from gradaccum.torch.buffers import LentBuffers
 from gradaccum.torch.chunking.gradients import GradientSums, backward_roots
-from gradaccum.torch.chunking.recompute import Conditions
+from gradaccum.torch.chunking.recompute import Conditions, Inputs, tensors_of, with_tensors, without_tensors
 from gradaccum.torch.chunking.segments import Boundary, Segment, SegmentedModel, segmented
-from gradaccum.torch.chunking.trees import Inputs, tensors_of, with_tensors, without_tensors
 from gradaccum.torch.chunking.two_passes import Call, added
 
 __all__ = ["ExactCall"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.on_torch.private import pass_for_parameter
-from gradaccum.torch.chunking.trees import tensors_of
+from gradaccum.torch.chunking.recompute import tensors_of
 
 __all__ = [
     "GradientSums",

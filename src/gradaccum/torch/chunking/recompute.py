@@ -1,47 +1,172 @@
-"""What a forward pass depends on besides its inputs, kept so that it can be run again exactly.
+"""What a forward pass depends on, kept so that it can be run again exactly.
 
-What its module holds, the random numbers (PyTorch's on every device concerned, Python's, NumPy's, and those of the
-module's own generators), autocast, and the buffers that the module moves.
+Its inputs, as trees whose tensors are taken out and put back; what its module holds; the random numbers (PyTorch's on
+every device concerned, Python's, NumPy's, and those of the module's own generators), and autocast.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import sys
+import inspect
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gradaccum.on_torch.batch import BatchDims, children, has_rows, leaves, map_leaves
 from gradaccum.on_torch.random_state import RandomState, is_generator
+from gradaccum.on_torch.state import same
 
 __all__ = [
     "Conditions",
+    "Inputs",
     "ModuleContents",
+    "Samples",
     "accelerators",
-    "check_not_sharded_inside",
-    "checked_module",
+    "attributes_of",
+    "by_name",
+    "dims_by_name",
+    "is_floating",
     "parametrizations_computed",
+    "tensors_of",
+    "version_of",
+    "with_tensors",
+    "without_tensors",
 ]
 
 
+class Inputs(NamedTuple):
+    """What a module is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def by_name(inputs: Inputs, signature: inspect.Signature, name: str) -> Inputs:
+    """The same inputs, all of them by name, where the one of that name was given by its position."""
+    names = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][: len(inputs.args)]
+    if name not in names or len(names) < len(inputs.args):
+        return inputs
+    return Inputs((), {**dict(zip(names, inputs.args, strict=True)), **inputs.kwargs})
+
+
+def dims_by_name(dims: BatchDims, inputs: Inputs, module: nn.Module) -> BatchDims:
+    """`batch_dims`, which users give for positional arguments or by name, as a prefix of the inputs."""
+    if dims is None or isinstance(dims, int):
+        return dims
+    if not isinstance(dims, Mapping):
+        return Inputs(tuple(dims), dict.fromkeys(inputs.kwargs, 0))
+    signature = inspect.signature(module.forward)
+    names = [name for name, p in signature.parameters.items() if p.kind is not p.KEYWORD_ONLY]
+    unknown = set(dims) - set(signature.parameters) - set(inputs.kwargs)
+    if unknown:
+        raise ValueError(
+            f"`batch_dims` names {sorted(unknown)}, which {type(module).__name__}.forward{signature} doesn't have."
+        )
+    return Inputs(
+        tuple(dims.get(name, 0) for name in (names + [""] * len(inputs.args))[: len(inputs.args)]),
+        {name: dims.get(name, 0) for name in inputs.kwargs},
+    )
+
+
+_PLAIN = {str, bool, int, float, type(None)}
+
+_PLACEHOLDER = torch.empty(0)
+"""Stands for a tensor in a tree that autograd shall not find tensors in: it keeps and watches them itself."""
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in a tree, in order."""
+    found: list[Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(node: Any, found: list[Tensor]) -> None:
+    kind = type(node)
+    if isinstance(node, Tensor):
+        found.append(node)
+    elif kind is tuple or kind is list or kind is Inputs:
+        for child in node:
+            _collect(child, found)
+    elif kind is dict:
+        for child in node.values():
+            _collect(child, found)
+    elif kind not in _PLAIN:  # what is left takes a longer look, for its paths as well
+        for _, _, child in children(node) or ():
+            _collect(child, found)
+
+
+def without_tensors(tree: Any) -> Any:
+    """The tree with an empty tensor in place of each tensor."""
+    return map_leaves(lambda leaf: _PLACEHOLDER if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    """The tree with these in place of its tensors, in order."""
+    if isinstance(tree, Tensor):
+        return tensors[0]
+    if type(tree) is Inputs and not tree.kwargs and all([type(leaf) is Tensor for leaf in tree.args]):
+        return Inputs(tuple(tensors), {})  # the most frequent call, without the walk
+    remaining = iter(tensors)
+    return map_leaves(lambda leaf: next(remaining) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def is_floating(leaf: Any) -> bool:
+    """Whether this leaf may pass gradients."""
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it has been edited in place; inference tensors don't count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class Samples:
+    """Some numbers of each input that lies in host memory, where it may be refilled behind autograd's back."""
+
+    def __init__(self, paths: Sequence[str], tensors: Sequence[Tensor], skeleton: Any) -> None:
+        self.paths, self.skeleton = paths, skeleton
+        self._then = list(self._taken(tensors))
+
+    def _taken(self, tensors: Sequence[Tensor]) -> Iterator[tuple[str, Any]]:
+        for path, tensor in zip(self.paths, tensors, strict=True):
+            plain = type(tensor) is Tensor and not (tensor.is_nested or tensor.is_quantized)
+            if plain and tensor.device.type == "cpu" and tensor.layout is torch.strided:
+                yield path, tensor.detach().take(_positions(tensor.numel()))
+        for path, leaf in leaves(self.skeleton):
+            if type(leaf).__module__ == "numpy" and has_rows(leaf) and leaf.dtype.kind in "biufc":
+                yield path, torch.as_tensor(leaf.flat[_positions(leaf.size).numpy()])
+
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """Raise a RuntimeError if they are others now."""
+        for (path, then), (_, now) in zip(self._then, self._taken(tensors), strict=True):
+            if not same(now, then):
+                raise RuntimeError(
+                    f"{path.removeprefix('.')} of a chunked module was edited between forward and backward, which runs "
+                    "the module on it again: through NumPy, `.data` or a buffer that is refilled. Pass a copy, or "
+                    "refill it after backward."
+                )
+
+
+@functools.lru_cache(maxsize=64)
+def _positions(count: int) -> Tensor:
+    """Up to 256 places in so many numbers, in step with no row length."""
+    return torch.arange(count) if count <= 256 else torch.arange(256) * 2654435761 % count
+
+
 _NO_CONTEXT = contextlib.nullcontext()
-_PLAIN = {dict, OrderedDict, set, list, tuple, str, bool, int, float, type(None)}
+_UNWATCHED = {dict, OrderedDict, set, list, tuple, *_PLAIN}
 """Types of most attributes of a module, which need no second look."""
 
 
 def accelerators(tensors: Iterable[Any]) -> list[torch.device]:
-    """The devices of these tensors, each once, without the CPU.
-
-    Example:
-        >>> accelerators([torch.zeros(2), "no tensor"])
-        []
-    """
+    """The devices of these tensors, each once, without the CPU."""
     found = {tensor.device for tensor in tensors if isinstance(tensor, Tensor)}
     return sorted((device for device in found if device.type not in ("cpu", "meta")), key=str)
 
@@ -50,16 +175,6 @@ class ModuleContents:
     """What a module holds at this moment: parameters, buffers, submodules, hooks, and attributes such as `training`.
 
     Attributes are remembered as they are assigned; what is edited inside one of them, say a list, is not noticed.
-
-    Example:
-        >>> layer = nn.Dropout(0.5)
-        >>> state = ModuleContents(layer)
-        >>> _ = layer.eval()
-        >>> with state.restored():
-        ...     layer.training
-        True
-        >>> layer.training
-        False
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -99,13 +214,13 @@ class ModuleContents:
         every = [p for _, own in self._held_parameters for p in own.values() if p is not None]
         self.parameters = list({id(p): p for p in every}.values())
         """Each once. What `torch.func.functional_call` puts in their place counts."""
-        self._frozen = [(p, None if p.is_inference() else p._version) for p in self.parameters if not p.requires_grad]
+        self._frozen = [(p, version_of(p)) for p in self.parameters if not p.requires_grad]
 
     def _hold_attributes(self, attributes: dict[str, Any]) -> list[nn.Module]:
         """Returns the modules among them that torch doesn't know of, such as the inside of a `Chunked`."""
         then, modules = dict(attributes), []
         for name, value in attributes.items():
-            if type(value) in _PLAIN:
+            if type(value) in _UNWATCHED:
                 continue
             if isinstance(value, nn.Module):
                 modules.append(value)
@@ -123,7 +238,7 @@ class ModuleContents:
         """The module holds what it held then, with these in place of parameters; afterwards what it holds now."""
         replacements = dict(replacements or {})
         for parameter, version in self._frozen:
-            if version is not None and parameter._version != version:
+            if version_of(parameter) != version:
                 raise RuntimeError(
                     f"A frozen parameter of shape {tuple(parameter.shape)} of a chunked module was edited in place "
                     "between forward and backward, which runs the module again. Update it after backward."
@@ -140,6 +255,19 @@ class ModuleContents:
         finally:
             for holder, now in found:
                 _set(holder, now)
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """The tensors and numbers, and containers of such, that modules have as attributes of their own."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, layer in module.named_modules()
+        for name, value in vars(layer).items()
+        if name not in _OF_EVERY_MODULE and all(isinstance(v, (Tensor, int, float)) for _, v in leaves(value))
+    }
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -187,16 +315,7 @@ def parametrizations_computed() -> Iterator[None]:
 
 
 class Conditions:
-    """The random state and the autocast settings that a forward pass starts from.
-
-    Example:
-        >>> here = Conditions(["cpu"])
-        >>> drawn = torch.rand(3)
-        >>> with here.restored():
-        ...     again = torch.rand(3)
-        >>> torch.equal(drawn, again)
-        True
-    """
+    """The random state and the autocast settings that a forward pass starts from."""
 
     def __init__(self, generators: Iterable[Any], devices: Iterable[torch.device] = ()) -> None:
         self.random = RandomState(generators)
@@ -227,35 +346,3 @@ class Conditions:
         for type_, enabled, dtype in casts:
             stack.enter_context(torch.autocast(type_, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache))
         return stack
-
-
-def checked_module(module: Any) -> nn.Module:
-    """A module that can be run again, in micro-batches."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"`module` must be a torch.nn.Module, so that its parameters are known. "
-            f"Received: {module!r} of type {type(module).__name__}."
-        )
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            "`module` is a DistributedDataParallel, which expects one forward pass per backward pass. Chunk what "
-            "it wraps: DistributedDataParallel(chunked(encoder, ...))."
-        )
-    for path, layer in module.named_modules():
-        if isinstance(layer, torch.jit.ScriptModule):
-            raise ValueError(
-                f"{path or 'The module'!r} is a TorchScript module, whose parameters can't be put in place of each "
-                "other. Chunk the module that it was made of."
-            )
-    return module
-
-
-def check_not_sharded_inside(module: nn.Module) -> None:
-    """Raise a ValueError if `fully_shard` was called on a part of the module."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    for path, layer in module.named_modules() if fsdp is not None else ():
-        if isinstance(layer, fsdp.FSDPModule):  # type: ignore[union-attr]  # not None here
-            raise ValueError(
-                f"{path or 'The module'!r} inside a chunked module is sharded by fully_shard, which would reduce the "
-                "gradients of each micro-batch by itself. Shard around it: fully_shard(chunked(encoder, ...))."
-            )

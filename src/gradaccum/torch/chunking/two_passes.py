@@ -35,11 +35,16 @@ from gradaccum.torch.chunking.gradients import (
 )
 from gradaccum.torch.chunking.recompute import (
     Conditions,
+    Inputs,
     ModuleContents,
+    Samples,
     accelerators,
     parametrizations_computed,
+    tensors_of,
+    version_of,
+    with_tensors,
+    without_tensors,
 )
-from gradaccum.torch.chunking.trees import Inputs, Samples, tensors_of, with_tensors, without_tensors
 from gradaccum.torch.padding import Packs
 
 __all__ = ["Call", "ColumnsError", "added"]
@@ -141,7 +146,7 @@ class Call:
     def first_pass(self, tensors: Sequence[Tensor], index: int, pieces: Sequence[Tensor] | None = None) -> Any:
         """The outputs of one micro-batch; graph and activations are kept as the grad mode says."""
         inputs = self.inputs_of(self.pieces(tensors, index) if pieces is None else pieces, index)
-        versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         with self.policy.micro_batch(), self.buffers.lent(self.sizes[index]), hooks_on_activations_explained():
             outputs = self.module(*inputs.args, **inputs.kwargs)
         if self._next is not None:
@@ -150,7 +155,7 @@ class Call:
                 self._next.random = self._next.random.only(self.conditions[0].random.states)
         self.policy.commit()
         for path, tensor, version in zip(self.paths, tensors, versions, strict=True):
-            if version is not None and tensor._version != version:
+            if version_of(tensor) != version:
                 raise ValueError(
                     f"{type(self.module).__name__} edits its input {path.removeprefix('.')} in place, so it can't be "
                     "run again on the same input. Its first operation may have inplace=True; or give it a clone."

@@ -3,8 +3,7 @@
 from gradaccum.torch.layers.backward_optimizer import BackwardOptimizer, parameters_by_block
 from gradaccum.torch.layers.blocks import Blocks, BlocksChoice, check_in_backward, checked_blocks, has_blocks
 from gradaccum.torch.layers.offload import OffloadChoice
-from gradaccum.torch.layers.proof import proof_of
-from gradaccum.torch.layers.schedule import Layers
+from gradaccum.torch.layers.schedule import Layers, proof_of
 
 __all__ = [
     "BackwardOptimizer",

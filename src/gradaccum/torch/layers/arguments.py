@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from gradaccum.on_torch.batch import children, rebuild
 from gradaccum.on_torch.random_state import is_generator
-from gradaccum.torch.chunking.trees import Inputs
+from gradaccum.torch.chunking.recompute import Inputs, version_of
 
 __all__ = ["Arguments", "GivenTensors", "replaced", "tensors_in"]
 
@@ -65,31 +66,26 @@ class Arguments:
         self._originals: dict[int, Any] = {}
 
     def _copied(self, node: Any, made: dict[int, Any], inside: set[int] | None) -> Any:
+        """`inside`: an object's own tensors, by id, within one."""
         if isinstance(node, Tensor):
             return self._slot(node, inside)
-        if type(node) in _PLAIN:
-            return node
-        if id(node) in made:
-            return made[id(node)]
-        if inside is None and _is_object(node) and not dataclasses.is_dataclass(node):  # which are containers
-            return self._copied_object(node, made)
-        return _copy(node, made, lambda child: self._copied(child, made, inside))
-
-    def _copied_object(self, node: Any, made: dict[int, Any]) -> Any:
-        """A copy of an object that the block may write to. Where it turns out not to, the object itself is used."""
+        if type(node) in _PLAIN or id(node) in made:
+            return made.get(id(node), node)
+        if inside is not None or not _is_object(node) or dataclasses.is_dataclass(node):  # which are containers
+            return _copy(node, made, lambda child: self._copied(child, made, inside))
+        # The block may write to this one. Where it turns out not to, the object itself is used.
         tensors: list[Tensor] = []
         before = _fingerprint(node, {}, tensors)
-        own = self._given.setdefault(id(node), (node, tensors))[1]
+        own = {id(tensor) for tensor in self._given.setdefault(id(node), (node, tensors))[1]}
         count = len(self.tensors)
-        made_copy = _copy(node, made, lambda child: self._copied(child, made, set(map(id, own))))
-        self._objects.append((node, before, made_copy, len(self.tensors) > count))
-        return made_copy
+        new = _copy(node, made, lambda child: self._copied(child, made, own))
+        self._objects.append((node, before, new, len(self.tensors) > count))
+        return new
 
     def _slot(self, tensor: Tensor, inside: set[int] | None) -> Tensor:
-        if inside is not None and not tensor.requires_grad:
-            self._slots.append(tensor if id(tensor) in inside else torch.empty_like(tensor, device="meta"))
-        elif inside is not None and id(tensor) not in inside:
-            self._slots.append(torch.empty_like(tensor, device="meta", requires_grad=False))
+        if inside is not None and not (tensor.requires_grad and id(tensor) in inside):
+            kept = id(tensor) in inside  # else only its shape
+            self._slots.append(tensor if kept else torch.empty_like(tensor, device="meta", requires_grad=False))
         else:
             number = self._numbers.setdefault(id(tensor), len(self.tensors))
             if number == len(self.tensors):
@@ -106,7 +102,7 @@ class Arguments:
 
     def filled(self, tensors: Sequence[Tensor]) -> Inputs:
         """The arguments as they were, with these tensors in place of `tensors`."""
-        slots = iter(slot if isinstance(slot, Tensor) else tensors[slot] for slot in self._slots)
+        slots = iter([slot if isinstance(slot, Tensor) else tensors[slot] for slot in self._slots])
         inputs: Inputs = self._filled(self._copy, slots, {})
         return inputs
 
@@ -153,10 +149,8 @@ def replaced(tree: Any, new: Mapping[int, Tensor]) -> Any:
 def _replaced(node: Any, new: Mapping[int, Tensor], made: dict[int, Any]) -> Any:
     if isinstance(node, Tensor):
         return new.get(id(node), node)
-    if type(node) in _PLAIN:
-        return node
-    if id(node) in made:
-        return made[id(node)]
+    if type(node) in _PLAIN or id(node) in made:
+        return made.get(id(node), node)
     if type(node) is list or type(node) is dict or _is_object(node):
         made[id(node)] = node
         holder: Any = vars(node) if _is_object(node) else node
@@ -164,30 +158,27 @@ def _replaced(node: Any, new: Mapping[int, Tensor], made: dict[int, Any]) -> Any
             other = _replaced(value, new, made)
             if other is not value:
                 holder[key] = other
-        return node
-    if any(id(tensor) in new for tensor in tensors_in(node)):
+    elif any(id(tensor) in new for tensor in tensors_in(node)):
         return _copy(node, made, lambda child: _replaced(child, new, made))
     return node
 
 
 def _is_object(value: Any) -> bool:
     """Whether this is an object of the user's that somebody can write to, such as a cache."""
-    if not hasattr(value, "__dict__") or isinstance(
-        value, (*_AS_THEY_ARE, Mapping, list, tuple, set, functools.partial)
-    ):
+    containers = (Mapping, list, tuple, set, functools.partial)
+    if not hasattr(value, "__dict__") or isinstance(value, (*_AS_THEY_ARE, *containers)):
         return False
     return not is_generator(value) and not type(value).__name__.endswith("Config")
 
 
-def _children(node: Any) -> Iterator[Any]:
+def _children(node: Any) -> list[Any]:
     if isinstance(node, tuple):  # PackedSequence, too
-        yield from node
-    elif isinstance(node, functools.partial):
-        yield from (*node.args, *node.keywords.values())
-    elif _is_object(node):
-        yield from vars(node).values()
-    else:
-        yield from (child for _, _, child in children(node) or ())
+        return list(node)
+    if isinstance(node, functools.partial):
+        return [*node.args, *node.keywords.values()]
+    if _is_object(node):
+        return list(vars(node).values())
+    return [child for _, _, child in children(node) or ()]
 
 
 def _copy(node: Any, made: dict[int, Any], copied: Callable[[Any], Any]) -> Any:
@@ -196,20 +187,17 @@ def _copy(node: Any, made: dict[int, Any], copied: Callable[[Any], Any]) -> Any:
     if type(node) is list:
         made[id(node)] = new = []
         new.extend([copied(child) for child in node])
-    elif type(node) is dict:
-        made[id(node)] = new = {}
-        new.update((key, copied(child)) for key, child in node.items())
+    elif type(node) is dict or _is_object(node):
+        made[id(node)] = new = {} if type(node) is dict else _another(node)
+        own, others = (node, new) if type(node) is dict else (vars(node), vars(new))
+        others.update([(key, copied(child)) for key, child in own.items()])
     elif type(node) is set:
         new = set(node)
-    elif isinstance(node, torch.nn.utils.rnn.PackedSequence):
+    elif isinstance(node, PackedSequence):
         new = type(node)(*map(copied, node))
     elif isinstance(node, functools.partial):
-        new = functools.partial(
-            node.func, *map(copied, node.args), **{key: copied(child) for key, child in node.keywords.items()}
-        )
-    elif _is_object(node):
-        made[id(node)] = new = _another(node)
-        vars(new).update((name, copied(child)) for name, child in vars(node).items())
+        keywords = {key: copied(child) for key, child in node.keywords.items()}
+        new = functools.partial(node.func, *map(copied, node.args), **keywords)
     else:
         inside = children(node)
         new = node if inside is None else rebuild(node, [copied(child) for _, _, child in inside])
@@ -229,7 +217,7 @@ def _fingerprint(value: Any, seen: dict[int, tuple[int, Any]], tensors: list[Ten
     """What changes when somebody writes to this object, or to one inside of it. `seen` keeps what has an id."""
     if isinstance(value, Tensor):
         tensors.append(value)
-        return id(value), -1 if value.is_inference() else value._version
+        return id(value), version_of(value)
     if isinstance(value, (int, float, str, bool, type(None))):
         return value
     if id(value) in seen:

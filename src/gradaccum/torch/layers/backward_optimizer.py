@@ -1,66 +1,40 @@
-"""Optimizer steps in backward: a block's parameters are updated, and their gradients freed, as soon as it is done."""
+"""Optimizer steps in backward: a block's parameters are updated, and their gradients freed, as soon as it is done.
+
+Whether an optimizer updates each parameter by itself is found out on a copy with small made-up parameters.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import format_bytes
 from gradaccum.errors import WindowError
+from gradaccum.on_torch.adapter.arrays import relative_error
+from gradaccum.on_torch.batch import leaves
 from gradaccum.on_torch.grad_buffer import GradientBuffer
 from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory, local_part
 from gradaccum.on_torch.private import without_global_step_hooks
 from gradaccum.on_torch.stages import Stage, WindowTotal, run_stages
 from gradaccum.torch.layers.blocks import Block
-from gradaccum.torch.layers.per_parameter import check_own_step, check_per_parameter, limited_to
 
-__all__ = ["BackwardOptimizer", "BlockListener", "Window", "parameters_by_block"]
+__all__ = ["BackwardOptimizer", "parameters_by_block"]
 
 logger = logging.getLogger("gradaccum")
 
-
-class Window(Protocol):
-    """What the micro-batches' losses have added up to."""
-
-    @property
-    def loss(self) -> Tensor:
-        """The large batch's loss."""
-
-    @property
-    def divisor(self) -> Any:
-        """What the gradients are to be divided by; None where they are complete."""
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing weighs anything."""
-
-    def check(self) -> None:
-        """Raise if the micro-batches don't add up to what was counted."""
-
-
-class BlockListener(Protocol):
-    """Learns when a block's gradients are finished."""
-
-    made: bool | None
-    """Whether the window that has just run has made its update; None before its first part."""
-
-    def open(self) -> None:
-        """A window begins."""
-
-    def begin(self, window: Window, reached: Mapping[int, int], *, rehearsal: bool = False) -> None:
-        """All losses are in. `reached`: of parameters outside of blocks' calls, by id, the block that finishes them."""
-
-    def finished(self, place: int) -> None:
-        """The gradients that wait for the block at this place are finished; -1: those of what stands before all."""
-
-    def explained(self, error: BaseException) -> BaseException:
-        """The error to raise in place of one that comes in the middle."""
+LONGEST, UPDATES = 32, 3
+"""A made-up parameter's longest dimension; how often they are updated."""
 
 
 def parameters_by_block(
@@ -68,12 +42,7 @@ def parameters_by_block(
 ) -> dict[int, list[Tensor]]:
     """After which block's backward passes each parameter has its gradient, by the block's place; -1: after all.
 
-    Example:
-        >>> first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
-        >>> model = nn.Sequential(first, second)
-        >>> found = parameters_by_block(model.parameters(), [Block("1", second)], model, {})
-        >>> [(place, [p is second.weight for p in due]) for place, due in found.items()]
-        [(-1, [False]), (0, [True])]
+    `reached`: of parameters outside of blocks' calls, by id, the block that finishes them.
     """
     last: dict[int, int] = dict(reached)
     for place, block in reversed(list(enumerate(blocks))):
@@ -113,8 +82,9 @@ class BackwardOptimizer:
         self.open()
 
     def open(self) -> None:
-        """A window begins: nothing of it has been updated."""
+        """A window begins."""
         self.made: bool | None = None
+        """Whether it has made its update; None before its first part."""
         self._updated, self._begun, self._rehearsal, self._empty = set[int](), False, False, False
         self._due: dict[int, list[Tensor]] = {}
         self._divisor: Any = None
@@ -130,9 +100,12 @@ class BackwardOptimizer:
             if sizes is None or len(sizes) != len(optimizer.param_groups):
                 self._state_bytes[id(optimizer)] = check_per_parameter(optimizer)
 
-    def begin(self, window: Window, reached: Mapping[int, int], *, rehearsal: bool = False) -> None:
-        """All losses are in, and the last block's turn comes: check what can be checked before any update."""
-        self._rehearsal = rehearsal  # which updates nothing, and looks whether gradients are finished when it would
+    def begin(self, window: Any, reached: Mapping[int, int], *, rehearsal: bool = False) -> None:
+        """All losses are in, and the last block's turn comes: check what can be checked before any update.
+
+        A rehearsal updates nothing, and looks whether gradients are finished when it would.
+        """
+        self._rehearsal = rehearsal
         if not rehearsal:
             window.check()
             self._empty, self._divisor = window.empty, window.divisor
@@ -166,16 +139,19 @@ class BackwardOptimizer:
         parameters = self._due.pop(place, [])
         self._begun = not self._rehearsal
         if self._rehearsal:
-            self._seen += [(p, p.grad, _version(p.grad)) for p in parameters]
+            self._seen += [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in parameters]
             if place < 0:
-                self.late = self._names(
-                    {id(p) for p, grad, then in self._seen if p.grad is not grad or _version(grad) != then}
-                )
+                moved = [
+                    p
+                    for p, grad, then in self._seen
+                    if p.grad is not grad or (grad is not None and grad._version != then)
+                ]
+                self.late = self._names(set(map(id, moved)))
             return
-        if self._empty:
-            _free(parameters)
-        else:
+        if not self._empty:
             self._update([p for p in parameters if p.grad is not None])
+        for parameter in parameters:
+            parameter.grad = None
         if place < 0:
             late = [p for p in self._sums.parameters() if id(p) in self._updated and p.grad is not None]
             if late:
@@ -197,19 +173,15 @@ class BackwardOptimizer:
         self.made = False
         self._updated |= wanted
         for optimizer in self._optimizers:
-            self._step(optimizer, wanted)
-        _free(parameters)
-
-    def _step(self, optimizer: torch.optim.Optimizer, wanted: set[int]) -> None:
-        hooks = optimizer._optimizer_step_post_hooks
-        kept = list(hooks.items())
-        hooks.clear()
-        try:
-            with limited_to(optimizer, wanted), without_global_step_hooks():
-                if optimizer.param_groups:
-                    optimizer.step()
-        finally:
-            hooks.update(kept)
+            hooks = optimizer._optimizer_step_post_hooks
+            kept = list(hooks.items())
+            hooks.clear()
+            try:
+                with limited_to(optimizer, wanted), without_global_step_hooks():
+                    if optimizer.param_groups:
+                        optimizer.step()
+            finally:
+                hooks.update(kept)
 
     def _call_hooks(self) -> None:
         """Hooks after a step, once per update."""
@@ -245,10 +217,174 @@ class BackwardOptimizer:
         return WindowError(f"{type(error).__name__}: {error}\n{state}") if isinstance(error, Exception) else error
 
 
-def _version(grad: Tensor | None) -> int:
-    return -1 if grad is None else grad._version
+@contextlib.contextmanager
+def limited_to(optimizer: torch.optim.Optimizer, parameters: Collection[int]) -> Iterator[None]:
+    """The optimizer has these parameters alone, by id, meanwhile, in groups that are the same objects."""
+    groups = optimizer.param_groups
+    held = [(group, group["params"]) for group in groups]
+    for group, listed in held:
+        group["params"] = [p for p in listed if id(p) in parameters]
+    groups[:] = [group for group in groups if group["params"]]
+    try:
+        yield
+    finally:
+        for group, listed in held:
+            group["params"] = listed
+        groups[:] = [group for group, _ in held]
 
 
-def _free(parameters: Sequence[Tensor]) -> None:
-    for parameter in parameters:
-        parameter.grad = None
+def check_own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if somebody has put another function in the place of the optimizer's `step`; schedulers wrap it."""
+    found, own = vars(optimizer).get("step"), type(optimizer).step
+    while getattr(found, "__globals__", {}).get("__name__") == torch.optim.lr_scheduler.__name__:
+        found = found.__wrapped__  # type: ignore[union-attr]
+    if found is not None and getattr(found, "__func__", found) is not own:
+        raise ValueError(
+            f"{type(optimizer).__name__}'s step was replaced by {getattr(found, '__name__', found)}, and "
+            "update='in_backward' calls it several times in an update. What is to be done once belongs into a hook of "
+            "register_step_post_hook; or use update='after_backward'."
+        )
+
+
+def check_per_parameter(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Raise if what the optimizer does to a parameter depends on others, or on how often it steps, or it does more.
+
+    Returns the bytes of state per number of a parameter, for each group.
+    """
+    name, failed = type(optimizer).__name__, None
+    for sparse in (False, True):  # SparseAdam takes no dense gradients
+        try:
+            at_once = _trained(optimizer, sparse=sparse, one_by_one=False)
+            alone = _trained(optimizer, sparse=sparse, one_by_one=True)
+            break
+        except Exception as error:
+            failed = failed or error
+    else:
+        raise ValueError(
+            f"Whether {name} treats parameters one by one could not be found out, as update='in_backward' needs: a "
+            f"copy of it can't be stepped with small parameters ({type(failed).__name__}: {failed}). Use "
+            "update='after_backward'."
+        )
+    pairs = itertools.zip_longest(_everything(at_once), _everything(alone))
+    if any(x is not y and (x is None or y is None or _differ(x, y)) for x, y in pairs):
+        raise ValueError(
+            f"{name} makes another update where it steps parameters one by one: what it does to one depends on the "
+            "others, or it counts its steps for all of them together. update='in_backward' would be inexact. Use "
+            "update='after_backward', or an optimizer that treats each parameter by itself."
+        )
+    more = _done_without_parameters(optimizer)
+    if more is not None:
+        raise ValueError(
+            f"{name}.step() does more than update its parameters: it calls {more} where it has none to update. "
+            "update='in_backward' would do that several times in an update. What is to be done once belongs into a "
+            "hook of register_step_post_hook; or use update='after_backward'."
+        )
+
+    def bytes_of_state(p: Tensor) -> float:
+        found = [leaf.nbytes for _, leaf in leaves(at_once.state.get(p, {})) if isinstance(leaf, Tensor)]
+        return sum(found) / p.numel()
+
+    return [max(map(bytes_of_state, group["params"]), default=0.0) for group in at_once.param_groups]
+
+
+class _FoundMore(BaseException):  # no error, and nothing that a step would catch
+    """An operation."""
+
+
+class _Refusing(TorchDispatchMode):
+    """Lets no operation happen but the profiler's marks around a step."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "profiler":
+            raise _FoundMore(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _done_without_parameters(optimizer: torch.optim.Optimizer) -> str | None:
+    """The first operation of a step that has no parameters, or None."""
+    small = _in_small(optimizer)
+    try:
+        with limited_to(small, set()), without_global_step_hooks(), _Refusing():
+            small.step()
+    except _FoundMore as found:
+        return str(found.args[0])
+    except Exception:
+        return None  # a step that wants parameters gets some
+    return None
+
+
+def _trained(optimizer: torch.optim.Optimizer, *, sparse: bool, one_by_one: bool) -> torch.optim.Optimizer:
+    """A copy of the optimizer, after some updates of small parameters."""
+    small = _in_small(optimizer)
+    parameters = [p for group in small.param_groups for p in group["params"]]
+    generator = torch.Generator().manual_seed(0)
+    with without_global_step_hooks():
+        for update in range(UPDATES):
+            for p in parameters:
+                grad = torch.randn(p.shape, generator=generator, dtype=torch.float64) * 100.0 ** (1 - update)
+                grad = grad.to(p.device, p.dtype)
+                p.grad = grad.to_sparse(1) if sparse else grad
+            for wanted in [{id(p)} for p in reversed(parameters)] if one_by_one else [set(map(id, parameters))]:
+                with limited_to(small, wanted):
+                    small.step()
+    return small
+
+
+def _in_small(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy with a few small parameters in place of its own, and without state and hooks."""
+    generator, memo = torch.Generator().manual_seed(1), dict[int, Any]()
+    groups = []
+    for group in optimizer.param_groups:
+        made = [nn.Parameter(_random(p, shape, generator)) for p, shape in _shapes(group["params"])]
+        others = {key: value for key, value in group.items() if key != "params"}
+        groups.append({"params": made, **copy.deepcopy(others, memo)})
+        if isinstance(groups[-1].get("lr"), (int, float)):
+            groups[-1]["lr"] = 0.1  # which a schedule may have set to 0
+    small: torch.optim.Optimizer = object.__new__(type(optimizer))
+    apart = {"param_groups", "state", "step"}
+    hooks = {key for key in vars(optimizer) if key.endswith("_hooks")}
+    memo.update({id(p): p for group in optimizer.param_groups for p in group["params"]})  # never copied
+    vars(small).update(
+        {key: copy.deepcopy(value, memo) for key, value in vars(optimizer).items() if key not in apart | hooks}
+    )
+    vars(small).update({key: type(vars(optimizer)[key])() for key in hooks})
+    small.param_groups, small.state = groups, defaultdict(dict)
+    return small
+
+
+def _shapes(parameters: list[Any]) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+    """Shapes to make parameters of, with one that has it: of each number of dimensions the most common and the largest,
+
+    and two of each, so that those of the same shape meet.
+    """
+    kinds: dict[Any, list[tuple[int, ...]]] = defaultdict(list)
+    example = {}
+    for p in parameters:
+        kind = p.dim(), p.dtype, p.device
+        kinds[kind].append(tuple(min(size, LONGEST) for size in p.shape))
+        example[kind] = p
+    for kind, shapes in kinds.items():
+        (common, _), *_ = Counter(shapes).most_common(1)
+        for shape in dict.fromkeys([common, max(shapes, key=math.prod)]):
+            yield from [(example[kind], shape)] * 2
+
+
+def _random(like: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    dtype = torch.float64 if like.dtype.is_floating_point else like.dtype
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(like.device, dtype)
+
+
+def _everything(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """All numbers of an optimizer: its own, its groups', its parameters and their state."""
+    trees: list[Any] = [{key: value for key, value in vars(optimizer).items() if key not in ("param_groups", "state")}]
+    for group in optimizer.param_groups:
+        trees.append({key: value for key, value in group.items() if key != "params"})
+        trees += [(p.detach(), optimizer.state.get(p, {})) for p in group["params"]]
+    return [leaf for _, leaf in leaves(trees) if isinstance(leaf, (Tensor, float, int))]
+
+
+def _differ(x: Any, y: Any) -> bool:
+    """By more than rounding."""
+    x, y = torch.as_tensor(x), torch.as_tensor(y)
+    dtype = x.dtype if x.is_floating_point() else torch.float64
+    return x.shape != y.shape or bool(relative_error(x.double(), y.double()) > rounding(str(dtype), x.device.type))

@@ -1,9 +1,12 @@
-"""`Blocks`: which modules of a model take turns in the backward pass, when they are updated, and where they live."""
+"""`Blocks`: which modules of a model take turns in backward, when they are updated and where they live; their calls."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
-from collections.abc import Iterable, Iterator
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from torch import nn
@@ -14,11 +17,12 @@ __all__ = [
     "Block",
     "Blocks",
     "BlocksChoice",
-    "UpdateChoice",
+    "called",
     "check_in_backward",
     "checked_blocks",
     "find_blocks",
     "has_blocks",
+    "intercepted",
 ]
 
 UpdateChoice = Literal["after_backward", "in_backward"]
@@ -130,8 +134,7 @@ def find_blocks(model: nn.Module, blocks: Any) -> list[Block]:
         >>> [block.path for block in find_blocks(model, "auto")]
         ['1.0', '1.1']
     """
-    _check_not_compiled(model)
-    _check_not_sharded(model)
+    _check_runs_in_parts(model)
     if isinstance(blocks, str):
         blocks = _longest(model) if blocks == "auto" else _at(model, blocks)
     if not isinstance(blocks, (nn.ModuleList, nn.Sequential, list, tuple)):
@@ -140,26 +143,21 @@ def find_blocks(model: nn.Module, blocks: Any) -> list[Block]:
             f"Received: {blocks!r} of type {type(blocks).__name__}."
         )
     paths = {id(module): path for path, module in model.named_modules()}
-    found = []
+    found: list[Block] = []
+    owners: dict[int, str] = {}
     for index, module in enumerate(blocks):
         if not isinstance(module, nn.Module):
             raise TypeError(f"`blocks` must hold modules. Received: blocks[{index}] of type {type(module).__name__}.")
-        if id(module) not in paths:
+        path = paths.get(id(module))
+        if path is None:
             raise ValueError(
                 f"blocks[{index}], of type {type(module).__name__}, is not a module of the model. Give the model's own "
                 "modules, or the dotted path of the list that holds them."
             )
-        found.append(Block(paths[id(module)], module))
+        found.append(Block(path, module))
     if not found:
         raise ValueError("`blocks` must hold at least one module. Received: none.")
-    _check_apart(found)
-    return found
-
-
-def _check_apart(blocks: list[Block]) -> None:
-    """Raise a ValueError if a block is there twice, or inside of another one."""
-    owners: dict[int, str] = {}
-    for block in blocks:
+    for block in found:
         if owners.get(id(block.module)) == block.path:
             raise ValueError(
                 f"The block {block.path!r} is in `blocks` twice. Each is to be called once: leave layers that share "
@@ -172,10 +170,11 @@ def _check_apart(blocks: list[Block]) -> None:
                     f"{type(module).__name__}. Blocks must lie one behind the other: give the outer ones, or the inner."
                 )
         owners.update((id(module), block.path) for module in block.module.modules())
+    return found
 
 
-def _check_not_compiled(model: nn.Module) -> None:
-    """Raise a ValueError if `torch.compile` has made one program of all blocks."""
+def _check_runs_in_parts(model: nn.Module) -> None:
+    """Raise a ValueError if `torch.compile` has made one program of all blocks, or FSDP1 has sharded a part."""
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     inside = getattr(model, "module", model)
     if eval_frame is not None and any(isinstance(m, eval_frame.OptimizedModule) for m in (model, inside)):
@@ -183,10 +182,6 @@ def _check_not_compiled(model: nn.Module) -> None:
             "`blocks` needs to run the model's blocks one by one, and torch.compile(model) makes one program of them. "
             "Compile each block instead: `for block in model.layers: block.compile()`."
         )
-
-
-def _check_not_sharded(model: nn.Module) -> None:
-    """Raise a ValueError if FSDP1 has sharded a part of the model."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for path, module in model.named_modules() if fsdp is not None else ():
         if isinstance(module, fsdp.FullyShardedDataParallel):  # type: ignore[union-attr]  # not None here
@@ -200,7 +195,7 @@ def _at(model: nn.Module, path: str) -> nn.Module:
     try:
         return model.get_submodule(path)
     except AttributeError:
-        lists = [name for name, module in _lists(model)]
+        lists = list(_lists(model))
         raise ValueError(
             f"The model has no module at the path given. Received: blocks={path!r}. "
             + (f"Lists of modules are at {', '.join(map(repr, lists[:8]))}." if lists else "It has no list of modules.")
@@ -208,12 +203,7 @@ def _at(model: nn.Module, path: str) -> nn.Module:
 
 
 def has_blocks(model: nn.Module) -> bool:
-    """Whether `"auto"` finds blocks.
-
-    Example:
-        >>> has_blocks(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
-        False
-    """
+    """Whether `"auto"` finds blocks."""
     return bool(_outermost(model))
 
 
@@ -228,19 +218,73 @@ def _longest(model: nn.Module) -> nn.Module:
 
 
 def _outermost(model: nn.Module) -> list[nn.Module]:
-    alike = [(name, module) for name, module in _lists(model) if _of_one_class(module.children())]
-    return [
-        module for name, module in alike if not any(name.startswith(f"{other}.") for other, _ in alike if other != name)
-    ]
+    """Lists of modules of one class, with parameters, that are inside of no other."""
+    found = {
+        path: module
+        for path, module in _lists(model).items()
+        if len(set(map(type, module.children()))) == 1 and any(True for _ in module.parameters())
+    }
+    return [module for path, module in found.items() if not any(path.startswith(f"{other}.") for other in found)]
 
 
-def _lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
-            yield name, module
+def _lists(model: nn.Module) -> dict[str, nn.Module]:
+    kinds = nn.ModuleList, nn.Sequential
+    return {path: module for path, module in model.named_modules() if isinstance(module, kinds) and len(module) > 1}
 
 
-def _of_one_class(modules: Iterable[nn.Module]) -> bool:
-    listed = list(modules)
-    trained = any(True for module in listed for _ in module.parameters())
-    return trained and len({type(module) for module in listed}) == 1
+# Calls of modules, on their way to somebody else.
+
+_handlers: dict[int, Callable[..., Any]] = {}
+"""Of each module, by id, who gets its calls."""
+
+
+@contextlib.contextmanager
+def intercepted(
+    modules: Sequence[nn.Module], handle: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+) -> Iterator[None]:
+    """Calls of these modules go to `handle(place, args, kwargs)`, those by hooks and wrappers of their class, too.
+
+    Inside of another one, calls go to the inner one alone.
+
+    A module's class is another one meanwhile, of the same name: it is the class that Python looks at for `__call__`,
+    and classes such as transformers' checkpointed layers have one of their own, which a call from inside of `handle`
+    must run.
+
+    Example:
+        >>> layers = [nn.Linear(2, 2), nn.Tanh()]
+        >>> with intercepted(layers, lambda place, args, kwargs: f"{place}: {args}"):
+        ...     layers[1](7)
+        '1: (7,)'
+    """
+    held = [(module, type(module), _handlers.get(id(module))) for module in modules]
+    try:
+        for place, module in enumerate(modules):
+            _handlers[id(module)] = functools.partial(handle, place)
+            if not hasattr(type(module), "_gradaccum_own"):
+                module.__class__ = _intercepting(type(module))  # type: ignore[arg-type]  # a class is hashable
+        yield
+    finally:
+        for module, own, before in held:
+            if module.__class__ is not own:
+                module.__class__ = own
+            if before is None:
+                _handlers.pop(id(module), None)
+            else:
+                _handlers[id(module)] = before
+
+
+def called(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The module's own outputs, whether its calls are intercepted or not."""
+    own = type(module)
+    return getattr(own, "_gradaccum_own", own).__call__(module, *args, **kwargs)
+
+
+@functools.cache
+def _intercepting(own: type[nn.Module]) -> type[nn.Module]:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        handler = _handlers.get(id(self))
+        return own.__call__(self, *args, **kwargs) if handler is None else handler(args, kwargs)
+
+    names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
+    body = {**names, "__call__": call, "_gradaccum_own": own}
+    return types.new_class(own.__name__, (own,), exec_body=lambda namespace: namespace.update(body))

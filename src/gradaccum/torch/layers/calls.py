@@ -1,70 +1,76 @@
-"""One block's call on one micro-batch: run without a graph, and again with one when its turn comes in backward."""
+"""What a micro-batch's forward pass leaves for backward, in which its blocks' calls run again with a graph."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradaccum.errors import NotEquivalentError
-from gradaccum.on_torch.private import run_backward
+from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.private import graph_of, run_backward
 from gradaccum.torch.chunking.gradients import backward_roots
-from gradaccum.torch.chunking.recompute import Conditions
-from gradaccum.torch.chunking.trees import Inputs, is_floating, tensors_of
+from gradaccum.torch.chunking.recompute import Conditions, Inputs, is_floating, tensors_of, version_of
 from gradaccum.torch.layers.arguments import Arguments, GivenTensors, replaced, tensors_in
-from gradaccum.torch.layers.blocks import Block
-from gradaccum.torch.layers.interception import called
+from gradaccum.torch.layers.blocks import Block, called
 from gradaccum.torch.layers.offload import Store, Waiting
 
-__all__ = ["BlockCall", "MovedBuffers", "buffers_as_found"]
+__all__ = ["BlockCall", "BufferPlace", "MicroBatch", "PassStart", "Reached"]
 
-Place = tuple[dict[str, Any], str, Tensor]
-"""Where a buffer is held: a dict, its key there, the buffer."""
+BufferPlace = tuple[dict[str, Any], str]
+"""Where a buffer is held: a dict, and its key there."""
 
 
-class MovedBuffers:
-    """Buffers that passes move, as each pass found them, so that it finds them so again."""
+class PassStart:
+    """What a pass starts from that will run again: random numbers, autocast, and the buffers at `places`.
 
-    def __init__(self, places: Sequence[Place]) -> None:
-        self._places = list(places)
+    Places whose buffers the pass doesn't move are taken from `places`, for the passes after it.
+    """
 
-    @torch.no_grad()
-    def copies(self) -> list[tuple[Place, Tensor, int]]:
-        """As they are now, before a first pass."""
-        return [
-            ((holder, name, buffer), buffer.clone(), -1 if buffer.is_inference() else buffer._version)
-            for holder, name, _ in self._places
+    def __init__(self, generators: Iterable[Any], devices: Iterable[torch.device], places: list[BufferPlace]) -> None:
+        self._conditions, self._places = Conditions(generators, devices), places
+        self._buffers: list[tuple[dict[str, Any], str, Tensor, int, Tensor]] = [
+            (holder, name, buffer, version_of(buffer), buffer.detach().clone())
+            for holder, name in places
             if (buffer := holder.get(name)) is not None
         ]
 
-    def moved(self, copies: list[tuple[Place, Tensor, int]]) -> list[tuple[Place, Tensor]]:
-        """After it: the copies of those that it has moved. The others are left alone from here on."""
-        moved = [
-            (place, copy)
-            for place, copy, version in copies
+    def finish(self) -> Conditions:
+        """The pass is over."""
+        self._conditions.advance()
+        self._buffers = [
+            found
+            for found in self._buffers
+            for holder, name, buffer, version, _ in [found]
             # PyTorch's normalisation kernels don't raise the version of the statistics they move.
-            if place[0].get(place[1]) is not place[2] or place[2]._version != version or place[1].startswith("running_")
+            if holder.get(name) is not buffer or version_of(buffer) != version or name.startswith("running_")
         ]
-        if len(moved) < len(self._places):
-            names = {(id(holder), name) for (holder, name, _), _ in moved}
-            self._places = [place for place in self._places if (id(place[0]), place[1]) in names]
-        return moved
+        moved = {(id(holder), name) for holder, name, *_ in self._buffers}
+        self._places[:] = [place for place in self._places if (id(place[0]), place[1]) in moved]
+        return self._conditions
 
+    @property
+    def drawn(self) -> set[Any]:
+        """The generators that the pass has drawn from."""
+        return set(self._conditions.random.states)
 
-@contextlib.contextmanager
-def buffers_as_found(copies: list[tuple[Place, Tensor]]) -> Iterator[None]:
-    """Around a repetition: it finds these buffers, and what it does to them is forgotten."""
-    held = [(holder, name, holder.get(name)) for (holder, name, _), _ in copies]
-    try:
-        for (holder, name, _), copy in copies:
-            holder[name] = copy.clone()
-        yield
-    finally:
-        for holder, name, buffer in held:
-            holder[name] = buffer
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Around the pass when it runs again, with a graph; what it does to buffers is forgotten."""
+        held = [(holder, name, holder.get(name)) for holder, name, *_ in self._buffers]
+        try:
+            for holder, name, _, _, copy in self._buffers:
+                holder[name] = copy.clone()
+            with torch.enable_grad(), self._conditions.restored():
+                yield
+        finally:
+            for holder, name, buffer in held:
+                holder[name] = buffer
 
 
 class BlockCall:
@@ -74,58 +80,32 @@ class BlockCall:
     """
 
     def __init__(self, block: Block, inputs: Inputs, given: GivenTensors) -> None:
-        self.block, self._inputs = block, inputs
-        self._arguments = Arguments(inputs, given)
+        self.block, self._arguments = block, Arguments(inputs, given)
         self.roots = {place: t for place, t in enumerate(self._arguments.tensors) if t.requires_grad}
         """The tensors among the inputs that pass gradients on, by place, until somebody has numbered them."""
+        self._is_first = not self.roots  # no gradient reaches beyond it
         self.keys: dict[int, int] = {}
         """Their numbers, by place."""
-        self._is_first = not self.roots  # no gradient reaches beyond it
+        self.start: PassStart | None = None
         self._waiting: list[Waiting] = []
-        self._conditions: Conditions | None = None
-        self._buffers: list[tuple[Place, Tensor]] = []
         self._grads: list[Tensor | None] = []  # of its outputs
         self._leaves: dict[int, Tensor] = {}  # where its graph begins, by place among the inputs
 
-    @property
-    def drawn(self) -> list[Any]:
-        """The generators that its first pass has drawn from."""
-        return [] if self._conditions is None else [*self._conditions.random.states]
-
-    # The first pass.
-
-    def run(
-        self,
-        generators: Sequence[Any],
-        devices: Sequence[torch.device],
-        buffers: MovedBuffers,
-        store: Store,
-        held: Collection[int],
-        *,
-        differentiated: bool,
-    ) -> Any:
-        """The outputs, without a graph of the inside; `differentiated`: whether they pass gradients on to the block.
-
-        `held`: tensors that the block holds, by id.
-        """
-        inputs, self._inputs = self._inputs, Inputs((), {})
-        if not differentiated:
-            with torch.no_grad():
-                return called(self.block.module, inputs.args, inputs.kwargs)
+    def run(self, inputs: Inputs, start: PassStart, store: Store, held: Collection[int]) -> Any:
+        """The outputs, without a graph of the inside. `held`: tensors that the block holds, by id."""
+        self.start = start
         given = self._arguments.tensors
-        versions = [None if tensor.is_inference() else tensor._version for tensor in given]
+        versions = [version_of(tensor) for tensor in given]
         before = {id(tensor): tensor for tensor in tensors_in(inputs)}
         outputs: Any = None
         made: list[Tensor] = []
 
         def first_pass() -> tuple[list[Tensor], list[Tensor]]:
             nonlocal outputs
-            copies, conditions = buffers.copies(), Conditions([*generators], devices)
             # Where no input wants a gradient, the outputs may not either, as those of a reentrant checkpoint.
             with torch.set_grad_enabled(self._is_first):
                 outputs = called(self.block.module, inputs.args, inputs.kwargs)
-            conditions.advance()
-            self._conditions, self._buffers = conditions, buffers.moved(copies)
+            start.finish()
             made.extend(_made(outputs, inputs, before))
             self._grads = [None] * len(made)
             # What the module holds, or was called with, gets no graph; and a view could not be edited in place.
@@ -135,7 +115,7 @@ class BlockCall:
 
         flat = _Boundary.apply(self, first_pass, torch.zeros((), requires_grad=True))
         for tensor, version in zip(given, versions, strict=True):
-            if version is not None and tensor._version != version:
+            if version_of(tensor) != version:
                 raise ValueError(self._edits(f" of shape {tuple(tensor.shape)}"))
         new = {id(old): tensor for old, tensor in zip(made, flat, strict=True) if old is not tensor}
         replaced(inputs, {old: tensor for old, tensor in new.items() if old not in before})
@@ -150,27 +130,21 @@ class BlockCall:
             "inputs. Its first operation may have inplace=True; or give it a clone."
         )
 
-    def run_with_graph(self) -> Any:
+    def run_with_graph(self, inputs: Inputs) -> Any:
         """The outputs, with the graph that begins at what it is called with: it won't run again."""
-        inputs, self._inputs = self._inputs, Inputs((), {})
         tensors, self._arguments.tensors = self._arguments.tensors, []
         self._leaves = {place: tensors[place].detach().requires_grad_() for place in self.keys}
-        leaves = {id(tensors[place]): leaf for place, leaf in self._leaves.items()}
-        tensor_of = {id(leaf): tensors[place] for place, leaf in self._leaves.items()}
-        inputs = replaced(inputs, leaves)  # what it writes goes to the user's own objects
+        inputs = replaced(inputs, {id(tensors[place]): leaf for place, leaf in self._leaves.items()})
         try:
             return called(self.block.module, inputs.args, inputs.kwargs)
         except RuntimeError as error:
             if "leaf Variable that requires grad is being used in an in-place" not in str(error):
                 raise
             raise ValueError(self._edits("")) from error
-        finally:
-            replaced(inputs, tensor_of)
-
-    # The second pass.
+        finally:  # what it writes goes to the user's own objects
+            replaced(inputs, {id(leaf): tensors[place] for place, leaf in self._leaves.items()})
 
     def prefetch(self) -> None:
-        """It will run again soon."""
         for waiting in self._waiting:
             waiting.prefetch()
 
@@ -187,12 +161,12 @@ class BlockCall:
             return {}
         if any(waiting.edited for waiting in self._waiting):
             raise ValueError(f"An input of the block {self.block.path!r} was edited in place after its call.")
-        assert self._conditions is not None
+        assert self.start is not None
         tensors = [waiting.get() for waiting in self._waiting]
         self._leaves = {place: tensors[place].detach().requires_grad_() for place in self.keys}
         inputs = self._arguments.filled([self._leaves.get(place, tensor) for place, tensor in enumerate(tensors)])
         before = {id(tensor): tensor for tensor in tensors_in(inputs)}
-        with torch.enable_grad(), buffers_as_found(self._buffers), self._conditions.restored():
+        with self.start.again():
             outputs = called(self.block.module, inputs.args, inputs.kwargs)
         made = _made(outputs, inputs, before)
         if len(made) != len(self._grads):
@@ -238,3 +212,122 @@ class _Boundary(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         ctx.call.arrive(grads)
         return None, None, None
+
+
+class Reached(BaseException):  # no error, and nothing that a loss would catch
+    """The model has come to a block, which is far enough."""
+
+    def __init__(self, place: int, inputs: Inputs) -> None:
+        super().__init__()
+        self.place, self.inputs = place, inputs
+
+
+class MicroBatch:
+    """A micro-batch's calls of blocks, and the gradients between them."""
+
+    def __init__(self, retake: Callable[[], Batch], forward: Callable[[Batch], Any], start: PassStart) -> None:
+        self.retake, self._forward, self.start = retake, forward, start
+        self.given: GivenTensors = {}
+        self.calls: list[BlockCall | None] = []
+        self.done = False
+        self.first_grads: dict[int, Tensor] = {}
+        """Of what the first block is called with, by place."""
+        self._keys: Any = WeakIdKeyDictionary()
+        self._numbers = itertools.count()
+        self._first_places: dict[int, int] = {}
+        self._due: dict[int, dict[int, Any]] = {}
+        self._grads: dict[int, Tensor] = {}
+
+    def check_turn(self, place: int, blocks: Sequence[Block]) -> None:
+        """Raise a ValueError, which names a block, if this place isn't the next; that after the last is the end."""
+        count = len(self.calls)
+        if place == count:
+            return
+        if place == len(blocks):
+            what = f"The block {blocks[count].path!r} was not called."
+        elif place < count:
+            what = f"The block {blocks[place].path!r} was called twice."
+        else:
+            what = f"The block {blocks[count].path!r} was not called before {blocks[place].path!r}."
+        raise ValueError(
+            f"`blocks` must be called once each, in their order, in the forward pass of every micro-batch. {what} "
+            "Leave out of `blocks` what is called otherwise, or list the modules in the order in which they are called."
+        )
+
+    def note_roots(self, place: int, call: BlockCall) -> None:
+        """A block has been called: note what passes gradients on, and what no block before it was called with.
+
+        What the first block is called with isn't held, nor is so the graph of what stands before it.
+        """
+        for index, root in call.roots.items():
+            key = self._keys.get(root)
+            if key is None:
+                self._keys[root] = key = next(self._numbers)
+                if place == 0:
+                    self._first_places[key] = index
+                else:
+                    # The edge holds the graph alone, so that the tensor can wait elsewhere.
+                    edge = root if root.is_leaf else torch.autograd.graph.get_gradient_edge(root)
+                    self._due.setdefault(place, {})[key] = edge
+            call.keys[index] = key
+        call.roots = {}
+
+    def shares(self, loss: Tensor) -> bool:
+        """Whether its loss goes backward through what gradients of blocks have to go through later: between blocks.
+
+        Elsewhere a graph is not to be retained, which takes memory, and which modules that are compiled refuse.
+        """
+        edges = [edge for due in self._due.values() for edge in due.values() if not isinstance(edge, Tensor)]
+        later = [edge.node for edge in edges if not _ends(edge.node)]
+        return bool(later) and not all(map(_ends, {*graph_of(*later)}.intersection(graph_of(loss.grad_fn))))
+
+    @property
+    def drawn(self) -> set[Any]:
+        """The generators that its forward pass has drawn from."""
+        starts = [call.start for call in self.calls if call is not None and call.start is not None]
+        return self.start.drawn.union(*(start.drawn for start in starts))
+
+    def pop(self, place: int) -> BlockCall | None:
+        """The call of the block at this place, which is no longer kept."""
+        call = None
+        if place < len(self.calls):
+            call, self.calls[place] = self.calls[place], None
+        return call
+
+    def arrive(self, place: int, call: BlockCall, found: dict[int, Tensor]) -> None:
+        """The inputs of the block at this place have gradients: pass on those that no block before it waits for."""
+        for index, grad in found.items():
+            key = call.keys[index]
+            self._grads[key] = self._grads[key] + grad if key in self._grads else grad
+        if place == 0:
+            grads = self._grads
+            self.first_grads = {index: grads.pop(key) for key, index in self._first_places.items() if key in grads}
+            return
+        roots = [(root, self._grads.pop(key)) for key, root in self._due.pop(place, {}).items() if key in self._grads]
+        if roots:  # two of them may come from the same tensors, at different times
+            torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots], retain_graph=True)
+
+    def reach(self, batch: Batch, first: str) -> tuple[list[Tensor], list[Tensor]]:
+        """What stands before the blocks runs again. Returns what the first block is called with, and its gradients."""
+        grads = self.first_grads
+        with self.start.again():
+            try:
+                self._forward(batch)
+            except Reached as reached:
+                reached.__traceback__ = None
+                place, inputs = reached.place, reached.inputs
+            else:
+                raise AssertionError("the first pass came to a block")
+        tensors = Arguments(inputs, {}).tensors
+        if place != 0 or len(tensors) <= max(grads) or any(tensors[i].shape != g.shape for i, g in grads.items()):
+            raise ValueError(
+                f"What the block {first!r} is called with was something else when backward ran the model "
+                "up to there again. Does the loss take something from an iterator, or count its calls?"
+            )
+        found = [(tensors[index], grad) for index, grad in grads.items() if tensors[index].requires_grad]
+        return [root for root, _ in found], [grad for _, grad in found]
+
+
+def _ends(node: Any) -> bool:
+    """Whether a graph ends here, with nothing that a backward pass frees."""
+    return hasattr(node, "variable") or isinstance(getattr(node, "call", None), BlockCall)

@@ -1,48 +1,65 @@
-"""Activations offloaded until backward wants them: kept where they are, in host memory, or in files."""
+"""Offloaded until backward wants it: activations in host memory or files, and the parameters of blocks."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradaccum.core.sizes import format_bytes
 from gradaccum.on_torch.memory import is_out_of_memory
+from gradaccum.torch.chunking.recompute import version_of
+from gradaccum.torch.layers.blocks import Block, called, intercepted
 
-__all__ = ["OffloadChoice", "Store", "Waiting"]
+__all__ = ["OffloadChoice", "OffloadedBlocks", "Store", "Waiting"]
+
+logger = logging.getLogger("gradaccum")
 
 OffloadChoice = bool | str | os.PathLike[str]
 """Whether activations wait in host memory; or a folder, in whose files they wait."""
 
-_streams: dict[torch.device, Any] = {}
+_streams: dict[tuple[str, torch.device], Any] = {}
+
+_Copies = list[tuple[Tensor, Tensor]]
+"""Parameters and buffers of a block, each with its copy on the device."""
+
+
+def _stream(use: str, device: torch.device) -> Any:
+    """A stream of copies, which waits for what the device computes now."""
+    stream = _streams.get((use, device)) or _streams.setdefault((use, device), torch.cuda.Stream(device))
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
 
 
 class Waiting:
     """A tensor that stays where it is."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()
-        self._version = None if tensor.is_inference() else tensor._version
+        self._tensor: Tensor | None = tensor.detach()
+        self._version = version_of(tensor)
 
     @property
     def edited(self) -> bool:
         """Whether somebody has written to it since."""
-        return self._version is not None and self._tensor._version != self._version
+        return self._tensor is not None and version_of(self._tensor) != self._version
 
     def prefetch(self) -> None:
         """It will be wanted soon."""
 
     def get(self) -> Tensor:
         """The tensor."""
+        assert self._tensor is not None
         return self._tensor
 
 
@@ -50,11 +67,10 @@ class _OnHost(Waiting):
     """In pinned host memory; copied both ways beside what the device computes."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._device, self._version = tensor.device, None
-        self._stream = _streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
+        self._device, self._tensor = tensor.device, None
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._there: Tensor | None = None
-        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        self._stream = _stream("activations", tensor.device)
         with torch.cuda.stream(self._stream):
             self._host.copy_(tensor.detach(), non_blocking=True)
         tensor.record_stream(self._stream)
@@ -78,7 +94,7 @@ class _InFile(Waiting):
     """In a file, which is gone as soon as nobody waits for it any more."""
 
     def __init__(self, tensor: Tensor, folder: Path) -> None:
-        self._device, self._version = tensor.device, None
+        self._device, self._tensor = tensor.device, None
         self._folder, self._nbytes = folder, tensor.nbytes
         with self._explained("written to"):
             handle, name = tempfile.mkstemp(".pt", "gradaccum-", folder)
@@ -108,27 +124,14 @@ class _InFile(Waiting):
 
 
 class Store:
-    """Keeps tensors until backward wants them, each once however many blocks are called with it.
-
-    Example:
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     waiting = Store(folder).keep(torch.ones(2))
-        ...     files, tensor = len(os.listdir(folder)), waiting.get()
-        ...     del waiting
-        ...     files, tensor, os.listdir(folder)
-        (1, tensor([1., 1.]), [])
-    """
+    """Keeps tensors until backward wants them, each once however many blocks are called with it."""
 
     def __init__(self, offload: OffloadChoice = False) -> None:
-        self._folder: Path | None = None
-        self._on_host = offload is True
-        self._kept: Any = WeakIdKeyDictionary()
-        if isinstance(offload, bool):
-            return
-        if not isinstance(offload, (str, os.PathLike)):
+        if not isinstance(offload, (bool, str, os.PathLike)):
             raise TypeError(f"`offload` must be True, False or a folder. Received: offload={offload!r}.")
-        self._folder = Path(offload)
-        if not self._folder.is_dir():
+        self._on_host, self._kept = offload is True, WeakIdKeyDictionary()
+        self._folder = None if isinstance(offload, bool) else Path(offload)
+        if self._folder is not None and not self._folder.is_dir():
             raise ValueError(f"`offload` must be True, False or a folder that exists. Received: offload={offload!r}.")
 
     def keep(self, tensor: Tensor) -> Waiting:
@@ -136,12 +139,161 @@ class Store:
         found = self._kept.get(tensor)
         waiting: Waiting | None = None if found is None else found()
         if waiting is None or waiting.edited:
-            waiting = self._waiting(tensor)
+            plain = tensor.layout is torch.strided and not hasattr(tensor, "to_local") and tensor.dim() > 0
+            if plain and self._folder is not None:
+                waiting = _InFile(tensor, self._folder)
+            else:
+                waiting = _OnHost(tensor) if plain and self._on_host and tensor.is_cuda else Waiting(tensor)
             self._kept[tensor] = weakref.ref(waiting)
         return waiting
 
-    def _waiting(self, tensor: Tensor) -> Waiting:
-        plain = tensor.layout is torch.strided and not hasattr(tensor, "to_local") and tensor.dim() > 0
-        if plain and self._folder is not None:
-            return _InFile(tensor, self._folder)
-        return _OnHost(tensor) if plain and self._on_host and tensor.is_cuda else Waiting(tensor)
+
+class OffloadedBlocks:
+    """Copies of one block's parameters and buffers on the device, for as long as the block computes there.
+
+    Gradients add up in the copies while all micro-batches run backward, and come back once.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Block]) -> None:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                "Blocks(on='cpu') is for one device, and DistributedDataParallel expects all parameters on one. "
+                "Leave out one of them."
+            )
+        self._blocks = [*blocks]
+        inside = {id(module) for block in blocks for module in block.module.modules()}
+        outside = [p for m in model.modules() if id(m) not in inside for p in m.parameters(recurse=False)]
+        self.device = next((p.device for p in outside), torch.device("cpu"))
+        """Where the blocks compute: where the parameters outside of them are."""
+        self.count: Counter[str] = Counter()
+        """How often each block has been copied, by its path."""
+        self._coming: tuple[int, _Copies] | None = None
+        for block in blocks:
+            self._check(block, set(map(id, outside)))
+        if self.device.type == "cuda":  # from other memory they could not be copied while the device computes
+            for block in blocks:
+                for p in block.module.parameters():
+                    p.data = p.data.pin_memory()
+
+    def _check(self, block: Block, outside: set[int]) -> None:
+        for name, parameter in block.module.named_parameters():
+            if parameter.device.type != "cpu":
+                raise ValueError(
+                    f"Blocks(on='cpu') expects the blocks on the CPU. Received: {block.path}.{name} on "
+                    f"{parameter.device}. Build the model there, and move to the device what stands outside of the "
+                    "blocks, before the optimizer is built."
+                )
+            if id(parameter) in outside:
+                raise ValueError(
+                    f"{block.path}.{name} is a weight of what stands outside of the blocks, too, and with "
+                    "Blocks(on='cpu') it would have to be in two places. Leave one of them out."
+                )
+        for module in block.module.modules():
+            if isinstance(module, nn.RNNBase):
+                raise ValueError(
+                    f"The block {block.path!r} has a {type(module).__name__}, which keeps references to its weights "
+                    "that Blocks(on='cpu') can't exchange. Leave it out of the blocks, or leave `on` out."
+                )
+
+    @property
+    def proves(self) -> bool:
+        """Whether some rows can go through the whole model at once, as a proof needs; says where they can't."""
+        if self.device.type != "cpu":
+            logger.warning(
+                "Whether micro-batches make the large batch's update is not proven here: the proof runs the whole "
+                "model at once, and with Blocks(on='cpu') the blocks aren't on %s at once. Prove it on the CPU.",
+                self.device,
+            )
+        return self.device.type == "cpu"
+
+    @contextlib.contextmanager
+    def reachable(self) -> Iterator[None]:
+        """Around an update: blocks can be called, in passes of any kind."""
+        for block in self._blocks:
+            for name, p in block.module.named_parameters():
+                if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                    raise ValueError(
+                        f"{block.path}.{name} has a hook on its gradient, and with Blocks(on='cpu') the gradient adds "
+                        "up in a copy on the device. Leave out the hook, or `on`."
+                    )
+        with intercepted([block.module for block in self._blocks], self._called):
+            yield
+
+    def _called(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.on_device(place, joined=True):
+            return called(self._blocks[place].module, args, kwargs)
+
+    def prefetch(self, place: int) -> None:
+        """The block at this place will come next: it is copied while the device computes."""
+        known = self._coming is not None and self._coming[0] == place
+        if self.device.type == "cuda" and not known and 0 <= place < len(self._blocks):
+            self._coming = place, self._copies(place)
+
+    def forget(self) -> None:
+        """No block comes any more."""
+        self._coming = None
+
+    def _copies(self, place: int) -> _Copies:
+        block = self._blocks[place]
+        own = {id(t): t for t in (*block.module.parameters(), *block.module.buffers())}.values()
+        self.count[block.path] += 1
+        if self.device.type != "cuda":
+            return [(tensor, tensor.detach().to(self.device, copy=True)) for tensor in own]
+        with torch.cuda.stream(_stream("blocks", self.device)):
+            return [(tensor, tensor.detach().to(self.device, copy=True, non_blocking=True)) for tensor in own]
+
+    def _arrived(self, place: int) -> _Copies:
+        coming, self._coming = self._coming, None
+        copies = coming[1] if coming is not None and coming[0] == place else self._copies(place)
+        if self.device.type == "cuda":
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(_streams["blocks", self.device])
+            for _, copy in copies:
+                copy.record_stream(current)
+        return copies
+
+    @contextlib.contextmanager
+    def on_device(self, place: int, *, following: int = -1, joined: bool = False) -> Iterator[None]:
+        """The block is on the device meanwhile; then its gradients and its buffers come back.
+
+        The block at `following` comes next. `joined`: graphs lead through the copies, for a backward pass later.
+        """
+        copies: dict[int, Tensor] = {}
+        leaves: _Copies = []
+        for own, copy in self._arrived(place):
+            copies[id(own)] = copy
+            if isinstance(own, nn.Parameter) and not joined:
+                leaf = nn.Parameter(copy, requires_grad=own.requires_grad)
+                leaf.__dict__.update(own.__dict__)
+                if own.requires_grad and getattr(own, "grad_dtype", None) not in (None, own.dtype):
+                    leaf.grad_dtype = own.grad_dtype
+                copies[id(own)] = leaf
+                leaves.append((own, leaf))
+            elif joined and isinstance(own, nn.Parameter) and own.requires_grad:
+                copies[id(own)] = own.to(self.device, copy=True)
+        self.prefetch(following)
+        holders: list[tuple[dict[str, Any], str, Tensor, Tensor, int]] = [
+            (holder, name, tensor, copies[id(tensor)], copies[id(tensor)]._version)
+            for module in self._blocks[place].module.modules()
+            for holder in (module._parameters, module._buffers)
+            for name, tensor in holder.items()
+            if tensor is not None and id(tensor) in copies
+        ]
+        for holder, name, _, copy, _ in holders:
+            holder[name] = copy
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for holder, name, own, copy, version in holders:
+                    now, holder[name] = holder.get(name), own
+                    if isinstance(own, nn.Parameter):
+                        continue
+                    if now is not copy:
+                        holder[name] = now if now is None else now.to(own.device)
+                    elif copy._version != version or name.startswith("running_"):  # BatchNorm's kernels don't raise it
+                        own.copy_(copy)
+        for own, copy in leaves:
+            if copy.grad is not None:
+                grad = copy.grad.to(own.device)
+                own.grad = grad if own.grad is None else own.grad.add_(grad)

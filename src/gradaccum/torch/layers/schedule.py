@@ -4,30 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradaccum.core.sizes import Plan, Slice
-from gradaccum.on_torch.batch import Batch
+from gradaccum.errors import NotEquivalentError
+from gradaccum.on_torch.batch import Batch, leaves
+from gradaccum.on_torch.held import held_generators
 from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
 from gradaccum.on_torch.oom_retry import RestartWindow, nothing_fits
+from gradaccum.on_torch.private import leaves_of
 from gradaccum.on_torch.random_state import all_generators, kept
 from gradaccum.torch.buffers import Attributes
-from gradaccum.torch.chunking.recompute import accelerators, parametrizations_computed
+from gradaccum.torch.chunking.recompute import (
+    Conditions,
+    Inputs,
+    ModuleContents,
+    accelerators,
+    attributes_of,
+    parametrizations_computed,
+    tensors_of,
+)
 from gradaccum.torch.distributed import ByBlocks
-from gradaccum.torch.layers.backward_optimizer import BlockListener, Window
-from gradaccum.torch.layers.blocks import Blocks, find_blocks
-from gradaccum.torch.layers.forward import Drawn, ForwardPasses, MicroBatch
-from gradaccum.torch.layers.interception import intercepted
-from gradaccum.torch.layers.offload import OffloadChoice, Store
-from gradaccum.torch.layers.offloaded_blocks import OffloadedBlocks
+from gradaccum.torch.layers.backward_optimizer import BackwardOptimizer
+from gradaccum.torch.layers.blocks import Blocks, called, find_blocks, intercepted
+from gradaccum.torch.layers.calls import BlockCall, BufferPlace, MicroBatch, PassStart, Reached
+from gradaccum.torch.layers.offload import OffloadChoice, OffloadedBlocks, Store
 
-__all__ = ["Layers"]
+__all__ = ["Layers", "proof_of"]
 
 logger = logging.getLogger("gradaccum")
+
+_LONG = {"python", "numpy"}  # generators whose states take long to look at
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 class Layers:
@@ -46,42 +58,45 @@ class Layers:
         self.update = blocks.update
         self.offloaded = None if blocks.on is None else OffloadedBlocks(model, self.blocks)
         self.ranks, self.waits = ByBlocks(), False  # of a sharded model, and whether they wait for each other
-        self.listener: BlockListener | None = None
-        """Updates parameters while backward goes on."""
+        self.listener: Any = None
+        """Updates parameters while backward goes on: a `BackwardOptimizer`."""
         self.failed = dict[str, Exception]()
         """How running a block again failed while something was proven, by path."""
         self.left = dict[str, list[str]]()
         """What blocks have kept in attributes while something was proven, by path."""
-        self._store, self._drawn = Store(offload), Drawn()
-        self._forward: ForwardPasses | None = None
+        self._modules = [block.module for block in self.blocks]
+        self._store = Store(offload)
+        # From the place of the tail on, blocks run once, with their graph.
+        self._tail = len(self.blocks) - (self.offloaded is None)
+        # Of the generators with long states, blocks look at those that the first window has drawn from.
+        self._drawn, self._learned = set[Any](), False
         self._at_once = self._proving = False
-        self.clear()
+        self._clear()
 
     def run(
         self,
         plan: Plan,
         forward_and_loss: Callable[[Slice], None],
         gauge: MemoryMeter,
-        window: Window,
+        window: Any,
         *,
         proving: bool,
     ) -> None:
-        """All passes of a window."""
-        self.clear()
+        """All passes of a window, whose loss and divisor the listener asks for."""
         self._proving, listener, ranks = proving, self.listener, self.ranks
+        self._open()
         if listener is not None:
             listener.open()
-        forward = self._forward = self._forward_passes(proving)
-        with ranks.window(), intercepted([block.module for block in self.blocks], forward.call):
+        with ranks.window(), intercepted(self._modules, self._call):
             try:
-                with ranks.forward(frees=listener is not None, tail=forward.tail):
+                with ranks.forward(frees=listener is not None, tail=self._tail):
                     for piece in plan:
                         self._at_once = plan.measuring  # so that what it costs is all of it
                         forward_and_loss(piece)
                 if not self.waits:  # others would wait for one that starts over
-                    self._drawn.learn()
+                    self._learned = True
                 if listener is not None:
-                    listener.begin(window, {**forward.reached, **ranks.places()}, rehearsal=proving)
+                    listener.begin(window, {**self._reached, **ranks.places()}, rehearsal=proving)
                 self._backward_that_fits(plan, gauge)
             except BaseException as error:
                 explained = error if listener is None else listener.explained(error)
@@ -89,29 +104,31 @@ class Layers:
                     raise
                 raise explained from error
             finally:
-                self.left.update(forward.left)
-                self.clear()
+                self._clear()
 
-    def _forward_passes(self, proving: bool = False) -> ForwardPasses:
-        return ForwardPasses(
-            self.model,
-            self.blocks,
-            self._store,
-            self.offloaded,
-            self._drawn,
-            tail=len(self.blocks) - (self.offloaded is None),
-            around=self.ranks.call,
-            proving=proving,
-            notes_leaves=self.listener is not None,
-        )
-
-    def clear(self) -> None:
+    def _clear(self) -> None:
         """Forget what forward passes have kept."""
-        self._forward = None
+        self._states = dict[int, ModuleContents]()
+        """What blocks that run again hold, by place: gathered, if sharded, and not copied to a device yet."""
+        self._buffers = dict[int, list[BufferPlace]]()
+        self._reached = dict[int, int]()
+        """Of what graphs between blocks lead to, by id, after which block's turn its gradient is in."""
+        self._current: MicroBatch | None = None
+        self._reaching = False  # whether what stands before the blocks runs again
         self._micro_batches: list[MicroBatch] = []
         self._largest: Any = None
+        self._around: list[nn.Module] = []
+        self._outside: list[BufferPlace] = []
         if self.offloaded is not None:
             self.offloaded.forget()
+
+    def _open(self) -> None:
+        """A window begins: the modules around the blocks, and the users' generators, are those of now."""
+        self._clear()
+        known = {module for block in self._modules for module in block.modules()}
+        self._inside, self._around = known, [module for module in self.model.modules() if module not in known]
+        self._outside = [(module._buffers, name) for module in self._around for name in module._buffers]
+        self._generators: list[Any] | None = None
 
     @property
     def proves(self) -> bool:
@@ -120,35 +137,121 @@ class Layers:
 
     def reachable(self) -> contextlib.AbstractContextManager[None]:
         """Around an update: blocks that live elsewhere can be called meanwhile, in passes of any kind."""
-        return contextlib.nullcontext() if self.offloaded is None else self.offloaded.reachable()
+        return _NO_CONTEXT if self.offloaded is None else self.offloaded.reachable()
 
     # Forward.
 
-    def micro_batch(
-        self, retake: Callable[[], Batch], forward: Callable[[Batch], Any]
-    ) -> contextlib.AbstractContextManager[None]:
-        """Around a micro-batch's forward pass, as for `ForwardPasses.micro_batch`."""
-        assert self._forward is not None
-        return self._forward.micro_batch(retake, forward)
+    @contextlib.contextmanager
+    def micro_batch(self, retake: Callable[[], Batch], forward: Callable[[Batch], Any]) -> Iterator[None]:
+        """Around a micro-batch's forward pass."""
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        if self.offloaded is not None:
+            device = self.offloaded.device
+            self.offloaded.prefetch(0)
+        if self._generators is None:  # the user's own
+            self._generators = held_generators(self.model, forward)
+        devices = accelerators([torch.empty(0, device=device)])
+        start = PassStart([*all_generators([device]), *self._generators], devices, self._outside)
+        self._current = current = MicroBatch(retake, forward, start)
+        try:
+            yield
+        except BaseException:
+            self._current = None
+            raise
+        if current.calls:
+            current.check_turn(len(self.blocks), self.blocks)
+        self._note_drawn(start.finish())
+        current.done, current.given = True, {}  # which would hold what the blocks have written to
+
+    def _note_drawn(self, conditions: Conditions) -> None:
+        """A micro-batch, which looks at all generators, has drawn from those of these conditions."""
+        drawn = _LONG.intersection(g for g in conditions.random.states if isinstance(g, str))
+        unseen = drawn - self._drawn if self._learned else set()
+        self._drawn |= drawn
+        if unseen:
+            conditions.random.only(unseen).put_back()
+            logger.info(
+                "Drawn from %s for the first time in a forward pass: all over again.", ", ".join(sorted(unseen))
+            )
+            raise RestartWindow
 
     def shares(self, loss: Tensor) -> bool:
         """As `MicroBatch.shares`, of the one that has come forward."""
-        current = None if self._forward is None else self._forward.current
-        return current is not None and current.shares(loss)
+        return self._current is not None and self._current.shares(loss)
 
     def commit(self, piece: Any) -> None:
         """The loss of this micro-batch has gone backward, so its blocks' gradients are due."""
-        forward = self._forward
-        assert forward is not None
-        current = forward.finish()
-        self.ranks.add_up(len(self.blocks) - 1 if forward.tail < len(self.blocks) else -1)
+        current, self._current = self._current, None
+        assert current is not None
+        call = current.pop(self._tail)
+        if call is not None:
+            current.arrive(self._tail, call, call.arrived())
+        self.ranks.add_up(self._tail if self._tail < len(self.blocks) else -1)
         if not (any(current.calls) or current.first_grads):
             return
         self._micro_batches.append(current)
         if self._largest is None or piece.size > self._largest.size:
             self._largest = piece
         if self._at_once:
-            self.backward()
+            self._backward()
+
+    def _call(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block is called. Returns its outputs."""
+        if self._reaching:
+            raise Reached(place, Inputs(args, kwargs))
+        block, current = self.blocks[place], self._current
+        if current is not None and current.done and place >= self._tail:  # by a checkpoint around it
+            return called(block.module, args, kwargs)
+        if current is None or current.done:
+            raise ValueError(
+                f"The block {block.path!r} was called in a backward pass. Is it called inside of "
+                "torch.utils.checkpoint? Leave that out: with `blocks`, each block is recomputed in any case."
+            )
+        current.check_turn(place, self.blocks)
+        before = attributes_of(block.module) if self._proving else {}
+        with self.ranks.call(place):
+            if place < self._tail and torch.is_grad_enabled() and place not in self._states:
+                self._states[place] = state = ModuleContents(block.module)
+                self._buffers[place] = [(holder, name) for holder, name, _ in state.buffers]
+            with self._on_device(place, place + 1):
+                outputs = self._first_pass(place, Inputs(args, kwargs), current)
+        if self._proving:
+            now = attributes_of(block.module)
+            left = [name for name, value in now.items() if value is not before.get(name)]
+            if left:
+                self.left[block.path] = left
+        return outputs
+
+    def _on_device(self, place: int, following: int) -> contextlib.AbstractContextManager[None]:
+        return _NO_CONTEXT if self.offloaded is None else self.offloaded.on_device(place, following=following)
+
+    def _first_pass(self, place: int, inputs: Inputs, current: MicroBatch) -> Any:
+        module = self._modules[place]
+        if not torch.is_grad_enabled():
+            current.calls.append(None)
+            return called(module, inputs.args, inputs.kwargs)
+        call = BlockCall(self.blocks[place], inputs, current.given)
+        if place >= self._tail:
+            self._note(place, call, current)
+            return call.run_with_graph(inputs)
+        state = self._states[place]
+        if not (call.roots or any(parameter.requires_grad for parameter in state.parameters)):
+            current.calls.append(None)
+            with torch.no_grad():
+                return called(module, inputs.args, inputs.kwargs)
+        devices = accelerators([*tensors_of(inputs), *state.parameters])
+        given = held_generators(*(leaf for _, leaf in leaves(inputs)), *(self._generators or ()))
+        long = _LONG - self._drawn if self._learned else set()
+        generators = [*(g for g in all_generators(devices) if g not in long), *state.generators, *given]
+        self._note(place, call, current)
+        return call.run(inputs, PassStart(generators, devices, self._buffers[place]), self._store, state.tensors)
+
+    def _note(self, place: int, call: BlockCall, current: MicroBatch) -> None:
+        current.calls.append(call)
+        if self.listener is not None:
+            for leaf in {leaf for root in call.roots.values() for leaf in leaves_of(root)}:
+                self._reached[leaf] = min(place or -1, self._reached.get(leaf, place))
+        current.note_roots(place, call)
 
     # Backward.
 
@@ -156,7 +259,7 @@ class Layers:
         """Backward; where a block runs out of memory, the window starts over in smaller micro-batches."""
         piece = self._largest
         try:
-            self.backward(None if self.listener is None else self.listener.finished)
+            self._backward(None if self.listener is None else self.listener.finished)
             return
         except Exception as error:
             begun = self.listener is not None and self.listener.made is not None
@@ -166,7 +269,7 @@ class Layers:
             smaller = plan.too_large(piece.tokens) if alone is None else None
             if smaller is None:
                 raise nothing_fits(error, alone or f"{piece.size} rows") from error
-        self.clear()
+        self._clear()
         gauge.release()  # only here, out of reach of the error's frames, is its memory free
         logger.warning(
             "Out of memory in a block's backward pass with %d rows: all over again in smaller micro-batches.",
@@ -174,72 +277,102 @@ class Layers:
         )
         raise RestartWindow(smaller)
 
-    def backward(self, finished: Callable[[int], None] | None = None) -> None:
+    def _backward(self, finished: Callable[[int], None] | None = None) -> None:
         """Block by block, each over all micro-batches; then what stands before the blocks (-1)."""
-        forward = self._forward
-        assert forward is not None
-        forward.current = None
+        self._current = None
         waiting, self._micro_batches = self._micro_batches, []
         drawn = {g for micro_batch in waiting for g in micro_batch.drawn}  # and to be put back
-        devices = accelerators(p for state in forward.states.values() for p in state.parameters)
+        devices = accelerators(p for state in self._states.values() for p in state.parameters)
         with kept(drawn.union(all_generators(devices))):
-            for place in reversed(range(len(self.blocks))):
+            for place in range(len(self.blocks) - 1, -2, -1):
                 with self.ranks.backward(place, used=finished is not None):
-                    self._turn(place, [m for m in waiting if m.calls[place] is not None], forward)
+                    if place < 0:
+                        for micro_batch in waiting:
+                            self._before_the_blocks(micro_batch)
+                    else:
+                        self._turn(place, [m for m in waiting if m.calls[place] is not None])
                 if finished is not None:
                     finished(place)
-            with self.ranks.backward(-1, used=finished is not None):
-                for micro_batch in waiting:
-                    self._before_the_blocks(micro_batch, forward)
-        if finished is not None:
-            finished(-1)
 
-    def _turn(self, place: int, waiting: list[MicroBatch], forward: ForwardPasses) -> None:
+    def _turn(self, place: int, waiting: list[MicroBatch]) -> None:
         """A block runs again on each of these micro-batches, and backward."""
         if not waiting:
             return
-        on_device: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self.offloaded is not None:
-            on_device = self.offloaded.on_device(place, following=place - 1)
-        with forward.states[place].restored(), parametrizations_computed(), on_device:
-            attributes = Attributes(self.blocks[place].module.modules())  # what first passes have set counts
+        block = self.blocks[place]
+        with self._states[place].restored(), parametrizations_computed(), self._on_device(place, place - 1):
+            attributes = Attributes(block.module.modules())  # what first passes have set counts
             for index, micro_batch in enumerate(waiting):
-                if index + 1 < len(waiting):
-                    waiting[index + 1].prefetch(place)
-                else:
-                    waiting[0].prefetch(place - 1)
-                self._again(place, micro_batch, attributes)
+                last = index + 1 == len(waiting)
+                following = waiting[0].calls[place - 1] if last else waiting[index + 1].calls[place]
+                if following is not None:
+                    following.prefetch()
+                call = micro_batch.pop(place)
+                assert call is not None
+                try:
+                    if self._proving:
+                        micro_batch.retake()
+                    found = call.again()
+                except Exception as error:
+                    self.failed[block.path] = error
+                    getattr(error, "add_note", str)(f"Raised where backward runs the block {block.path!r} again.")
+                    raise
+                finally:
+                    attributes.put_back()
+                micro_batch.arrive(place, call, found)
                 self.ranks.add_up(place)
 
-    def _again(self, place: int, micro_batch: MicroBatch, attributes: Attributes) -> None:
-        call, micro_batch.calls[place] = micro_batch.calls[place], None
-        assert call is not None
-        try:
-            if self._proving:
-                micro_batch.retake()
-            found = call.again()
-        except Exception as error:
-            self.failed[call.block.path] = error
-            getattr(error, "add_note", str)(f"Raised where backward runs the block {call.block.path!r} again.")
-            raise
-        finally:
-            attributes.put_back()
-        micro_batch.arrive(place, call, found)
-
-    def _before_the_blocks(self, micro_batch: MicroBatch, forward: ForwardPasses) -> None:
+    def _before_the_blocks(self, micro_batch: MicroBatch) -> None:
         """The gradients of what the first block is called with, passed on to what stands before it."""
         if not micro_batch.first_grads:
             return
         batch = micro_batch.retake()
-        around, inside = forward.sides
-        attributes = Attributes(around, hooked=inside)
-        forward.reaching = True
+        attributes = Attributes(self._around, hooked=self._inside)
+        self._reaching = True
         try:
             roots, grads = micro_batch.reach(batch, self.blocks[0].path)
         finally:
-            forward.reaching = False
+            self._reaching = False
             # The exception has left out what the user's code does after its forward pass, such as removing hooks.
             attributes.put_back()
         if roots:
             torch.autograd.backward(roots, grads)
             self.ranks.add_up()
+
+
+@contextlib.contextmanager
+def proof_of(layers: Layers | None) -> Iterator[None]:
+    """Around a proof: where it fails, say which blocks have left something that backward can't know of."""
+    if layers is None:
+        yield
+        return
+    updates = layers.listener if isinstance(layers.listener, BackwardOptimizer) else None
+    layers.left.clear()
+    layers.failed.clear()
+    if updates is not None:
+        updates.late = []
+    try:
+        yield
+        for path, error in layers.failed.items():
+            if not is_out_of_memory(error):
+                raise NotEquivalentError(
+                    f"Backward could not run the block {path!r} again, as `blocks` needs, though its forward pass "
+                    f"could ({type(error).__name__}: {error}). Does it read what the model leaves in an attribute or a "
+                    "global in each forward pass? Then it has another micro-batch's: hand it to the block as an "
+                    "argument, or leave out `blocks`."
+                ) from error
+        if updates is not None and updates.late:
+            raise NotEquivalentError(
+                f"With update='in_backward' these would be updated before their gradient is complete: "
+                f"{', '.join(map(repr, updates.late[:5]))}. A block reads them that comes before their own, and holds "
+                "them where they aren't found among its parameters. Register them there, leave the block out of "
+                "`blocks`, or use update='after_backward'."
+            )
+    except NotEquivalentError as error:
+        if not layers.left:
+            raise
+        left = ", ".join(f"the block {path!r} ({', '.join(names)})" for path, names in layers.left.items())
+        raise NotEquivalentError(
+            f"{error}\nThese keep something from a call in attributes: {left}. With `blocks`, what a block gives "
+            "to the loss must be among its outputs, as its forward pass has no graph; and what it keeps from one "
+            "micro-batch to the next is other rows'."
+        ) from error.__cause__
