@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -46,33 +46,21 @@ class OomRetry:
     """Runs the micro-batches of a window, and says what is to come after one that did not fit."""
 
     def __init__(self, meter: MemoryMeter, around: Callable[[], AbstractContextManager[None]] | None = None) -> None:
-        self.meter, self._around = meter, around
-
-    def around(self) -> AbstractContextManager[None]:
+        self.meter = meter
+        self.around = nullcontext if around is None else around
         """A context for forward passes."""
-        return nullcontext() if self._around is None else self._around()
 
-    def run(self, piece: Slice, plan: Plan, passes: Passes) -> None:
-        """One micro-batch."""
-        try:
-            self.once(piece, plan, passes)
-            return
-        except Exception as error:
-            smaller = self.smaller(error, piece, plan)
-        self.meter.release()  # only here, out of reach of the error's frames, is its memory free
-        raise RestartWindow(smaller)
-
-    def run_all(self, plan: Plan, passes: Passes) -> None:
-        """All micro-batches of a plan, as `run` has them."""
+    def run(self, pieces: Iterable[Slice], plan: Plan, passes: Passes) -> None:
+        """These micro-batches of a plan, forward and backward."""
         piece: Slice | None = None
-        if plan.measuring or self._around is not None:
-            for piece in plan:
-                self.run(piece, plan, passes)
-            return
         forward, backward = passes.forward, passes.backward
+        plain = not plan.measuring and self.around is nullcontext
         try:
-            for piece in plan:
-                backward(piece, forward(piece))
+            for piece in pieces:
+                if plain:
+                    backward(piece, forward(piece))
+                else:
+                    self.once(piece, plan, passes)
             return
         except Exception as error:
             if piece is None:
@@ -101,27 +89,22 @@ class OomRetry:
 
     def once(self, piece: Slice, plan: Plan, passes: Passes) -> None:
         """One micro-batch, whether it fits or not. What it cost is told to a plan that measures."""
-        if plan.measuring:
-            self._measured(piece, plan, passes)
-        elif self._around is None:
-            passes.backward(piece, passes.forward(piece))
-        else:
-            with self._around():
-                forwarded = passes.forward(piece)
-            passes.backward(piece, forwarded)
-
-    def _measured(self, piece: Slice, plan: Plan, passes: Passes) -> None:
-        meter = self.meter
-        meter.synchronize()
-        base, mark, began = meter.live(), meter.mark(), time.perf_counter()
+        meter, measuring = self.meter, plan.measuring
+        base = mark = live = 0
+        began = 0.0
+        if measuring:
+            meter.synchronize()
+            base, mark, began = meter.live(), meter.mark(), time.perf_counter()
         with self.around():
             forwarded = passes.forward(piece)
-        live = meter.live()
+        if measuring:
+            live = meter.live()
         passes.backward(piece, forwarded)
-        meter.synchronize()
-        seconds, highest = time.perf_counter() - began, meter.mark()
-        # The mark tells this micro-batch's peak where it has risen; else what was alive before backward has to do.
-        plan.record(piece, seconds, base, highest if highest > mark else live)
+        if measuring:
+            meter.synchronize()
+            seconds, highest = time.perf_counter() - began, meter.mark()
+            # The mark tells this micro-batch's peak where it has risen; else what was alive before backward has to do.
+            plan.record(piece, seconds, base, highest if highest > mark else live)
 
 
 def nothing_fits(error: Exception, rows: str = "one row") -> torch.OutOfMemoryError:

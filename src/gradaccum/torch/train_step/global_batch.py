@@ -66,20 +66,24 @@ class GlobalBatch(Listener):
             return self._of_terms(objective, batch, mine, None)
         unknown = self.ranks.is_distributed and not self._met
         if objective.weight is None and (objective.found.terms or unknown):
-            forwarded = count()
-            totals = None if forwarded is None else counted(objective, forwarded if objective.found.terms else [])
-            if objective.found.terms and totals is None:
-                if self.ranks.is_distributed:
-                    raise ValueError(_NOT_COUNTED)
-                return TermsAccumulator(objective, batch, None)
-            window = self._of_terms(objective, batch, totals or {}, totals)
-            if window.totals or objective.found.terms:
-                objective.found.terms = True
+            window = self._counted(objective, batch, count())
+            if objective.found.terms:
                 return window
         if not self.ranks.is_distributed:
             return LossAccumulator(objective, batch)
         self._window = self._of_one_loss(objective, batch, None if mine is None else float(mine))
         return self._window
+
+    def _counted(self, objective: Objective, batch: Batch, forwarded: list[Terms] | None) -> TermsAccumulator:
+        """A window of several losses, if some rank has several, in which case `found.terms` says so afterwards."""
+        totals = None if forwarded is None else counted(objective, forwarded if objective.found.terms else [])
+        if objective.found.terms and totals is None:
+            if self.ranks.is_distributed:
+                raise ValueError(_NOT_COUNTED)
+            return TermsAccumulator(objective, batch, None)
+        window = self._of_terms(objective, batch, totals or {}, totals)
+        objective.found.terms = objective.found.terms or bool(window.totals)
+        return window
 
     def _of_one_loss(self, objective: Objective, batch: Batch, mine: float | None) -> LossAccumulator:
         ranks, self._mine = self.ranks, None
@@ -101,7 +105,7 @@ class GlobalBatch(Listener):
         after_backward(functools.partial(self.ranks.scale, 1.0))  # later micro-batches have it in their factors
         return 1.0 if self._window is None else self._window.take_unit(unit)
 
-    def anew(
+    def reopen(
         self, window: Window, objective: Objective, batch: Batch, count: Callable[[], list[Terms] | None]
     ) -> Window:
         """The window that begins once more, with the arguments of `open`. Exchanges nothing with other ranks."""

@@ -20,6 +20,8 @@ from gradaccum.torch.distributed import SingleRank
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure import largest_fitting
 from gradaccum.torch.padding import what_is_cut
+from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE
+from gradaccum.torch.train_step.options import Options
 from gradaccum.torch.train_step.padding import Joining, Packing
 
 __all__ = ["GroupsChoice", "MicroBatcher", "checked_groups", "with_groups"]
@@ -34,43 +36,28 @@ ROWS = 16
 class MicroBatcher:
     """Plans the micro-batches of large batches, and takes them."""
 
-    def __init__(
-        self,
-        objective: Objective,
-        meter: MemoryMeter,
-        micro_batch_size: int | str,
-        max_tokens: int | None,
-        pack: Callable[..., Any] | None = None,
-        *,
-        groups: GroupsChoice = None,
-        judge: bool,
-    ) -> None:
+    def __init__(self, objective: Objective, meter: MemoryMeter, options: Options, *, judge: bool) -> None:
         self.least = 2 if batch_norms(objective.model) else 1
         """The fewest rows of a micro-batch."""
-        self.finder = BatchSizeFinder(micro_batch_size, meter.limit, minimum=self.least)
+        size, max_tokens, pack = options.micro_batch_size, options.max_tokens, options.pack
+        size = EXACT_MICRO_BATCH_SIZE if options.batch_norm == "exact" and size == "auto" else size
+        self.finder = BatchSizeFinder(size, meter.limit, minimum=self.least)
         self._predict: Callable[[Batch], int] | None = None
         self.predicting = False
         """Whether a pass on fake tensors runs just now, to predict a size."""
-        self._groups, self._objective, self._meter = checked_groups(groups), objective, meter
-        self.searches = micro_batch_size == "auto" and max_tokens is None
-        """Whether sizes are searched for."""
+        self._groups, self._objective, self._meter = checked_groups(options.groups), objective, meter
+        self._searches = options.searches
         self.packing: Packing | Joining | None = None
-        if pack is not None and max_tokens is None:
-            raise ValueError("`pack` lays rows one behind the other up to `max_tokens` tokens. Give that, too.")
-        if max_tokens is not None:
-            size = self.finder.size
-            self.packing = (
-                Packing(objective, max_tokens, size, judge=judge)
-                if pack is None
-                else Joining(objective, max_tokens, size, pack)
-            )
+        if max_tokens is not None and pack is None:
+            self.packing = Packing(objective, max_tokens, self.finder.size, judge=judge)
+        elif max_tokens is not None:
+            self.packing = Joining(objective, max_tokens, self.finder.size, pack)
 
     def without_trying(self, optimizers: Sequence[torch.optim.Optimizer], ranks: SingleRank, *, proves: bool) -> None:
         """Try nothing out, for other ranks would wait in such passes: what fits is predicted."""
-        if self.searches:
+        if self._searches:
             largest = functools.partial(largest_fitting, self._objective, self._meter, optimizers, ranks)
             self._predict = functools.partial(self._predicted, largest)
-            self.searches = False
         if isinstance(self.packing, Packing) and proves:
             self.packing.keep_left()
 

@@ -12,70 +12,95 @@ from torch import nn
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_norm, checked_scaler
 from gradaccum.torch.batch_norm import checked_batch_norm
-from gradaccum.torch.layers import Blocks, Layers, checked_blocks
+from gradaccum.torch.distributed import SingleRank
+from gradaccum.torch.layers import Layers, check_in_backward, checked_blocks
 from gradaccum.torch.optimizer import needs_closure
 
-__all__ = ["Options", "check_exact", "check_optimized", "checked_optimizers"]
+__all__ = ["Options", "check_exact", "check_optimized"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Options:
     """What was asked of a step beside its loss, checked."""
 
+    optimizers: Any
+    """A list of them."""
     micro_batch_size: Any
     max_tokens: int | None
     pack: Any
     groups: Any
-    clip_grad_norm: float | None
-    clip_grad_value: float | None
+    clip_grad_norm: Any
+    clip_grad_value: Any
     scaler: Any
-    accumulate_dtype: torch.dtype | None
+    accumulate_dtype: Any
     batch_norm: Any
     offload: Any
     noise_scale: Any
     sync: Any
     blocks: Any
-    head: Any
 
-    @classmethod
-    def checked(cls, **given: Any) -> Options:
-        """These options, if they are what they must be, and go together."""
-        options = dict(given)
-        options["batch_norm"] = checked_batch_norm(given["batch_norm"])
-        options["sync"] = checked_choice("sync", given["sync"], get_args(Sync))
-        check_exact(given["batch_norm"], given["offload"], given["max_tokens"], given["groups"], given["blocks"])
-        noise = bool(given["noise_scale"])
-        options["blocks"] = checked_blocks(given["blocks"], batch_norm=given["batch_norm"], noise_scale=noise)
-        options["clip_grad_norm"] = checked_norm(given["clip_grad_norm"])
-        options["clip_grad_value"] = checked_norm(given["clip_grad_value"], "clip_grad_value")
-        options["accumulate_dtype"] = checked_dtype(given["accumulate_dtype"])
-        options["scaler"] = checked_scaler(given["scaler"])
-        if given["pack"] is not None and given["max_tokens"] is None:
+    def __post_init__(self) -> None:
+        self.batch_norm = checked_batch_norm(self.batch_norm)
+        self.sync = checked_choice("sync", self.sync, get_args(Sync))
+        check_exact(self.batch_norm, self.offload, self.max_tokens, self.groups, self.blocks)
+        self.blocks = checked_blocks(self.blocks, batch_norm=self.batch_norm, noise_scale=bool(self.noise_scale))
+        self.clip_grad_norm = checked_norm(self.clip_grad_norm)
+        self.clip_grad_value = checked_norm(self.clip_grad_value, "clip_grad_value")
+        self.accumulate_dtype = checked_dtype(self.accumulate_dtype)
+        self.scaler = checked_scaler(self.scaler)
+        if self.pack is not None and self.max_tokens is None:
             raise ValueError("`pack` lays rows one behind the other up to `max_tokens` tokens. Give that, too.")
-        return cls(**options)
+        self.searches = self.micro_batch_size == "auto" and self.max_tokens is None and self.batch_norm != "exact"
+        """Whether sizes of micro-batches are searched for."""
 
-    def check_scaler(self, demanding: Sequence[torch.optim.Optimizer]) -> None:
-        """Raise a ValueError where a GradScaler is to step optimizers that demand a closure."""
-        if demanding and self.scaler is not None:
+    def check_optimizers(self) -> None:
+        """Raise a TypeError or a ValueError where `optimizers` are none, or can't be stepped; list one."""
+        self.optimizers = [*self.optimizers] if isinstance(self.optimizers, Sequence) else [self.optimizers]
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise TypeError(
+                    "`optimizer` must be a torch.optim.Optimizer or a list of them. "
+                    f"Received: {optimizer!r} of type {type(optimizer).__name__}."
+                )
+            if hasattr(optimizer, "micro_batches") and hasattr(optimizer, "inner"):
+                raise ValueError(
+                    f"TrainStep makes one update per call by itself. Received: {type(optimizer).__name__}, which "
+                    "accumulates, too. Give it the inner optimizer."
+                )
+        if not self.optimizers:
+            raise ValueError("`optimizer` must be a torch.optim.Optimizer or a list of them. Received: an empty list.")
+        if self.scaler is not None and (closures := self.closures()):
             raise ValueError(
-                f"A GradScaler cannot step {type(demanding[0]).__name__}, which evaluates a closure. "
+                f"A GradScaler cannot step {type(closures[0]).__name__}, which evaluates a closure. "
                 "Leave `scaler` out, and use autocast=torch.bfloat16."
+            )
+
+    def closures(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that demand a closure."""
+        return [optimizer for optimizer in self.optimizers if needs_closure(optimizer)]
+
+    def check_ranks(self, layers: Layers | None, ranks: SingleRank) -> None:
+        """Raise a ValueError where blocks can't live elsewhere, or be updated in backward, on these ranks."""
+        if layers is not None and layers.offloaded is not None and ranks.sharded:
+            raise ValueError(
+                "Blocks(on='cpu') keeps whole blocks there, and of a sharded model each rank has a part. Use "
+                "fully_shard(..., offload_policy=CPUOffloadPolicy()), which keeps those parts in host memory."
+            )
+        if layers is not None and layers.update == "in_backward":
+            check_in_backward(
+                clips=self.clip_grad_norm is not None,
+                scales=self.scaler is not None,
+                closure=next((type(optimizer).__name__ for optimizer in self.closures()), None),
+                searched=self.searches and not ranks.sharded,
+                replicated=ranks.is_distributed and not ranks.sharded,
             )
 
     def check_backward(self) -> None:
         """Raise a WindowError where `step.backward()` has no gradients to leave."""
-        if isinstance(self.blocks, Blocks) and self.blocks.update == "in_backward":
+        if self.blocks is not None and self.blocks.update == "in_backward":
             raise WindowError(
                 "step.backward() leaves the large batch's gradient in `.grad`, and update='in_backward' frees it block "
                 "by block. Call the step itself, or use update='after_backward'."
-            )
-
-    def check_sharded(self, layers: Layers | None) -> None:
-        """Raise a ValueError where blocks of a sharded model are to live elsewhere."""
-        if layers is not None and layers.offloaded is not None:
-            raise ValueError(
-                "Blocks(on='cpu') keeps whole blocks there, and of a sharded model each rank has a part. Use "
-                "fully_shard(..., offload_policy=CPUOffloadPolicy()), which keeps those parts in host memory."
             )
 
 
@@ -92,25 +117,6 @@ def check_exact(choice: str, offload: Any, max_tokens: int | None, groups: Any, 
         raise ValueError('batch_norm="exact" needs the whole batch as it is padded. Leave out `max_tokens`.')
     if groups is not None and choice == "exact":
         raise ValueError('batch_norm="exact" gives the loss all rows at once. Leave out `groups`.')
-
-
-def checked_optimizers(optimizers: Any) -> tuple[list[torch.optim.Optimizer], list[torch.optim.Optimizer]]:
-    """The optimizers, and those among them that demand a closure."""
-    listed = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
-    for optimizer in listed:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                "`optimizer` must be a torch.optim.Optimizer or a list of them. "
-                f"Received: {optimizer!r} of type {type(optimizer).__name__}."
-            )
-        if hasattr(optimizer, "micro_batches") and hasattr(optimizer, "inner"):
-            raise ValueError(
-                f"TrainStep makes one update per call by itself. Received: {type(optimizer).__name__}, which "
-                "accumulates, too. Give it the inner optimizer."
-            )
-    if not listed:
-        raise ValueError("`optimizer` must be a torch.optim.Optimizer or a list of them. Received: an empty list.")
-    return listed, [optimizer for optimizer in listed if needs_closure(optimizer)]
 
 
 def check_optimized(optimizers: Sequence[torch.optim.Optimizer], modules: Sequence[nn.Module]) -> None:

@@ -23,7 +23,7 @@ from gradaccum.torch.head import tiling
 from gradaccum.torch.layers import BlocksChoice, Layers, OffloadChoice, proof_of
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.proof import Proof
-from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE, WholeBatch
+from gradaccum.torch.train_step.exact_batch_norm import WholeBatch
 from gradaccum.torch.train_step.global_batch import check_members, find_ranks, inside, spans_ranks
 from gradaccum.torch.train_step.micro_batcher import GroupsChoice, MicroBatcher
 from gradaccum.torch.train_step.options import Options, check_optimized
@@ -126,7 +126,8 @@ class TrainStep:
         head: nn.Module | str | None = None,
     ) -> None:
         self.model = checked_model(model)
-        self.options = options = Options.checked(
+        self.options = options = Options(
+            optimizers=optimizer,
             micro_batch_size=micro_batch_size,
             max_tokens=max_tokens,
             pack=pack,
@@ -140,7 +141,6 @@ class TrainStep:
             noise_scale=noise_scale,
             sync=sync,
             blocks=blocks,
-            head=head,
         )
         self.updates = 0
         """Updates made so far."""
@@ -148,8 +148,7 @@ class TrainStep:
         """Of several losses, the mean of each over the last large batch, by name: detached scalars."""
         self.proving = False
         """Whether passes run just now that only prove something: nothing is kept of them."""
-        self._verify, self._is_checked = verify, False
-        exact = options.batch_norm == "exact"
+        self._is_checked, exact = False, options.batch_norm == "exact"
         whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=bool(offload)) if exact else None
         self.objective = Objective(
             model if whole is None else whole.model,
@@ -161,46 +160,39 @@ class TrainStep:
             autocast=autocast,
         )
         plain = self.objective.on(inside(model))
-        self.meter = meter = MemoryMeter(self.objective.device, parse_bytes(memory_limit))
-        self.update = Update(optimizer, meter, options, noise_meter(checked_noise(noise_scale), model))
-        size = EXACT_MICRO_BATCH_SIZE if exact and micro_batch_size == "auto" else micro_batch_size
-        self.batcher = MicroBatcher(plain, meter, size, max_tokens, pack, groups=groups, judge=verify)
+        self.meter = MemoryMeter(self.objective.device, parse_bytes(memory_limit))
+        self.update = Update(options, self.meter, noise_meter(checked_noise(noise_scale), model))
+        self.batcher = MicroBatcher(plain, self.meter, options, judge=verify)
         layers = None if options.blocks is None else Layers(model, options.blocks, offload)
-        # Reduced by hand: a backward pass that runs out of memory halfway through a reduction could not be taken back.
         self.ranks = find_ranks(model, self.objective, self.update, options)
         self._shared = Shared(
-            modules=[model, *(module for prefix, module in self.objective.modules.items() if prefix)],
+            roots=[model, *(module for prefix, module in self.objective.modules.items() if prefix)],
             functions=[self.objective.evaluate],
             device=self.objective.device,
             batcher=self.batcher,
             buffer=self.update.buffer,
             batch_norm=BatchNormPolicy(batch_norm, model, remedy=_REMEDY),
-            oom=OomRetry(meter, None if head is None else tiling(inside(model), head)),
+            oom=OomRetry(self.meter, None if head is None else tiling(inside(model), head)),
             layers=layers,
             whole=whole,
         )
-        self._join_ranks()
-        self._make_windows(plain)
-
-    def _join_ranks(self) -> None:
-        """What is other where ranks share the update."""
-        shared, verify = self._shared, self._verify
-        self._spans = spans_ranks(self.model, self.ranks, exact=shared.whole is not None, verify=verify)
-        self._verify = verify and not self._spans and (shared.layers is None or shared.layers.proves)
+        spans = spans_ranks(model, self.ranks, exact=exact, verify=verify)
+        self._verify = verify and not spans and (layers is None or layers.proves)
         self.update.buffer.attach(self.ranks.pending)
+        options.check_ranks(layers, self.ranks)
         if self.ranks.sharded:
             self.batcher.without_trying(self.update.optimizers, self.ranks, proves=verify)
-            self.options.check_sharded(shared.layers)
-        if shared.layers is not None:
-            self.update.by_blocks(shared.layers, self.ranks, searched=self.batcher.searches)
+        if layers is not None:
+            self.update.by_blocks(layers, self.ranks)
+        self._make_windows(plain, spans)
 
-    def _make_windows(self, plain: Objective) -> None:
+    def _make_windows(self, plain: Objective, spans: bool) -> None:
         """What runs the windows of updates, and those of proofs: by this rank alone, without clipping or measuring."""
         shared, update = self._shared, self.update
-        # Where all ranks run passes together, or blocks are updated on the way, no window restarts by itself.
-        always = self._spans or update.in_backward is not None
         known: dict[str, Any] = {"parameters": update.parameters, "functions": shared.functions}
-        self._state = WindowState(shared.modules, shared.device, **known, always=always)
+        # Where all ranks run passes together, or blocks are updated on the way, no window restarts by itself.
+        always = spans or update.in_backward is not None
+        self._state = WindowState(shared.roots, shared.device, **known, always=always)
         self._windows = WindowRunner(
             shared,
             self.objective,
@@ -219,8 +211,7 @@ class TrainStep:
             scaler=update.scaler,
             explain=self.batcher.cause,
         )
-        self._rehearsal = WindowState(shared.modules, shared.device, **known, always=True)
-        self._stages_of_proofs = gradient_stages(accumulates_wide=update.buffer.dtype is not None)
+        self._rehearsal = WindowState(shared.roots, shared.device, **known, always=True)
 
     def __repr__(self) -> str:
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.update.optimizers)
@@ -289,7 +280,7 @@ class TrainStep:
         batch = self.batcher.grouped(batch)
         if not self._is_checked:
             check_members(self.model, self.update.parameters(), self.ranks)
-            check_optimized(self.update.optimizers, self._shared.modules)
+            check_optimized(self.update.optimizers, self._shared.roots)
             self._is_checked = True
         self._state.open()
         try:
@@ -353,7 +344,7 @@ class TrainStep:
             objective.on(inside(self.model) if whole is None else whole.chunks),
             SingleRank(),
             self._rehearsal,
-            stages=self._stages_of_proofs,
+            stages=gradient_stages(accumulates_wide=self.update.buffer.dtype is not None),
             scaler=self.update.scaler and self._proof.scale,
             proving=True,
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import is_
 from typing import Any
 
@@ -17,10 +18,8 @@ from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.stages import Stage, WindowTotal, gradient_stages
 from gradaccum.torch.distributed import SingleRank
-from gradaccum.torch.layers import BackwardOptimizer, Layers, check_in_backward
-from gradaccum.torch.optimizer import needs_closure
-from gradaccum.torch.train_step.closure import Closure, takes_closure
-from gradaccum.torch.train_step.options import Options, checked_optimizers
+from gradaccum.torch.layers import BackwardOptimizer, Layers
+from gradaccum.torch.train_step.options import Options
 from gradaccum.torch.train_step.rollback import Rollback
 
 __all__ = ["Update"]
@@ -34,14 +33,15 @@ _UNKNOWN = "Parameters and optimizer state may have been changed by then: go on 
 class Update:
     """What happens once per window."""
 
-    def __init__(self, optimizers: Any, meter: MemoryMeter, options: Options, noise: NoiseMeter | None = None) -> None:
-        self.optimizers, demanding = checked_optimizers(optimizers)
-        options.check_scaler(demanding)
+    def __init__(self, options: Options, meter: MemoryMeter, noise: NoiseMeter | None = None) -> None:
+        options.check_optimizers()
+        self.optimizers: list[torch.optim.Optimizer] = options.optimizers
         self.scaler, self.noise, self._options, self._meter = options.scaler, noise, options, meter
         self._parameters: list[Tensor] = []
         self.buffer = GradientBuffer(self.parameters, options.accumulate_dtype)
+        clips = options.clip_grad_norm is not None or options.clip_grad_value is not None
         self.stages: list[Stage] = gradient_stages(
-            before_clipping=[] if self.scaler is None or not self._clips else [self._unscale],
+            before_clipping=[self._unscale] if self.scaler is not None and clips else [],
             noise=noise,
             clip_grad_norm=options.clip_grad_norm,
             clip_grad_value=options.clip_grad_value,
@@ -51,20 +51,17 @@ class Update:
         self.grad_norm: Tensor | None = None
         self.in_backward: BackwardOptimizer | None = None
         """Makes the update block by block, where that is wanted."""
-        self._closures: dict[torch.optim.Optimizer, Closure] = {}
+        demanding = options.closures()
+        self._closures: dict[torch.optim.Optimizer, _Closure] = {}
         if self.scaler is None:  # which does not pass closures on
             for optimizer in self.optimizers:
                 if optimizer in demanding:
-                    self._closures[optimizer] = Closure(self.parameters, always_check=True)
-                elif takes_closure(optimizer):
-                    self._closures[optimizer] = Closure(functools.partial(parameters_of, [optimizer]))
+                    self._closures[optimizer] = _Closure(self.parameters, always_check=True)
+                elif _takes_closure(optimizer):
+                    self._closures[optimizer] = _Closure(functools.partial(_parameters_of, optimizer))
         # The closures of LBFGS run whole windows, beside which copies cost nothing.
         self._rollback = Rollback(self.optimizers, meter, always=bool(demanding))
         self._scaler_involved = self._scaler_met = False
-
-    @property
-    def _clips(self) -> bool:
-        return self._options.clip_grad_norm is not None or self._options.clip_grad_value is not None
 
     def parameters(self) -> list[Tensor]:
         """Every optimizer's parameters, each once: the same list, while they are the same."""
@@ -83,45 +80,32 @@ class Update:
                 "it, and make one batch of the rows of several."
             )
 
-    def clear(self) -> None:
-        """Empty the sum of gradients."""
-        self.buffer.clear()
-        if self.noise is not None:
-            self.noise.restart()
-
     def meet_scaler(self) -> None:
         """A GradScaler makes its state of the first loss, and a rank may have none before its first update."""
         if self.scaler is not None and not self._scaler_met:
             self.scaler.scale(torch.ones((), device=self._meter.device))
             self._scaler_met = True
 
-    def by_blocks(self, layers: Layers, ranks: SingleRank, *, searched: bool) -> None:
+    def by_blocks(self, layers: Layers, ranks: SingleRank) -> None:
         """Blocks take turns, and each is updated as soon as its gradient is in, where that is wanted."""
         layers.waits = ranks.sharded
         layers.ranks = ranks.by_blocks(layers.model, [block.module for block in layers.blocks])
-        if layers.update != "in_backward":
-            return
-        closure = next((type(o).__name__ for o in self.optimizers if needs_closure(o)), None)
-        check_in_backward(
-            clips=self._options.clip_grad_norm is not None,
-            scales=self.scaler is not None,
-            closure=closure,
-            searched=searched,
-            replicated=ranks.is_distributed and not ranks.sharded,
-        )
-        layers.listener = self.in_backward = BackwardOptimizer(
-            self.optimizers,
-            self.buffer,
-            layers.blocks,
-            layers.model,
-            self._meter,
-            gradient_stages(clip_grad_value=self._options.clip_grad_value, accumulates_wide=True),
-            is_distributed=ranks.is_distributed,
-        )
+        if layers.update == "in_backward":
+            layers.listener = self.in_backward = BackwardOptimizer(
+                self.optimizers,
+                self.buffer,
+                layers.blocks,
+                layers.model,
+                self._meter,
+                gradient_stages(clip_grad_value=self._options.clip_grad_value, accumulates_wide=True),
+                is_distributed=ranks.is_distributed,
+            )
 
     def abandon(self) -> None:
         """After an error: no gradients, and a scaler that has not heard of them."""
-        self.clear()
+        self.buffer.clear()
+        if self.noise is not None:
+            self.noise.restart()
         if self.scaler is not None and self._scaler_involved:  # it keeps account of what it has unscaled and stepped
             self.scaler.update(self.scaler.get_scale())
             self._scaler_involved = False
@@ -200,6 +184,60 @@ def _overflown(optimizer: Any) -> bool:
     return found is not None and bool(found)
 
 
-def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
-    """Every optimizer's parameters, each once."""
-    return list({id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}.values())
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _takes_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its `step` may evaluate a closure more than once. Those of torch.optim call it at first."""
+    step = type(optimizer).step
+    return not step.__module__.startswith("torch.optim.") and "closure" in inspect.signature(step).parameters
+
+
+class _Closure:
+    """The closure that an optimizer evaluates: its first evaluation finds the gradients that are there.
+
+    They are computed once more where the optimizer has moved parameters before it evaluates, as SAM does.
+    """
+
+    def __init__(self, parameters: Callable[[], list[Tensor]], *, always_check: bool = False) -> None:
+        self._parameters, self._always_check = parameters, always_check
+        self._evaluates_first: bool | None = None
+        self._first = False
+        self._loss: Tensor | None = None
+        self._window: Callable[[], Tensor] | None = None
+        self._found: list[float | None] | None = None
+
+    def begin(self, loss: Tensor, window: Callable[[], Tensor]) -> None:
+        """An update begins, with the finished gradients in place."""
+        self._loss, self._window, self._first = loss, window, True
+        self._found = self._norms() if self._evaluates_first is None else None
+
+    def end(self) -> None:
+        """The update has been made: let go of its batch."""
+        self._loss = self._window = self._found = None
+
+    def __call__(self) -> Tensor:
+        assert self._loss is not None
+        assert self._window is not None
+        first, self._first = self._first, False
+        return self._loss if first and self._untouched() else self._window()
+
+    def _untouched(self) -> bool:
+        if self._evaluates_first is not None:
+            return self._evaluates_first
+        untouched = self._found == self._norms()
+        if not self._always_check:
+            self._evaluates_first = untouched
+        return untouched
+
+    @torch.no_grad()
+    def _norms(self) -> list[float | None]:
+        """Norms of parameters and gradients: whatever moves them changes these."""
+        parameters = self._parameters()
+        return [None if tensor is None else _norm(tensor) for p in parameters for tensor in (p, p.grad)]
+
+
+def _norm(tensor: Tensor) -> float:
+    norm: Tensor = torch.linalg.vector_norm(tensor.to_dense() if tensor.is_sparse else tensor)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # of a sharded one: all ranks' shards
