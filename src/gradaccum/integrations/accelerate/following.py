@@ -88,12 +88,7 @@ class Following(Settings):
         places = {id(p): place for place, p in enumerate(self._prepared._all_parameters())}
         self._mine: dict[str, Any] = {
             "clips": [
-                (
-                    name,
-                    [places[id(p)] for p in those],
-                    [*map(_plain, args)],
-                    {k: _plain(v) for k, v in keywords.items()},
-                )
+                (name, [places[id(p)] for p in those], _plain(args), {k: _plain(v) for k, v in keywords.items()})
                 for name, those, args, keywords in self._prepared._clipped()
             ],
             "schedules": [_position(schedule) for schedule in self._schedules()],
@@ -110,25 +105,29 @@ class Following(Settings):
 
     def _settle_schedules(self, everybody: list[dict[str, Any]], ranks: Meeting) -> None:
         leader = next((rank for rank, one in enumerate(everybody) if not one["behind"]), 0)
-        theirs = everybody[leader]
-        follow = [one["behind"] and one["schedules"] != theirs["schedules"] for one in everybody]
-        self.check([(theirs if follows else one)["settings"] for one, follows in zip(everybody, follow)])
-        leading = [one["schedules"] for one, follows in zip(everybody, follow) if not follows]
-        lengths = {len(one["schedules"]) for one in everybody}
-        if len(lengths) > 1 or any(positions != leading[0] for positions in leading):
+        theirs, positions = everybody[leader], [one["schedules"] for one in everybody]
+        differ = [position != positions[leader] for position in positions]
+        self.check([(theirs if one["behind"] and d else one)["settings"] for one, d in zip(everybody, differ)])
+        if len({*map(len, positions)}) > 1 or any(d and not one["behind"] for one, d in zip(everybody, differ)):
             raise WindowError(
-                f"Ranks have different schedules: {by_rank([one['schedules'] for one in everybody])} (how far each has "
-                "come). Nothing was updated. Prepare and step the same ones on every rank."
+                f"Ranks have different schedules: {by_rank(positions)} (how far each has come). Nothing was updated. "
+                "Prepare and step the same ones on every rank."
             )
-        if not any(follow):
+        if not any(differ):
             return
         schedules = self._schedules()
         states = ranks.broadcast([schedule.state_dict() for schedule in schedules], leader)
-        if self._mine["schedules"] != theirs["schedules"]:
-            for schedule, state in zip(schedules, states, strict=True):
-                schedule.load_state_dict(state)
-            for group, values in zip(self._prepared.param_groups, theirs["settings"], strict=True):
-                _put(group, values)
+        if self._mine["schedules"] == positions[leader]:
+            return
+        for schedule, state in zip(schedules, states, strict=True):
+            schedule.load_state_dict(state)
+        for group, values in zip(self._prepared.param_groups, theirs["settings"], strict=True):
+            for name, value in values.items():
+                old = group[name]
+                if isinstance(old, Tensor):
+                    old.fill_(value)
+                else:
+                    group[name] = type(old)(value) if isinstance(old, tuple) else value
 
     def _settle_clips(self, everybody: list[dict[str, Any]]) -> None:
         asked = [one["clips"] for one in everybody if one["in_body"]] or [one["clips"] for one in everybody]
@@ -141,7 +140,7 @@ class Following(Settings):
         if asked[0] != self._mine["clips"]:
             parameters = self._prepared._all_parameters()
             for name, places, args, keywords in asked[0]:
-                self._prepared._clip(name, [parameters[place] for place in places], tuple(args), keywords)
+                self._prepared._clips[name, None] = name, [parameters[place] for place in places], args, keywords
 
     def _schedules(self) -> list[Any]:
         """The prepared schedules of this optimizer."""
@@ -160,12 +159,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [*map(_plain, value)]
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-def _put(group: dict[str, Any], values: dict[str, Any]) -> None:
-    for key, value in values.items():
-        old = group[key]
-        if isinstance(old, Tensor):
-            old.fill_(value)
-        else:
-            group[key] = type(old)(value) if isinstance(old, tuple) else value

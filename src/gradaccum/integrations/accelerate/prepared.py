@@ -98,13 +98,11 @@ def prepare_optimizer(
         Optimizer(optimizer, steps, model=model, **options), accelerator, model=model if sharded else None
     )
     accelerator._optimizers.append(prepared)
-    for method in (*CLIPPING, "load_state"):
-        original = getattr(accelerator, method)
-        if getattr(original, "__wrapped__", None) is None:
-            if method in CLIPPING:
-                setattr(accelerator, method, _clipping_at_the_end(accelerator, method, original))
-            else:
-                setattr(accelerator, method, loading_together(original, functools.partial(_files, accelerator)))
+    if not hasattr(accelerator, "_gradaccum_methods"):
+        for method in CLIPPING:
+            setattr(accelerator, method, _clipping_at_the_end(accelerator, method, getattr(accelerator, method)))
+        accelerator.load_state = loading_together(accelerator, accelerator.load_state)
+        accelerator._gradaccum_methods = True
     return prepared
 
 
@@ -127,7 +125,9 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._is_accelerate_prepared = True
         self._model = model
         self._sharded = {} if model is None else dict(model.named_parameters())
-        self._files = None if accelerator.num_processes == 1 or model is not None else WindowFiles(accelerator, self)
+        self._gradaccum_files = (
+            None if accelerator.num_processes == 1 or model is not None else WindowFiles(accelerator, self)
+        )
         self._clips: dict[Any, tuple[str, Iterable[Tensor], tuple[Any, ...], dict[str, Any]]] = {}
         """What the body has asked for in this window. Until its end parameters are not looked at."""
         self._norm: Tensor | None = None
@@ -238,8 +238,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """What goes into a checkpoint, open window included."""
         state: dict[str, Any] = super().state_dict()
-        if self._files is not None:
-            state[KEY]["save"] = self._files.save_point(state[KEY])
+        if self._gradaccum_files is not None:
+            state[KEY]["save"] = self._gradaccum_files.save_point(state[KEY])
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -249,12 +249,9 @@ class PreparedOptimizer(AcceleratedOptimizer):
             WindowError: From `load_state`: a part of an open window is not there, or loading failed elsewhere.
         """
         self._clips.clear()
-        if self._files is None:
-            super().load_state_dict(state_dict)
-        else:
-            self._files.load(state_dict, super().load_state_dict)
-
-    # The epoch's end.
+        super().load_state_dict(
+            state_dict if self._gradaccum_files is None else self._gradaccum_files.own_part(state_dict)
+        )
 
     def _is_epochs_last(self) -> bool:
         """Whether a plain loop over one of Accelerate's loaders has come to its last batch."""
@@ -286,20 +283,11 @@ class PreparedOptimizer(AcceleratedOptimizer):
         return True
 
     def _finish(self) -> None:
-        """`step()` or `flush()` is over."""
         self._in_body = self._is_updating = False
         if not self.optimizer.micro_batches:
             self._clips.clear()
             if self.updated:
                 self._following.body_goes_on()
-
-    # Clipping.
-
-    def _clip(
-        self, name: str, parameters: Iterable[Tensor], args: tuple[Any, ...], keywords: dict[str, Any], key: Any = None
-    ) -> None:
-        """Clip the finished gradient of these parameters when this window closes."""
-        self._clips[name, key] = name, parameters, args, keywords
 
     def _clipped(self) -> list[Clip]:
         """What is clipped at the end of this window."""
@@ -336,10 +324,6 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._following.updated(self._in_body)
 
 
-def _files(accelerator: Accelerator) -> list[WindowFiles]:
-    return [one._files for one in accelerator._optimizers if isinstance(one, PreparedOptimizer) and one._files]
-
-
 def _clipping_at_the_end(accelerator: Accelerator, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """The Accelerator's clipping, which waits for the finished gradient where a window holds it."""
 
@@ -351,7 +335,8 @@ def _clipping_at_the_end(accelerator: Accelerator, name: str, original: Callable
         optimizers = accelerator._optimizers
         only = optimizers[0] if len(optimizers) == 1 else None
         if isinstance(only, PreparedOptimizer) and only._has(first):  # the rest isn't looked at before the end
-            return only._clip(name, found, args, keywords, id(first))
+            only._clips[name, id(first)] = name, found, args, keywords
+            return None
         found = list(found)
         owners = [o for o in optimizers if isinstance(o, PreparedOptimizer) and o._owned(found)]
         if not owners:
@@ -363,14 +348,15 @@ def _clipping_at_the_end(accelerator: Accelerator, name: str, original: Callable
                 f"accelerator.{name} was given parameters of {len(owners) + len(others)} optimizers, whose windows "
                 "close apart. Call it for the parameters of each."
             )
-        owners[0]._clip(name, found, args, keywords, tuple(map(id, found)))
+        owners[0]._clips[name, tuple(map(id, found))] = name, found, args, keywords
         return None  # the norm is not known before the window closes: `grad_norm`
 
     return clip
 
 
-def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+def _ids(optimizer: Any) -> set[int]:
+    """Of the parameters that it updates; of none, where it is no optimizer, which `Optimizer` refuses by name."""
+    return {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
 
 
 # What an Accelerator must be.
@@ -384,10 +370,9 @@ def _check_accelerator(accelerator: Any) -> bool:
         missing = name.missing_from(accelerator, f"accelerate {accelerate.__version__}")
         if missing:
             raise ValueError(f"{missing} Use accelerate 1.10 or later.")
-    kind, sharded = accelerator.distributed_type, False
-    if kind == DistributedType.FSDP:
-        sharded = accelerator.is_fsdp2
-    if kind == DistributedType.FSDP and not sharded:
+    kind = accelerator.distributed_type
+    sharded = kind == DistributedType.FSDP
+    if sharded and not accelerator.is_fsdp2:
         raise ValueError(
             "FSDP1 reduces in every backward pass, and takes the mean of the ranks' means. Use FSDP2: "
             "FullyShardedDataParallelPlugin(fsdp_version=2)."
@@ -406,14 +391,19 @@ def _checked_model(
 ) -> nn.Module | None:
     """The prepared model that has the optimizer's parameters: on several ranks there must be one."""
     if model is None:
-        model = _model_of(accelerator, optimizer)
+        own, models = _ids(optimizer), accelerator._models
+        if not sharded and accelerator.num_processes > 1:
+            # Accelerate keeps the modules inside. By type, without isinstance: other objects may be proxies.
+            models = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+        model = next((m for m in models if own & {*map(id, m.parameters())}), None)
     if sharded and model is None:
         raise ValueError(
             "The optimizer's parameters are in no model that this Accelerator has sharded. FSDP2 makes parameters "
             "anew: prepare both, model, inner = accelerator.prepare(model, inner); then prepare_optimizer(accelerator, "
             "inner, steps)."
         )
-    if accelerator.num_processes > 1 and not sharded and not _is_replicated(model):
+    parts = () if model is None else model.modules()  # the ranks may train a part of it together
+    if accelerator.num_processes > 1 and not sharded and not any(isinstance(m, DistributedDataParallel) for m in parts):
         raise ValueError(
             "The optimizer's parameters are in no model that this Accelerator has prepared. Prepare the model first: "
             "model = accelerator.prepare(model); then prepare_optimizer(accelerator, inner, steps)."
@@ -427,18 +417,3 @@ def _check_alone(state: Any) -> None:
             "Accelerate and gradaccum both accumulate. Received: Accelerator(gradient_accumulation_steps="
             f"{state.num_steps}). Remove it, and GradientAccumulationPlugin(num_steps=...), from the Accelerator."
         )
-
-
-def _model_of(accelerator: Accelerator, optimizer: Any) -> nn.Module | None:
-    """The prepared model that has the optimizer's parameters."""
-    own = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
-    models = accelerator._models
-    if accelerator.distributed_type in _KNOWN and accelerator.num_processes > 1:
-        # Accelerate keeps the modules inside. By type, without isinstance: other objects may be proxies.
-        models = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
-    return next((m for m in models if any(id(p) in own for p in m.parameters())), None)
-
-
-def _is_replicated(model: nn.Module | None) -> bool:
-    """Whether the model, or a part of it, is one that the ranks train together."""
-    return model is not None and any(isinstance(module, DistributedDataParallel) for module in model.modules())

@@ -19,15 +19,8 @@ from torch import Tensor
 
 from gradaccum.core.window import Window
 from gradaccum.errors import WindowError
-from gradaccum.integrations.lightning.checks import (
-    Varying,
-    check,
-    check_optimizer,
-    count_batches,
-    count_updates,
-    hyperparameters,
-)
-from gradaccum.integrations.lightning.ranks import Ranks, mean, over_ranks
+from gradaccum.integrations.lightning.checks import Varying, check, check_optimizer
+from gradaccum.integrations.lightning.loop import Ranks, Replaced, count_updates
 from gradaccum.on_torch.foreach import scale_
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
@@ -87,7 +80,7 @@ class GradientAccumulation(Callback):
         self._trainer: Trainer | None = None
         self._monitor: GradientMonitor | None = None
         self._ranks: Ranks | None = None
-        """The other ranks, if there are any."""
+        self._replaced = Replaced()
         self._total: float | None = None
         """What the window that closes weighs on all ranks."""
         self._restored: dict[str, Any] | None = None
@@ -96,7 +89,7 @@ class GradientAccumulation(Callback):
         self._left_out: list[tuple[Tensor, bool, Any]] = []
         """Of a batch that weighs nothing: parameters, whether they had no gradient, hooks that keep it out."""
         self._settings: list[dict[str, Any]] | None = None
-        """Hyperparameters, as they were when the window opened, in windows that are looked at."""
+        """Hyperparameters when the window opened, in windows that are looked at."""
 
     @property
     def micro_batches(self) -> int:
@@ -107,6 +100,11 @@ class GradientAccumulation(Callback):
         optimizers = [] if self._trainer is None else self._trainer.optimizers
         return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
+    @property
+    def _others(self) -> Ranks:
+        assert self._ranks is not None
+        return self._ranks
+
     # Before training.
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -115,7 +113,7 @@ class GradientAccumulation(Callback):
         self._leave()  # training that has failed
         check(trainer, pl_module, self)
         logger.info("Lightning's Trainer with GA of %s steps", self._schedule)
-        self._trainer, self._ranks = trainer, Ranks(trainer) if trainer.world_size > 1 else None
+        self._trainer, self._ranks = trainer, Ranks(trainer)
         # Read by `estimated_stepping_batches` in configure_optimizers.
         constant = self._schedule.constant
         trainer.accumulate_grad_batches = constant if constant is not None else Varying()
@@ -131,27 +129,22 @@ class GradientAccumulation(Callback):
         trainer.accumulate_grad_batches = self._schedule(trainer.current_epoch)
         self._monitor = GradientMonitor(self._parameters)
         if is_overridden("on_train_batch_start", pl_module):
-            self._flush_where_the_rest_is_skipped(trainer, pl_module)
-        count_updates(trainer)
-        if self._ranks is not None:
-            self._ranks.meet_between_batches()
+            hook = pl_module.on_train_batch_start
+
+            @functools.wraps(hook)
+            def on_train_batch_start(*args: Any, **kwargs: Any) -> Any:
+                response = hook(*args, **kwargs)
+                if response == -1 and self._window.is_open:  # the epoch ends, after which schedulers step
+                    self._flush(trainer)
+                return response
+
+            self._replaced.put(pl_module, "on_train_batch_start", on_train_batch_start)
+        count_updates(trainer, self._replaced)
+        self._others.meet_between_batches(self._replaced)
         self._begin()
         if self._restored is not None:
             restored, self._restored = self._restored, None
             self._restore(restored, trainer)
-
-    def _flush_where_the_rest_is_skipped(self, trainer: Trainer, module: LightningModule) -> None:
-        """The module's on_train_batch_start may end the epoch by returning -1, after which schedulers step."""
-        hook = module.on_train_batch_start
-
-        @functools.wraps(hook)
-        def on_train_batch_start(*args: Any, **kwargs: Any) -> Any:
-            response = hook(*args, **kwargs)
-            if response == -1 and self._window.is_open:
-                self._flush(trainer)
-            return response
-
-        module.on_train_batch_start = on_train_batch_start
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.fit_loop._skip_backward:
@@ -171,10 +164,9 @@ class GradientAccumulation(Callback):
             )
             self._begin()
         if self._settings is not None:
-            self._check_settings(trainer, self._settings)
-        largest = weight = self._weigh(batch)
-        if self._ranks is not None:
-            largest = self._ranks.batch(weight, unknown=self._unit is None)
+            self._check_settings(self._settings)
+        weight = self._weigh(batch)
+        largest = self._others.batch(weight, unknown=self._unit is None)
         if self._unit is None:
             self._unit = window.unit = largest or None
         window.expect(weight, self._weigh.given)
@@ -189,7 +181,7 @@ class GradientAccumulation(Callback):
             )
         self._check_sum()
         factor = self._window.weigh()
-        if self._ranks is not None and not trainer.fit_loop._should_accumulate():
+        if not trainer.fit_loop._should_accumulate():
             self._close()
         if factor == 0:  # NaN times 0 would stay NaN
             parameters = [p for p in self._parameters() if p.requires_grad]
@@ -201,14 +193,14 @@ class GradientAccumulation(Callback):
         window, monitor = self._window, self._monitor
         assert monitor is not None
         if not window.micro_batches and monitor.looking:
-            self._settings = hyperparameters(trainer)
+            self._settings = self._others.settings.hyperparameters(wait=False)
         window.add()
         self._expected = False
         closes = not trainer.fit_loop._should_accumulate()
         if self._left_out:
             for parameter, had_none, hook in self._left_out:
                 hook.remove()
-                if had_none and (not closes or self._ranks is None):
+                if had_none and (not closes or trainer.world_size == 1):
                     parameter.grad = None
             self._left_out = []
             monitor.resync()
@@ -235,9 +227,9 @@ class GradientAccumulation(Callback):
                 "the finished gradient in on_before_optimizer_step."
             )
 
-    def _check_settings(self, trainer: Trainer, before: list[dict[str, Any]]) -> None:
+    def _check_settings(self, before: list[dict[str, Any]]) -> None:
         """Hyperparameters belong to an update: name those that have changed between the batches of a window."""
-        pairs = zip(before, hyperparameters(trainer), strict=False)
+        pairs = zip(before, self._others.settings.hyperparameters(wait=False), strict=False)
         changed = {n: f"{n} from {old[n]} to {new.get(n)}" for old, new in pairs for n in old if old[n] != new.get(n)}
         if changed:
             self._settings = None  # once in this window
@@ -252,7 +244,7 @@ class GradientAccumulation(Callback):
     def _close(self, *, manual_reduce: bool = False) -> None:
         """Learn what the window weighs on all ranks, before anybody waits in a reduction for one that won't come."""
         weight = self._window.weight + (self._window.micro_batch.weight or 0.0)
-        self._total = weight if self._ranks is None else self._ranks.close(weight, manual_reduce=manual_reduce)
+        self._total = self._others.close(weight, manual_reduce=manual_reduce)
 
     def _finish(self, trainer: Trainer) -> None:
         """Turn what Lightning and the ranks' reduction have left into the mean over all rows of the window."""
@@ -282,10 +274,9 @@ class GradientAccumulation(Callback):
         last, progress.is_last_batch = progress.is_last_batch, True
         self._check_sum()
         self._close(manual_reduce=True)
-        if self._ranks is not None:
-            parameters = self._parameters()
-            for parameter, gradient in zip(parameters, mean(trainer, parameters), strict=True):
-                parameter.grad = gradient
+        parameters = self._parameters()
+        for parameter, gradient in zip(parameters, self._others.mean_gradients(parameters), strict=True):
+            parameter.grad = gradient
         self._finish(trainer)
         try:
             # No pass is left to be made. The loss is there because None would mean that there is nothing to unscale.
@@ -302,8 +293,7 @@ class GradientAccumulation(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._window.is_open:  # training stops inside of it
             self._flush(trainer, schedulers=True)
-        if self._ranks is not None:
-            self._ranks.end_epoch()
+        self._others.end_epoch()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._ranks is not None:
@@ -322,10 +312,7 @@ class GradientAccumulation(Callback):
         """Leave Trainer, module and parameters as they were found."""
         if self._trainer is not None:
             self._trainer.accumulate_grad_batches = 1
-            count_batches(self._trainer)
-            self._trainer.lightning_module.__dict__.pop("on_train_batch_start", None)
-        if self._ranks is not None:
-            self._ranks.leave()
+        self._replaced.put_back()
         if self._monitor is not None:
             self._monitor.remove()
         self._monitor = self._trainer = self._ranks = None
@@ -342,11 +329,8 @@ class GradientAccumulation(Callback):
             logger.warning("The checkpoint leaves out the open window, in which a backward pass has failed")
             return state
         self._check_sum()
-        gradients = [None if p.grad is None else p.grad.detach().clone() for p in self._parameters()]
-        weight = torch.tensor(window.weight, dtype=torch.float64)
-        if self._ranks is not None:
-            gradients = mean(trainer, self._parameters())
-            weight = over_ranks(trainer, weight, "sum") / trainer.world_size
+        gradients = [None if g is None else g.clone() for g in self._others.mean_gradients(self._parameters())]
+        weight = self._others.reduce(torch.tensor(window.weight, dtype=torch.float64), "sum") / trainer.world_size
         state["window"] = {
             "steps": trainer.accumulate_grad_batches,
             "micro_batches": window.micro_batches,

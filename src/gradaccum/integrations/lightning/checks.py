@@ -1,10 +1,6 @@
-"""Lightning's Trainer: settings that accumulate as well are refused, and schedulers go by updates."""
+"""Lightning's Trainer: settings that accumulate as well are refused."""
 
 from __future__ import annotations
-
-import functools
-from collections.abc import Callable
-from typing import Any
 
 import lightning
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,7 +11,7 @@ from gradaccum.extras import PrivateName
 from gradaccum.torch.optim import Optimizer
 from gradaccum.torch.optimizer import needs_closure
 
-__all__ = ["Varying", "check", "check_optimizer", "count_batches", "count_updates", "hyperparameters"]
+__all__ = ["Varying", "check", "check_optimizer"]
 
 _NAMES = (
     PrivateName("trainer", "fit_loop._should_accumulate", "says whether a batch closes its window"),
@@ -60,7 +56,8 @@ def check(trainer: Trainer, module: LightningModule, callback: Callback) -> None
             "Remove the callback, and wrap each optimizer in configure_optimizers: gradaccum.torch.optim.Optimizer("
             "inner, steps=4); or call gradaccum.torch.TrainStep in training_step."
         )
-    if "dataloader_iter" in _arguments(module.training_step):
+    code = getattr(module.training_step, "__code__", None)
+    if code is not None and "dataloader_iter" in code.co_varnames[: code.co_argcount]:
         raise ValueError(
             "training_step(dataloader_iter) fetches its batches itself, so that their weight is not known. Take the "
             "batch: training_step(batch, batch_idx)."
@@ -78,11 +75,6 @@ def check(trainer: Trainer, module: LightningModule, callback: Callback) -> None
         )
 
 
-def _arguments(function: Callable[..., Any]) -> tuple[str, ...]:
-    code = getattr(function, "__code__", None)
-    return code.co_varnames[: code.co_argcount] if code is not None else ()
-
-
 def check_optimizer(trainer: Trainer) -> None:
     """Raise for optimizers that accumulate by themselves, or evaluate a batch again."""
     for optimizer in trainer.optimizers:
@@ -98,14 +90,6 @@ def check_optimizer(trainer: Trainer) -> None:
             )
 
 
-def hyperparameters(trainer: Trainer) -> list[dict[str, Any]]:
-    """The plain numbers of each group of each optimizer, by name. Tensors are not looked at: reading them waits."""
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    return [
-        {name: value for name, value in group.items() if isinstance(value, (int, float, tuple))} for group in groups
-    ]
-
-
 class Varying:
     """Stands for windows whose length differs from epoch to epoch, while the optimizer is configured."""
 
@@ -114,34 +98,3 @@ class Varying:
             "trainer.estimated_stepping_batches takes one length of windows for all epochs, and GradientAccumulation "
             "was given a table. Count the updates of each epoch yourself: math.ceil(batches / steps)."
         )
-
-
-def count_updates(trainer: Trainer) -> None:
-    """Have schedulers of steps step with every `frequency`-th update of an epoch: Lightning counts its batches."""
-    if all(config.frequency == 1 for config in trainer.lr_scheduler_configs if config.interval == "step"):
-        return
-    loop = trainer.fit_loop.epoch_loop
-    original = loop.update_lr_schedulers
-
-    @functools.wraps(original)
-    def update_lr_schedulers(interval: str, *args: Any, **keywords: Any) -> None:
-        if interval != "step":
-            return original(interval, *args, **keywords)
-        batches = loop.batch_idx + 1
-        updates = -(-batches // trainer.accumulate_grad_batches)
-        configs = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
-        frequencies = [config.frequency for config in configs]
-        try:
-            for config in configs:  # Lightning asks whether this divides the number of batches
-                config.frequency = 1 if updates % config.frequency == 0 else batches + 1
-            return original(interval, *args, **keywords)
-        finally:
-            for config, frequency in zip(configs, frequencies, strict=True):
-                config.frequency = frequency
-
-    loop.update_lr_schedulers = update_lr_schedulers  # of this object alone
-
-
-def count_batches(trainer: Trainer) -> None:
-    """Undo `count_updates`."""
-    vars(trainer.fit_loop.epoch_loop).pop("update_lr_schedulers", None)

@@ -48,7 +48,7 @@ class LargeBatch:
         """Whether rows are sorted, and each micro-batch rid of the padding that all its rows have."""
         self.denominator: Denominator | None = None
         self.step: TrainStep | None = None
-        self._made_for: Any = None
+        self._made_for: tuple[Any, ...] = (None, None, None)
         self._state: dict[str, Any] = {}
         self._metrics = Metrics(trainer)
         self._epoch = -1
@@ -89,10 +89,13 @@ class LargeBatch:
                         raise
                     logger.debug("Padding is not cut off: %s", error)
                     self.trims = False
-                    step = self._step_on(model, own)
-                    loss = step.backward(batch)
+                    loss = self._step_on(model, own).backward(batch)
             except NotEquivalentError as error:
-                raise NotEquivalentError(f"{error}\n{self._advice()}") from None
+                raise NotEquivalentError(
+                    f"{error}\nThe loss is {type(trainer).__name__}.compute_loss on a part of the batch, with the "
+                    "`num_items_in_batch` of that part. MicroBatchTrainer(weight=...) takes a `weight`, where it is a "
+                    "mean over something else."
+                ) from None
             if all(p.grad is None for group in trainer.optimizer.param_groups for p in group["params"]):
                 loss = self._leave_zeros(model, own, batch)
         return loss.requires_grad_()
@@ -111,7 +114,8 @@ class LargeBatch:
         trainer, settings = self._trainer, self.micro_batches
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's has the user's inside
         made_for, step = (model, optimizer, self.trims), self.step
-        if step is not None and _same(made_for, self._made_for):
+        same = [one is other for one, other in zip(made_for, self._made_for, strict=True)]
+        if step is not None and all(same):
             return step
         check_settings(trainer, settings)
         state = self._state if step is None else step.state_dict()
@@ -123,9 +127,8 @@ class LargeBatch:
             self._metrics.next(batch, inputs)
             return own(model, inputs, num_items_in_batch=items)
 
-        if step is None or not _same(made_for[:2], self._made_for[:2]):
+        if self.denominator is None or not all(same[:2]):
             self.denominator = Denominator(trainer, lambda batch: self._alone(own, model, batch), settings.weight)
-        assert self.denominator is not None
         new = TrainStep(
             model,
             optimizer,
@@ -206,13 +209,6 @@ class LargeBatch:
         finally:
             args.average_tokens_across_devices = average
 
-    def _advice(self) -> str:
-        return (
-            f"The loss is {type(self._trainer).__name__}.compute_loss on a part of the batch, with the "
-            "`num_items_in_batch` of that part. MicroBatchTrainer(weight=...) takes a `weight`, where it is a mean "
-            "over something else."
-        )
-
     # The sizes that "auto" has found belong to a checkpoint: other micro-batches draw other dropout masks.
 
     def state_dict(self) -> dict[str, Any]:
@@ -226,10 +222,6 @@ class LargeBatch:
             self.step.load_state_dict(state)
 
 
-def _same(some: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    return all(one is other for one, other in zip(some, others, strict=True))
-
-
 # A trainer for passes that only prove something.
 
 LARGEST = 4096
@@ -238,35 +230,26 @@ LARGEST = 4096
 _CONTAINERS = (dict, list, set, deque)
 
 
-class _Alone:
-    """An accelerator that gathers from this rank alone."""
+class _Quiet:
+    """An accelerator that gathers from this rank alone, or a handler that calls no callback.
 
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
+    `replaced(name)` is what stands in the place of one of its methods, if anything does.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-    def gather(self, tensor: Any) -> Any:
-        return tensor
-
-    def gather_for_metrics(self, tensor: Any, use_gather_object: bool = False) -> Any:
-        return tensor
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        return tensor
-
-
-class _NoCallbacks:
-    """A callback handler that calls none: all events leave the control as it is."""
-
-    def __init__(self, handler: Any) -> None:
-        self._handler = handler
+    def __init__(self, inside: Any, replaced: Callable[[str], Any]) -> None:
+        self._inside, self._replaced = inside, replaced
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("on_") or name == "call_event":
-            return lambda args, state, control, *rest, **more: control
-        return getattr(self._handler, name)
+        return self._replaced(name) or getattr(self._inside, name)
+
+
+def _same_tensor(name: str) -> Any:
+    return (lambda tensor, *how, **more: tensor) if name in ("gather", "gather_for_metrics", "reduce") else None
+
+
+def _same_control(name: str) -> Any:
+    is_event = name.startswith("on_") or name == "call_event"
+    return (lambda args, state, control, *rest, **more: control) if is_event else None
 
 
 def _without_traces(trainer: Any) -> Any:
@@ -276,8 +259,8 @@ def _without_traces(trainer: Any) -> Any:
     for name, value in own.items():
         if isinstance(value, _CONTAINERS) and _is_small(value, [LARGEST]):
             own[name] = copy.deepcopy(value)
-    own["accelerator"] = _Alone(trainer.accelerator)
-    own["callback_handler"] = _NoCallbacks(trainer.callback_handler)
+    own["accelerator"] = _Quiet(trainer.accelerator, _same_tensor)
+    own["callback_handler"] = _Quiet(trainer.callback_handler, _same_control)
     own["state"], own["control"] = copy.copy(trainer.state), copy.copy(trainer.control)
     own["state"].log_history = list(trainer.state.log_history)
     own["log"] = lambda *values, **more: None

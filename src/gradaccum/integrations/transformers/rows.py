@@ -119,18 +119,11 @@ def _split_sequences(batch: dict[str, Any], lengths: list[int]) -> dict[str, Any
 
 
 def can_be_trimmed(batch: Mapping[str, Any]) -> bool:
-    """Whether a batch has text that is padded: one attention mask of (rows, columns), for single rows.
-
-    Example:
-        >>> can_be_trimmed({"attention_mask": torch.ones(3, 5)}), can_be_trimmed({"pixel_values": torch.ones(3, 5)})
-        (True, False)
-    """
+    """Whether a batch has text that is padded: one attention mask of (rows, columns), for single rows."""
     if "examples" in batch or "sequences" in batch:
         return False
-    masks = _masks(batch)
-    return (
-        len(masks) == 1 and has_rows(batch[masks[0]]) and batch[masks[0]].ndim == 2 and 0 not in batch[masks[0]].shape
-    )
+    masks = [batch[name] for name in _masks(batch)]
+    return len(masks) == 1 and has_rows(masks[0]) and masks[0].ndim == 2 and 0 not in masks[0].shape
 
 
 def _masks(inputs: Mapping[str, Any]) -> list[str]:

@@ -43,8 +43,8 @@ def check_hooks(trainer: Any) -> None:
 
 def check_settings(trainer: Any, micro_batches: MicroBatches) -> None:
     """Raise ValueError where a setting contradicts micro-batches."""
-    for line in _wrong(trainer, micro_batches):
-        raise ValueError(line)
+    if problem := next(_wrong(trainer, micro_batches), None):
+        raise ValueError(problem)
 
 
 def gathers(trainer: Any) -> bool:

@@ -1,7 +1,9 @@
-"""Several ranks under Lightning: where each of them is, and their gradients' means."""
+"""Lightning's loop: schedulers that go by updates, and ranks that say where they are before they wait for others."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +15,52 @@ from torch import Tensor
 from gradaccum.errors import WindowError
 from gradaccum.torch.distributed import Channel, Kind, Settings, by_rank
 
-__all__ = ["Ranks", "mean", "over_ranks"]
+__all__ = ["Ranks", "Replaced", "count_updates"]
+
+
+class Replaced:
+    """Methods of single objects of the user's, each replaced by ours until training ends."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        self._before.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, function)
+
+    def put_back(self) -> None:
+        for owner, name, own in reversed(self._before):
+            if own is None:
+                vars(owner).pop(name, None)
+            else:
+                setattr(owner, name, own)
+        self._before.clear()
+
+
+def count_updates(trainer: Trainer, replaced: Replaced) -> None:
+    """Have schedulers of steps step with every `frequency`-th update of an epoch: Lightning counts its batches."""
+    configs = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
+    if all(config.frequency == 1 for config in configs):
+        return
+    loop = trainer.fit_loop.epoch_loop
+    original, frequencies = loop.update_lr_schedulers, [config.frequency for config in configs]
+
+    @functools.wraps(original)
+    def update_lr_schedulers(interval: str, *args: Any, **keywords: Any) -> None:
+        if interval != "step":
+            return original(interval, *args, **keywords)
+        batches = loop.batch_idx + 1
+        updates = -(-batches // trainer.accumulate_grad_batches)
+        try:
+            for config in configs:  # Lightning asks whether this divides the number of batches
+                config.frequency = 1 if updates % config.frequency == 0 else batches + 1
+            return original(interval, *args, **keywords)
+        finally:
+            for config, frequency in zip(configs, frequencies, strict=True):
+                config.frequency = frequency
+
+    replaced.put(loop, "update_lr_schedulers", update_lr_schedulers)
+
 
 _PLACES = {
     Kind.START: "at an epoch's first batch",
@@ -30,27 +77,32 @@ class Ranks:
     """Several ranks of a Trainer, each of which says where it is before it waits for the others in a reduction.
 
     Lightning's ranks wait for each other in every batch, so all must have as many. What keeps one from coming to the
-    same place is an error on all of them. All ranks make this at the same time.
+    same place is an error on all of them. All ranks make this at the same time. One that is alone says nothing.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._channel = Channel(range(trainer.world_size))
-        self._settings = Settings(lambda: [group for one in trainer.optimizers for group in one.param_groups])
+        self._alone = trainer.world_size == 1
+        if not self._alone:
+            self._channel = Channel(range(trainer.world_size))
+        self.settings = Settings(lambda: [group for one in trainer.optimizers for group in one.param_groups])
         self._epoch: int | None = None
         self._sized = True
 
-    def meet_between_batches(self) -> None:
+    def meet_between_batches(self, replaced: Replaced) -> None:
         """Name a rank that stops alone: it would validate and save, where it waits for the others, and they for it.
 
         Before each batch Lightning's ranks send whether a signal ends training. Theirs is sent here, with the place.
         """
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
-        ends_by_signal, checks = getattr(loop, "_broadcast_sigterm_tensor", None), loop._should_check_val_fx
+        ends_by_signal = getattr(loop, "_broadcast_sigterm_tensor", None)
+        if self._alone or ends_by_signal is None:
+            return
+        checks = loop._should_check_val_fx
 
         def before_batch() -> None:
             signals = self._exchange(Kind.NUMBER, float(getattr(trainer, "received_sigterm", False)))
-            if any(numbers[1] for numbers in signals) and ends_by_signal is not None:
+            if any(numbers[1] for numbers in signals):
                 ends_by_signal()
 
         def after_batch(*args: Any) -> bool:
@@ -58,18 +110,14 @@ class Ranks:
                 self._exchange(Kind.ENDED)
             return checks(*args)
 
-        if ends_by_signal is not None:
-            loop._broadcast_sigterm_tensor = before_batch
-            loop._should_check_val_fx = after_batch  # of this object alone
-
-    def leave(self) -> None:
-        """Leave Lightning's loop as it was."""
-        for name in ("_broadcast_sigterm_tensor", "_should_check_val_fx"):
-            vars(self._trainer.fit_loop.epoch_loop).pop(name, None)
+        replaced.put(loop, "_broadcast_sigterm_tensor", before_batch)
+        replaced.put(loop, "_should_check_val_fx", after_batch)
 
     def batch(self, weight: float, *, unknown: bool) -> float:
         """A batch begins. Returns the largest weight on any rank, where that is unknown."""
         trainer, largest = self._trainer, weight
+        if self._alone:
+            return weight
         if self._epoch != trainer.current_epoch or unknown:
             self._epoch = trainer.current_epoch
             loaders = CombinedLoader(trainer.train_dataloader).flattened
@@ -88,19 +136,36 @@ class Ranks:
 
     def close(self, weight: float, *, manual_reduce: bool = False) -> float:
         """A window closes, which has this weight here. Returns its weight on all ranks."""
-        messages = self._exchange(Kind.FINISHED if manual_reduce else Kind.WINDOW, weight, self._settings.number())
+        if self._alone:
+            return weight
+        messages = self._exchange(Kind.FINISHED if manual_reduce else Kind.WINDOW, weight, self.settings.number())
         if len({numbers[2] for numbers in messages}) > 1:
-            self._settings.settle(self._channel)
+            self.settings.settle(self._channel)
         return sum(numbers[1] for numbers in messages)
 
     def end_epoch(self) -> None:
         """The epoch is over here. Raises WindowError where it is not on other ranks."""
-        self._exchange(Kind.IDLE)
+        if not self._alone:
+            self._exchange(Kind.IDLE)
         self._epoch = None
 
     def abort(self) -> None:
         """An error has ended training here. Waits for nobody."""
-        self._channel.post(Kind.ABORTED)
+        if not self._alone:
+            self._channel.post(Kind.ABORTED)
+
+    def reduce(self, number: Tensor, how: str) -> Tensor:
+        """A tensor's "sum" or "mean" over the ranks."""
+        strategy = self._trainer.strategy
+        return number if self._alone else strategy.reduce(number.to(strategy.root_device), reduce_op=how)
+
+    def mean_gradients(self, parameters: list[Tensor]) -> list[Tensor | None]:
+        """Means of the parameters' gradients over the ranks; None where no rank has one."""
+        if self._alone:
+            return [p.grad for p in parameters]
+        anywhere = self.reduce(torch.tensor([float(p.grad is not None) for p in parameters]), "sum").tolist()
+        own = [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in parameters]
+        return [self.reduce(g, "mean") if there else None for g, there in zip(own, anywhere, strict=True)]
 
     def _exchange(self, kind: Kind, *numbers: float) -> list[list[float]]:
         messages = self._channel.exchange(kind, *numbers)
@@ -126,18 +191,3 @@ def _uneven_error(found: list[str]) -> WindowError:
         "Leave use_distributed_sampler=True, or cut all ranks' loaders to the shortest one; or wrap the optimizer in a "
         "loop with Fabric, where optimizer.batches(loader) takes different numbers."
     )
-
-
-def over_ranks(trainer: Trainer, number: Tensor, how: str) -> Tensor:
-    """A tensor's "sum", "mean" or "max" over the ranks; itself where there is one."""
-    if trainer.world_size == 1:
-        return number
-    return trainer.strategy.reduce(number.to(trainer.strategy.root_device), reduce_op=how)
-
-
-def mean(trainer: Trainer, parameters: list[Tensor]) -> list[Tensor | None]:
-    """Means of the parameters' gradients over the ranks; None where no rank has one."""
-    present = torch.tensor([float(p.grad is not None) for p in parameters])
-    anywhere = over_ranks(trainer, present, "sum").tolist()
-    own = [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in parameters]
-    return [over_ranks(trainer, g, "mean") if there else None for g, there in zip(own, anywhere, strict=True)]
