@@ -121,14 +121,88 @@ def test_a_learning_rate_that_changes_inside_a_window_is_named(hook, said, caplo
     assert said == 0 or "lr from 0.1 to 0.05 inside an open window" in caplog.text
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
-@pytest.mark.parametrize("steps", [1, 3, 4, 5, 100])
-def test_short_and_ragged_windows_make_the_large_batches_updates(steps, make):
-    module = Module(make)
-    one = fit(module, steps, max_epochs=2)
-    large = windows(steps) * 2
-    assert one.global_step == len(large), "updates"
-    assert error(module, large, make) <= FLOAT64
+class Scaled(MixedPrecision):
+    """16-bit precision's GradScaler, and float64 all the same."""
+
+    def __init__(self, scale=8.0):
+        super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale))
+
+    def autocast_context_manager(self):
+        return contextlib.nullcontext()
+
+
+class StopAt(lightning.Callback):
+    def __init__(self, index):
+        self.index = index
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        trainer.should_stop = index == self.index
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([tuple(t[w] for t in data()) for w in BATCHES])
+
+
+def labelled(size, ignored, batch_size, without=()):
+    """Of a loss that is a mean over the rows whose class is not ignored."""
+    x, y = classes(size)
+    y[list(without)] = ignored
+    return {
+        "rows": (x.double(), y),
+        "batches": lambda: DataLoader(TensorDataset(x.double(), y), batch_size=batch_size),
+        "loss": lambda model, x, y: nn.functional.cross_entropy(model(x), y, ignore_index=ignored),
+        "weight": lambda batch: (batch[1] != ignored).sum(),
+    }
+
+
+def without(batch):
+    return [[row for row in range(w.start, w.stop) if row // 2 != batch] for w in windows(4)]
+
+
+CASES = {
+    **{
+        f"{steps} steps, {make.__name__}": {"steps": steps, "make": make, "max_epochs": 2, "large": windows(steps) * 2}
+        for steps in (1, 3, 4, 5, 100)
+        for make in (sgd, adam)
+    },
+    "a schedule": {
+        "steps": {0: 8, 1: 5, 3: 1}, "max_epochs": 4, "large": windows(8) + windows(5) * 2 + windows(1),
+    },
+    "no length": {
+        "steps": 5, "max_epochs": 2, "large": windows(5) * 2,
+        "batches": lambda: DataLoader(Stream(), batch_size=None),
+    },
+    "weights": labelled(ROWS, 0, 5) | {"large": [slice(0, 20), slice(20, ROWS)]},
+    **{
+        f"a loss of NaN that weighs 0, batch {batch}": labelled(12, 9, 2, [2 * batch, 2 * batch + 1])
+        | {"large": [slice(0, 8), slice(8, 12)]}
+        for batch in (0, 1, 3, 5)
+    },
+    **{f"None for batch {batch}": {"skipped": [batch], "large": without(batch)} for batch in (0, 2, 3, 11)},
+    "None for an epoch's only batch of a window": {"steps": 11, "skipped": [11], "large": [slice(0, 22)], "updates": 2},
+    "limit_train_batches of 6": {"limit_train_batches": 6, "large": windows(4, count=6)},
+    "limit_train_batches of a half": {"limit_train_batches": 0.5, "large": windows(4, count=6)},
+    "overfit_batches": {"overfit_batches": 3, "max_epochs": 2, "large": windows(4, count=3) * 2},
+    "max_steps": {"max_steps": 4, "max_epochs": -1, "large": (windows(4) * 2)[:4]},
+    "fast_dev_run": {"fast_dev_run": 3, "large": windows(4, count=3)},
+    "GradScaler, clipped and stopped": {
+        "steps": 5, "plugins": [Scaled], "callbacks": [StopAt(7)], "gradient_clip_val": 0.05,
+        "large": windows(5, count=8), "clip_grad_norm": 0.05,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_windows_make_the_large_batches_updates(case):
+    options = {"make": sgd, "loss": mse, "rows": None, "clip_grad_norm": None} | CASES[case]
+    expected = {name: options.pop(name) for name in ("large", "make", "loss", "rows", "clip_grad_norm")}
+    module = Module(expected["make"], expected["loss"], options.pop("skipped", ()))
+    updates, batches = options.pop("updates", len(expected["large"])), options.pop("batches", loader)
+    options["plugins"] = [make() for make in options.get("plugins", [])]
+    one = fit(module, options.pop("steps", 4), batches(), **options)
+    assert one.global_step == updates
+    assert error(module, **expected) <= FLOAT64
     assert one.accumulate_grad_batches == 1, "as it was"
 
 
@@ -167,38 +241,6 @@ def test_the_progress_bar_counts_batches_and_global_step_updates():
     assert [updates for _, _, updates in bar.seen] == [(n + 3 * (n == count)) // 4 for n in range(1, count + 1)]
 
 
-def test_a_schedule_changes_the_windows_with_the_epochs():
-    module = Module()
-    one = fit(module, {0: 8, 1: 5, 3: 1}, max_epochs=4)
-    large = windows(8) + windows(5) * 2 + windows(1)
-    assert one.global_step == len(large)
-    assert error(module, large) <= FLOAT64
-
-
-def test_batches_weigh_what_weight_says():
-    def loss(model, x, y):
-        return nn.functional.cross_entropy(model(x), y, ignore_index=0)
-
-    x, y = classes(ROWS)
-    rows = (x.double(), y)
-    module = Module(loss=loss)
-    fit(module, 4, DataLoader(TensorDataset(*rows), batch_size=5), weight=lambda batch: (batch[1] != 0).sum())
-    assert error(module, [slice(0, 20), slice(20, ROWS)], loss=loss, rows=rows) <= FLOAT64
-
-
-@pytest.mark.parametrize("ignored", [0, 1, 3, 5])
-def test_a_batch_of_weight_zero_is_left_out_even_where_its_loss_is_nan(ignored):
-    def loss(model, x, y):
-        return nn.functional.cross_entropy(model(x), y, ignore_index=9)
-
-    x, y = classes(12)
-    y[2 * ignored : 2 * ignored + 2] = 9
-    rows = (x.double(), y)
-    module = Module(loss=loss)
-    fit(module, 4, DataLoader(TensorDataset(*rows), batch_size=2), weight=lambda batch: (batch[1] != 9).sum())
-    assert error(module, [slice(0, 8), slice(8, 12)], loss=loss, rows=rows) <= FLOAT64
-
-
 def test_a_window_that_weighs_nothing_makes_no_update(caplog):
     module = Module()
     before = [p.detach().clone() for p in module.network.parameters()]
@@ -207,61 +249,11 @@ def test_a_window_that_weighs_nothing_makes_no_update(caplog):
     assert "No update: this window of 6 micro-batches weighs nothing" in caplog.text
 
 
-@pytest.mark.parametrize("skipped", [0, 2, 3, 11])
-def test_a_training_step_that_returns_none_leaves_its_rows_out(skipped):
-    module = Module(skipped=[skipped])
-    one = fit(module, 4)
-    large = [[r for r in range(w.start, w.stop) if r // 2 != skipped] for w in windows(4)]
-    assert one.global_step == 3
-    assert error(module, large) <= FLOAT64
-
-
-def test_a_training_step_that_returns_none_may_end_the_epoch():
-    module = Module(skipped=[11])
-    fit(module, 11)
-    assert error(module, [slice(0, 22)]) <= FLOAT64
-
-
-def test_iterable_datasets_without_length_close_the_last_window():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter([tuple(t[w] for t in data()) for w in BATCHES])
-
-    module = Module()
-    one = fit(module, 5, DataLoader(Stream(), batch_size=None), max_epochs=2)
-    assert one.global_step == 6
-    assert error(module, windows(5) * 2) <= FLOAT64
-
-
-@pytest.mark.parametrize(
-    ("limits", "large"),
-    [
-        ({"limit_train_batches": 6}, windows(4, count=6)),
-        ({"limit_train_batches": 0.5}, windows(4, count=6)),
-        ({"overfit_batches": 3, "max_epochs": 2}, windows(4, count=3) * 2),
-        ({"max_steps": 4, "max_epochs": -1}, (windows(4) * 2)[:4]),
-        ({"fast_dev_run": 3}, windows(4, count=3)),
-    ],
-)  # fmt: skip
-def test_limits_go_by_updates_and_batches_as_they_say(limits, large):
-    module = Module()
-    assert fit(module, 4, **limits).global_step == len(large)
-    assert error(module, large) <= FLOAT64
-
-
 # Where training stops inside a window.
 
 
-class StopAt(lightning.Callback):
-    def __init__(self, index):
-        self.index = index
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, index):
-        trainer.should_stop = index == self.index
-
-
 class Scheduled(Module):
-    interval, frequency = "step", 1
+    interval, frequency, ends = "step", 1, None
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -269,43 +261,36 @@ class Scheduled(Module):
         return [optimizer], [{"scheduler": scheduler, "interval": self.interval, "frequency": self.frequency}]
 
 
-def halving(large):
-    """The oracle's parameters where the learning rate halves after each update."""
-    model = network()
+class Ending(Scheduled):
+    def on_train_batch_start(self, batch, index):
+        return -1 if index == 6 else None
+
+
+@pytest.mark.parametrize(
+    ("cls", "interval", "steps", "epochs", "stop", "batches"),
+    [
+        (Scheduled, "step", 5, 2, None, None),
+        (Scheduled, "epoch", 5, 2, None, None),
+        (Scheduled, "step", 4, 1, 5, 6),  # stopped inside a window
+        (Ending, "step", 4, 2, None, 6),  # ended by the module inside a window
+        (Ending, "epoch", 4, 2, None, 6),
+    ],
+)
+def test_schedulers_step_once_per_update_or_after_an_epochs_last_one(cls, interval, steps, epochs, stop, batches):
+    module = type(interval, (cls,), {"interval": interval})()
+    one = fit(module, steps, max_epochs=epochs, callbacks=[] if stop is None else [StopAt(stop)])
+    model, large = network(), windows(steps, count=batches)
     inner = sgd(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
-    torch_updates(model, inner, [tuple(t[w] for t in data()) for w in large], mse, after_update=scheduler.step)
-    return model.parameters()
-
-
-def test_training_that_is_stopped_inside_a_window_makes_its_update():
-    module = Scheduled()
-    one = fit(module, 4, callbacks=[StopAt(5)])
-    assert one.global_step == 2
-    assert module.lr_schedulers().last_epoch == 2
-    assert relative_error(module.network.parameters(), halving(windows(4, count=6))) <= FLOAT64
-
-
-@pytest.mark.parametrize("interval", ["step", "epoch"])
-def test_an_epoch_that_the_module_ends_inside_a_window_makes_its_update(interval):
-    class Ending(Scheduled):
-        def on_train_batch_start(self, batch, index):
-            return -1 if index == 6 else None
-
-    Ending.interval = interval
-    module = Ending()
-    one = fit(module, 4, max_epochs=2)
-    assert one.global_step == 4
+    schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    for _ in range(epochs):
+        after = schedule.step if interval == "step" else None
+        torch_updates(model, inner, [tuple(t[w] for t in data()) for w in large], mse, after_update=after)
+        if interval == "epoch":
+            schedule.step()
+    assert one.global_step == epochs * len(large)
+    assert relative_error(module.network.parameters(), model.parameters()) <= FLOAT64
+    assert module.lr_schedulers().last_epoch == schedule.last_epoch
     assert "on_train_batch_start" not in vars(module)
-    if interval == "step":
-        assert relative_error(module.network.parameters(), halving(windows(4, count=6) * 2)) <= FLOAT64
-    else:
-        model = network()
-        inner = sgd(model.parameters())
-        for _ in range(2):
-            torch_updates(model, inner, [tuple(t[w] for t in data()) for w in windows(4, count=6)], mse)
-            inner.param_groups[0]["lr"] /= 2
-        assert relative_error(module.network.parameters(), model.parameters()) <= FLOAT64
 
 
 def test_early_stopping_stops_between_updates_that_are_exact():
@@ -353,13 +338,6 @@ class Alternating(Scheduled):
     frequency = 2
 
 
-def test_a_scheduler_of_steps_steps_once_per_update():
-    module = Scheduled()
-    fit(module, 5, max_epochs=2)
-    assert module.lr_schedulers().last_epoch == 6
-    assert relative_error(module.network.parameters(), halving(windows(5) * 2)) <= FLOAT64
-
-
 class LargeBatches(lightning.Callback):
     """Keeps the learning rate of each update."""
 
@@ -391,17 +369,6 @@ def test_a_schedulers_frequency_counts_updates_not_batches(steps, stop):
     assert module.lr_schedulers().last_epoch == plain.lr_schedulers().last_epoch > 0
     assert module.trainer.lr_scheduler_configs[0].frequency == 2
     assert "update_lr_schedulers" not in vars(module.trainer.fit_loop.epoch_loop)
-
-
-def test_a_scheduler_of_epochs_steps_after_the_epochs_last_update():
-    module = type("Epochs", (Scheduled,), {"interval": "epoch"})()
-    fit(module, 5, max_epochs=2)
-    model = network()
-    inner = sgd(model.parameters())
-    for _ in range(2):
-        torch_updates(model, inner, [tuple(t[w] for t in data()) for w in windows(5)], mse)
-        inner.param_groups[0]["lr"] /= 2
-    assert relative_error(module.network.parameters(), model.parameters()) <= FLOAT64
 
 
 @pytest.mark.parametrize(("how", "largest"), [("norm", 0.05), ("value", 0.01)])
@@ -487,23 +454,6 @@ def test_estimated_stepping_batches_are_the_updates(tmp_path):
 
 
 # Precision.
-
-
-class Scaled(MixedPrecision):
-    """16-bit precision's GradScaler, and float64 all the same."""
-
-    def __init__(self, scale=8.0):
-        super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale))
-
-    def autocast_context_manager(self):
-        return contextlib.nullcontext()
-
-
-def test_under_a_gradscaler_windows_are_exact_and_clipped():
-    module = Module()
-    one = fit(module, 5, plugins=[Scaled()], gradient_clip_val=0.05, callbacks=[StopAt(7)])
-    assert one.global_step == 2
-    assert error(module, windows(5, count=8), clip_grad_norm=0.05) <= FLOAT64
 
 
 def test_an_overflow_costs_one_window_and_halves_the_scale_once():
@@ -598,74 +548,79 @@ def test_resuming_inside_a_window_of_another_length_is_refused(tmp_path):
 # Refused.
 
 
+def LBFGS():
+    return Module(torch.optim.LBFGS)
+
+
+class Twice(torch.optim.SGD):
+    def step(self, closure=None):
+        closure()
+        closure()
+
+
+class Fetching(Module):
+    def training_step(self, dataloader_iter):
+        batch, *_ = next(dataloader_iter)
+        return mse(self.network, *batch)
+
+
+class Clipping(Module):
+    def on_after_backward(self):
+        nn.utils.clip_grad_norm_(self.network.parameters(), 1e-3)
+
+
+class Manual(Module):
+    automatic_optimization = False
+
+
+REFUSED = [
+    (Module, {"accumulate_grad_batches": 2}, ValueError, "accumulate_grad_batches=2. Remove it from the Trainer"),
+    (
+        Module, {"callbacks": [GradientAccumulationScheduler({0: 2})]}, ValueError,
+        "Remove one of them: GradientAccumulation, GradientAccumulationScheduler",
+    ),
+    (
+        Module, {"callbacks": [GradientAccumulation(2)]}, RuntimeError,
+        "Found more than one stateful callback of type `GradientAccumulation`",
+    ),
+    (
+        lambda: Module(lambda parameters: Optimizer(sgd(parameters), steps=3)), {}, ValueError,
+        "Remove the callback, or return the inner optimizer",
+    ),
+    (Manual, {}, ValueError, "automatic_optimization=False. Remove the callback, and wrap each optimizer"),
+    (LBFGS, {}, ValueError, "LBFGS re-evaluates its closure.*TrainStep under manual optimization"),
+    (
+        lambda: Module(lambda parameters: Twice(parameters, lr=0.1)), {}, ValueError,
+        "The closure of a batch was evaluated again",
+    ),
+    (Fetching, {}, ValueError, "Take the batch: training_step"),
+    (Clipping, {}, WindowError, "edited inside an open window.*gradient_clip_val"),
+    (
+        lambda: Module(loss=lambda model, x, y: mse(model, x[0], y)),
+        {"batches": [(torch.ones(2, 4, 5), torch.ones(4, 3))] * 3}, ValueError,
+        r"Pass weight= to GradientAccumulation\(\)",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter` step flavor:UserWarning")
+@pytest.mark.parametrize(("make", "keywords", "kind", "message"), REFUSED)
+def test_what_accumulates_as_well_or_cannot_be_corrected_is_refused(make, keywords, kind, message):
+    with pytest.raises(kind, match=message):
+        fit(make(), **keywords)
+
+
 @pytest.mark.parametrize("steps", [0, -1, 2.5, True, "4", {}, {2: 4}])
 def test_steps_are_checked(steps):
     with pytest.raises((TypeError, ValueError), match="`steps` must be"):
         GradientAccumulation(steps)
 
 
-def test_a_callable_schedule_is_refused():
+def test_a_callable_schedule_and_a_weight_that_is_none_are_refused():
     with pytest.raises(TypeError, match="counts windows from an epoch's first batch"):
         GradientAccumulation(lambda epoch, update: 4)
-
-
-def test_a_weight_that_is_none_is_refused():
     with pytest.raises(TypeError, match="`weight` must be a callable"):
         GradientAccumulation(4, weight=3)
-
-
-def test_accumulation_that_is_configured_twice_is_refused():
-    with pytest.raises(ValueError, match=r"accumulate_grad_batches=2. Remove it from the Trainer"):
-        fit(Module(), accumulate_grad_batches=2)
-    with pytest.raises(ValueError, match=r"Remove one of them: GradientAccumulation, GradientAccumulationScheduler"):
-        fit(Module(), callbacks=[GradientAccumulationScheduler({0: 2})])
-    with pytest.raises(RuntimeError, match="Found more than one stateful callback of type `GradientAccumulation`"):
-        fit(Module(), callbacks=[GradientAccumulation(2)])
-
-
-def test_a_wrapped_optimizer_and_the_callback_are_refused_together():
-    with pytest.raises(ValueError, match=r"Remove the callback, or return the inner optimizer"):
-        fit(Module(lambda parameters: Optimizer(sgd(parameters), steps=3)))
-
-
-def test_manual_optimization_is_refused_with_several_optimizers_as_well():
-    module = Module()
-    module.automatic_optimization = False
-    with pytest.raises(ValueError, match=r"automatic_optimization=False. Remove the callback, and wrap each optimizer"):
-        fit(module)
-
-
-def test_an_optimizer_that_evaluates_its_closure_again_is_refused():
-    with pytest.raises(ValueError, match=r"LBFGS re-evaluates its closure.*TrainStep under manual optimization"):
-        fit(Module(torch.optim.LBFGS))
-
-    class Twice(torch.optim.SGD):
-        def step(self, closure=None):
-            closure()
-            closure()
-
-    with pytest.raises(ValueError, match="The closure of a batch was evaluated again"):
-        fit(Module(lambda parameters: Twice(parameters, lr=0.1)))
-
-
-@pytest.mark.filterwarnings("ignore:.*`dataloader_iter` step flavor:UserWarning")
-def test_a_training_step_that_fetches_its_batches_is_refused():
-    class Fetching(Module):
-        def training_step(self, dataloader_iter):
-            batch, *_ = next(dataloader_iter)
-            return mse(self.network, *batch)
-
-    with pytest.raises(ValueError, match="Take the batch: training_step"):
-        fit(Fetching())
-
-
-def test_gradients_that_are_edited_inside_a_window_are_noticed():
-    class Clipping(Module):
-        def on_after_backward(self):
-            nn.utils.clip_grad_norm_(self.network.parameters(), 1e-3)
-
-    with pytest.raises(WindowError, match=r"edited inside an open window.*gradient_clip_val"):
-        fit(Clipping(), 4)
 
 
 def test_batch_norm_is_named():
@@ -673,16 +628,6 @@ def test_batch_norm_is_named():
     module.network = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
     with pytest.warns(UserWarning, match="BatchNorm1d"):
         fit(module, 4, loader(rows=22))
-
-
-def test_batches_whose_rows_cannot_be_told_need_a_weight():
-    def loss(model, x, y):
-        return mse(model, x[0], y)
-
-    module = Module(loss=loss)
-    batches = [(torch.stack([x, x]), y) for x, y in loader(rows=12, batch_size=4)]
-    with pytest.raises(ValueError, match=r"Pass weight= to GradientAccumulation\(\)"):
-        fit(module, 2, batches)
 
 
 def test_a_lightning_that_lacks_a_name_is_refused(monkeypatch):
