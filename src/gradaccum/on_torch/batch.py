@@ -108,21 +108,7 @@ def with_dims(tree: Any, batch_dims: BatchDims = 0, path: str = "") -> Iterator[
     """Every leaf with its path and the dimension that holds its rows; None where every micro-batch shares it."""
     inside = children(tree)
     if batch_dims is None or (isinstance(batch_dims, int) and not isinstance(batch_dims, bool)):
-        for where, leaf in leaves(tree, path):
-            if isinstance(leaf, PackedSequence) and batch_dims is not None:
-                raise ValueError(
-                    f"A PackedSequence cannot be cut into rows. Received: batch{where}. Give the padded sequences and "
-                    "their lengths, and pack them in the model."
-                )
-            if batch_dims is None or not has_rows(leaf):
-                yield where, leaf, None
-            elif not -len(leaf.shape) <= batch_dims < len(leaf.shape):
-                raise ValueError(
-                    f"`batch_dims` says dimension {batch_dims} for {where or 'the batch'}, whose shape is "
-                    f"{tuple(leaf.shape)}."
-                )
-            else:
-                yield where, leaf, batch_dims % len(leaf.shape)
+        yield from ((where, leaf, _dim_of(where, leaf, batch_dims)) for where, leaf in leaves(tree, path))
         return
     dims = children(batch_dims)
     if dims is None or inside is None or [key for _, key, _ in dims] != [key for _, key, _ in inside]:
@@ -133,6 +119,23 @@ def with_dims(tree: Any, batch_dims: BatchDims = 0, path: str = "") -> Iterator[
         )
     for (suffix, _, child), (_, _, dim) in zip(inside, dims, strict=True):
         yield from with_dims(child, dim, path + suffix)
+
+
+def _dim_of(where: str, leaf: Any, dim: int | None) -> int | None:
+    if dim is None:
+        return None
+    if isinstance(leaf, PackedSequence):
+        raise ValueError(
+            f"A PackedSequence cannot be cut into rows. Received: batch{where}. Give the padded sequences and their "
+            "lengths, and pack them in the model."
+        )
+    if not has_rows(leaf):
+        return None
+    if not -len(leaf.shape) <= dim < len(leaf.shape):
+        raise ValueError(
+            f"`batch_dims` says dimension {dim} for {where or 'the batch'}, whose shape is {tuple(leaf.shape)}."
+        )
+    return dim % len(leaf.shape)
 
 
 def described(tree: Any, batch_dims: BatchDims = 0) -> list[tuple[str, Any, int | None]]:
@@ -152,15 +155,9 @@ class Batch:
     """
 
     def __init__(
-        self,
-        tree: Any,
-        batch_dims: BatchDims = 0,
-        rows: int | None = None,
-        groups: torch.Tensor | None = None,
+        self, tree: Any, batch_dims: BatchDims = 0, rows: int | None = None, groups: torch.Tensor | None = None
     ) -> None:
-        self.tree = tree
-        self.batch_dims = batch_dims
-        self.groups = groups
+        self.tree, self.batch_dims, self.groups = tree, batch_dims, groups
         if rows is not None:
             self.rows = rows
 
@@ -191,7 +188,19 @@ class Batch:
             lengths = [len(leaf) for leaf in self.tree]
             if lengths.count(lengths[0]) == len(lengths):
                 return lengths[0]
-        return _agreed_rows(self.tree, self.leaves)
+        if not self.leaves:
+            raise ValueError(f"No tensor with rows in this batch of type {type(self.tree).__name__}.")
+        rows = {int(leaf.shape[dim]) for _, leaf, dim in self.leaves}
+        if len(rows) > 1:
+            listing = "".join(
+                f"\n  batch{path}  shape {tuple(leaf.shape)}, {leaf.shape[dim]} rows in dimension {dim}"
+                for path, leaf, dim in self.leaves
+            )
+            raise ValueError(
+                f"The tensors of a batch must have the same number of rows.{listing}\n"
+                "Mark what every micro-batch shares with None in `batch_dims`, as in torch.vmap's `in_dims`."
+            )
+        return rows.pop()
 
     def ends(self, leaf: torch.Tensor) -> tuple[float, float]:
         """The smallest and the largest number in one of its leaves."""
@@ -206,11 +215,11 @@ class Batch:
         """The batch that holds these rows: views for a slice from start to stop, copies for a tensor of indices."""
         if isinstance(rows, slice):
             taken = (rows.stop if rows.stop < self.rows else self.rows) - rows.start
+            groups = None if self.groups is None else self.groups[rows]
             if self.flat:
-                groups = None if self.groups is None else self.groups[rows]
                 return Batch(tuple(map(operator.itemgetter(rows), self.tree)), self.batch_dims, taken, groups)
         else:
-            taken = len(rows)
+            taken, groups = len(rows), None if self.groups is None else self.groups[rows.cpu()]
         dims = iter(self.described)
 
         def pick(leaf: Any) -> Any:
@@ -223,10 +232,7 @@ class Batch:
                 return leaf.take(rows.tolist(), axis=dim)
             return leaf.index_select(dim, rows.to(leaf.device))
 
-        return Batch(map_leaves(pick, self.tree), self.batch_dims, taken, self._groups_of(rows))
-
-    def _groups_of(self, rows: slice | torch.Tensor) -> torch.Tensor | None:
-        return None if self.groups is None else self.groups[rows if isinstance(rows, slice) else rows.cpu()]
+        return Batch(map_leaves(pick, self.tree), self.batch_dims, taken, groups)
 
     def units(self) -> list[torch.Tensor]:
         """The rows that stay together: each by itself, or those of each group."""
@@ -249,51 +255,18 @@ class Batch:
         return new
 
 
-def _agreed_rows(tree: Any, leaves: list[tuple[str, Any, int]]) -> int:
-    if not leaves:
-        raise ValueError(f"No tensor with rows in this batch of type {type(tree).__name__}.")
-    rows = {int(leaf.shape[dim]) for _, leaf, dim in leaves}
-    if len(rows) > 1:
-        listing = "".join(
-            f"\n  batch{path}  shape {tuple(leaf.shape)}, {leaf.shape[dim]} rows in dimension {dim}"
-            for path, leaf, dim in leaves
-        )
-        raise ValueError(
-            f"The tensors of a batch must have the same number of rows.{listing}\n"
-            "Mark what every micro-batch shares with None in `batch_dims`, as in torch.vmap's `in_dims`."
-        )
-    return rows.pop()
-
-
 def number_of_rows(batch: Any, batch_dims: BatchDims = 0) -> int:
-    """The rows of a batch.
-
-    Example:
-        >>> number_of_rows((torch.zeros(16, 3), {"label": torch.zeros(16), "name": "train"}))
-        16
-    """
+    """The rows of a batch."""
     return Batch(batch, batch_dims).rows
 
 
 def take(batch: Any, rows: slice | torch.Tensor, batch_dims: BatchDims = 0) -> Any:
-    """The micro-batch that holds these rows: a view for a slice, a copy for a tensor of indices.
-
-    Example:
-        >>> take((torch.arange(6), "shared"), slice(2, 4))
-        (tensor([2, 3]), 'shared')
-    """
+    """The micro-batch that holds these rows: a view for a slice, a copy for a tensor of indices."""
     return Batch(batch, batch_dims).take(rows).tree
 
 
 def concatenate(parts: Sequence[Any], batch_dims: BatchDims = 0) -> Any:
-    """The batch whose rows are those of the parts, in order: what `take` took apart.
-
-    Leaves without rows must be the same in all parts.
-
-    Example:
-        >>> concatenate([(torch.tensor([1, 2]), "name"), (torch.tensor([3]), "name")])
-        (tensor([1, 2, 3]), 'name')
-    """
+    """The batch whose rows are those of the parts, in order. Leaves without rows must be the same in all parts."""
     dims = iter(described(parts[0], batch_dims))
 
     def join(*pieces: Any) -> Any:

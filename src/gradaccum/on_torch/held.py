@@ -56,12 +56,6 @@ def held_generators(*values: Any) -> list[Any]:
 
     Of modules their attributes and the code of their own classes, of objects their attributes; of functions the names
     in their code, and functions among these that come from the same file.
-
-    Example:
-        >>> generator, other, layer = torch.Generator(), torch.Generator(), nn.Linear(2, 1)
-        >>> layer.noise = [generator]
-        >>> held_generators(layer, lambda x: torch.rand(2, generator=other)) == [generator, other]
-        True
     """
     found: list[Any] = []
     seen: set[int] = set()

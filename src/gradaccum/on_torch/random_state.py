@@ -43,12 +43,7 @@ def every_device() -> list[torch.device]:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether this is an object that draws random numbers, of PyTorch's, Python's or NumPy's.
-
-    Example:
-        >>> is_generator(torch.Generator()), is_generator("cpu")
-        (True, False)
-    """
+    """Whether this is an object that draws random numbers, of PyTorch's, Python's or NumPy's."""
     if isinstance(value, (torch.Generator, random.Random)):
         return True
     numpy = sys.modules.get("numpy")
@@ -56,17 +51,7 @@ def is_generator(value: Any) -> bool:
 
 
 class RandomState:
-    """The states of some generators at this moment.
-
-    Example:
-        >>> here = RandomState(all_generators())
-        >>> drawn = torch.rand(3)
-        >>> here.moved()
-        ['cpu']
-        >>> here.put_back()
-        >>> torch.equal(drawn, torch.rand(3))
-        True
-    """
+    """The states of some generators at this moment."""
 
     looks = True
     """Whether there is something to look at: fake tensors draw nothing, and a fake state says nothing."""
@@ -147,15 +132,7 @@ def _same(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def kept(generators: Iterable[Any]) -> Iterator[None]:
-    """Leave these generators as they were found.
-
-    Example:
-        >>> before = torch.get_rng_state()
-        >>> with kept(torch_generators()):
-        ...     drawn = torch.rand(3)
-        >>> torch.equal(before, torch.get_rng_state())
-        True
-    """
+    """Leave these generators as they were found."""
     state = RandomState(generators)
     try:
         yield

@@ -125,18 +125,7 @@ class BufferSnapshot:
 
 
 class BufferDicts:
-    """The dicts that hold modules' buffers: finds what a forward pass makes, and takes it away again.
-
-    Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> dicts = BufferDicts({id(layer._buffers): layer})
-        >>> layer.register_buffer("mean", torch.ones(2))
-        >>> [(found.name, found.tensor) for found in dicts.made()]
-        [('mean', None)]
-        >>> dicts.unmake()
-        >>> list(layer._buffers)
-        []
-    """
+    """The dicts that hold modules' buffers: finds what a forward pass makes, and takes it away again."""
 
     def __init__(self, owners: Mapping[int, nn.Module] | None = None) -> None:
         self._owners = {} if owners is None else owners
@@ -166,17 +155,7 @@ class BufferDicts:
 
 
 class Snapshot:
-    """Buffers and generators as they were at a moment.
-
-    Example:
-        >>> norm = nn.BatchNorm1d(2)
-        >>> snapshot = Snapshot.of([norm])
-        >>> y = norm(torch.randn(3, 2))
-        >>> snapshot.put_back()
-        []
-        >>> norm.running_mean, norm.num_batches_tracked
-        (tensor([0., 0.]), tensor(0))
-    """
+    """Buffers and generators as they were at a moment."""
 
     def __init__(self, buffers: Sequence[BufferSnapshot], dicts: BufferDicts, random: RandomState) -> None:
         self.buffers, self.dicts, self.random = buffers, dicts, random

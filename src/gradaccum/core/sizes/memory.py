@@ -84,12 +84,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def parse_bytes(size: Any) -> int | None:
-    """`memory_limit` in bytes; None stays None.
-
-    Example:
-        >>> parse_bytes("4GiB"), parse_bytes("1.5 MB"), parse_bytes(1024)
-        (4294967296, 1500000, 1024)
-    """
+    """`memory_limit` in bytes; None stays None."""
     if size is None:
         return None
     must = '`memory_limit` must be a positive number of bytes or a string such as "4GiB".'

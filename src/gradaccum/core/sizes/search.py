@@ -88,13 +88,6 @@ class MemoryLine:
 
     Below the knee something else sets the peak (the optimizer, a kernel's workspace), so small sizes tell too little
     about the slope: the line goes through the two largest sizes, or from `base` through the only one.
-
-    Example:
-        >>> line = MemoryLine(base=100)
-        >>> for size, peak in ((1, 300), (2, 300), (4, 500), (8, 900)):
-        ...     line.add(size, peak)
-        >>> line.predict(16), line.largest(1000)
-        (1700.0, 9)
     """
 
     def __init__(self, base: float = 0.0) -> None:
@@ -133,18 +126,6 @@ class SizeSearch:
     """The search for one shape of batch.
 
     Ask `next_size` for the size of the next micro-batch, `record` what it took, and call `close` at the window's end.
-
-    Example:
-        >>> search = SizeSearch()
-        >>> for window in range(2):
-        ...     rows = 64
-        ...     while rows:
-        ...         size = search.next_size(rows)
-        ...         search.record(size, seconds=1.0 + 0.1 * size + 0.02 * size**2)
-        ...         rows -= size
-        ...     search.close()
-        >>> search.settled, search.size
-        (True, 8)
     """
 
     def __init__(self, start: int = 1, limit: float | None = None, minimum: int = 1) -> None:

@@ -27,12 +27,6 @@ def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor], retain_
     """`torch.autograd.backward(tensors, gradients)`, where the gradients are known to fit.
 
     What torch looks at first, once more for each micro-batch, takes as long as the backward pass of a small layer.
-
-    Example:
-        >>> weight = torch.ones(3, requires_grad=True)
-        >>> run_backward([weight * 2], [torch.tensor([1.0, 2.0, 3.0])])
-        >>> weight.grad
-        tensor([2., 4., 6.])
     """
     engine = backward_engine()
     plain = type(tensors[0]) is Tensor if len(tensors) == 1 else all([type(tensor) is Tensor for tensor in tensors])

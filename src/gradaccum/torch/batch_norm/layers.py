@@ -30,11 +30,6 @@ def batch_norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
     """The BatchNorm layers that would normalise with their batch's statistics, by path.
 
     Those in eval mode that have running statistics are per row, and not among them.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-        >>> [path for path, _ in batch_norms(model)], batch_norms(model.eval())
-        (['1'], [])
     """
     return [
         (path, layer)

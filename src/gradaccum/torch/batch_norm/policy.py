@@ -31,12 +31,7 @@ BatchNormChoice = Literal["warn", "micro", "pooled", "frozen", "exact"]
 
 
 def checked_batch_norm(batch_norm: Any) -> BatchNormChoice:
-    """`batch_norm`, if it is one of the five words.
-
-    Example:
-        >>> checked_batch_norm("pooled")
-        'pooled'
-    """
+    """`batch_norm`, if it is one of the five words."""
     return checked_choice("batch_norm", batch_norm, get_args(BatchNormChoice))
 
 

@@ -89,17 +89,6 @@ class PooledStatistics:
 
     n_i counts what a channel's statistics are over (rows times positions), and N is their sum. A layer that is called
     several times per micro-batch moves once per call, as it would on the large batch.
-
-    Example:
-        >>> layer, x = nn.BatchNorm1d(3), torch.randn(12, 3)
-        >>> pooled = PooledStatistics(layer)
-        >>> with pooled.window():
-        ...     for rows in x.split(4):
-        ...         with pooled.micro_batch():
-        ...             y = layer(rows)
-        ...         pooled.commit()
-        >>> torch.allclose(layer.running_var, 0.9 + 0.1 * x.var(dim=0)), layer.num_batches_tracked.item()
-        (True, 1)
     """
 
     def __init__(self, module: nn.Module) -> None:

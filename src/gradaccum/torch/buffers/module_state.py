@@ -30,14 +30,6 @@ class Attributes:
     """What modules have as plain attributes, in the lists, dicts and sets among them, and as hooks at this moment.
 
     All of it together: a flag that says whether hooks have been registered is right beside those hooks alone.
-
-    Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> found = Attributes([layer])
-        >>> handle, layer.ready = layer.register_forward_hook(print), True
-        >>> found.put_back()
-        >>> hasattr(layer, "ready"), len(layer._forward_hooks)
-        (False, 0)
     """
 
     def __init__(self, modules: Iterable[nn.Module], hooked: Iterable[nn.Module] = ()) -> None:
@@ -73,15 +65,7 @@ class Attributes:
 
 
 class ModuleState:
-    """The buffers, small frozen parameters and plain attributes of modules at this moment.
-
-    Example:
-        >>> norm = nn.BatchNorm1d(2)
-        >>> state = ModuleState({"": norm})
-        >>> y = norm(torch.randn(3, 2))
-        >>> int(norm.num_batches_tracked), state.put_back(), int(norm.num_batches_tracked)
-        (1, None, 0)
-    """
+    """The buffers, small frozen parameters and plain attributes of modules at this moment."""
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
         self._held: list[tuple[str, dict[str, Any], str, Tensor, Tensor]] = []

@@ -139,15 +139,6 @@ class LentBuffers(_Moves):
 
     They move to where the passes took them on average over rows, or as `combine_buffers` says. The former is exact for
     what doesn't depend on the rows (counters, power iterations) and for moving averages of means over rows.
-
-    Example:
-        >>> layer = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
-        >>> parts = [part._buffers for part in layer.modules()]
-        >>> buffers = LentBuffers([(part, name, part[name]) for part in parts for name in part])
-        >>> for rows in torch.randn(6, 2).split(3):
-        ...     with buffers.lent(rows=3):
-        ...         y = layer(rows)
-        >>> buffers.move()            # one power iteration, not two
     """
 
     def __init__(

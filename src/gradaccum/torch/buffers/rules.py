@@ -75,31 +75,31 @@ def combine_buffers(module: nn.Module | type[nn.Module], **rules: Rule) -> None:
             f"Received: module={module!r} of type {type(module).__name__}."
         )
     for name, rule in rules.items():
-        if not callable(rule) and rule not in get_args(Word):
-            raise ValueError(
-                f"A rule must be one of {', '.join(map(repr, get_args(Word)))}, or rule(module, start, ends) -> "
-                f"Tensor. Received: {name}={rule!r}."
-            )
-        if callable(rule):
-            _check_arguments(name, rule)
+        _check_rule(name, rule)
         if isinstance(module, nn.Module) and name not in module._buffers:
             raise ValueError(
                 f"{type(module).__name__} has no buffer of its own of this name. Received: {name}={rule!r}; its "
                 f"buffers are {', '.join(map(repr, module._buffers)) or 'none'}. Say it of the module that has it."
             )
-    if isinstance(module, nn.Module):
-        words = {name: rule for name, rule in rules.items() if isinstance(rule, str)}
-        others = {name: rule for name, rule in rules.items() if name not in words}
-        own: dict[str, Rule] = {**vars(module).get(_WORDS, {}), **words}
-        own = {name: rule for name, rule in own.items() if name not in others}
-        _of_modules[module] = {n: r for n, r in {**_of_modules.get(module, {}), **others}.items() if n not in words}
-        if own or _WORDS in vars(module):
-            vars(module)[_WORDS] = own
-    else:
+    if not isinstance(module, nn.Module):
         _of_kinds.setdefault(module, {}).update(rules)
+        return
+    words, others = dict(vars(module).get(_WORDS, {})), dict(_of_modules.get(module, {}))
+    for name, rule in rules.items():
+        here, there = (words, others) if isinstance(rule, str) else (others, words)
+        here[name] = rule
+        there.pop(name, None)
+    vars(module)[_WORDS], _of_modules[module] = words, others
 
 
-def _check_arguments(name: str, rule: Callable[..., Any]) -> None:
+def _check_rule(name: str, rule: Any) -> None:
+    if not callable(rule):
+        if rule not in get_args(Word):
+            raise ValueError(
+                f"A rule must be one of {', '.join(map(repr, get_args(Word)))}, or rule(module, start, ends) -> "
+                f"Tensor. Received: {name}={rule!r}."
+            )
+        return
     try:
         inspect.signature(rule).bind(None, None, [])
     except TypeError as error:
@@ -114,19 +114,15 @@ def rules_of(module: nn.Module | None) -> dict[str, Rule]:
     """What users have said of a module's buffers: of its classes, the nearest last, then of itself.
 
     A chunked module is the one that it stands for.
-
-    Example:
-        >>> rules_of(nn.BatchNorm1d(3))
-        {}
     """
     if module is None:
         return {}
-    module, said = standing_for(module), dict[str, Rule]()
+    module, rules = standing_for(module), dict[str, Rule]()
     for kind in reversed(type(module).__mro__) if _of_kinds else ():
-        said.update(_of_kinds.get(kind, {}))
-    said.update(vars(module).get(_WORDS, {}))
-    said.update(_of_modules.get(module, {}))
-    return said
+        rules.update(_of_kinds.get(kind, {}))
+    rules.update(vars(module).get(_WORDS, {}))
+    rules.update(_of_modules.get(module, {}))
+    return rules
 
 
 def standing_for(module: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@
 from gradaccum.torch.padding.columns import (
     IGNORED,
     Left,
+    Packs,
     can_take_positions,
     extents,
     kept_columns,
@@ -13,7 +14,6 @@ from gradaccum.torch.padding.columns import (
     widths_apart,
 )
 from gradaccum.torch.padding.joined import causal_lm, mixing_module
-from gradaccum.torch.padding.packs import Packs
 
 __all__ = [
     "IGNORED",

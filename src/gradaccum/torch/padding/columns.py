@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from gradaccum.core.sizes import Slice
+from gradaccum.core.sizes import Slice, TokenBudget, Tokens
 from gradaccum.on_torch.batch import Batch, has_rows, leaves, map_leaves
 
 __all__ = [
     "IGNORED",
     "Left",
+    "Packs",
     "can_take_positions",
-    "cut",
     "extents",
     "kept_columns",
     "mask_of",
     "masks",
     "packed_rows",
     "text_of",
-    "trimmed",
     "what_is_cut",
     "widths_apart",
 ]
@@ -128,21 +127,6 @@ def _columns(path: str, leaf: Any, rows: int, columns: int, decoder: bool) -> li
     return [dim for dim in range(1, leaf.ndim) if leaf.shape[dim] == columns and (dim == 1 or square)]
 
 
-def trimmed(batch: Any, start: int, stop: int, positions: bool = False) -> Any:
-    """The batch with the columns from `start` up to `stop` alone: views, no copies.
-
-    Cut are tensors of (rows, columns, ...) with as many columns as the attention mask, and masks of (..., columns,
-    columns). What belongs to a decoder stays as it is, the labels of one with inputs of its own, too.
-
-    Example:
-        >>> batch = {"attention_mask": torch.tensor([[0, 1, 1, 0]]), "x": torch.tensor([[5, 6, 7, 8]]), "kind": "text"}
-        >>> trimmed(batch, 1, 3)
-        {'attention_mask': tensor([[1, 1]]), 'x': tensor([[6, 7]]), 'kind': 'text'}
-    """
-    rows, columns = mask_of(batch).shape
-    return cut(batch, rows, columns, start, stop, positions=positions)
-
-
 def cut(
     batch: Any,
     rows: int,
@@ -153,7 +137,12 @@ def cut(
     positions: bool = False,
     apart: Collection[str] = (),
 ) -> Any:
-    """As `trimmed`, where the mask is known to have so many rows and columns; what is `apart` stays, by its path."""
+    """The batch with the columns from `start` up to `stop` alone: views, no copies.
+
+    Cut are tensors of (rows, columns, ...) with as many columns as the attention mask, and masks of (..., columns,
+    columns). What belongs to a decoder stays as it is, the labels of one with inputs of its own, too; and so does what
+    is `apart`, by its path.
+    """
     if (start, stop) == (0, columns):
         return batch
     paths = iter([path for path, _ in leaves(batch)])
@@ -166,7 +155,7 @@ def cut(
         return leaf
 
     new = map_leaves(cut_one, batch)
-    return _with_positions(new, torch.arange(start, stop), rows) if positions else new
+    return _with_positions(new, _mapping(new), torch.arange(start, stop), rows) if positions else new
 
 
 def packed_rows(batch: Batch, piece: Slice, left: Left, apart: Collection[str] = ()) -> Batch:
@@ -195,20 +184,15 @@ def can_take_positions(batch: Any, model: Any) -> bool:
     return mapping is not None and "position_ids" not in mapping and "position_ids" in parameters
 
 
-def _with_positions(batch: Any, positions: Tensor, rows: int) -> Any:
-    mapping = _mapping(batch)
-    assert mapping is not None
-    new = copy.copy(mapping)
-    new["position_ids"] = positions.to(mask_of(mapping).device).expand(rows, -1)
-    return _replaced(batch, mapping, new)
-
-
-def _replaced(tree: Any, old: Any, new: Any) -> Any:
-    if tree is old:
+def _with_positions(tree: Any, mapping: Any, positions: Tensor, rows: int) -> Any:
+    """The tree with `position_ids` in the mapping that holds the attention mask."""
+    if tree is mapping:
+        new = copy.copy(mapping)
+        new["position_ids"] = positions.to(mask_of(mapping).device).expand(rows, -1)
         return new
     if not isinstance(tree, tuple):
         return tree
-    items = [_replaced(item, old, new) for item in tree]
+    items = [_with_positions(item, mapping, positions, rows) for item in tree]
     return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
 
 
@@ -218,3 +202,45 @@ def _mapping(batch: Any) -> Any:
         return batch if list(masks(batch)) else None
     found = [_mapping(item) for item in batch] if isinstance(batch, tuple) else []
     return next((mapping for mapping in found if mapping is not None), None)
+
+
+class Packs:
+    """How padded rows are packed into micro-batches of at most so many tokens."""
+
+    def __init__(self, tree: Any, budget: TokenBudget, left: Left, sizes: Sequence[int] | None = None) -> None:
+        self.extents = found = extents(tree)
+        """Of each row the columns between which its tokens are."""
+        self.left, self.width = left, mask_of(tree).shape[1]
+        sides = {"left": any(start > 0 for start, _ in found), "right": any(stop < self.width for _, stop in found)}
+        self.padded = frozenset(side for side, is_padded in sides.items() if is_padded)
+        """The sides on which there is padding."""
+        self.text = text_of(tree, len(found), self.width)
+        """The paths of what is cut."""
+        found = [kept_columns(extent, left, self.width) for extent in found]
+        pieces = Tokens(budget, found, sizes).pieces
+        self.sizes = [piece.size for piece in pieces]
+        """Rows of each micro-batch."""
+        self.columns = [piece.columns or (0, self.width) for piece in pieces]
+        """Columns of each micro-batch."""
+        self.order = torch.tensor([row for piece in pieces for row in piece.rows])  # type: ignore[union-attr]  # lists
+        """The rows, as they come: the longest ones first."""
+        self.back = torch.empty_like(self.order)
+        """Where each row has come."""
+        self.back[self.order] = torch.arange(len(self.order))
+
+    def telling(self, tree: Any, most: int) -> torch.Tensor:
+        """A few rows of all lengths: those with the most padding on the left and on the right, and an empty one."""
+        filled = (torch.as_tensor(mask_of(tree)) != 0).any(1).tolist()
+        order = self.order.tolist()
+        rows = [row for row in order if filled[row]] or order
+        ends = [min(rows, key=lambda row: self.extents[row][1]), *[row for row in order if not filled[row]][:1]]
+        spread = [rows[int(place)] for place in torch.linspace(0, len(rows) - 1, most).round()]
+        first = list(dict.fromkeys([max(rows, key=lambda row: self.extents[row][0]), *spread]))
+        first = [row for row in first if row not in ends]
+        return torch.tensor([*first[: most - len(ends)], *dict.fromkeys(ends)])
+
+    def trimmed(self, tree: Any, index: int) -> Any:
+        """The rows of a micro-batch, with its columns alone."""
+        start, stop = self.columns[index]
+        numbered = self.left == "number" and start > 0
+        return cut(tree, self.sizes[index], self.width, start, stop, positions=numbered)

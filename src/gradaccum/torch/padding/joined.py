@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,26 @@ def causal_lm(batch: Any, rows: Sequence[Sequence[int]]) -> Any:
     _check(batch, mask, spans, text)
     # None begins in the column after the one before it: their positions would go on.
     packs = [sorted(pack, key=lambda row: -spans[row][0]) for pack in rows]
+    of_row, of_column, positions, first = _places(packs, spans, columns)
+
+    def laid(path: str, leaf: Any) -> Any:
+        if path not in text:
+            return leaf
+        taken = leaf[of_row.to(leaf.device), of_column.to(leaf.device)]
+        return taken.masked_fill(first.to(leaf.device) != 0, IGNORED) if "label" in path else taken
+
+    packed: Any = copy.copy(batch) if not isinstance(batch, dict) else dict(batch)
+    for name, value in batch.items():
+        paths = iter([path for path, _ in leaves(value, f"[{name!r}]")])
+        packed[name] = None if value is mask else map_leaves(lambda leaf, paths=paths: laid(next(paths), leaf), value)
+    if "position_ids" not in batch:
+        packed["position_ids"] = positions.to(mask.device)
+    packed["use_cache"] = False
+    return packed
+
+
+def _places(packs: Sequence[list[int]], spans: Sequence[tuple[int, int]], columns: int) -> tuple[Tensor, ...]:
+    """Of each packed column: its row, its column there, its position, and whether a row begins."""
     width = max(sum(spans[row][1] - spans[row][0] for row in pack) for pack in packs)
     of_row, of_column, positions, first = (torch.zeros(len(packs), width, dtype=torch.long) for _ in range(4))
     for number, pack in enumerate(packs):
@@ -62,27 +82,11 @@ def causal_lm(batch: Any, rows: Sequence[Sequence[int]]) -> Any:
             of_row[number, at:until], of_column[number, at:until] = row, torch.arange(start, stop)
             first[number, at] = 1
             at = until
-        if at < width:  # what is left shows padding of its last row, and begins anew, too
+        if at < width:  # what is left shows padding of its last row, and begins a row, too
             of_row[number, at:], of_column[number, at:] = row, stop if stop < columns else start - 1
             positions[number, at:] = torch.arange(width - at) - of_column[number, at:]
             first[number, at:] = 1
-    positions += of_column
-    packed = copy.copy(batch) if not isinstance(batch, dict) else dict(batch)
-    for name, value in batch.items():
-        paths = iter([path for path, _ in leaves(value, f"[{name!r}]")])
-
-        def laid(leaf: Any, paths: Iterator[str] = paths) -> Any:
-            path = next(paths)
-            if path not in text:
-                return leaf
-            taken = leaf[of_row.to(leaf.device), of_column.to(leaf.device)]
-            return taken.masked_fill(first.to(leaf.device) != 0, IGNORED) if "label" in path else taken
-
-        packed[name] = None if value is mask else map_leaves(laid, value)  # type: ignore[index]  # it can be set
-    if "position_ids" not in batch:
-        packed["position_ids"] = positions.to(mask.device)  # type: ignore[index]
-    packed["use_cache"] = False  # type: ignore[index]
-    return packed
+    return of_row, of_column, positions + of_column, first
 
 
 def _check(batch: Any, mask: Tensor, spans: list[tuple[int, int]], text: frozenset[str]) -> None:

@@ -141,13 +141,7 @@ class MicroBatcher:
 
 
 def with_groups(batch: Batch, groups: GroupsChoice) -> Batch:
-    """The batch with the groups of its rows; those of a group are brought together, where they lie apart.
-
-    Example:
-        >>> batch = with_groups(Batch((torch.arange(5),)), torch.tensor([4, 9, 4, 9, 4]))
-        >>> batch.tree[0].tolist(), batch.groups.tolist()
-        ([0, 2, 4, 1, 3], [4, 4, 4, 9, 9])
-    """
+    """The batch with the groups of its rows; those of a group are brought together, where they lie apart."""
     if isinstance(groups, int):
         if batch.rows % groups:
             raise ValueError(

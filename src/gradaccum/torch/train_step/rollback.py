@@ -31,18 +31,6 @@ class Rollback:
       at any update that went well; and with `always`.
 
     Elsewhere nothing can be said: the kernels of `torch._foreach_*` and `fused=True` don't raise the tensors' versions.
-
-    Example:
-        >>> parameter = torch.nn.Parameter(torch.ones(2))
-        >>> optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
-        >>> parameter.grad = torch.ones(2)
-        >>> undo = Rollback([optimizer], MemoryMeter(torch.device("cpu")))
-        >>> undo.remember()
-        >>> optimizer.step()
-        >>> undo.restore()
-        True
-        >>> parameter.tolist(), len(optimizer.state)
-        ([1.0, 1.0], 0)
     """
 
     def __init__(
