@@ -23,10 +23,16 @@ from gradaccum.on_torch.batch import concatenate, leaves
 from gradaccum.on_torch.private import run_backward
 from gradaccum.torch.batch_norm import BatchNormPolicy, Pool, move_running_statistics, summed_over_ranks
 from gradaccum.torch.buffers import LentBuffers
-from gradaccum.torch.chunking.gradients import GradientSums, backward_roots
-from gradaccum.torch.chunking.recompute import Conditions, Inputs, tensors_of, with_tensors, without_tensors
-from gradaccum.torch.chunking.segments import Boundary, Segment, SegmentedModel, segmented
-from gradaccum.torch.chunking.two_passes import Call, added
+from gradaccum.torch.chunking.recompute import (
+    Conditions,
+    Inputs,
+    is_floating,
+    tensors_of,
+    with_tensors,
+    without_tensors,
+)
+from gradaccum.torch.chunking.segments import Boundary, SegmentedModel, segmented
+from gradaccum.torch.chunking.two_passes import Call, GradientSums, added, backward_roots
 
 __all__ = ["ExactCall"]
 
@@ -94,9 +100,7 @@ class Normalisation:
 
 
 class ExactCall(Call):
-    """One call of a module whose BatchNorm layers normalise over all micro-batches: a segment between each two of
-    them.
-    """
+    """One call of a module whose BatchNorm layers normalise over all micro-batches: a segment between each two."""
 
     def __init__(
         self, module: nn.Module, policy: BatchNormPolicy, inputs: Inputs, *where: Any, offload: bool = False
@@ -117,10 +121,37 @@ class ExactCall(Call):
 
     def run(self, tensors: Sequence[Tensor], keep: int, *, differentiated: bool) -> Any:
         every = range(len(self.slices))
-        return self.in_two_passes(every, tensors) if differentiated else self._outputs(tensors, store=False)
+        return self.in_two_passes(every, tensors) if differentiated else self.first_passes((), tensors)
 
     def first_passes(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> Any:
-        return self._outputs(tensors, store=True)
+        """All outputs. With micro-batches to run again, what crosses BatchNorm layers stays after its last use."""
+        outputs: list[Any] = []
+        for number, segment in enumerate(self.segmented.segments):
+            held = {id(layer._buffers) for module in segment.modules for layer in module.modules()}
+            places = [place for place in self.state.buffers if id(place[0]) in held]
+            holders = [holder for holder in self.state.holders if id(holder) in held]
+            buffers = LentBuffers(places, owners=self.state.owners, holders=holders)
+            self._segment_buffers.append(buffers)
+            self.stored.update({node: [] for node in segment.stores})
+            pool, here = None, Conditions(self.generators, self.devices)
+            for index in range(len(self.sizes)):
+                values = self._first_values(number, tensors, index)
+                self.conditions[number, index], here = here, here.advance()
+                for node in segment.stores:
+                    self.stored[node].append(Stored.of(values[node], self.offload))
+                if segment.boundary is not None:
+                    pool = Pool.of(values[segment.boundary.source]).onto(pool)
+                else:
+                    outputs.append(self.segmented.filled(self.segmented.outputs, values))
+                    self.check_outputs(outputs[-1], index)
+                del values
+            buffers.move()
+            if segment.boundary is not None and pool is not None:
+                self._normalise(segment.boundary, pool)
+            if not indices:
+                for node in set(self.stored) - self.segmented.read_after(number):
+                    del self.stored[node]
+        return concatenate(outputs, self.out_dims)
 
     def stored_tensors(self) -> list[Tensor]:
         every = [stored for of_node in self.stored.values() for stored in of_node]
@@ -129,77 +160,31 @@ class ExactCall(Call):
             stored.tensors = []
         return tensors
 
-    def _outputs(self, tensors: Sequence[Tensor], *, store: bool) -> Any:
-        """The outputs of all micro-batches; `store` what crosses BatchNorm layers, or drop it after its last use."""
-        outputs: list[Any] = []
-        for number, segment in enumerate(self.segmented.segments):
-            self._segment_buffers.append(self._buffers_of(segment))
-            made: dict[fx.Node, list[Stored]] = {node: [] for node in segment.stores}
-            source = None if segment.boundary is None else segment.boundary.source
-            pool = self._pooled_before(source)
-            here = Conditions(self.generators(), self.devices)
-            for index in range(len(self.sizes)):
-                values = self._first_values(number, tensors, index)
-                self.conditions[number, index], here = here, here.advance()
-                for node in segment.stores:
-                    made[node].append(Stored.of(values[node], self.offload))
-                    if node is source:
-                        pool = Pool.of(values[node]).onto(pool)
-                if segment.boundary is None:
-                    outputs.append(self.segmented.returned(values))
-                    self._check_rows(outputs[-1], index)
-                    self.note_first(outputs[-1], index)
-                del values
-            self._segment_buffers[-1].move()
-            self.stored.update(made)
-            if segment.boundary is not None:
-                assert pool is not None
-                self._normalise(segment.boundary, pool)
-            if not store:
-                for node in set(self.stored) - self.segmented.read_after(number):
-                    del self.stored[node]
-        return concatenate(outputs, self.out_dims)
-
-    def _buffers_of(self, segment: Segment) -> LentBuffers:
-        held = {id(layer._buffers) for module in segment.modules for layer in module.modules()}
-        places = [place for place in self.state.buffers if id(place[0]) in held]
-        holders = [holder for holder in self.state.holders if id(holder) in held]
-        return LentBuffers(places, owners=self.state.owners, holders=holders)
-
     def _first_values(self, number: int, tensors: Sequence[Tensor], index: int) -> dict[fx.Node, Any]:
         """Run a segment on a micro-batch, without gradients. Returns what it has loaded and made."""
         segment = self.segmented.segments[number]
-        sliced = dict(zip(self.segmented.inputs, self.pieces(tensors, index), strict=True))
         values: dict[fx.Node, Any] = {}
+        sliced = dict(zip(self.segmented.inputs, self.pieces(tensors, self.dims, index), strict=True))
+        loaded = [(node, self.stored[node][index]) for node in segment.loads if node in self.stored]
         for node in segment.loads:
             if node in sliced:
                 values[node] = sliced[node]
             elif node in self.normalisations:
-                normalised = self.normalisations[node]
-                (x,) = self.stored[normalised.boundary.source][index].fetched()
-                values[node] = normalised(x, normalised.boundary.weight, normalised.boundary.bias)
-            else:
-                stored = self.stored[node][index]
-                values[node] = with_tensors(stored.skeleton, stored.fetched())
-        loaded = [(node, self.stored[node][index].tensors) for node in segment.loads if node in self.stored]
-        versions = [[tensor._version for tensor in stored] for _, stored in loaded]
+                boundary = self.normalisations[node].boundary
+                (x,) = self.stored[boundary.source][index].fetched()
+                values[node] = self.normalisations[node](x, boundary.weight, boundary.bias)
+        values.update({node: with_tensors(stored.skeleton, stored.fetched()) for node, stored in loaded})
+        versions = [[tensor._version for tensor in stored.tensors] for _, stored in loaded]
         with self._segment_buffers[number].lent(self.sizes[index]):
             self.segmented.run(segment, values)
-        for (node, stored_tensors), before in zip(loaded, versions, strict=True):
-            if [tensor._version for tensor in stored_tensors] != before:
+        for (node, stored), before in zip(loaded, versions, strict=True):
+            if [tensor._version for tensor in stored.tensors] != before:
                 raise ValueError(
                     f"A value is edited in place across a BatchNorm layer: what was made in {_line(node)} is "
                     'changed after a later layer, so batch_norm="exact" can\'t cut the model there. Edit a '
                     "clone of it."
                 )
         return values
-
-    def _pooled_before(self, source: fx.Node | None) -> Pool | None:
-        """The statistics of what an earlier segment has made for the next layer, if so."""
-        pool: Pool | None = None
-        for stored in self.stored.get(source, []) if source is not None else []:
-            pool = Pool.of(*stored.fetched()).onto(pool)
-        return pool
 
     def _normalise(self, boundary: Boundary, pool: Pool) -> None:
         """Fix what a layer normalises with, given its statistics over all rows, and move its running ones."""
@@ -215,11 +200,8 @@ class ExactCall(Call):
             move_running_statistics(boundary.layer, pool.mean, pool.unbiased_variance)
         elif boundary.running_mean is not None and boundary.running_var is not None:
             # A layer with a forward of its own has counted this batch, and derived its momentum, while it was recorded.
-            for running, new_value in (
-                (boundary.running_mean, pool.mean),
-                (boundary.running_var, pool.unbiased_variance),
-            ):
-                running.data.lerp_(new_value.to(running.dtype), boundary.momentum or 0.0)
+            for running, now in ((boundary.running_mean, pool.mean), (boundary.running_var, pool.unbiased_variance)):
+                running.data.lerp_(now.to(running.dtype), boundary.momentum or 0.0)
 
     # Backward.
 
@@ -241,53 +223,42 @@ class ExactCall(Call):
     def backward_through(
         self, segment: int, index: int, values: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> None:
-        of_segment, known = self.segmented.segments[segment], dict[fx.Node, Any]()
-        leaves_of = [self._loaded_again(node, index, known) for node in of_segment.loads]
-        known.update(zip(self.segmented.inputs, values, strict=True))
+        of_segment, known = self.segmented.segments[segment], dict(zip(self.segmented.inputs, values, strict=True))
+        starts = [self._loaded_again(node, index, known) for node in of_segment.loads if node not in known]
         with self.conditions[segment, index].restored(), self._segment_buffers[segment].lent():
             self.segmented.run(of_segment, known)
-        roots, given = self._roots(of_segment, index, known, grads)
+        # Backward starts at the outputs, and at what later segments have loaded.
+        roots: list[Tensor] = []
+        given: list[Tensor] = []
+        if of_segment.boundary is None:
+            outputs = self.segmented.filled(self.segmented.outputs, known)
+            self.compare_second(outputs, index)
+            roots, given = backward_roots(outputs, grads)
+            del outputs
+        for node in of_segment.stores:
+            if node in self._gradients:
+                more, of_these = backward_roots(known[node], self._gradients[node][index])
+                roots, given = [*roots, *more], [*given, *of_these]
+                self._gradients[node][index] = []
         del known
         if roots:
             run_backward(roots, given)
-        for node, tensors in leaves_of:
-            if node is not None:
-                none = [[None] * len(one.devices) for one in self._crossing[node]]
-                so_far = self._gradients.setdefault(node, none)[index]  # type: ignore[arg-type]  # it will hold tensors
-                so_far[:] = [added(one, tensor.grad) for one, tensor in zip(so_far, tensors, strict=True)]
+        for source, leaves_ in starts:
+            if source not in self._gradients:
+                self._gradients[source] = [[None] * len(one.devices) for one in self._crossing[source]]
+            so_far = self._gradients[source][index]
+            so_far[:] = [added(one, leaf.grad) for one, leaf in zip(so_far, leaves_, strict=True)]
 
-    def _loaded_again(
-        self, node: fx.Node, index: int, known: dict[fx.Node, Any]
-    ) -> tuple[fx.Node | None, list[Tensor]]:
+    def _loaded_again(self, node: fx.Node, index: int, known: dict[fx.Node, Any]) -> tuple[fx.Node, list[Tensor]]:
         """A value that a segment loads, from leaves. Returns what these leaves stand for, and the leaves."""
         normalised = self.normalisations.get(node)
         source = node if normalised is None else normalised.boundary.source
-        if source not in self._crossing:
-            return None, []  # one of the inputs
         stored = self._crossing[source][index]
-        copies = [tensor.detach() for tensor in stored.fetched()]
-        made = [t.requires_grad_(t.is_floating_point() or t.is_complex()) for t in copies]
+        made = [t.detach().requires_grad_(is_floating(t)) for t in stored.fetched()]
         known[node] = (
             with_tensors(stored.skeleton, made) if normalised is None else normalised(made[0], *self._affine[node])
         )
         return source, made
-
-    def _roots(
-        self, segment: Segment, index: int, values: dict[fx.Node, Any], grads: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Where a segment's backward pass starts: the outputs, and what later segments have loaded."""
-        roots: list[Tensor] = []
-        given: list[Tensor] = []
-        if segment.boundary is None:
-            outputs = self.segmented.returned(values)
-            self.compare_second(outputs, index)
-            roots, given = backward_roots(outputs, grads)
-        for node in segment.stores:
-            if node in self._gradients:
-                more, of_these = backward_roots(tensors_of(values[node]), self._gradients[node][index])
-                roots, given = [*roots, *more], [*given, *of_these]
-                self._gradients[node][index] = []
-        return roots, given
 
     def end_segment(self, segment: int) -> None:
         """Pass on what goes through the mean and variance of the layer before the segment."""
@@ -300,19 +271,16 @@ class ExactCall(Call):
         if weight.grad is None or bias.grad is None:
             return
         with torch.no_grad():
-            self._through_statistics(boundary, weight, bias)
-
-    def _through_statistics(self, boundary: Boundary, weight: Tensor, bias: Tensor) -> None:
-        assert weight.grad is not None
-        assert bias.grad is not None
-        rest = self.normalisations[boundary.node].through_statistics(weight.detach(), weight.grad, bias.grad)
-        for stored, gradients in zip(self._crossing[boundary.source], self._gradients[boundary.source], strict=True):
-            (subtracted,) = (rest(x) for x in stored.fetched())
-            gradients[0] = -subtracted if gradients[0] is None else gradients[0].sub_(subtracted)
-        for parameter, leaf in ((boundary.weight, weight), (boundary.bias, bias)):
-            own = None if parameter is None else self._parameters.get(id(parameter))
-            if own is not None and own.requires_grad:
-                own.grad = added(own.grad, leaf.grad)
+            rest = self.normalisations[boundary.node].through_statistics(weight.detach(), weight.grad, bias.grad)
+            for stored, gradients in zip(
+                self._crossing[boundary.source], self._gradients[boundary.source], strict=True
+            ):
+                (subtracted,) = (rest(x) for x in stored.fetched())
+                gradients[0] = -subtracted if gradients[0] is None else gradients[0].sub_(subtracted)
+            for parameter, leaf in ((boundary.weight, weight), (boundary.bias, bias)):
+                own = None if parameter is None else self._parameters.get(id(parameter))
+                if own is not None and own.requires_grad:
+                    own.grad = added(own.grad, leaf.grad)
 
 
 def _line(node: fx.Node) -> str:

@@ -27,7 +27,6 @@ from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.random_state import all_generators, is_generator, kept
 from gradaccum.torch.buffers import Attributes, LentBuffers, gradients_kept
-from gradaccum.torch.chunking.gradients import gradient_leaf
 from gradaccum.torch.chunking.recompute import (
     Inputs,
     ModuleContents,
@@ -37,7 +36,7 @@ from gradaccum.torch.chunking.recompute import (
     parametrizations_computed,
     tensors_of,
 )
-from gradaccum.torch.chunking.two_passes import Call
+from gradaccum.torch.chunking.two_passes import Call, gradient_leaf
 from gradaccum.torch.proof import counting_layers, eager
 
 __all__ = ["ROWS", "Findings", "prove", "proving"]

@@ -10,10 +10,13 @@ the large batch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import operator
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +28,12 @@ import gradaccum
 
 __all__ = ["Boundary", "Segment", "SegmentedModel", "segmented"]
 
+_NO_CONTEXT = contextlib.nullcontext()
+
 
 @dataclasses.dataclass
 class Boundary:
-    """A BatchNorm layer's one use of its batch's statistics."""
+    """One use of a batch's statistics, by a BatchNorm layer or by `torch.nn.functional.batch_norm`."""
 
     node: fx.Node
     source: fx.Node
@@ -40,7 +45,6 @@ class Boundary:
     eps: float
     momentum: float | None
     layer: _BatchNorm | None
-    """The layer, unless it is a call of `torch.nn.functional.batch_norm`."""
 
 
 @dataclasses.dataclass
@@ -69,16 +73,13 @@ class SegmentedModel:
     modes: tuple[Any, ...]
     """Grad mode and autocast outside the model."""
 
-    @property
-    def boundaries(self) -> dict[fx.Node, Boundary]:
-        return {segment.boundary.node: segment.boundary for segment in self.segments if segment.boundary is not None}
-
     def run(self, segment: Segment, values: dict[fx.Node, Any]) -> None:
         """Run a segment's nodes, given the values it loads; leaves in `values` what it stores (and what it returns)."""
         needed = {*segment.stores, *(_nodes(self.outputs) if segment.boundary is None else ())}
         last = {used: node for node in segment.nodes for used in node.all_input_nodes}
         for node in segment.nodes:
-            with _Modes(node.meta["modes"], self.modes):
+            modes = node.meta["modes"]
+            with _NO_CONTEXT if modes == self.modes else _in_modes(modes):
                 values[node] = self._call(node, values)
             for used in node.all_input_nodes:
                 if last[used] is node and used not in needed:
@@ -86,39 +87,34 @@ class SegmentedModel:
 
     def read_after(self, number: int) -> set[fx.Node]:
         """What segments after this one, and the BatchNorm layers between them, read."""
+        boundaries = {one.boundary.node: one.boundary for one in self.segments if one.boundary is not None}
         read: set[fx.Node] = set()
-        boundaries = self.boundaries
         for segment in self.segments[number + 1 :]:
-            read.update(segment.loads, *([[segment.boundary.source]] if segment.boundary is not None else []))
+            read.update(segment.loads, [] if segment.boundary is None else [segment.boundary.source])
         return read | {boundaries[node].source for node in read if node in boundaries}
 
-    def value(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        """What a node stands for; parameters are looked up in the model as it is now."""
-        return _attribute(self.root, str(node.target)) if node.op == "get_attr" else values[node]
-
-    def returned(self, values: dict[fx.Node, Any]) -> Any:
-        return fx.node.map_arg(self.outputs, lambda node: self.value(node, values))
+    def filled(self, tree: Any, values: dict[fx.Node, Any]) -> Any:
+        """A tree with what nodes stand for; parameters are looked up in the model as it is now."""
+        return fx.node.map_arg(
+            tree, lambda node: _attribute(self.root, node) if node.op == "get_attr" else values[node]
+        )
 
     def _call(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        args: Any = fx.node.map_arg(node.args, lambda used: self.value(used, values))
-        kwargs: Any = fx.node.map_arg(node.kwargs, lambda used: self.value(used, values))
+        args, kwargs = self.filled(node.args, values), self.filled(node.kwargs, values)
         if node.op == "call_module":
             return self.root.get_submodule(str(node.target))(*args, **kwargs)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        assert node.op == "call_function", node.op
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
+        function: Any = node.target
+        return function(*args, **kwargs)
 
 
 def segmented(module: nn.Module, inputs: Any, count: int, with_tensors: Any) -> SegmentedModel:
     """Cut a model at the BatchNorm layers that are in training mode."""
-    root = _Root(module, inputs, with_tensors, count)
-    tracer = _Tracer()
-    here = _modes()
+    root, tracer = _Root(module, inputs, with_tensors, count), _Tracer()
     try:
         with torch.enable_grad():
-            tracer.ambient = _modes()
+            modes = _modes()
             graph = tracer.trace(root)
     except Exception as error:
         raise ValueError(
@@ -127,54 +123,42 @@ def segmented(module: nn.Module, inputs: Any, count: int, with_tensors: Any) -> 
             "of its own without BatchNorm in it, which is called as it is."
         ) from error
     outputs = next(node for node in graph.nodes if node.op == "output").args[0]
-    result = SegmentedModel(
-        root, [n for n in graph.nodes if n.op == "placeholder"], [Segment()], outputs, tracer.ambient
-    )
-    assert here[1:] == tracer.ambient[1:]
-    made: set[fx.Node] = set()
+    result = SegmentedModel(root, [n for n in graph.nodes if n.op == "placeholder"], [Segment()], outputs, modes)
     for node in list(graph.nodes):
-        if node.op in ("call_module", "call_function", "call_method"):
-            boundary = _boundary(root, node)
-            if boundary is None:
-                result.segments[-1].nodes.append(node)
-                made.add(node)
-            else:
-                if boundary.source not in made:
-                    with graph.inserting_before(node):
-                        boundary.source = graph.call_function(_identity, (boundary.source,))
-                    boundary.source.meta.update(node.meta)
-                    result.segments[-1].nodes.append(boundary.source)
-                    made.add(boundary.source)
-                result.segments[-1].boundary = boundary
-                result.segments.append(Segment())
+        if node.op not in ("call_module", "call_function", "call_method"):
+            continue
+        segment, boundary = result.segments[-1], _boundary(root, node)
+        if boundary is None:
+            segment.nodes.append(node)
+            continue
+        if boundary.source not in segment.nodes:  # it directly follows another BatchNorm, or the input: make it its own
+            with graph.inserting_before(node):
+                boundary.source = graph.call_function(_identity, (boundary.source,))
+            boundary.source.meta.update(node.meta)
+            segment.nodes.append(boundary.source)
+        segment.boundary = boundary
+        result.segments.append(Segment())
     _find_crossings(result)
     return result
 
 
-def _find_crossings(result: SegmentedModel) -> None:
-    made: dict[fx.Node, Segment | None] = dict.fromkeys([*result.inputs, *result.boundaries], None)
-    for segment in result.segments:
-        made.update(dict.fromkeys(segment.nodes, segment))
-        users = [used for node in segment.nodes for used in node.all_input_nodes]
-        for used in dict.fromkeys(users + (_nodes(result.outputs) if segment.boundary is None else [])):
-            if used.op != "get_attr" and made[used] is not segment:
-                segment.loads.append(used)
-                _store(made[used], used)
-        if segment.boundary is not None:
-            _store(made[segment.boundary.source], segment.boundary.source)
-        for node in segment.nodes:
-            if node.op == "call_module":
-                segment.modules.append(result.root.get_submodule(str(node.target)))
-
-
-def _store(origin: Segment | None, node: fx.Node) -> None:
-    if origin is not None and node not in origin.stores:
-        origin.stores.append(node)
-
-
 def _identity(value: Any) -> Any:
-    """A node of a segment's own for a BatchNorm to normalise that directly follows another one, or the input."""
     return value
+
+
+def _find_crossings(result: SegmentedModel) -> None:
+    made = {node: segment for segment in result.segments for node in segment.nodes}
+    for segment in result.segments:
+        used = [node for user in segment.nodes for node in user.all_input_nodes]
+        used += _nodes(result.outputs) if segment.boundary is None else []
+        segment.loads = [n for n in dict.fromkeys(used) if n.op != "get_attr" and made.get(n) is not segment]
+        segment.modules = [
+            result.root.get_submodule(str(node.target)) for node in segment.nodes if node.op == "call_module"
+        ]
+    for segment in result.segments:
+        for node in [*segment.loads, *([segment.boundary.source] if segment.boundary is not None else [])]:
+            if node in made and node not in made[node].stores:
+                made[node].stores.append(node)
 
 
 class _Root(nn.Module):
@@ -196,10 +180,8 @@ class _Root(nn.Module):
 
 
 class _Tracer(fx.Tracer):
-    ambient: tuple[Any, ...]
-
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if _is_plain_batch_norm(m):
+        if isinstance(m, _BatchNorm) and type(m).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
             return True
         return not any(isinstance(layer, _BatchNorm) and _active(layer) for layer in m.modules())
 
@@ -214,63 +196,36 @@ def _active(layer: _BatchNorm) -> bool:
     return layer.training or layer.running_mean is None
 
 
-def _is_plain_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-
-
 def _boundary(root: nn.Module, node: fx.Node) -> Boundary | None:
     if node.op == "call_module":
         layer = root.get_submodule(str(node.target))
         if not (isinstance(layer, _BatchNorm) and _active(layer)):
             return None
-        keeps = layer.track_running_stats
         source = node.args[0] if node.args else node.kwargs["input"]
+        running = (layer.running_mean, layer.running_var) if layer.track_running_stats else (None, None)
         assert isinstance(source, fx.Node)
-        return Boundary(
-            node,
-            source,
-            layer.weight,
-            layer.bias,
-            layer.running_mean if keeps else None,
-            layer.running_var if keeps else None,
-            layer.eps,
-            layer.momentum,
-            layer,
-        )
+        return Boundary(node, source, layer.weight, layer.bias, *running, layer.eps, layer.momentum, layer)
     if node.target is not nn.functional.batch_norm:
         return None
     bound = inspect.signature(nn.functional.batch_norm).bind(*node.args, **node.kwargs)
     bound.apply_defaults()
-    if not bound.arguments["training"]:
+    given = bound.arguments
+    if not given["training"]:
         return None
-
-    def tensor(name: str) -> Any:
-        value = bound.arguments[name]
-        if isinstance(value, fx.Node):
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        if isinstance(value := given[name], fx.Node):
             if value.op != "get_attr":
                 raise ValueError(
                     f"The `{name}` of a batch_norm call must be a parameter or a buffer, to cut the model there. "
                     f"Received: the result of {value.target}, {node.meta['line']}."
                 )
-            return _attribute(root, str(value.target))
-        return value
-
-    parts = {name: tensor(name) for name in ("weight", "bias", "running_mean", "running_var")}
-    return Boundary(
-        node,
-        bound.arguments["input"],
-        **parts,
-        eps=bound.arguments["eps"],
-        momentum=bound.arguments["momentum"],
-        layer=None,
-    )
+            given[name] = _attribute(root, value)
+    source = given.pop("input")
+    return Boundary(node, source, **{name: value for name, value in given.items() if name != "training"}, layer=None)
 
 
-def _attribute(root: nn.Module, path: str) -> Any:
-    value: Any = root
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+def _attribute(root: nn.Module, node: fx.Node) -> Any:
+    return operator.attrgetter(str(node.target))(root)
 
 
 def _nodes(tree: Any) -> list[fx.Node]:
@@ -282,29 +237,19 @@ def _nodes(tree: Any) -> list[fx.Node]:
 def _modes() -> tuple[Any, ...]:
     """Grad mode, and autocast on each kind of device."""
     kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    return (
-        torch.is_grad_enabled(),
-        *((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
-    )
+    autocast = ((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    return torch.is_grad_enabled(), *autocast
 
 
-class _Modes:
-    """A context of the grad mode and autocast that a node was recorded under, where they aren't those around it."""
-
-    def __init__(self, recorded: tuple[Any, ...], ambient: tuple[Any, ...]) -> None:
-        self.managers: list[Any] = []
-        if recorded != ambient:
-            self.managers = [torch.autocast(kind, dtype=dtype, enabled=on) for kind, on, dtype in recorded[1:]]
-            if not recorded[0]:
-                self.managers.append(torch.no_grad())
-
-    def __enter__(self) -> None:
-        for manager in self.managers:
-            manager.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for manager in reversed(self.managers):
-            manager.__exit__(*error)
+@contextlib.contextmanager
+def _in_modes(recorded: tuple[Any, ...]) -> Iterator[None]:
+    """The grad mode and autocast that a node was recorded under, where they aren't those around it."""
+    with contextlib.ExitStack() as stack:
+        for kind, on, dtype in recorded[1:]:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=on))
+        if not recorded[0]:
+            stack.enter_context(torch.no_grad())
+        yield
 
 
 _OURS = Path(gradaccum.__file__).resolve().parent

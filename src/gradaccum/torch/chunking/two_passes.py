@@ -8,8 +8,11 @@ called several times see what they would see of the large batch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,19 +23,10 @@ from gradaccum.core.rounding import rounding
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.adapter.arrays import relative_error
 from gradaccum.on_torch.batch import BatchDims, concatenate, described, has_rows, leaves, take
-from gradaccum.on_torch.private import run_backward
-from gradaccum.on_torch.random_state import RandomState, all_generators, is_generator, kept
+from gradaccum.on_torch.private import pass_for_parameter, run_backward
+from gradaccum.on_torch.random_state import all_generators, is_generator, kept
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.buffers import LentBuffers
-from gradaccum.torch.chunking.gradients import (
-    GradientSums,
-    aliases,
-    backward_hooks_only_look,
-    backward_roots,
-    hooks_on_activations_explained,
-    spare_hooks,
-    without_a_word_of_gradients,
-)
 from gradaccum.torch.chunking.recompute import (
     Conditions,
     Inputs,
@@ -47,7 +41,7 @@ from gradaccum.torch.chunking.recompute import (
 )
 from gradaccum.torch.padding import Packs
 
-__all__ = ["Call", "ColumnsError", "added"]
+__all__ = ["Call", "ColumnsError", "GradientSums", "added", "backward_roots", "gradient_leaf"]
 
 
 class ColumnsError(ValueError):
@@ -61,6 +55,8 @@ class Call:
     segments run again in reverse. Here it is one segment, the module; `ExactCall` has one between BatchNorm layers.
     """
 
+    segment_count = 1
+
     def __init__(
         self,
         module: nn.Module,
@@ -73,17 +69,27 @@ class Call:
     ) -> None:
         self.module, self.policy, self.state, self.packs = module, policy, ModuleContents(module), packs
         self.out_dims, self.sizes = out_dims, sizes
-        of_tensors = _checked_tensors(inputs, batch_dims)
-        self.paths = [path for path, _, _ in of_tensors]
-        self.dims = [dim for _, _, dim in of_tensors]
+        of_tensors = [
+            (path, leaf, dim) for path, leaf, dim in described(inputs, batch_dims) if isinstance(leaf, Tensor)
+        ]
+        for path, tensor, dim in of_tensors:
+            if dim is not None and (tensor.is_nested or tensor.layout is not torch.strided):
+                kind = "a nested tensor" if tensor.is_nested else f"of layout {tensor.layout}"
+                raise ValueError(
+                    f"{path.removeprefix('.')} is {kind}, which can't be sliced into rows. Pass a dense, padded "
+                    "tensor; or None for it in `batch_dims`, where all micro-batches share it."
+                )
+        self.paths, self.dims = [path for path, _, _ in of_tensors], [dim for _, _, dim in of_tensors]
         self.skeleton = without_tensors(inputs)
         self.slices = [slice(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
-        self.skeletons = [self.skeleton] * len(sizes)
-        self._given_generators = [leaf for _, leaf in leaves(inputs) if is_generator(leaf)]
-        if any(has_rows(leaf) and not isinstance(leaf, Tensor) for _, leaf in leaves(inputs)):  # arrays
+        self._skeletons = [self.skeleton] * len(sizes)
+        others = [leaf for _, leaf in leaves(inputs) if not isinstance(leaf, Tensor)]
+        if any(map(has_rows, others)):  # arrays
             ordered = inputs if packs is None else take(inputs, packs.order, batch_dims)
-            self.skeletons = [without_tensors(take(ordered, rows, batch_dims)) for rows in self.slices]
+            self._skeletons = [without_tensors(take(ordered, rows, batch_dims)) for rows in self.slices]
         self.devices = accelerators([*(leaf for _, leaf, _ in of_tensors), *self.state.parameters])
+        self.generators = [*all_generators(self.devices), *self.state.generators, *filter(is_generator, others)]
+        """All that the module may draw random numbers from."""
         self.conditions: dict[Any, Conditions] = {}
         """What each first pass started from, by what it ran."""
         self._next: Conditions | None = None  # what the next first pass starts from, while that is to be remembered
@@ -104,50 +110,63 @@ class Call:
                 tensor if dim is None else tensor.index_select(dim, self.packs.order.to(tensor.device))
                 for tensor, dim in zip(tensors, self.dims, strict=True)
             ]
-        with self.buffers_moved_once():
-            parts = [self.in_two_passes(range(recomputed), tensors)] if recomputed else []
-            parts += [self.first_pass(tensors, index) for index in range(recomputed, len(self.slices))]
-            outputs = parts[0] if len(parts) == 1 else concatenate(parts, self.out_dims)
+        excluded = {  # which the BatchNorm policy takes care of
+            id(buffer)
+            for layer in self.module.modules()
+            if isinstance(layer, _BatchNorm) and layer.training
+            for buffer in layer.buffers(recurse=False)
+        }
+        # Every micro-batch starts from the buffers as they are now, and they move once.
+        self.buffers = LentBuffers(self.state.buffers, excluded, self.state.owners, self.state.holders)
+        parts = [self.in_two_passes(range(recomputed), tensors)] if recomputed else []
+        parts += [self._first_pass(tensors, index) for index in range(recomputed, len(self.slices))]
+        outputs = parts[0] if len(parts) == 1 else concatenate(parts, self.out_dims)
+        self.buffers.move()
         return outputs if self.packs is None else take(outputs, self.packs.back, self.out_dims)
 
     def in_two_passes(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> Any:
         """The outputs of these micro-batches, whose activations backward recomputes."""
         self.trained = [parameter for parameter in self.state.parameters if parameter.requires_grad]
-        flat = TwoPasses.apply(self, tuple(indices), *self.trained, *tensors)
+        flat = _TwoPasses.apply(self, tuple(indices), *self.trained, *tensors)
         return with_tensors(self.output_skeleton, flat)
+
+    def pieces(self, tensors: Sequence[Any], dims: Sequence[int | None], index: int) -> list[Any]:
+        """A micro-batch's rows of these tensors, which lie in these dimensions."""
+        start, size = self.slices[index].start, self.sizes[index]
+        return [
+            tensor if tensor is None or dim is None else tensor.narrow(dim, start, size)
+            for tensor, dim in zip(tensors, dims, strict=True)
+        ]
+
+    def _inputs_of(self, pieces: Sequence[Tensor], index: int) -> Inputs:
+        inputs = with_tensors(self._skeletons[index], pieces)
+        return inputs if self.packs is None else self.packs.trimmed(inputs, index)
+
+    # First passes.
 
     def first_passes(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> Any:
         """The outputs of these micro-batches, without activations."""
-        self._next = Conditions(self.generators(), self.devices)
+        self._next = Conditions(self.generators, self.devices)
         before = self._next.random
-        pieces = self.split_inputs(tensors)
-        outputs = [self.first_pass(tensors, index, pieces[index]) for index in indices]
+        outputs = [self._first_pass(tensors, index) for index in indices]
         unwatched = before.only(set(before.states) - set(self._next.random.states))
         self._next = None
-        if unwatched.moved():
-            self._watch_all(indices, tensors, before)
+        if unwatched.moved():  # a later micro-batch has drawn from what the first one left alone: see which ones do
+            with kept(before.states), torch.no_grad(), self.policy.recomputation():
+                before.put_back()
+                here = Conditions(self.generators, self.devices)
+                for index in indices:
+                    inputs = self._inputs_of(self.pieces(tensors, self.dims, index), index)
+                    with self.buffers.lent():
+                        self.module(*inputs.args, **inputs.kwargs)
+                    self.conditions[index], here = here, here.advance()
         return concatenate(outputs, self.out_dims)
 
-    def generators(self) -> list[Any]:
-        """All that the module may draw random numbers from."""
-        return [*all_generators(self.devices), *self.state.generators, *self._given_generators]
-
-    def _watch_all(self, indices: Sequence[int], tensors: Sequence[Tensor], before: RandomState) -> None:
-        """A later micro-batch has drawn from a generator that the first one left alone: run them again to see which."""
-        with kept(before.states), torch.no_grad(), self.policy.recomputation():
-            before.put_back()
-            here = Conditions(self.generators(), self.devices)
-            for index in indices:
-                inputs = self.inputs_of(self.pieces(tensors, index), index)
-                with self.buffers.lent():
-                    self.module(*inputs.args, **inputs.kwargs)
-                self.conditions[index], here = here, here.advance()
-
-    def first_pass(self, tensors: Sequence[Tensor], index: int, pieces: Sequence[Tensor] | None = None) -> Any:
+    def _first_pass(self, tensors: Sequence[Tensor], index: int) -> Any:
         """The outputs of one micro-batch; graph and activations are kept as the grad mode says."""
-        inputs = self.inputs_of(self.pieces(tensors, index) if pieces is None else pieces, index)
+        inputs = self._inputs_of(self.pieces(tensors, self.dims, index), index)
         versions = [version_of(tensor) for tensor in tensors]
-        with self.policy.micro_batch(), self.buffers.lent(self.sizes[index]), hooks_on_activations_explained():
+        with self.policy.micro_batch(), self.buffers.lent(self.sizes[index]), _hooks_on_activations_explained():
             outputs = self.module(*inputs.args, **inputs.kwargs)
         if self._next is not None:
             self.conditions[index], self._next = self._next, self._next.advance(all_moved=index > 0)
@@ -160,161 +179,11 @@ class Call:
                     f"{type(self.module).__name__} edits its input {path.removeprefix('.')} in place, so it can't be "
                     "run again on the same input. Its first operation may have inplace=True; or give it a clone."
                 )
-        self._check_rows(outputs, index)
-        if self._next is not None:
-            self.note_first(outputs, index)
+        self.check_outputs(outputs, index, recomputed=self._next is not None)
         return outputs
 
-    def note_first(self, outputs: Any, index: int) -> None:
-        """Keep a micro-batch's outputs, if second passes are to be compared with them."""
-        if self.first_outputs is not None:
-            self.first_outputs[index] = [tensor.detach() for tensor in tensors_of(outputs)]
-
-    def compare_second(self, outputs: Any, index: int) -> None:
-        """Raise a NotEquivalentError if a micro-batch's second pass gives other outputs than its first."""
-        expected = self.first_outputs.pop(index, None) if self.first_outputs is not None else None
-        for first, second in zip(expected or [], tensors_of(outputs)):
-            error = relative_error(second.detach(), first)
-            if error > rounding(str(first.dtype), first.device.type):
-                raise NotEquivalentError(
-                    f"{type(self.module).__name__} gives other outputs when backward runs it again on the same inputs "
-                    f"(relative error {error:.3g}), so its gradients would be those of something else. Does it ask "
-                    "whether gradients are enabled, which they are in the second run alone? Does it draw from a "
-                    "generator that is neither an attribute of a module nor an input, or depend on a global that moves?"
-                )
-
-    def second_pass(self, inputs: Inputs, index: int) -> Any:
-        """The outputs of one micro-batch again, inside `recomputation`."""
-        with self.conditions[index].restored(), self.policy.recomputation(), self.buffers.lent():
-            return self.module(*inputs.args, **inputs.kwargs)
-
-    @contextlib.contextmanager
-    def recomputation(self, replacements: Mapping[int, Tensor]) -> Iterator[None]:
-        """Around second passes: the module is as it was in the first ones, and they leave no trace."""
-        moved = {generator for conditions in self.conditions.values() for generator in conditions.random.states}
-        with self.state.restored(replacements), parametrizations_computed(), kept(moved):
-            yield
-
-    # Second passes.
-
-    segment_count = 1
-
-    def second_passes(
-        self,
-        indices: Sequence[int],
-        tensors: Sequence[Tensor],
-        stored: Sequence[Tensor],
-        needed: Sequence[bool],
-        grads: Sequence[Tensor | None],
-    ) -> list[Tensor | None]:
-        """The gradients of the trained parameters and of the tensors in the inputs.
-
-        Each micro-batch's graph is built and used up before the next one's. `tensors` are the parameters, then those in
-        the inputs; `needed`: whether the gradient of each is; `stored` is what `stored_tensors` has returned.
-        """
-        if torch.is_grad_enabled():
-            return self._differentiable(indices, tensors, needed, grads)
-        sums = GradientSums(self.trained, self.dims, tensors, needed)
-        pieces, pieces_of_grads = self.split_inputs(sums.inputs), self.split_gradients(grads, len(indices))
-        self.begin_backward(sums, stored)
-        with self.recomputation(sums.parameters), torch.enable_grad():
-            for segment in reversed(range(self.segment_count)):
-                for index in indices:
-                    values = sums.leaves_of(pieces[index])
-                    self.backward_through(segment, index, values, pieces_of_grads[index])
-                    sums.add(values, self.slices[index])
-                    del values
-                self.end_segment(segment)
-        return sums.gradients()
-
-    def begin_backward(self, sums: GradientSums, stored: Sequence[Tensor]) -> None:
-        """All gradients of the outputs are there."""
-
-    def backward_through(
-        self, segment: int, index: int, values: Sequence[Tensor], grads: Sequence[Tensor | None]
-    ) -> None:
-        """Run a segment again on a micro-batch, with a graph from these leaves, and backward."""
-        outputs = self.second_pass(self.inputs_of(values, index), index)
-        self.compare_second(outputs, index)
-        roots, given = backward_roots(outputs, grads)
-        del outputs
-        if roots:
-            run_backward(roots, given)
-
-    def end_segment(self, segment: int) -> None:
-        """All micro-batches have gone backward through it."""
-
-    def _differentiable(
-        self,
-        indices: Sequence[int],
-        tensors: Sequence[Tensor],
-        needed: Sequence[bool],
-        grads: Sequence[Tensor | None],
-    ) -> list[Tensor | None]:
-        """The same under `create_graph=True`: gradients that can be differentiated again, so all graphs stay."""
-        own = aliases(tensors, needed)  # so that hooks see a finished gradient, not that of each micro-batch
-        inputs = own[len(self.trained) :]
-        parameters = {id(p): alias for p, alias in zip(self.trained, own)}
-        wanted = [tensor for tensor, is_needed in zip(own, needed, strict=True) if is_needed]
-        total: list[Tensor | None] = [None] * len(wanted)
-        pieces_of_grads = self.split_gradients(grads, len(indices))
-        with self.recomputation(parameters), backward_hooks_only_look(self.module):
-            for index in indices:
-                outputs = self.second_pass(self.inputs_of(self.pieces(inputs, index), index), index)
-                roots, given = backward_roots(outputs, pieces_of_grads[index])
-                if roots:
-                    parts = torch.autograd.grad(roots, wanted, given, create_graph=True, allow_unused=True)
-                    total = [added(one, other) for one, other in zip(total, parts, strict=True)]
-        summed = iter(total)
-        return [next(summed) if is_needed else None for is_needed in needed]
-
-    def stored_tensors(self) -> list[Tensor]:
-        """What first passes have made for second ones, for autograd to keep."""
-        return []
-
-    def pieces(self, tensors: Sequence[Tensor], index: int) -> list[Tensor]:
-        """A micro-batch's rows of these tensors, those of the inputs."""
-        return [
-            tensor if dim is None else tensor.narrow(dim, self.slices[index].start, self.sizes[index])
-            for tensor, dim in zip(tensors, self.dims, strict=True)
-        ]
-
-    def split_inputs(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Each micro-batch's rows of these tensors, those of the inputs; not to be edited in place."""
-        parts = [
-            [tensor] * len(self.sizes) if dim is None else tensor.split(self.sizes, dim)
-            for tensor, dim in zip(tensors, self.dims, strict=True)
-        ]
-        return list(zip(*parts)) if parts else [()] * len(self.sizes)
-
-    def split_gradients(self, grads: Sequence[Tensor | None], count: int) -> list[tuple[Tensor | None, ...]]:
-        """The rows of each of the first `count` micro-batches of the gradients of the tensors in the outputs."""
-        parts: list[Sequence[Tensor | None]] = []
-        sizes = self.sizes[:count]
-        for grad, dim in zip(grads, self.output_dims, strict=True):
-            assert grad is None or dim is not None
-            parts.append([None] * count if grad is None else grad.split(sizes, dim or 0))
-        return list(zip(*parts))
-
-    def inputs_of(self, pieces: Sequence[Tensor], index: int) -> Inputs:
-        """The inputs of a micro-batch, from its tensors."""
-        inputs = with_tensors(self.skeletons[index], pieces)
-        return inputs if self.packs is None else self.packs.trimmed(inputs, index)
-
-    @contextlib.contextmanager
-    def buffers_moved_once(self) -> Iterator[None]:
-        """Around all first passes: every micro-batch starts from the buffers as they are now, and they move once."""
-        excluded = {  # which the BatchNorm policy takes care of
-            id(buffer)
-            for layer in self.module.modules()
-            if isinstance(layer, _BatchNorm) and layer.training
-            for buffer in layer.buffers(recurse=False)
-        }
-        self.buffers = LentBuffers(self.state.buffers, excluded, self.state.owners, self.state.holders)
-        yield
-        self.buffers.move()
-
-    def _check_rows(self, outputs: Any, index: int) -> None:
+    def check_outputs(self, outputs: Any, index: int, *, recomputed: bool = True) -> None:
+        """Raise a ValueError if a micro-batch's outputs aren't one per row; note them, for second passes."""
         rows = self.sizes[index]
         for path, leaf, dim in described(outputs, self.out_dims):
             if isinstance(leaf, Tensor) and (dim is None or leaf.shape[dim] != rows):
@@ -332,19 +201,122 @@ class Call:
                         f"over tokens in the chunked module. Received: rows of output{path} of shapes "
                         f"{self._shapes[path]} and {shape}."
                     )
+        if recomputed and self.first_outputs is not None:
+            self.first_outputs[index] = [tensor.detach() for tensor in tensors_of(outputs)]
+
+    def stored_tensors(self) -> list[Tensor]:
+        """What first passes have made for second ones, for autograd to keep."""
+        return []
+
+    # Second passes.
+
+    def second_passes(
+        self,
+        indices: Sequence[int],
+        tensors: Sequence[Tensor],
+        stored: Sequence[Tensor],
+        needed: Sequence[bool],
+        grads: Sequence[Tensor | None],
+    ) -> list[Tensor | None]:
+        """The gradients of the trained parameters and of the tensors in the inputs.
+
+        Each micro-batch's graph is built and used up before the next one's. `tensors` are the parameters, then those in
+        the inputs; `needed`: whether the gradient of each is; `stored` is what `stored_tensors` has returned.
+        """
+        if torch.is_grad_enabled():
+            return self._differentiable(indices, tensors, needed, grads)
+        sums = GradientSums(self.trained, self.dims, tensors, needed)
+        pieces = [self.pieces(sums.inputs, self.dims, index) for index in indices]
+        self.begin_backward(sums, stored)
+        with self._recomputation(sums.parameters), torch.enable_grad():
+            for segment in reversed(range(self.segment_count)):
+                for index in indices:
+                    values = sums.leaves_of(pieces[index])
+                    self.backward_through(segment, index, values, self.pieces(grads, self.output_dims, index))
+                    sums.add(values, self.slices[index])
+                    del values
+                self.end_segment(segment)
+        return sums.gradients()
+
+    @contextlib.contextmanager
+    def _recomputation(self, replacements: Mapping[int, Tensor]) -> Iterator[None]:
+        """Around second passes: the module is as it was in the first ones, and they leave no trace."""
+        moved = {generator for conditions in self.conditions.values() for generator in conditions.random.states}
+        with self.state.restored(replacements), parametrizations_computed(), kept(moved):
+            yield
+
+    def _second_pass(self, pieces: Sequence[Tensor], index: int) -> Any:
+        inputs = self._inputs_of(pieces, index)
+        with self.conditions[index].restored(), self.policy.recomputation(), self.buffers.lent():
+            return self.module(*inputs.args, **inputs.kwargs)
+
+    def begin_backward(self, sums: GradientSums, stored: Sequence[Tensor]) -> None:
+        """All gradients of the outputs are there."""
+
+    def backward_through(
+        self, segment: int, index: int, values: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> None:
+        """Run a segment again on a micro-batch, with a graph from these leaves, and backward."""
+        outputs = self._second_pass(values, index)
+        self.compare_second(outputs, index)
+        roots, given = backward_roots(outputs, grads)
+        del outputs
+        if roots:
+            run_backward(roots, given)
+
+    def compare_second(self, outputs: Any, index: int) -> None:
+        """Raise a NotEquivalentError if a micro-batch's second pass gives other outputs than its first."""
+        expected = self.first_outputs.pop(index, None) if self.first_outputs is not None else None
+        for first, second in zip(expected or [], tensors_of(outputs)):
+            error = relative_error(second.detach(), first)
+            if error > rounding(str(first.dtype), first.device.type):
+                raise NotEquivalentError(
+                    f"{type(self.module).__name__} gives other outputs when backward runs it again on the same inputs "
+                    f"(relative error {error:.3g}), so its gradients would be those of something else. Does it ask "
+                    "whether gradients are enabled, which they are in the second run alone? Does it draw from a "
+                    "generator that is neither an attribute of a module nor an input, or depend on a global that moves?"
+                )
+
+    def end_segment(self, segment: int) -> None:
+        """All micro-batches have gone backward through it."""
+
+    def _differentiable(
+        self,
+        indices: Sequence[int],
+        tensors: Sequence[Tensor],
+        needed: Sequence[bool],
+        grads: Sequence[Tensor | None],
+    ) -> list[Tensor | None]:
+        """The same under `create_graph=True`: gradients that can be differentiated again, so all graphs stay."""
+        # Under names of their own, so that hooks see a finished gradient, not that of each micro-batch.
+        own = [_alias(tensor) if is_needed else tensor for tensor, is_needed in zip(tensors, needed, strict=True)]
+        inputs = own[len(self.trained) :]
+        wanted = [tensor for tensor, is_needed in zip(own, needed, strict=True) if is_needed]
+        total: list[Tensor | None] = [None] * len(wanted)
+        parameters = {id(p): alias for p, alias in zip(self.trained, own)}
+        with self._recomputation(parameters), _backward_hooks_only_look(self.module):
+            for index in indices:
+                outputs = self._second_pass(self.pieces(inputs, self.dims, index), index)
+                roots, given = backward_roots(outputs, self.pieces(grads, self.output_dims, index))
+                if roots:
+                    parts = torch.autograd.grad(roots, wanted, given, create_graph=True, allow_unused=True)
+                    total = [added(one, other) for one, other in zip(total, parts, strict=True)]
+        summed = iter(total)
+        return [next(summed) if is_needed else None for is_needed in needed]
 
 
-class TwoPasses(torch.autograd.Function):
+class _TwoPasses(torch.autograd.Function):
     """The first passes forward, the second ones backward."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, indices: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call, ctx.indices = call, indices
         ctx.set_materialize_grads(False)
-        with without_a_word_of_gradients():
-            outputs = call.first_passes(indices, tensors[len(call.trained) :])
+        inputs = tensors[len(call.trained) :]
+        with _without_a_word_of_gradients():
+            outputs = call.first_passes(indices, inputs)
         ctx.save_for_backward(*tensors, *call.stored_tensors())
-        ctx.samples = Samples(call.paths, tensors[len(call.trained) :], call.skeleton)
+        ctx.samples = Samples(call.paths, inputs, call.skeleton)
         # Autocast keeps half-precision copies of parameters for reuse. In some releases a copy made here, without
         # a graph, would hide its parameter from the loss.
         if torch.is_autocast_cache_enabled():
@@ -352,9 +324,8 @@ class TwoPasses(torch.autograd.Function):
         call.output_skeleton = without_tensors(outputs)
         found = [(leaf, dim) for _, leaf, dim in described(outputs, call.out_dims) if isinstance(leaf, Tensor)]
         call.output_dims = [dim for _, dim in found]
-        flat = tuple([leaf for leaf, _ in found])
-        ctx.mark_non_differentiable(*(t for t in flat if not (t.is_floating_point() or t.is_complex())))
-        return flat
+        ctx.mark_non_differentiable(*(t for t, _ in found if not (t.is_floating_point() or t.is_complex())))
+        return tuple([leaf for leaf, _ in found])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -365,23 +336,165 @@ class TwoPasses(torch.autograd.Function):
         gradients: list[Tensor | None] = [None] * len(needed)
         if any(grad is not None for grad in grads):
             gradients = call.second_passes(ctx.indices, tensors, stored, needed, grads)
-        spare_hooks(call.trained, gradients)
+        # After a Function, torch would call the hooks of parameters that got no gradient with None.
+        for parameter, gradient in zip(call.trained, gradients):
+            hooks = parameter._backward_hooks
+            if gradient is None and hooks:
+                for key, hook in hooks.items():
+                    hooks[key] = hook if isinstance(hook, _OnGradients) else _OnGradients(hook)
         return (None, None, *gradients)
-
-
-def _checked_tensors(inputs: Inputs, batch_dims: BatchDims) -> list[tuple[str, Tensor, int | None]]:
-    """The tensors of the inputs: path, tensor, dimension of the rows."""
-    found = [(path, leaf, dim) for path, leaf, dim in described(inputs, batch_dims) if isinstance(leaf, Tensor)]
-    for path, tensor, dim in found:
-        if dim is not None and (tensor.is_nested or tensor.layout is not torch.strided):
-            kind = "a nested tensor" if tensor.is_nested else f"of layout {tensor.layout}"
-            raise ValueError(
-                f"{path.removeprefix('.')} is {kind}, which can't be sliced into rows. Pass a dense, padded "
-                "tensor; or None for it in `batch_dims`, where all micro-batches share it."
-            )
-    return found
 
 
 def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     """The sum of two gradients, either of which may be missing."""
     return other if one is None else one if other is None else one + other
+
+
+class GradientSums:
+    """What second passes sum gradients in: leaves in place of the parameters, and the inputs' gradients of all rows."""
+
+    def __init__(
+        self,
+        trained: Sequence[Tensor],
+        dims: Sequence[int | None],
+        tensors: Sequence[Tensor],
+        needed: Sequence[bool],
+    ) -> None:
+        count = len(trained)
+        self.inputs, self._needed, self._dims = tensors[count:], needed[count:], dims
+        self.parameters = {id(p): gradient_leaf(saved) for p, saved in zip(trained, tensors)}
+        """The leaves, by `id` of the parameter."""
+        for leaf, is_needed in zip(self.parameters.values(), needed):
+            leaf.requires_grad_(is_needed)
+        places = [place for place, is_needed in enumerate(self._needed) if is_needed]
+        self._shared = {p: self.inputs[p].detach().requires_grad_() for p in places if dims[p] is None}
+        self._per_row = {p: dim for p in places if (dim := dims[p]) is not None}
+        self._whole: dict[int, Tensor] = {}
+
+    def leaves_of(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors in a micro-batch's inputs, as leaves."""
+        leaves = []
+        for place, value in enumerate(pieces):
+            if place in self._shared:
+                leaves.append(self._shared[place])
+            elif place in self._per_row:
+                leaves.append(value.detach().requires_grad_())
+            else:  # it may have a graph of its own, for which somebody else has not asked
+                leaves.append(value.detach() if value.requires_grad else value)
+        return leaves
+
+    def add(self, values: Sequence[Tensor], rows: slice) -> None:
+        """Backward has reached these leaves of a micro-batch: add their gradients to those of all rows."""
+        for place, dim in self._per_row.items():
+            gradient = values[place].grad
+            if gradient is not None:
+                if place not in self._whole:
+                    self._whole[place] = torch.zeros_like(self.inputs[place])
+                self._whole[place].narrow(dim, rows.start, rows.stop - rows.start).add_(gradient)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Those of the parameters, then those of the inputs."""
+        found = [None if leaf.grad is None else leaf.grad.to(leaf.dtype) for leaf in self.parameters.values()]
+        for place in range(len(self.inputs)):
+            found.append(self._shared[place].grad if place in self._shared else self._whole.get(place))
+        return found
+
+
+def backward_roots(outputs: Any, grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors in a micro-batch's outputs that have a gradient and pass it on, and their gradients."""
+    pairs = zip(tensors_of(outputs), grads, strict=True)
+    both = [(leaf, grad) for leaf, grad in pairs if grad is not None and leaf.requires_grad]
+    return [leaf for leaf, _ in both], [grad for _, grad in both]
+
+
+def gradient_leaf(parameter: Tensor) -> Tensor:
+    """A leaf that shares the parameter's values and has a `.grad` of its own.
+
+    What is summed there reaches no hook of the parameter. Half-precision gradients are summed in float32.
+    """
+    leaf = nn.Parameter(parameter.detach())
+    leaf.__dict__.update(parameter.__dict__)
+    if leaf.dtype in (torch.bfloat16, torch.float16):
+        leaf.grad_dtype = torch.float32
+    return leaf
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same tensor, whose gradient can be asked for without calling its hooks."""
+    alias = tensor.view_as(tensor)
+    if isinstance(tensor, nn.Parameter):  # it takes the place of one
+        alias.__dict__.update(tensor.__dict__)
+        pass_for_parameter(alias)
+    return alias
+
+
+class _OnGradients:
+    """A hook that is called with gradients alone."""
+
+    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
+        self.hook = hook
+        functools.update_wrapper(self, hook)  # still the user's, for who looks at its module
+
+    def __call__(self, gradient: Tensor | None) -> Any:
+        return None if gradient is None else self.hook(gradient)
+
+
+_NO_GRADIENTS = ("ignore", re.compile("None of the inputs have requires_grad=True"), Warning, None, 0)
+
+
+@contextlib.contextmanager
+def _without_a_word_of_gradients() -> Iterator[None]:
+    """Reentrant checkpoints inside would say so of a first pass, which is without gradients on purpose.
+
+    Not by `warnings.catch_warnings`, after which Python forgets what it has shown and shows it once more.
+    """
+    warnings.filters.insert(0, _NO_GRADIENTS)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            warnings.filters.remove(_NO_GRADIENTS)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _hooks_on_activations_explained() -> Iterator[None]:
+    """PyTorch's error about a hook on an activation without a graph, with the reason why it has none."""
+    try:
+        yield
+    except RuntimeError as error:
+        if torch.is_grad_enabled() or "register a hook on a tensor that doesn't require gradient" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{error}: a chunked module runs twice, at first without gradients. Register hooks on activations where "
+            "`output.requires_grad` alone; they are called for each micro-batch."
+        ) from error
+
+
+@contextlib.contextmanager
+def _backward_hooks_only_look(module: nn.Module) -> Iterator[None]:
+    """Around passes for second derivatives: a module's full backward hook that returns a gradient is an error.
+
+    Of a gradient that reaches the module's input, PyTorch gives such hooks what came along with one of its output. Of
+    the large batch that is all of it; here second derivatives come by themselves, and pass them by.
+    """
+    changed = []
+    for path, layer in module.named_modules():
+        for key, hook in layer._backward_hooks.items():
+            changed.append((layer._backward_hooks, key, hook))
+            layer._backward_hooks[key] = _looking(hook, f"{path or 'the module'!r} ({type(layer).__name__})")
+    try:
+        yield
+    finally:
+        for hooks, key, hook in changed:
+            hooks[key] = hook
+
+
+def _looking(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def looks(*args: Any) -> None:
+        if hook(*args) is not None:
+            raise NotImplementedError(
+                f"A backward hook of {name} in a chunked module returns a gradient under create_graph=True, and second "
+                "derivatives pass it by. Leave it out, or change gradients by a hook on a parameter or on an input."
+            )
+
+    return looks

@@ -14,8 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.private import graph_of, run_backward
-from gradaccum.torch.chunking.gradients import backward_roots
 from gradaccum.torch.chunking.recompute import Conditions, Inputs, is_floating, tensors_of, version_of
+from gradaccum.torch.chunking.two_passes import backward_roots
 from gradaccum.torch.layers.arguments import Arguments, GivenTensors, replaced, tensors_in
 from gradaccum.torch.layers.blocks import Block, called
 from gradaccum.torch.layers.offload import Store, Waiting
