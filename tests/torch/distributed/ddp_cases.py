@@ -335,7 +335,7 @@ def unreached_penalty(rank: int) -> float:
 
 def counted(ranks: Any) -> list[int]:
     """How many messages this rank has sent, as the last number of a list that counts on."""
-    channel, messages = ranks._channel, [0]
+    channel, messages = ranks.channel, [0]
     send = channel.send
 
     def counting(*numbers: float) -> Any:
@@ -465,7 +465,7 @@ def collectives(rank: int, way: str) -> tuple[list[int], list[str]]:
     else:
         optimizer = Optimizer(inner, steps=2, model=replica)
         ranks_of = optimizer._windows.ranks
-    channel, events = ranks_of._channel, list[str]()
+    channel, events = ranks_of.channel, list[str]()
     for name in ("send", "receive"):
         setattr(channel, name, _noted(events, name, getattr(channel, name)))
     model[-1].weight.register_hook(lambda _: events.append("first gradient"))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gradaccum.errors import WindowError
-from gradaccum.torch.distributed import Meeting, Settings, by_rank
+from gradaccum.torch.distributed import Channel, Settings, by_rank
 
 __all__ = ["CLIPPING", "Clip", "Following"]
 
@@ -97,13 +97,13 @@ class Following(Settings):
         self._mine |= {"in_body": self._prepared._in_body, "behind": self._is_behind}
         return number
 
-    def settle(self, ranks: Meeting) -> None:
+    def settle(self, channel: Channel) -> None:
         """Take over what the others do, where this rank's loop is over."""
-        everybody = ranks.gather(self._mine | {"settings": self.hyperparameters()})
-        self._settle_schedules(everybody, ranks)
+        everybody = channel.gather(self._mine | {"settings": self.hyperparameters()})
+        self._settle_schedules(everybody, channel)
         self._settle_clips(everybody)
 
-    def _settle_schedules(self, everybody: list[dict[str, Any]], ranks: Meeting) -> None:
+    def _settle_schedules(self, everybody: list[dict[str, Any]], channel: Channel) -> None:
         leader = next((rank for rank, one in enumerate(everybody) if not one["behind"]), 0)
         theirs, positions = everybody[leader], [one["schedules"] for one in everybody]
         differ = [position != positions[leader] for position in positions]
@@ -116,7 +116,7 @@ class Following(Settings):
         if not any(differ):
             return
         schedules = self._schedules()
-        states = ranks.broadcast([schedule.state_dict() for schedule in schedules], leader)
+        states = channel.broadcast([schedule.state_dict() for schedule in schedules], leader)
         if self._mine["schedules"] == positions[leader]:
             return
         for schedule, state in zip(schedules, states, strict=True):

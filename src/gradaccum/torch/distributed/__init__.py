@@ -1,10 +1,9 @@
 """Distributed training (DDP, FSDP2): one reduction per window, weighed over all ranks."""
 
-from gradaccum.torch.distributed.by_blocks import ByBlocks
-from gradaccum.torch.distributed.channel import Channel, Kind
+from gradaccum.torch.distributed.channel import Channel, Kind, Settings, by_rank
 from gradaccum.torch.distributed.detect import check_closures, check_detected, detect_ranks, leaving_on_error
-from gradaccum.torch.distributed.single_rank import SUMS, Listener, Meeting, Settings, SingleRank, Total, by_rank
-from gradaccum.torch.distributed.together import run_by_blocks, run_together
+from gradaccum.torch.distributed.ranks import SUMS, Listener, Ranks, Total
+from gradaccum.torch.distributed.sharded_passes import ByBlocks, run_by_blocks, run_together
 
 __all__ = [
     "SUMS",
@@ -12,9 +11,8 @@ __all__ = [
     "Channel",
     "Kind",
     "Listener",
-    "Meeting",
+    "Ranks",
     "Settings",
-    "SingleRank",
     "Total",
     "by_rank",
     "check_closures",

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import weakref
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import default_store, timeout_of
 
-__all__ = ["WIDTH", "Channel", "Kind", "stay_away"]
+__all__ = ["WIDTH", "Channel", "Kind", "Settings", "by_rank", "stay_away"]
 
 WIDTH = 24
 """Numbers in a message. All messages have the same size, so that even mismatched ones meet, and are told apart."""
@@ -51,35 +54,65 @@ class Kind(enum.IntEnum):
 
 
 class Channel:
-    """Exchanges messages between these global ranks, which all construct it at the same time.
+    """Exchanges messages between these global ranks, which all construct it at the same time; or with nobody.
 
     The timeout of `group`, a process group of theirs, is an exchange's timeout.
     """
 
     made = 0
-    """How many this process has made, or tried to."""
+    """How many this process has made, or tried to, with other ranks."""
 
-    def __init__(self, members: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
-        Channel.made += 1
-        self.size = len(members)
-        self.rank = list(members).index(dist.get_rank())
+    def __init__(self, members: Sequence[int] = (0,), group: dist.ProcessGroup | None = None) -> None:
+        self.size, self.rank = len(members), 0
         self.line: Line | None = None
-        if self.size > 1:
-            try:
-                self.line = _meet(members, timeout_of(dist.group.WORLD if group is None else group))
-            except RuntimeError as error:
-                if isinstance(error, WindowError):
-                    raise
-                raise WindowError(
-                    f"Rank {dist.get_rank()} waited for the other ranks to build their Optimizer or TrainStep, and at "
-                    "least one of them is gone, or took longer than the process group's timeout. Build it on every "
-                    f"rank; look at the others' own messages. ({error})"
-                ) from error
-            weakref.finalize(self, self.line.release).atexit = False
+        if self.size == 1:
+            return
+        Channel.made += 1
+        self.rank = list(members).index(dist.get_rank())
+        try:
+            self.line = _meet(members, timeout_of(dist.group.WORLD if group is None else group))
+        except WindowError:
+            raise
+        except RuntimeError as error:
+            raise WindowError(
+                f"Rank {dist.get_rank()} waited for the other ranks to build their Optimizer or TrainStep, and at "
+                "least one of them is gone, or took longer than the process group's timeout. Build it on every "
+                f"rank; look at the others' own messages. ({error})"
+            ) from error
+        weakref.finalize(self, self.line.release).atexit = False
 
     def exchange(self, *numbers: float) -> list[list[float]]:
         """Send these numbers, and wait for every rank's: a row of `WIDTH` numbers for each."""
         return self.receive(self.send(*numbers))
+
+    def send(self, *numbers: float) -> tuple[Any, Tensor]:
+        """Begin an exchange, which `receive` ends."""
+        mine = torch.tensor([*numbers, *[0.0] * (WIDTH - len(numbers))], dtype=torch.float64)
+        if self.line is None:
+            return None, mine[None]
+        received = torch.empty(self.size, WIDTH, dtype=torch.float64)
+        try:
+            return self.line.begin().allgather([list(received)], [mine]), received
+        except RuntimeError as error:
+            raise self._gone(error) from error
+
+    def receive(self, message: tuple[Any, Tensor]) -> list[list[float]]:
+        """What `exchange` returns."""
+        work, received = message
+        if self.line is not None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._gone(error) from error
+            self.line.met += 1
+        return received.tolist()
+
+    def _gone(self, error: RuntimeError) -> WindowError:
+        return WindowError(
+            f"Rank {self.rank} waited for the other ranks at a window's end, and at least one of them is gone, or took "
+            "longer than the process group's timeout: it raised an error in the middle of the window, or left its "
+            f"loop. Look at its own message. ({error})"
+        )
 
     def post(self, *numbers: float) -> None:
         """Send these numbers without waiting for the others; `posted` returns theirs later."""
@@ -104,41 +137,12 @@ class Channel:
         return objects
 
     def broadcast(self, mine: Any, source: int) -> Any:
-        """This rank's object, on every rank: anything that can be pickled."""
+        """The object of the rank `source`, on every rank."""
         objects = [mine]
         if self.line is not None:
             dist.broadcast_object_list(objects, group=self.line.begin(), group_src=source)
             self.line.met += 1
         return objects[0]
-
-    def send(self, *numbers: float) -> tuple[Any, torch.Tensor]:
-        """Begin an exchange, which `receive` ends."""
-        mine = torch.tensor([*numbers, *[0.0] * (WIDTH - len(numbers))], dtype=torch.float64)
-        if self.line is None:
-            return None, mine[None]
-        received = torch.empty(self.size, WIDTH, dtype=torch.float64)
-        try:
-            return self.line.begin().allgather([list(received)], [mine]), received
-        except RuntimeError as error:
-            raise self._gone(error) from error
-
-    def receive(self, message: tuple[Any, torch.Tensor]) -> list[list[float]]:
-        """What `exchange` returns."""
-        work, received = message
-        if self.line is not None:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._gone(error) from error
-            self.line.met += 1
-        return received.tolist()
-
-    def _gone(self, error: RuntimeError) -> WindowError:
-        return WindowError(
-            f"Rank {self.rank} waited for the other ranks at a window's end, and at least one of them is gone, or took "
-            "longer than the process group's timeout: it raised an error in the middle of the window, or left its "
-            f"loop. Look at its own message. ({error})"
-        )
 
 
 class Line:
@@ -152,14 +156,14 @@ class Line:
 
     def __init__(self, name: str, group: Any, timeout: timedelta | None) -> None:
         self.name, self.timeout = name, timeout
-        self._group = weakref.ref(group)  # torch holds it until the process group is destroyed
+        self.group = weakref.ref(group)  # torch holds it until the process group is destroyed
         self.begun = self.met = 0
         """Collectives, and in how many of them all ranks have met."""
-        self.posted: list[tuple[Any, torch.Tensor]] = []
+        self.posted: list[tuple[Any, Tensor]] = []
 
     def begin(self) -> Any:
         """The group, for one more collective."""
-        group = self._group()
+        group = self.group()
         if group is None:
             raise ValueError("The process group has been destroyed, and with it the ranks' messages.")
         self.begun += 1
@@ -176,17 +180,14 @@ class Line:
         if self.met == self.begun:
             Line.idle.append(self)
 
-    @classmethod
-    def offered(cls, members: Sequence[int], timeout: timedelta | None) -> dict[str, Line]:
-        """Those that a channel between these ranks could use, by their names and what has been sent there."""
-        cls.idle, here = [line for line in cls.idle if line._group() is not None], _meeting(members)
-        fit = [line for line in cls.idle if line.name.startswith(here) and line.timeout == timeout]
-        return {f"{line.name} {line.begun}": line for line in fit}
-
 
 def _meet(members: Sequence[int], timeout: timedelta | None) -> Line:
     """Wait until every rank is about to make a channel, or one says that it won't: no collective waits for that one."""
-    store, place, offered = default_store(), _place(members), Line.offered(members, timeout)
+    store, place, name = default_store(), _place(members), _meeting(members)
+    Line.idle = [line for line in Line.idle if line.group() is not None]
+    # A group that all ranks know by the same name, and in which as much has been sent, can be used again.
+    fit = [line for line in Line.idle if line.name.startswith(name) and line.timeout == timeout]
+    offered = {f"{line.name} {line.begun}": line for line in fit}
     store.set(f"{place}/offers/{dist.get_rank()}", "\n".join(offered))
     if store.add(f"{place}/arrived", 1) == len(members):
         offers = [store.get(f"{place}/offers/{member}").decode().splitlines() for member in members]
@@ -223,3 +224,75 @@ def _place(members: Sequence[int]) -> str:
 
 def _meeting(members: Sequence[int]) -> str:
     return f"gradaccum/{'-'.join(map(str, members))}/"
+
+
+class Settings:
+    """What an update does beside the gradient, which must be the same on all ranks: its hyperparameters.
+
+    `groups` returns the groups of the optimizers that make the update.
+    """
+
+    known_early = True
+    """Whether they are what they will be at the update when the window's last backward pass starts."""
+
+    def __init__(self, groups: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
+        self._groups, self._compared = groups, 0
+        self._last, self._number = list[dict[str, Any]](), 0
+
+    def number(self) -> float:
+        """Goes with a window's message, and differs where these do. Waits for a device at calls 1, 2, 4, 8, ..."""
+        self._compared += 1
+        mine = self.hyperparameters(wait=self._compared & (self._compared - 1) == 0)
+        if mine != self._last:
+            self._last, self._number = mine, zlib.crc32(repr(mine).encode())
+        return self._number
+
+    def settle(self, channel: Channel) -> None:
+        """The ranks' numbers differ, on all of them: a WindowError if their hyperparameters do."""
+        self.check(channel.gather(self.hyperparameters()))
+
+    def hyperparameters(self, *, wait: bool = True) -> list[dict[str, Any]]:
+        """The numbers and names in each group, as plain values; `wait`: tensors on a device, too."""
+        return [
+            {
+                name: plain
+                for name, value in group.items()
+                if (plain := value if type(value) in _PLAIN else _plain(value, wait)) is not None and name != "params"
+            }
+            for group in self._groups()
+        ]
+
+    @staticmethod
+    def check(everybody: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Raise a WindowError where the hyperparameters of all ranks differ."""
+        different = list[str]()
+        for place, groups in enumerate(itertools.zip_longest(*everybody, fillvalue={})):
+            for name in dict.fromkeys(name for group in groups for name in group):
+                values = [group.get(name, "none") for group in groups]
+                if any(value != values[0] for value in values):
+                    different.append(f"{name}{f' of group {place}' if place else ''} is {by_rank(values)}")
+        if different:
+            raise WindowError(
+                f"Ranks have different hyperparameters: {'; '.join(different)}. Nothing was updated. Change them "
+                "in the same way on every rank. A schedule that is stepped in the loop's body misses updates that come "
+                "after the loop, on ranks that have fewer batches. A hook does not: "
+                "optimizer.register_step_post_hook(lambda *_: scheduler.step())."
+            )
+
+
+_PLAIN = frozenset({bool, float, int, str, type(None)})
+
+
+def _plain(value: Any, wait: bool) -> Any:
+    """None for what is no number or name, or is not looked at."""
+    if isinstance(value, Tensor):
+        looked_at = value.numel() == 1 and not value.requires_grad and (wait or value.device.type == "cpu")
+        return value.item() if looked_at else None
+    if isinstance(value, tuple | list):  # betas; not parameters, or their names
+        return [v if type(v) in _PLAIN else _plain(v, wait) for v in value] if len(value) < 5 else None
+    return value.item() if getattr(value, "ndim", None) == 0 else None  # NumPy's numbers
+
+
+def by_rank(values: Sequence[Any]) -> str:
+    """Each rank's value, for a message."""
+    return ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradaccum.torch.distributed.channel import Channel, stay_away
+from gradaccum.torch.distributed.channel import Channel, Settings, stay_away
 from gradaccum.torch.distributed.ddp import Replicas
+from gradaccum.torch.distributed.engine import Engine
 from gradaccum.torch.distributed.fsdp import Shards, is_sharded, members_of, sharded_modules
 from gradaccum.torch.distributed.ranks import Ranks
-from gradaccum.torch.distributed.single_rank import Settings, SingleRank
 
 __all__ = ["check_closures", "check_detected", "detect_ranks", "leaving_on_error"]
 
@@ -35,15 +35,16 @@ def detect_ranks(
     steps: int | None = None,
     manual_reduce: bool = False,
     options: Mapping[str, Any],
-) -> SingleRank:
+) -> Ranks:
     """What keeps the windows of this model together with those of the other ranks, if there are any.
 
     The optimizers make an update together, of windows of this length, or of None that is always the same. The options
     must be the same on every rank, `accumulate_dtype` and `sync` among them. `manual_reduce`: no backward pass may
     reduce, since the sum is finished only afterwards.
     """
-    if model is None or not (dist.is_available() and dist.is_initialized()):
-        return SingleRank()
+    replicas, shards = ([], []) if model is None or not _has_ranks() else _data_parallel(model)
+    if not (replicas or shards):
+        return Ranks()
 
     def groups() -> list[dict[str, Any]]:
         return [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -53,21 +54,19 @@ def detect_ranks(
     wide = dtype is not None and any(
         p.is_floating_point() and torch.finfo(p.dtype).bits < torch.finfo(dtype).bits for p in parameters
     )
-    replicas, shards = _data_parallel(model)
-    if not replicas and not shards:
-        return SingleRank()
-    if shards:
-        _check_shards(parameters, options.get("nonfinite"), wide)
-
-    engine: Replicas | Shards
+    engine: Engine
     if replicas:
-        engine = Replicas(
-            replicas, parameters, wide, own_only=any(replica not in model.modules() for replica in replicas)
-        )
+        parts = set() if model is None else {*model.modules()}
+        outside = any(replica not in parts for replica in replicas)
+        engine = Replicas(replicas, parameters, always=always, wide=wide, own_only=outside)
     else:
+        _check_shards(parameters, options.get("nonfinite"), wide)
         engine = Shards(shards, parameters, always)
-    settings = Settings(groups)
-    return Ranks(engine, parameters, settings, steps=steps, options=options, manual_reduce=manual_reduce, always=always)
+    return Ranks(engine, parameters, Settings(groups), steps=steps, options=options, manual_reduce=manual_reduce)
+
+
+def _has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _data_parallel(model: nn.Module) -> tuple[list[DistributedDataParallel], list[nn.Module]]:
@@ -91,8 +90,8 @@ def leaving_on_error(construct: Callable[Concatenate[Self, P], None]) -> Callabl
         except BaseException:
             model = kwargs.get("model", args[0] if args else None)
             if Channel.made > made:  # the others have got theirs, and know, or learn it in the first window
-                getattr(self, "ranks", SingleRank()).abort()
-            elif isinstance(model, nn.Module) and dist.is_available() and dist.is_initialized():
+                getattr(self, "ranks", Ranks()).abort()
+            elif isinstance(model, nn.Module) and _has_ranks():
                 replicas, shards = _data_parallel(model)
                 if replicas:
                     stay_away(dist.get_process_group_ranks(replicas[0].process_group))
@@ -128,7 +127,7 @@ def _check_shards(parameters: Sequence[Tensor], nonfinite: str | None, wide: boo
         )
 
 
-def check_closures(evaluating: Iterable[torch.optim.Optimizer], ranks: SingleRank) -> None:
+def check_closures(evaluating: Iterable[torch.optim.Optimizer], ranks: Ranks) -> None:
     """Raise a ValueError if one of these evaluates its closure by itself, and ranks would have to keep up with it."""
     found = next(iter(evaluating), None)
     if found is not None and ranks.size > 1:
@@ -139,9 +138,9 @@ def check_closures(evaluating: Iterable[torch.optim.Optimizer], ranks: SingleRan
         )
 
 
-def check_detected(model: nn.Module | None, parameters: Sequence[Tensor], ranks: SingleRank, steps: int | None) -> None:
+def check_detected(model: nn.Module | None, parameters: Sequence[Tensor], ranks: Ranks, steps: int | None) -> None:
     """Raise a ValueError, or warn, if these parameters are data-parallel and the optimizer doesn't know it."""
-    if ranks.is_distributed or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if ranks.is_distributed or not _has_ranks() or dist.get_world_size() == 1:
         return
     own = {id(parameter) for parameter in parameters}
     if model is not None and parameters and not any(id(parameter) in own for parameter in model.parameters()):
@@ -149,52 +148,44 @@ def check_detected(model: nn.Module | None, parameters: Sequence[Tensor], ranks:
             "None of the optimizer's parameters is in `model` any more: fully_shard has replaced them, perhaps. Shard "
             "the model first, then build the inner optimizer and its wrapper from it, on every rank."
         )
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # it takes a second to import, and has been, where one is there
+    kinds = (DistributedDataParallel, *(() if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)))
     # By type, without isinstance: other objects may be proxies.
-    found = [o for o in gc.get_objects() if issubclass(type(o), _wrappers())]
-    wrapper = next((o for o in found if any(id(parameter) in own for parameter in o.parameters())), None)
-    if wrapper is None:
-        return
-    replicated = issubclass(type(wrapper), DistributedDataParallel)
-    advice = _lightnings_advice(wrapper)
-    if model is not None and replicated:
-        raise ValueError(
-            "`model` was wrapped in DistributedDataParallel after the optimizer was built, which holds back nothing "
-            "and weighs each rank the same. "
-            + (advice or "Wrap the model first, and pass that, on every rank: Optimizer(..., model=ddp).")
+    for wrapper in [o for o in gc.get_objects() if issubclass(type(o), kinds)]:
+        if any(id(parameter) in own for parameter in wrapper.parameters()):
+            message, weighs_wrong = _unknown_wrapper(wrapper, model, any(map(is_sharded, parameters)))
+            if weighs_wrong or steps != 1:
+                raise ValueError(message)
+            logger.warning(message)
+            return
+
+
+def _unknown_wrapper(wrapper: Any, model: nn.Module | None, sharded: bool) -> tuple[str, bool]:
+    """What a data-parallel model means that an optimizer doesn't know; whether that is an error in any case."""
+    if not issubclass(type(wrapper), DistributedDataParallel):
+        kind, effect = "FullyShardedDataParallel model (FSDP1), which", ""
+        advice = "Shard the model with fully_shard, and pass model=."
+        if sharded:
+            kind, effect = "sharded model (fully_shard) that", "it reduces on every micro-batch, and "
+            advice = "Pass model=, the sharded model."
+        return (
+            f"The parameters belong to a {kind} the optimizer does not know: {effect}all ranks weigh the same whatever "
+            f"their rows. {advice}"
+        ), False
+    kinds, advice = type(getattr(wrapper, "module", None)).__mro__, ""
+    if any(kind.__module__.startswith(("lightning.pytorch", "pytorch_lightning")) for kind in kinds):
+        advice = (
+            "Lightning's Trainer wraps the module after its optimizers. On several devices use automatic optimization "
+            "with gradaccum.integrations.lightning.GradientAccumulation; or a loop with Fabric, where model = "
+            "fabric.setup(model) comes first; or TrainStep, made in on_fit_start."
         )
-    if replicated:
-        message = (
+    if model is None:
+        return (
             "The parameters belong to a DistributedDataParallel model that the optimizer does not know: it reduces on "
             f"every micro-batch, and all ranks weigh the same whatever their rows. {advice or 'Pass model=ddp.'}"
-        )
-    elif not any(map(is_sharded, parameters)):
-        message = (
-            "The parameters belong to a FullyShardedDataParallel model (FSDP1), which the optimizer does not know: all "
-            "ranks weigh the same whatever their rows. Shard the model with fully_shard, and pass model=."
-        )
-    else:
-        message = (
-            "The parameters belong to a sharded model (fully_shard) that the optimizer does not know: it reduces on "
-            "every micro-batch, and all ranks weigh the same whatever their rows. Pass model=, the sharded model."
-        )
-    if steps != 1:
-        raise ValueError(message)
-    logger.warning(message)
-
-
-def _lightnings_advice(wrapper: Any) -> str:
-    """What to do where Lightning's Trainer wraps the module, which it does when optimizers are there already."""
-    kinds = type(getattr(wrapper, "module", None)).__mro__
-    if not any(kind.__module__.startswith(("lightning.pytorch", "pytorch_lightning")) for kind in kinds):
-        return ""
+        ), False
+    advice = advice or "Wrap the model first, and pass that, on every rank: Optimizer(..., model=ddp)."
     return (
-        "Lightning's Trainer wraps the module after its optimizers. On several devices use automatic optimization with "
-        "gradaccum.integrations.lightning.GradientAccumulation; or a loop with Fabric, where model = "
-        "fabric.setup(model) comes first; or TrainStep, made in on_fit_start."
-    )
-
-
-def _wrappers() -> tuple[type, ...]:
-    """The kinds of data-parallel models that there may be in this process."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # it takes a second to import, and has been, where one is there
-    return (DistributedDataParallel, *(() if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)))
+        "`model` was wrapped in DistributedDataParallel after the optimizer was built, which holds back nothing and "
+        f"weighs each rank the same. {advice}"
+    ), True

@@ -21,118 +21,161 @@ others don't expect: exact if all ranks do so, and an error on all of them other
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import after_backward
-from gradaccum.torch.distributed.by_blocks import ByBlocks, ShardedByBlocks
-from gradaccum.torch.distributed.channel import Channel, Kind
+from gradaccum.torch.distributed.channel import WIDTH, Channel, Kind, Settings, by_rank
 from gradaccum.torch.distributed.ddp import Replicas
+from gradaccum.torch.distributed.engine import Engine
 from gradaccum.torch.distributed.fsdp import Shards
-from gradaccum.torch.distributed.single_rank import (
-    SUMS,
-    Listener,
-    RankOutOfMemory,
-    Settings,
-    SingleRank,
-    Total,
-    by_rank,
-)
-from gradaccum.torch.distributed.together import DIFFERENT_PASSES, Together
+from gradaccum.torch.distributed.sharded_passes import DIFFERENT_PASSES, Together
 
-__all__ = ["Ranks"]
+__all__ = ["SUMS", "Listener", "Ranks", "Total"]
 
-_CLOSING = Kind.WINDOW, Kind.FINISHED, Kind.IDLE
-_NOBODY: Callable[[], Listener | None] = lambda: None  # noqa: E731
+SUMS = WIDTH - 16
+
+
+class Total(NamedTuple):
+    """What a window weighs: on one rank, or over all of them."""
+
+    weight: float
+    given: bool = False
+    """Whether a weight was given anywhere."""
+    largest: float = 0.0
+    """The largest weight of a micro-batch."""
+    scale: float = 0.0
+    """The GradScaler's scale that the sum is multiplied by; 0 without one."""
+    next_scale: float = 0.0
+    """The scale that this rank's GradScaler would go on with."""
+    overflow: bool = False
+    """Whether a gradient has overflowed that scale."""
+    equal: bool = False
+    """Whether micro-batches count equally, since nobody has said what they weigh."""
+    idle: bool = False
+    """Whether no micro-batch has run."""
+    sums: tuple[float, ...] = ()
+    """Up to `SUMS` numbers to be added up along with it."""
 
 
 class _Report(NamedTuple):
     """A rank's message about its window."""
 
     kind: Kind
-    steps: int = 0
-    last: bool = False
-    known: bool = False
+    steps: float = 0
+    last: float = False
+    known: float = False
     """Whether the total and the settings are what they will be at the update."""
-    late: bool = False
+    late: float = False
     """Whether another backward pass came after the one that reduced."""
-    fills: bool = False
+    fills: float = False
     """Whether zeros are reduced for a parameter that has no gradient on this rank."""
-    passes: int = 0
+    passes: float = 0
     settings: float = 0.0
     total: Total = Total(0.0)
 
     def numbers(self) -> list[float]:
-        *total, sums = self.total
-        return [*self[:-1], *total, *sums, *[0.0] * (SUMS - len(sums))]
+        return [*self[:-1], *self.total[:-1], *self.total.sums]
 
     @classmethod
     def read(cls, numbers: Sequence[float]) -> _Report:
-        kind, steps, last, known, late, fills, passes, settings, *total = numbers
-        weight, given, largest, scale, next_scale, overflow, equal, idle, *sums = total
-        found = Total(
-            weight, bool(given), largest, scale, next_scale, bool(overflow), bool(equal), bool(idle), tuple(sums)
-        )
-        flags = bool(last), bool(known), bool(late), bool(fills)
-        return cls(Kind(int(kind)), int(steps), *flags, int(passes), settings, found)
+        kind, *fields = numbers[:8]
+        return cls(Kind(int(kind)), *fields, Total(*numbers[8:16], tuple(numbers[16:])))  # type: ignore[call-arg,arg-type]
 
 
-class Ranks(SingleRank):
-    """The windows of all ranks, closed together.
+class Listener:
+    """What an optimizer's window does while its ranks run a micro-batch; on a single device it is never called."""
 
-    `options` must be the same on every rank. `always` reduces on every micro-batch: part of the sum is then the ranks'
-    mean already, and its mean over the ranks is itself, so nothing else changes.
+    def forward_done(self, loss_scale: float) -> None:
+        """The forward pass of the micro-batch that closes the window is done; the ranks agreed on this loss scale."""
+
+    def backward_starts(self) -> None:
+        """A backward pass starts: any of a sharded model, else one that reduces."""
+
+    def share(self) -> Total | None:
+        """What `total` will be called with after the backward pass that starts; None: only that pass will tell."""
+        return None
+
+    def own_unit(self) -> float:
+        """What the gradients that are about to arrive are multiples of; 0: they weigh nothing."""
+        return 0.0
+
+    def take_unit(self, unit: float) -> float:
+        """They are multiples of this unit from now on, on all ranks; the sum is empty. Returns their factor."""
+        return 1.0
+
+    def reduced(self) -> None:
+        """A backward pass has reduced the window's sum."""
+
+
+_SILENT = Listener()
+
+
+class Ranks:
+    """The windows of all ranks, closed together; on a single device there is nobody to agree with.
+
+    `options` must be the same on every rank. Where the engine reduces on every micro-batch, part of the sum is the
+    ranks' mean already, and its mean over the ranks is itself, so nothing else changes.
     """
 
-    is_distributed = True
+    unit: float | None = None
+    """What all ranks' sums are multiples of in a window that a backward pass reduces: a micro-batch's weight, so that
+    what is reduced is of the gradients' own size, in float16 too. None until the ranks have agreed on one."""
+    reduced_unit = 1.0
+    """What the sum is a multiple of that `total` has reduced last."""
+    buffers_from: int | None = None
+    """The first rank whose micro-batches have run in the last window; None where they have on all ranks, or on none."""
+    loss_scale = 0.0
+    """The scale of a GradScaler that all ranks agreed upon at the last window's end."""
 
     def __init__(
         self,
-        engine: Replicas | Shards,
-        parameters: Sequence[Tensor],
-        settings: Settings,
+        engine: Engine | None = None,
+        parameters: Sequence[Tensor] = (),
+        settings: Settings | None = None,
         *,
         steps: int | None = None,
         options: Mapping[str, Any] | None = None,
         manual_reduce: bool = False,
-        always: bool = False,
     ) -> None:
-        self._always, self._manual = always, manual_reduce
-        self._listener = _NOBODY
-        self._parameters, self.settings = list(parameters), settings
-        self._engine, self.sharded = engine, engine.sharded
+        self.is_distributed = engine is not None
+        self.engine = engine = engine or Engine()
+        self.sharded = engine.sharded
+        self.settings = settings or Settings(list)
+        """What all ranks compare at a window's end."""
+        self._manual, self._parameters = manual_reduce, list(parameters)
+        self._listener: Callable[[], Listener | None] = lambda: None
         engine.attach(self)
         weakref.finalize(self, engine.remove).atexit = False
+        self.together: Together | None = None
+        """Passes of a sharded model, which all ranks run together."""
         if isinstance(engine, Shards):
-            self._together = Together(engine, self._exchange_of_passes)
+            self.together = Together(engine, functools.partial(self._exchange, Kind.FORWARD))
         try:
-            self._channel = Channel(engine.members, engine.group)
-            self._check_same(steps, options or {})
+            self.channel = Channel(engine.members, engine.group)
+            if self.is_distributed:
+                self._check_same(steps, options or {})
         except BaseException:
             engine.remove()
             raise
-        self.size, self.rank = self._channel.size, self._channel.rank
+        self.size, self.rank = self.channel.size, self.channel.rank
         self._closes = self._restored = self._uncounted = self._notified = False
         self._last = self._all_last = False  # whether this rank's epoch is over, and every rank's
         self._steps = self._windows = 0
-        self._settings: float | None = None
-        self._sent: Any = None
-        """A message that the other ranks' answers have not been read of."""
+        self._settings: float | None = None  # the number that a message of this window's end has said
+        self._sent: Any = None  # a message that the other ranks' answers have not been read of
         self._restart()
-        engine.hold(False, False)
+        engine.hold(False)
 
     def attach(self, listener: Listener) -> None:
+        """Call this listener from now on. It is not kept alive."""
         self._listener = weakref.ref(listener)
-
-    def _listening(self) -> Listener:
-        return self._listener() or _SILENT
 
     def _restart(self) -> None:
         """A micro-batch begins."""
@@ -144,21 +187,23 @@ class Ranks(SingleRank):
         self._versions: list[tuple[int, int]] | None = None  # of the gradients, when a backward pass had reduced them
 
     def reduce_manually(self) -> None:
+        """From now on, reduce windows when their sums are finished."""
         self._manual = True
 
     @property
-    def manual_reduce(self) -> bool:  # type: ignore[override]
+    def manual_reduce(self) -> bool:
+        """Whether the open window is reduced when its sum is finished, rather than in its last backward pass."""
         # A backward pass reduces in a unit that is known before.
-        return self._manual or self._engine.manual_reduce or (self.unit is None and not self.sharded)
+        return self._manual or self.engine.manual_reduce or (self.unit is None and not self.sharded)
 
     def _check_same(self, steps: int | None, options: Mapping[str, Any]) -> None:
         texts = {name: repr(value) for name, value in options.items()}
-        messages = self._channel.exchange(Kind.START, steps or 0, zlib.crc32(repr(texts).encode()))
+        messages = self.channel.exchange(Kind.START, steps or 0, zlib.crc32(repr(texts).encode()))
         lengths = [int(numbers[1]) for numbers in messages]
         if len({*lengths}) > 1:
             raise ValueError(f"`steps` must be the same on every rank. Received: {by_rank(lengths)}.")
         if len({numbers[2] for numbers in messages}) > 1:
-            everybody = self._channel.gather(texts)
+            everybody = self.channel.gather(texts)
             for name in dict.fromkeys(name for theirs in everybody for name in theirs):
                 values = [theirs.get(name, "none") for theirs in everybody]
                 if len({*values}) > 1:
@@ -167,67 +212,62 @@ class Ranks(SingleRank):
     # Passes.
 
     def expect(self, closes: bool, steps: int, last: bool = False, counts: bool = True) -> None:
+        """Before the next micro-batch: whether it closes the window, is the epoch's last here, weighs anything."""
         self._closes, self._steps, self._last = closes, steps, last
         self._restart()
         # DDP remembers which parameters a micro-batch used, although its gradient is taken out of the sum.
-        self._uncounted |= not counts and self._engine.finds_unused
+        self._uncounted |= not counts and self.engine.finds_unused
         waits = self.manual_reduce or self._restored or self._uncounted or not (counts or self.sharded)
-        self._engine.hold(closes and not waits, self._always and not waits)
+        self.engine.hold(closes and not waits, self.engine.always and not waits)
 
-    def agree_on_last(self, last: bool) -> bool:
+    def agree_on_last(self, last: bool) -> None:
+        """A micro-batch of `batches()` begins, this rank's `last` one perhaps. A WindowError where that can't be."""
         if self.sharded:
-            lasts = [report.last for report in self._meet(_Report(Kind.MICRO_BATCH, last=last))]
+            lasts = [bool(report.last) for report in self._meet(_Report(Kind.MICRO_BATCH, last=last))]
             if len({*lasts}) > 1:
                 raise WindowError(
                     f"A sharded model needs the same passes on every rank. The last batch has come: {by_rank(lasts)}. "
                     "Nothing was updated. Pad or drop batches (DistributedSampler does), or use TrainStep or "
                     "DistributedDataParallel, which take different numbers."
                 )
-        return last
-
-    def scale(self, factor: float, idle: bool = False) -> None:
-        self._engine.scale(factor, idle)
 
     def continue_window(self) -> None:
+        """A micro-batch was counted, and the window stays open."""
         if self._sent is not None:
             self._read()
-        if self._always and not self.manual_reduce and not self.reduced:
+        if self.engine.always and not self.manual_reduce and not self.reduced:
             self._meet(_Report(Kind.MICRO_BATCH, self._steps, self._last))
-            self._engine.reduce()
-            self._engine.continues()
+            self.engine.reduce()
+            self.engine.continues()
             self._reduction_done()
-
-    # What the model's hooks call.
-
-    def forward_starts(self, part: str) -> None:
-        """The forward pass of a sharded part begins, of which the ranks are compared; "": all of them are done."""
-        self._together.meet(part)
 
     def forward_done(self) -> None:
         """A forward pass whose backward pass reduces is done."""
         if self._closes:
-            self._listening().forward_done(self.loss_scale)
+            (self._listener() or _SILENT).forward_done(self.loss_scale)
 
     def backward_starts(self) -> None:
         """Its backward pass starts, or any of a sharded model."""
-        listener = self._listening()
+        listener, engine = self._listener() or _SILENT, self.engine
         listener.backward_starts()
-        if self.sharded and self.unit is None and (unit := self._together.meet("unit", listener.own_unit())):
+        together = self.together
+        if together is not None and self.unit is None and (unit := together.meet("unit", listener.own_unit())):
             self.unit = self.reduced_unit = unit
-            self._engine.scale_more(listener.take_unit(unit))
-        if not (self._closes or self._always) or self.manual_reduce:
+            factor = listener.take_unit(unit)
+            together.shards.factor *= factor
+        if not (self._closes or engine.always) or self.manual_reduce:
             return
         if not self._reducing:
             self._reducing = True
-            if isinstance(self._engine, Replicas):
+            if isinstance(engine, Replicas):
                 if self._closes:
                     self._share = listener.share() if self.settings.known_early else None
-                    self._send(self._report(Kind.WINDOW, self._share, fills=self._engine.filled))
+                    self._send(self._report(Kind.WINDOW, self._share, fills=engine.filled))
                 else:
                     self._send(_Report(Kind.MICRO_BATCH, self._steps, self._last))
-                self._engine.before_first_bucket(self.first_bucket)
+                engine.await_first_bucket()
             after_backward(self._reduction_done)
-        self._engine.starts()
+        engine.starts()
 
     def first_bucket(self) -> None:
         """DDP is about to reduce: a rank that won't come is missed now, before anybody waits for it there."""
@@ -236,57 +276,26 @@ class Ranks(SingleRank):
 
     def _reduction_done(self) -> None:
         self._versions = self._current_versions()
-        self._listening().reduced()
+        (self._listener() or _SILENT).reduced()
 
     def _current_versions(self) -> list[tuple[int, int]]:
         if self.sharded:  # it reduces in every backward pass of this micro-batch
             return []
         return [(0, -1) if p.grad is None else (id(p.grad), p.grad._version) for p in self._parameters]
 
-    # Passes of a sharded model.
-
-    def begin_passes(self) -> None:
-        if self.sharded:
-            self._together.begin()
-
-    def end_passes(self) -> None:
-        if self.sharded:
-            self._together.end()
-
-    def ran_out(self, cost: int, *, final: bool) -> RankOutOfMemory:
-        return self._together.ran_out(cost, final=final)
-
-    @property
-    def failure(self) -> RankOutOfMemory | None:
-        return self._together.failure if self.sharded else None
-
-    def start_over(self) -> None:
-        if self.sharded:
-            self._together.start_over()
-
-    def by_blocks(self, model: nn.Module, blocks: Sequence[nn.Module]) -> ByBlocks:
-        return ShardedByBlocks(self, self._engine, model, blocks) if isinstance(self._engine, Shards) else ByBlocks()
-
-    def alone(self) -> contextlib.AbstractContextManager[dict[Tensor, torch.dtype]]:
-        return self._together.shards.alone() if self.sharded else super().alone()
-
-    def gathered_bytes(self, gradients: int) -> int:
-        return self._together.shards.gathered_bytes(gradients) if self.sharded else gradients
-
     # The window's sum.
-
-    def clear(self) -> None:
-        self._engine.clear()
-
-    @property
-    def pending(self) -> Callable[[], list[Tensor]]:
-        return self._engine.pending
 
     @property
     def reduced(self) -> bool:
+        """Whether a backward pass has reduced the open window's sum."""
         return self._versions is not None
 
     def total(self, mine: Total, rescale: Callable[[float], None] | None = None) -> Total:
+        """Bring `p.grad` to its mean over the ranks, at the window's end. Returns what the window weighs on all.
+
+        `rescale` brings this rank's sum to the unit that it is called with, where no backward pass has reduced it.
+        """
+        engine = self.engine
         self._windows += 1
         self._settings = None  # what a message has said before is compared
         if self.reduced:
@@ -294,27 +303,26 @@ class Ranks(SingleRank):
         late = self.reduced and self._versions != self._current_versions()
         changed = late or self._share not in (None, mine)
         if self.sharded and self.reduced:
-            reports = self._meet(self._report(Kind.TOTAL, mine, fills=self._engine.filled))
+            reports = self._meet(self._report(Kind.TOTAL, mine, fills=engine.filled))
         else:
             reports = self._closing(mine)
             if not self.reduced:
                 self._reduce(reports, rescale)
-            self._engine.prepare()
+            engine.prepare()
             compares = self._windows & (self._windows - 1) == 0 and any(r.kind is Kind.WINDOW for r in reports)
             if changed or compares or not all(report.known for report in reports):
-                reports = self._meet(self._report(Kind.TOTAL, mine, late=late, fills=self._engine.filled))
+                reports = self._meet(self._report(Kind.TOTAL, mine, late=late, fills=engine.filled))
         self._restart()
         self._finish(reports)
-        total = self._added(reports)
-        _check_weighed([report.total for report in reports])
+        total = self._added([report.total for report in reports])
         if len({report.settings for report in reports}) > 1:
-            self.settings.settle(self)
+            self.settings.settle(self.channel)
         return total
 
     def _closing(self, mine: Total) -> list[_Report]:
         """What all ranks have said before the reduction."""
         if self._sent is None and self._reports is None:
-            self._send(self._report(Kind.FINISHED, mine, fills=self._engine.will_fill))
+            self._send(self._report(Kind.FINISHED, mine, fills=self.engine.will_fill))
         if self._sent is not None:
             self._read()
         assert self._reports is not None
@@ -322,36 +330,34 @@ class Ranks(SingleRank):
 
     def _reduce(self, reports: list[_Report], rescale: Callable[[float], None] | None) -> None:
         """Reduce the finished sum, in the unit of those that a backward pass reduces, else the largest weight."""
-        if self.sharded or any(report.kind is Kind.WINDOW for report in reports):
-            self.reduced_unit = self.unit or 1.0
-        else:
-            self.reduced_unit = max(report.total.largest for report in reports) or self.unit or 1.0
+        self.reduced_unit = self.unit or 1.0
+        if not (self.sharded or any(report.kind is Kind.WINDOW for report in reports)):
+            self.reduced_unit = max(report.total.largest for report in reports) or self.reduced_unit
         if rescale is not None:
             rescale(self.reduced_unit)
-        self._together.reduce() if self.sharded else self._engine.reduce()
+        (self.together or self.engine).reduce()
 
     def _finish(self, reports: list[_Report]) -> None:
         """The window is reduced: what stands beside the mean over the ranks goes, and the engine begins anew."""
         if len({report.passes for report in reports}) > 1:
-            self._engine.settle()
+            self.engine.settle()
             raise WindowError(DIFFERENT_PASSES)
         if any(report.late for report in reports):
             # Another backward pass came after the one that reduced. Its gradients stand beside the mean over the ranks,
             # and the mean of that sum is right. From now on the reduction waits until step().
-            self._engine.reduce()
+            self.engine.reduce()
             self._manual = True
         if any(report.fills or report.late for report in reports):
             self._drop_unused()
         idle = [report.total.idle for report in reports]
-        source = idle.index(False) if False in idle else 0
+        source = next((rank for rank, had_none in enumerate(idle) if not had_none), 0)
         self.buffers_from = source if any(idle) and not all(idle) else None
-        self._engine.settle(source)
+        self.engine.settle(source)
         self._restored = self._uncounted = False
         self._all_last = all(report.last for report in reports)
 
-    def _added(self, reports: list[_Report]) -> Total:
-        """What the window weighs on all ranks."""
-        totals = [report.total for report in reports]
+    def _added(self, totals: list[Total]) -> Total:
+        """What the window weighs on all ranks. Raises where some of them weigh their micro-batches and others don't."""
         used = {total.scale for total in totals if total.scale}
         # Where scales differ nevertheless, the sum is lost, as after an overflow.
         overflow = any(total.overflow for total in totals) or len(used) > 1
@@ -359,6 +365,12 @@ class Ranks(SingleRank):
         self.loss_scale = (min if overflow else max)(scales, default=self.loss_scale)
         largest = max(total.largest for total in totals)
         self.unit = largest or self.unit
+        if any(total.equal for total in totals) and not all(total.equal or not total.weight for total in totals):
+            ways = ["without a weight" if t.equal else "weighed" if t.weight else "none" for t in totals]
+            raise WindowError(
+                "Some ranks weigh their micro-batches, by batches() or backward(loss, weight=...), and others don't: "
+                f"{by_rank(ways)}. Nothing was updated. Weigh them in the same way on every rank."
+            )
         return Total(
             sum(total.weight for total in totals),
             any(total.given for total in totals),
@@ -370,47 +382,41 @@ class Ranks(SingleRank):
         )
 
     def compare_settings(self) -> None:
+        """Compare `settings` by a message of their own, where an update begins before `total`."""
         if len({*self._numbers(self.settings.number())}) > 1:
-            self.settings.settle(self)
+            self.settings.settle(self.channel)
 
     def _drop_unused(self) -> None:
         """What no rank has used in this window has no gradient, as on one device: an optimizer passes it over."""
-        self._engine.drop(set.intersection(*map(set, self._channel.gather(self._engine.unused()))))
+        self.engine.drop(set.intersection(*map(set, self.channel.gather(self.engine.unused()))))
 
     def reduce_pending(self) -> None:
+        """Have all that a sharded model's open window has added up in `p.grad`, to be saved. All ranks take part."""
         # The mean over the ranks of a part of the sum; what comes is added to it, and the mean of that is right.
-        self._engine.reduce()
+        self.engine.reduce()
         self._drop_unused()
 
     def restored(self, parameters: Sequence[Tensor]) -> None:
+        """The open window came from a checkpoint, in which these parameters have a gradient."""
         self._restored = not self.sharded
-        if isinstance(self._engine, Shards):
-            self._engine.restored(parameters)
+        self.engine.restored(parameters)
 
-    # Numbers and objects of all ranks.
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        return self._engine.sum(tensor)
+    # Numbers of all ranks. All ranks take part.
 
     def sum_number(self, number: float) -> float:
+        """A number's sum over the ranks."""
         return sum(self._numbers(number))
 
     def sum_by_name(self, mine: Mapping[Any, float]) -> dict[Any, float]:
-        names = dict.fromkeys(name for theirs in self.gather_different(list(mine)) for name in theirs)
-        return {name: self.sum_number(mine.get(name, 0.0)) for name in names}
+        """Numbers summed over the ranks, each by its name; some ranks may lack some names."""
+        names, everybody = list(mine), [list(mine)]
+        if len({*self._numbers(zlib.crc32(repr(names).encode()))}) > 1:
+            everybody = self.channel.gather(names)
+        return {name: self.sum_number(mine.get(name, 0.0)) for name in dict.fromkeys(n for o in everybody for n in o)}
 
     def most_passes(self, passes: int) -> int:
-        return int(max(self._numbers(passes))) if self.sharded else passes
-
-    def gather(self, mine: Any) -> list[Any]:
-        return self._channel.gather(mine)
-
-    def gather_different(self, mine: Any) -> list[Any]:
-        same = len({*self._numbers(zlib.crc32(repr(mine).encode()))}) == 1
-        return [mine] if same else self.gather(mine)
-
-    def broadcast(self, mine: Any, source: int) -> Any:
-        return self._channel.broadcast(mine, source)
+        """The largest number of passes that any rank of a sharded model has in this window."""
+        return int(max(self._numbers(passes)))
 
     def _numbers(self, number: float) -> list[float]:
         return [numbers[1] for numbers in self._exchange(Kind.NUMBER, number)]
@@ -418,10 +424,12 @@ class Ranks(SingleRank):
     # Epochs.
 
     def end_epoch(self) -> None:
+        """This rank's epoch is over."""
         self._last = True
 
     def others_continue(self) -> bool:
-        while not self._all_last:
+        """Whether other ranks close one more window, in which this one takes part with nothing."""
+        while self.is_distributed and not self._all_last:
             idle = self._report(Kind.IDLE, Total(0.0, idle=True) if self.settings.known_early else None, fills=True)
             if self.sharded and self._last:
                 idle = _Report(Kind.ENDED, last=True)
@@ -434,23 +442,30 @@ class Ranks(SingleRank):
         return False
 
     def begin_epoch(self) -> None:
+        """The epoch is over on all ranks: the next one may begin."""
         self._last = self._all_last = False
 
     def offer_end(self) -> None:
+        """The batches that several optimizers share are used up here. `check_end` waits for the other ranks' word."""
         if not self._all_last:
             self._send(_Report(Kind.ENDED, last=True))
 
     def check_end(self) -> None:
+        """A WindowError where other ranks go on after `offer_end`."""
         if self._sent is not None:
             self._read()
             self._all_last = True
 
     def abort(self, *, notified: bool = False) -> None:
+        """This rank drops out in the middle of an epoch: the others must not wait for it.
+
+        `notified`: whoever called has an error of this rank's own, and may go on with all ranks.
+        """
         self._notified = notified
-        if self.sharded:
-            self._together.abort()
+        if self.together is not None:
+            self.together.abort()
         if not (self._all_last or self._sent is not None or self._reports is not None):
-            self._channel.post(Kind.ABORTED, 0, True)
+            self.channel.post(Kind.ABORTED, 0, True)
 
     # Messages.
 
@@ -461,7 +476,7 @@ class Ranks(SingleRank):
         if known and (kind is not Kind.TOTAL or self._settings is None):
             self._settings = self.settings.number()
         settings = self._settings if known and self._settings is not None else 0.0
-        return _Report(kind, steps, last, known, late, fills, self._engine.passes, settings, total or Total(0.0))
+        return _Report(kind, steps, last, known, late, fills, self.engine.passes, settings, total or Total(0.0))
 
     def _meet(self, report: _Report) -> list[_Report]:
         """Send a message, and wait for every rank's."""
@@ -470,35 +485,33 @@ class Ranks(SingleRank):
 
     def _send(self, report: _Report) -> None:
         self._check_posted()
-        self._sent = report.kind, self._channel.send(*report.numbers())
+        self._sent = report.kind, self.channel.send(*report.numbers())
 
     def _read(self) -> list[_Report]:
         """Wait for every rank's answer to the message that was sent; what they say about a window's end is kept."""
         (kind, sent), self._sent = self._sent, None
-        reports = [_Report.read(numbers) for numbers in self._channel.receive(sent)]
-        kinds = [report.kind for report in reports]
-        if self._last and Kind.ABORTED in kinds and {*kinds} <= {Kind.ABORTED, Kind.IDLE}:
+        reports = [_Report.read(numbers) for numbers in self.channel.receive(sent)]
+        kinds = {report.kind for report in reports}
+        if self._last and Kind.ABORTED in kinds and kinds <= {Kind.ABORTED, Kind.IDLE}:
             return reports  # a rank has left an epoch that is over here
-        self._check_kinds(kinds, *(_CLOSING if kind in _CLOSING else (kind,)))
-        lengths = [report.steps for report in reports]
+        closing = Kind.WINDOW, Kind.FINISHED, Kind.IDLE
+        self._check_kinds([report.kind for report in reports], *(closing if kind in closing else (kind,)))
+        lengths = [int(report.steps) for report in reports]
         if len({*lengths} - {0}) > 1:
             raise WindowError(f"`steps` must be the same on every rank. Received: {by_rank(lengths)}.")
-        if kind in _CLOSING and any(other in (Kind.WINDOW, Kind.FINISHED) for other in kinds):
+        if kind in closing and kinds & {Kind.WINDOW, Kind.FINISHED}:
             self._reports = reports
         return reports
 
     def _exchange(self, kind: Kind, *numbers: float) -> list[list[float]]:
         """Numbers of all ranks, behind one that says what they are about."""
         self._check_posted()
-        messages = self._channel.exchange(kind, *numbers)
+        messages = self.channel.exchange(kind, *numbers)
         self._check_kinds([Kind(int(numbers[0])) for numbers in messages], kind)
         return messages
 
-    def _exchange_of_passes(self, *numbers: float) -> list[list[float]]:
-        return self._exchange(Kind.FORWARD, *numbers)
-
     def _check_posted(self) -> None:
-        for earlier in self._channel.posted():
+        for earlier in self.channel.posted():
             if not self._notified:
                 self._check_kinds([Kind(int(numbers[0])) for numbers in earlier], Kind.ABORTED, Kind.IDLE)
 
@@ -518,8 +531,6 @@ class Ranks(SingleRank):
         )
 
 
-_SILENT = Listener()
-
 _ELSEWHERE = {
     Kind.ABORTED: "left in the middle of an epoch, by an error or a break, while other ranks went on. Nothing was "
     "updated. Look at the error there; a `break` must come on all ranks at once.",
@@ -531,13 +542,3 @@ _ELSEWHERE = {
     "passes of a micro-batch on all ranks, or as one: (loss + other_loss).backward().",
 }
 """What a rank that is elsewhere has done."""
-
-
-def _check_weighed(totals: Sequence[Total]) -> None:
-    """Raise where some ranks weigh their micro-batches and others don't."""
-    if any(total.equal for total in totals) and not all(total.equal or not total.weight for total in totals):
-        ways = ["without a weight" if t.equal else "weighed" if t.weight else "none" for t in totals]
-        raise WindowError(
-            "Some ranks weigh their micro-batches, by batches() or backward(loss, weight=...), and others don't: "
-            f"{by_rank(ways)}. Nothing was updated. Weigh them in the same way on every rank."
-        )

@@ -10,7 +10,7 @@ import torch
 from gradaccum.core.sizes import MARGIN, format_bytes, largest_size
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import MemoryMeter, local_part
-from gradaccum.torch.distributed import SingleRank
+from gradaccum.torch.distributed import Ranks
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure.fake_memory import micro_batch_peak, optimizer_bytes
 
@@ -23,22 +23,23 @@ def largest_fitting(
     objective: Objective,
     gauge: MemoryMeter,
     optimizers: Sequence[torch.optim.Optimizer],
-    ranks: SingleRank,
+    ranks: Ranks,
     batch: Batch,
 ) -> int:
     """The largest micro-batch of this batch that fits on this rank, estimated with fake tensors.
 
     in use now + optimizer state to come + gathered parameters + gradients + activations(rows)   <=   0.9 * limit
     """
-    limit = gauge.limit()
+    assert ranks.together is not None, "only ranks of a sharded model would wait"
+    limit, shards = gauge.limit(), ranks.together.shards
     if limit is None:
         return batch.rows
     new = [optimizer for optimizer in optimizers if not optimizer.state]
     to_come = sum(optimizer_bytes(o, [local_part(p) for group in o.param_groups for p in group["params"]]) for o in new)
-    with ranks.alone() as gathered:
+    with shards.alone() as gathered:
         dtypes = dict(gathered)
         gradients = sum(p.numel() * dtype.itemsize for p, dtype in dtypes.items() if p.requires_grad)
-        constant = gauge.live() + to_come + ranks.gathered_bytes(gradients) - gradients
+        constant = gauge.live() + to_come + shards.gathered_bytes(gradients) - gradients
 
         def peak(rows: int) -> int:
             return constant + micro_batch_peak(objective, batch, rows, gathered=dtypes)

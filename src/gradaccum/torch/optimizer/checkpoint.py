@@ -94,7 +94,7 @@ def window_state(windows: Windows) -> dict[str, Any]:
     open_ = windows.current
     state: dict[str, Any] = {**windows.state_dict(), "window": open_.window.state_dict()}
     if open_.ranks.is_distributed:
-        state["unit"], state["rank"] = open_.ranks.unit, open_.ranks.place
+        state["unit"], state["rank"] = open_.ranks.unit, [open_.ranks.rank, open_.ranks.size]
     if not open_.window.is_open:
         return state
     open_.saved = True
@@ -144,7 +144,7 @@ def _check_window(windows: Windows, state: dict[str, Any]) -> None:
     saved = state["window"]
     if not saved["micro_batches"]:
         return
-    saved_on, here = state.get("rank", [0, 1]), windows.ranks.place
+    saved_on, here = state.get("rank", [0, 1]), [windows.ranks.rank, windows.ranks.size]
     if saved_on != here:
         raise WindowError(
             f"The checkpoint was taken inside a window, on rank {saved_on[0]} of {saved_on[1]}, and holds that rank's "

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from gradaccum.on_torch.memory import local_part
-from gradaccum.torch.distributed import SingleRank
+from gradaccum.torch.distributed import Ranks
 
 __all__ = ["is_initialisation", "pack", "release", "reserve", "unpack"]
 
 KEY = "gradaccum"
 
 
-def pack(inner: torch.optim.Optimizer, window: dict[str, Any], ranks: SingleRank) -> dict[str, Any]:
+def pack(inner: torch.optim.Optimizer, window: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """The state dict of an inner optimizer with the window in it, the same for all ranks, which all take part."""
     nothing_yet, blank = not inner.state, _is_reserved(inner)
     if nothing_yet:
@@ -45,11 +45,13 @@ def pack(inner: torch.optim.Optimizer, window: dict[str, Any], ranks: SingleRank
         "largest": window["window"]["largest"],
         "losses": [[i, loss.item(), str(loss.dtype).removeprefix("torch."), weight] for i, loss, weight in losses],
     }
-    packed["param_groups"][0][KEY] = json.dumps({**window, "blank": blank or nothing_yet, "parts": ranks.gather(mine)})
+    packed["param_groups"][0][KEY] = json.dumps(
+        {**window, "blank": blank or nothing_yet, "parts": ranks.channel.gather(mine)}
+    )
     return packed
 
 
-def unpack(state_dict: dict[str, Any], ranks: SingleRank) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def unpack(state_dict: dict[str, Any], ranks: Ranks) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """What `pack` was given: the inner optimizer's state dict, and this rank's window; None where there is none in
     it.
     """
@@ -58,7 +60,7 @@ def unpack(state_dict: dict[str, Any], ranks: SingleRank) -> tuple[dict[str, Any
     if not found:
         return state_dict, None
     window = json.loads(found[0])
-    here, parts = ranks.place, window.pop("parts")
+    here, parts = [ranks.rank, ranks.size], window.pop("parts")
     state, sums = dict(state_dict["state"]), dict[int, Tensor]()
     for index, name in enumerate(name for group in groups for name in group["params"]):
         own = {**state.pop(name, {})}

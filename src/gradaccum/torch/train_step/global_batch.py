@@ -17,7 +17,7 @@ from gradaccum.torch.buffers import take_over
 from gradaccum.torch.distributed import (
     SUMS,
     Listener,
-    SingleRank,
+    Ranks,
     Total,
     check_closures,
     check_detected,
@@ -45,7 +45,7 @@ Window = LossAccumulator | TermsAccumulator
 class GlobalBatch(Listener):
     """Puts a rank's window together with those of the others."""
 
-    def __init__(self, ranks: SingleRank, sums: GradientBuffer, *, in_blocks: bool = False) -> None:
+    def __init__(self, ranks: Ranks, sums: GradientBuffer, *, in_blocks: bool = False) -> None:
         self.ranks = ranks
         self._sums, self._in_blocks = sums, in_blocks
         self._window: LossAccumulator | None = None
@@ -102,7 +102,7 @@ class GlobalBatch(Listener):
         return 1.0 if self._window is None else self._window.own_unit()
 
     def take_unit(self, unit: float) -> float:
-        after_backward(functools.partial(self.ranks.scale, 1.0))  # later micro-batches have it in their factors
+        after_backward(functools.partial(self.ranks.engine.scale, 1.0))  # later micro-batches have it in their factors
         return 1.0 if self._window is None else self._window.take_unit(unit)
 
     def reopen(
@@ -139,9 +139,9 @@ class GlobalBatch(Listener):
         rescale = functools.partial(self._rescale, unit) if known is not None and not self.ranks.sharded else None
         total = self.ranks.total(mine, rescale)
         if (source := self.ranks.buffers_from) is not None:
-            broadcast, gives = functools.partial(self.ranks.broadcast, source=source), self.ranks.rank == source
+            broadcast, gives = functools.partial(self.ranks.channel.broadcast, source=source), self.ranks.rank == source
             take_over(state.buffers(), state.device, broadcast, gives=gives, takes=not window.ran)
-        sums = losses.new_tensor(total.sums[: len(ride)]).view_as(losses) if ride else self.ranks.sum(losses)
+        sums = losses.new_tensor(total.sums[: len(ride)]).view_as(losses) if ride else self.ranks.engine.sum(losses)
         sums, divisor, weighs = self._finished(
             window, sums, self.ranks.reduced_unit, total.weight if total.given else None
         )
@@ -170,7 +170,7 @@ class GlobalBatch(Listener):
 class InAdvance:
     """The window of all ranks of a sharded model, when all losses are in, and before gradients are reduced."""
 
-    def __init__(self, window: Window, ranks: SingleRank, finished: Callable[..., tuple[Tensor, Weight, bool]]) -> None:
+    def __init__(self, window: Window, ranks: Ranks, finished: Callable[..., tuple[Tensor, Weight, bool]]) -> None:
         self._window, self._ranks, self._finished = window, ranks, finished
         self.loss = torch.tensor(float("nan"))
         self.divisor: Weight | None = None
@@ -179,19 +179,20 @@ class InAdvance:
     def check(self) -> None:
         """Ask the other ranks."""
         self._window.check()
-        self._ranks.end_passes()  # the forward ones
+        assert self._ranks.together is not None
+        self._ranks.together.end()  # the forward passes
         known = self._window.unit_and_weight()
         factor, weight = (1.0, 0.0) if known is None else known
         self._ranks.compare_settings()
         given, total = self._ranks.sum_number(known is not None) > 0, self._ranks.sum_number(weight)
-        sums = self._ranks.sum(self._window.sum.double() * factor)
+        sums = self._ranks.engine.sum(self._window.sum.double() * factor)
         sums, self.divisor, weighs = self._finished(
             self._window, sums, self._ranks.unit or 1.0, total if given else None
         )
         self.loss, self.empty = sums.sum(), not weighs
 
 
-def check_members(model: nn.Module, parameters: Sequence[Tensor], ranks: SingleRank) -> None:
+def check_members(model: nn.Module, parameters: Sequence[Tensor], ranks: Ranks) -> None:
     """Whether all ranks are known that share this model's update, and all parameters that they reduce."""
     check_detected(model, parameters, ranks, steps=1)
     own = set(map(id, parameters))
@@ -204,7 +205,7 @@ def check_members(model: nn.Module, parameters: Sequence[Tensor], ranks: SingleR
         )
 
 
-def find_ranks(model: nn.Module, objective: Objective, update: Update, options: Options) -> SingleRank:
+def find_ranks(model: nn.Module, objective: Objective, update: Update, options: Options) -> Ranks:
     """What keeps this model's large batches together with those of the other ranks, which have the same options."""
     ranks = detect_ranks(
         model,
@@ -227,7 +228,7 @@ def find_ranks(model: nn.Module, objective: Objective, update: Update, options: 
     return ranks
 
 
-def spans_ranks(model: nn.Module, ranks: SingleRank, *, exact: bool, verify: bool) -> bool:
+def spans_ranks(model: nn.Module, ranks: Ranks, *, exact: bool, verify: bool) -> bool:
     """Whether a forward pass of one rank needs the others."""
     layers = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     spans = ranks.sharded or (ranks.is_distributed and exact and layers)

@@ -16,7 +16,7 @@ from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.schedule import checked_count
 from gradaccum.torch.batch_norm import batch_norms
-from gradaccum.torch.distributed import SingleRank
+from gradaccum.torch.distributed import Ranks
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure import largest_fitting
 from gradaccum.torch.padding import what_is_cut
@@ -53,7 +53,7 @@ class MicroBatcher:
         elif max_tokens is not None:
             self.packing = Joining(objective, max_tokens, self.finder.size, pack)
 
-    def without_trying(self, optimizers: Sequence[torch.optim.Optimizer], ranks: SingleRank, *, proves: bool) -> None:
+    def without_trying(self, optimizers: Sequence[torch.optim.Optimizer], ranks: Ranks, *, proves: bool) -> None:
         """Try nothing out, for other ranks would wait in such passes: what fits is predicted."""
         if self._searches:
             largest = functools.partial(largest_fitting, self._objective, self._meter, optimizers, ranks)

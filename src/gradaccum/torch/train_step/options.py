@@ -12,7 +12,7 @@ from torch import nn
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_norm, checked_scaler
 from gradaccum.torch.batch_norm import checked_batch_norm
-from gradaccum.torch.distributed import SingleRank
+from gradaccum.torch.distributed import Ranks
 from gradaccum.torch.layers import Layers, check_in_backward, checked_blocks
 from gradaccum.torch.optimizer import needs_closure
 
@@ -79,7 +79,7 @@ class Options:
         """The optimizers that demand a closure."""
         return [optimizer for optimizer in self.optimizers if needs_closure(optimizer)]
 
-    def check_ranks(self, layers: Layers | None, ranks: SingleRank) -> None:
+    def check_ranks(self, layers: Layers | None, ranks: Ranks) -> None:
         """Raise a ValueError where blocks can't live elsewhere, or be updated in backward, on these ranks."""
         if layers is not None and layers.offloaded is not None and ranks.sharded:
             raise ValueError(

@@ -18,7 +18,7 @@ from gradaccum.on_torch.oom_retry import OomRetry
 from gradaccum.on_torch.stages import gradient_stages
 from gradaccum.on_torch.state import WindowState
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
-from gradaccum.torch.distributed import SingleRank, leaving_on_error
+from gradaccum.torch.distributed import Ranks, leaving_on_error
 from gradaccum.torch.head import tiling
 from gradaccum.torch.layers import BlocksChoice, Layers, OffloadChoice, proof_of
 from gradaccum.torch.loss import Objective
@@ -178,7 +178,7 @@ class TrainStep:
         )
         spans = spans_ranks(model, self.ranks, exact=exact, verify=verify)
         self._verify = verify and not spans and (layers is None or layers.proves)
-        self.update.buffer.attach(self.ranks.pending)
+        self.update.buffer.attach(self.ranks.engine.pending)
         options.check_ranks(layers, self.ranks)
         if self.ranks.sharded:
             self.batcher.without_trying(self.update.optimizers, self.ranks, proves=verify)
@@ -342,7 +342,7 @@ class TrainStep:
         windows = WindowRunner(
             self._shared,
             objective.on(inside(self.model) if whole is None else whole.chunks),
-            SingleRank(),
+            Ranks(),
             self._rehearsal,
             stages=gradient_stages(accumulates_wide=self.update.buffer.dtype is not None),
             scaler=self.update.scaler and self._proof.scale,

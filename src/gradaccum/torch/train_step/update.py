@@ -17,7 +17,7 @@ from gradaccum.on_torch.grad_buffer import GradientBuffer
 from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.stages import Stage, WindowTotal, gradient_stages
-from gradaccum.torch.distributed import SingleRank
+from gradaccum.torch.distributed import ByBlocks, Ranks
 from gradaccum.torch.layers import BackwardOptimizer, Layers
 from gradaccum.torch.train_step.options import Options
 from gradaccum.torch.train_step.rollback import Rollback
@@ -86,10 +86,10 @@ class Update:
             self.scaler.scale(torch.ones((), device=self._meter.device))
             self._scaler_met = True
 
-    def by_blocks(self, layers: Layers, ranks: SingleRank) -> None:
+    def by_blocks(self, layers: Layers, ranks: Ranks) -> None:
         """Blocks take turns, and each is updated as soon as its gradient is in, where that is wanted."""
         layers.waits = ranks.sharded
-        layers.ranks = ranks.by_blocks(layers.model, [block.module for block in layers.blocks])
+        layers.ranks = ByBlocks(ranks, layers.model, [block.module for block in layers.blocks])
         if layers.update == "in_backward":
             layers.listener = self.in_backward = BackwardOptimizer(
                 self.optimizers,

@@ -24,7 +24,7 @@ from gradaccum.on_torch.stages import Stage, WindowTotal, run_stages
 from gradaccum.on_torch.state import Snapshot, WindowState, as_found
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.buffers import WindowBuffers
-from gradaccum.torch.distributed import SingleRank, run_by_blocks, run_together
+from gradaccum.torch.distributed import Ranks, run_by_blocks, run_together
 from gradaccum.torch.layers import Layers
 from gradaccum.torch.loss import MIXED_TERMS, Objective, Term, Terms, WeightedLoss
 from gradaccum.torch.train_step.exact_batch_norm import WholeBatch, run_at_once
@@ -98,7 +98,7 @@ class WindowRunner:
         self,
         shared: Shared,
         objective: Objective,
-        ranks: SingleRank,
+        ranks: Ranks,
         state: WindowState,
         *,
         stages: Sequence[Stage],
@@ -125,7 +125,7 @@ class WindowRunner:
         if self.noise is not None:
             self.noise.restart()
         if self.ranks.is_distributed:
-            self.ranks.clear()
+            self.ranks.engine.clear()
             self.ranks.expect(closes=False, steps=1)
 
     def run(self, batch: Batch, sizes: Sequence[int] | None = None) -> Finished:
@@ -279,11 +279,11 @@ class TrainPasses:
 
     def _backward_of_nothing(self, loss: Tensor) -> None:
         ranks = self._runner.ranks
-        ranks.scale(0.0, idle=True)
+        ranks.engine.scale(0.0, idle=True)
         try:
             loss.backward()
         finally:
-            ranks.scale(1.0)
+            ranks.engine.scale(1.0)
 
 
 class CountingPasses:

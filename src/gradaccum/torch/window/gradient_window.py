@@ -26,7 +26,7 @@ from gradaccum.on_torch.grad_buffer import ArrivalScale, GradientBuffer, Screene
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.stages import Stage, Unscale, WindowTotal, gradient_stages
-from gradaccum.torch.distributed import Listener, SingleRank, Total
+from gradaccum.torch.distributed import Listener, Ranks, Total
 from gradaccum.torch.loss import (
     NamedLoss,
     TermSums,
@@ -65,7 +65,7 @@ class GradientWindow(Listener):
         self,
         parameters: Callable[[], list[Tensor]],
         *,
-        ranks: SingleRank | None = None,
+        ranks: Ranks | None = None,
         reduction: Reduction = "mean",
         clip_grad_norm: float | None = None,
         clip_grad_value: float | None = None,
@@ -74,11 +74,11 @@ class GradientWindow(Listener):
         noise: NoiseMeter | None = None,
     ) -> None:
         self.window = Window(reduction=reduction)
-        self.ranks = SingleRank() if ranks is None else ranks
+        self.ranks = Ranks() if ranks is None else ranks
         self.noise = noise
         self._options: dict[str, Any] = {
             "skip_nonfinite": nonfinite == "skip_window",
-            "sum_over_ranks": self.ranks.sum if self.ranks.sharded else None,
+            "sum_over_ranks": self.ranks.engine.sum if self.ranks.sharded else None,
             "noise": noise,
             "clip_grad_norm": clip_grad_norm,
             "clip_grad_value": clip_grad_value,
@@ -88,11 +88,11 @@ class GradientWindow(Listener):
         self.named = None if self.screened is not None else TermSums(parameters, accumulate_dtype)
         self.buffer: GradientBuffer = self.screened or self.named  # type: ignore[assignment]  # one of the two is there
         self.monitor: GradientMonitor = (
-            ShardedMonitor(parameters, self.ranks.pending) if self.ranks.sharded else GradientMonitor(parameters)
+            ShardedMonitor(parameters, self.ranks.engine.pending) if self.ranks.sharded else GradientMonitor(parameters)
         )
         self.loss_scale = LossScale(self.buffer, self.monitor)
         self.arrival_scale = ArrivalScale(parameters)
-        self.buffer.attach(self.ranks.pending)
+        self.buffer.attach(self.ranks.engine.pending)
         self.ranks.attach(self)
         self.loss = WindowLoss(reduction)
         self.grad_norm: Tensor | None = None
@@ -179,7 +179,7 @@ class GradientWindow(Listener):
     def _scale_arrivals(self, factor: float) -> None:
         """What comes through `loss.backward()` cannot be multiplied there, so it is on its way to the sum."""
         if self.ranks.sharded:
-            self.ranks.scale(factor)
+            self.ranks.engine.scale(factor)
         else:
             self.arrival_scale.set(factor)
             self.special = self.special or factor != 1.0
@@ -247,7 +247,7 @@ class GradientWindow(Listener):
         others = self.monitor.arrivals - one.weighed
         try:
             if self.ranks.sharded:
-                self.ranks.scale(1.0 if one.weight else 0.0)
+                self.ranks.engine.scale(1.0 if one.weight else 0.0)
             scaling.muted = True
             if create_graph or not loss.requires_grad:
                 start = None if factor == 1.0 else torch.full_like(loss, factor)
@@ -380,7 +380,7 @@ class GradientWindow(Listener):
         given, rows, weight = self.window.weights_given, self.window.micro_batch.in_batches, self.window.weight
         noise.unit, noise.counts_rows = "rows" if given or rows else "micro-batches", rows and not given
         scale = 1.0 if self.loss_scale.scale is None else self.loss_scale.scale.double()
-        held = [g for g in self.buffer.get() if g is not None] or self.ranks.pending()
+        held = [g for g in self.buffer.get() if g is not None] or self.ranks.engine.pending()
         noise.micro_batch(held, weight, weight / (self.window.unit or 1.0) * scale)
 
     def skip(self) -> None:
@@ -470,7 +470,7 @@ class GradientWindow(Listener):
         if everybody.scale and manual_reduce and ranks.sharded and not everybody.overflow:
             # The scaler has not seen what FSDP kept; each rank has looked at its shard.
             finite = all_finite(self.buffer.gradients())
-            total.overflow = ranks.sum((~finite).double()).item() > 0
+            total.overflow = ranks.engine.sum((~finite).double()).item() > 0
         self._weigh(total)
         if self._folded:
             total.divisor = 1 / ranks.size  # the reduction leaves a mean over the ranks
@@ -536,7 +536,7 @@ class GradientWindow(Listener):
         self.monitor.restart()
         self._failure = None
         if self.special:
-            self.ranks.clear()
+            self.ranks.engine.clear()
         self.buffer.clear(self.set_to_none if set_to_none is None else set_to_none)
         self._restart()
         if self.special:
