@@ -14,10 +14,9 @@ batch. One of these holds for most losses:
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from gradaccum.core.equivalence import Cause
@@ -50,13 +49,7 @@ def innermost(
     outputs_differ: Callable[[Key], bool],
     is_inside: Callable[[Key, Key], bool],
 ) -> list[Key]:
-    """The innermost of the modules that are given the same and return something else: those in which rows mix.
-
-    Args:
-        calls: The modules that were called.
-        inputs_agree: Whether micro-batches hand a module what the large batch does.
-        outputs_differ: Whether it returns something else for them.
-        is_inside: Whether the first module is a part of the second one.
+    """The innermost of the called modules that are given the same and return something else: there, rows mix.
 
     Example:
         >>> innermost(["", "a", "a.norm"], lambda key: True, lambda key: True, lambda a, b: a != b and a.startswith(b))
@@ -76,11 +69,8 @@ def mixing_cause(where: str, kind: str, *, batch_norm: str = "", advice: str) ->
         advice: What to do otherwise.
     """
     if batch_norm:
-        return Cause(
-            "batch_norm",
-            where,
-            f"'{where}' is a {kind}: it normalises each micro-batch by itself. {batch_norm}",
-        )
+        message = f"'{where}' is a {kind}: it normalises each micro-batch by itself. {batch_norm}"
+        return Cause("batch_norm", where, message)
     of_kind = f" ({kind})" if kind else ""
     return Cause(
         "mixes_rows",
@@ -91,14 +81,7 @@ def mixing_cause(where: str, kind: str, *, batch_norm: str = "", advice: str) ->
 
 
 def moving_cause(where: str, kind: str, names: Sequence[str], *, decides: bool) -> Cause:
-    """A module whose state moves with every forward pass.
-
-    Args:
-        where: Its path.
-        kind: The name of its class, or nothing.
-        names: What moves.
-        decides: Whether gradients differ because of it.
-    """
+    """A module at `where` whose state, of these names, moves with every forward pass; `decides`: gradients, too."""
     of_kind = f" ({kind})" if kind else ""
     advice = (
         "What it returns depends on them, so later micro-batches are computed with others than the large batch. Move "
@@ -211,9 +194,9 @@ def loss_cause(splits: Sequence[LossSplit], facts: LossFacts) -> Cause | None:
     """
     if any(not split.is_finite for split in splits):
         return None
-    shares = [split.share(facts.fits) for split in splits]
-    if all(share is not None and -facts.fits < share < 1 + facts.fits for share in shares):
-        return _wrong_weight(facts, splits, [share for share in shares if share is not None])
+    shares = [share for split in splits if (share := split.share(facts.fits)) is not None]
+    if len(shares) == len(splits) and all(-facts.fits < share < 1 + facts.fits for share in shares):
+        return _wrong_weight(facts, splits, shares)
     excess = [split.excess() for split in splits]
     if all(_largest(vector) < facts.fits for one in excess for vector in one):
         return _sum(facts)
@@ -230,11 +213,7 @@ def loss_cause(splits: Sequence[LossSplit], facts: LossFacts) -> Cause | None:
 
 
 def coupling_cause(advice: str) -> Cause:
-    """A loss that is no mean or sum over rows.
-
-    Args:
-        advice: What else it may be, and what to do.
-    """
+    """A loss that is no mean or sum over rows; `advice` is what else it may be, and what to do."""
     return Cause(
         "loss",
         "loss",
@@ -260,32 +239,28 @@ def _sum(facts: LossFacts) -> Cause:
 
 
 def _wrong_weight(facts: LossFacts, splits: Sequence[LossSplit], shares: list[float]) -> Cause | None:
-    def declared(split: LossSplit, part: int) -> float:
-        own = split.weights[part]
-        return facts.weigh(split.rows[part]) if own is None else own
+    def agree(counted: Sequence[Sequence[float]]) -> bool:
+        return all(abs(share - (a / (a + b) if a + b else 0.0)) < 1e-5 for share, (a, b) in zip(shares, counted))
 
     def fits(count: Callable[[Rows], float]) -> bool:
         counted = [[count(rows) for rows in split.rows] for split in splits]
-        return all(min(c) >= 0 and sum(c) > 0 and _close(s, _share(c)) for c, s in zip(counted, shares))
+        return all(min(pair) >= 0 and sum(pair) > 0 for pair in counted) and agree(counted)
 
-    weighed = [[declared(split, part) for part in (0, 1)] for split in splits]
-    if facts.reduction == "mean" and all(_close(share, _share(weights)) for share, weights in zip(shares, weighed)):
+    weighed = [[facts.weigh(r) if w is None else w for r, w in zip(split.rows, split.weights)] for split in splits]
+    if facts.reduction == "mean" and agree(weighed):
         return None  # weighed right: the loss is not what differs
-    was = facts.weighed_by
-    if splits[0].weights[0] is not None:
-        was = "what `compute_loss` returns with the loss"
+    returned = splits[0].weights[0] is not None
+    was = "what `compute_loss` returns with the loss" if returned else facts.weighed_by
     found = next((candidate for candidate in _candidates(facts) if fits(candidate.count)), None)
     if found is None:
         sizes = [len(rows) for rows in splits[0].rows]
-        return Cause(
-            "weight",
-            "loss",
+        message = (
             f"The loss is a mean, but not over {was}: micro-batches of {sizes[0]} and {sizes[1]} "
             f"rows would have to weigh {shares[0]:.4g} to {1 - shares[0]:.4g}. Tried rows, targets that are not "
-            f"ignored, masks and class weights; none of them is it. {facts.how_to_weigh}",
+            f"ignored, masks and class weights; none of them is it. {facts.how_to_weigh}"
         )
-    unsure = ""
-    shifted = found.shifted
+        return Cause("weight", "loss", message)
+    unsure, shifted = "", found.shifted
     if shifted is not None and fits(shifted.count):  # the first column is ignored in every row, say
         if facts.causal:
             found, unsure = shifted, " The model shifts its labels by one, which this batch alone doesn't show."
@@ -294,23 +269,17 @@ def _wrong_weight(facts: LossFacts, splits: Sequence[LossSplit], shares: list[fl
                 f" Where the model shifts its labels by one, as causal language models do, that is {shifted.code}: "
                 "this batch can't tell."
             )
-    keywords = [f"weight=lambda {', '.join(facts.arguments)}: {found.code}"] if found.code else []
-    if facts.reduction == "sum":
-        keywords.insert(0, 'reduction="mean"')
+    keywords = ['reduction="mean"'] if facts.reduction == "sum" else []
+    keywords += [f"weight=lambda {', '.join(facts.arguments)}: {found.code}"] if found.code else []
     advice = f"Pass {', '.join(keywords)}" if keywords else facts.unweighed
-    return Cause(
-        "weight",
-        "loss",
-        f"The loss is a mean over {found.name}, but its micro-batches were weighed by {was}. "
-        f"{advice}: that makes them exact.{unsure}",
-    )
-
-
-# What a mean may be over.
+    message = f"The loss is a mean over {found.name}, but its micro-batches were weighed by {was}. "
+    return Cause("weight", "loss", f"{message}{advice}: that makes them exact.{unsure}")
 
 
 @dataclass(frozen=True)
 class _Candidate:
+    """What a mean may be over: in words, as code, and counted."""
+
     name: str
     code: str
     count: Callable[[Rows], float]
@@ -321,8 +290,14 @@ class _Candidate:
 def _candidates(facts: LossFacts) -> Iterator[_Candidate]:
     yield _Candidate("rows", "", lambda rows: float(len(rows)))
     counted = [leaf for leaf in facts.leaves if leaf.kind != "float"]
-    for leaf in counted:
-        yield from _entries(leaf, facts.ignored)
+    for leaf in counted:  # the entries that are set, and those that are not ignored
+        if leaf.kind == "bool" or (leaf.values is not None and leaf.values <= {0, 1}):
+            yield _summing(leaf, f"the entries of {leaf.name} that are set")
+        for index in facts.ignored:
+            shifted = _counting(leaf, index, ", from the second position on,", "[:, 1:]") if leaf.dims > 1 else None
+            yield replace(_counting(leaf, index), shifted=shifted)
+            if shifted is not None:
+                yield shifted
     for leaf in counted:
         for name, weights in facts.class_weights if leaf.kind == "whole" else ():
             for index in facts.ignored:
@@ -331,32 +306,20 @@ def _candidates(facts: LossFacts) -> Iterator[_Candidate]:
     for leaf in facts.leaves:
         if leaf.kind == "float" and not leaf.is_negative:
             yield _summing(leaf, f"the weights in {leaf.name}")
-            yield _counting(leaf, 0, "")
-
-
-def _entries(leaf: Leaf, ignored: Sequence[int]) -> Iterator[_Candidate]:
-    """The entries that are set, and those that are not ignored."""
-    if leaf.kind == "bool" or (leaf.values is not None and leaf.values <= {0, 1}):
-        yield _summing(leaf, f"the entries of {leaf.name} that are set")
-    for index in ignored:
-        shifted = _counting(leaf, index, "[:, 1:]") if leaf.dims > 1 else None
-        yield dataclasses.replace(_counting(leaf, index, ""), shifted=shifted)
-        if shifted is not None:
-            yield shifted
+            yield _counting(leaf, 0)
 
 
 def _summing(leaf: Leaf, name: str) -> _Candidate:
     return _Candidate(name, f"{leaf.code}.sum()", lambda rows: float(leaf.take(rows).sum()))
 
 
-def _counting(leaf: Leaf, index: int, part: str) -> _Candidate:
+def _counting(leaf: Leaf, index: int, where: str = "", part: str = "") -> _Candidate:
     def count(rows: Rows) -> float:
         taken = leaf.take(rows)
         return float(((taken[:, 1:] if part else taken) != index).sum())
 
-    shifted = ", from the second position on," if part else ""
     return _Candidate(
-        f"the entries of {leaf.name}{shifted} that are not {index}", f"({leaf.code}{part} != {index}).sum()", count
+        f"the entries of {leaf.name}{where} that are not {index}", f"({leaf.code}{part} != {index}).sum()", count
     )
 
 
@@ -365,19 +328,8 @@ def _weighing(leaf: Leaf, index: int, name: str, weights: Array) -> _Candidate:
         taken = leaf.take(rows)
         return float(weights[taken[taken != index]].sum())
 
-    return _Candidate(
-        f"the sum of the class weights `{name}` of {leaf.name}",
-        f"{name}[{leaf.code}[{leaf.code} != {index}]].sum()",
-        count,
-    )
-
-
-def _share(weights: Sequence[float]) -> float:
-    return weights[0] / sum(weights) if sum(weights) else 0.0
-
-
-def _close(a: float, b: float) -> bool:
-    return abs(a - b) < 1e-5
+    code = f"{name}[{leaf.code}[{leaf.code} != {index}]].sum()"
+    return _Candidate(f"the sum of the class weights `{name}` of {leaf.name}", code, count)
 
 
 def _largest(vector: Array) -> float:

@@ -22,27 +22,10 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from gradaccum.core.equivalence import Difference, Part
 
 __all__ = [
-    "ATTEMPTS",
-    "ENOUGH",
-    "GROUPS",
-    "Compared",
-    "Comparison",
-    "Key",
-    "Measured",
-    "Outcome",
-    "ProofSchedule",
-    "Runner",
-    "Verdict",
-    "Way",
-    "compare",
-    "differences_between",
-    "informative_rows",
-    "informative_units",
-    "interleaved_ways",
-    "ragged_ways",
-    "with_fewer_rows",
-    "worst",
-]
+    "ATTEMPTS", "ENOUGH", "GROUPS", "Compared", "Comparison", "Key", "Measured", "Outcome", "ProofSchedule", "Runner",
+    "Verdict", "Way", "compare", "differences_between", "informative_rows", "informative_units", "interleaved_ways",
+    "ragged_ways", "with_fewer_rows", "worst",
+]  # fmt: skip
 
 Array = Any
 """An array of some framework. None stands for a gradient that never arrived, which is zero."""
@@ -51,12 +34,8 @@ Way = tuple[Sequence[int], Sequence[int]]
 """A way to cut rows: their order, and the sizes of the micro-batches in it."""
 Result = TypeVar("Result")
 
-ROWS = 16
-"""Rows that a proof looks at, at most."""
-GROUPS = 3
-"""Groups of rows that a proof looks at, at least."""
-ENOUGH = 8
-"""Rows from which on more of them say nothing new."""
+ROWS, ENOUGH, GROUPS = 16, 8, 3
+"""A proof looks at 16 rows at most, where 8 say nothing less, and at 3 groups of rows at least."""
 OFTEN = 1024
 """Batches after which a proof is repeated at the latest."""
 ATTEMPTS = 8
@@ -198,27 +177,22 @@ class Comparison:
             Exception: What the last way raised, where none could run.
         """
         while True:
-            if self.failed == "skip" and not self._has_finite_loss():
-                return None
-            finite = self.failed != "skip" or self.runner.is_finite(self._arrived())
+            finite = True
+            if self.failed == "skip":
+                gradients = [gradient for gradient in self.large.gradients.values() if gradient is not None]
+                if not gradients or not self.runner.is_finite([*self.large.losses.values()]):
+                    return None
+                finite = self.runner.is_finite(gradients)
             self.compared = [*self._all_ways()] if finite else []
             found = worst(difference for one in self.compared for difference in one.differences)
             overflown = not finite or any(d.part == "gradient" and math.isinf(d.error) for d in found)
             if (overflown and self.runner.lower_scale()) or (finite and self.runner.replace_noise()):
                 self.restart()
-            elif not finite:
-                return None
-            elif found:
-                return found
+            elif found or not finite:
+                return found or None
             else:
                 assert self.error is not None
                 raise self.error
-
-    def _arrived(self) -> list[Array]:
-        return [gradient for gradient in self.large.gradients.values() if gradient is not None]
-
-    def _has_finite_loss(self) -> bool:
-        return bool(self._arrived()) and self.runner.is_finite([*self.large.losses.values()])
 
     def _all_ways(self) -> Iterator[Compared]:
         large = self.large
@@ -232,9 +206,9 @@ class Comparison:
                 if self.failed == "differs":
                     yield Compared((order, sizes), [Difference("loss", math.inf, "loss")], {})
                 continue
-            measured = measured_parts(self.runner, micro_batches, large)
+            measured = _measured(self.runner, micro_batches, large)
             distances = {key: one.distance for key, one in measured.items()}
-            yield Compared((order, sizes), differences_of(measured, large), distances)
+            yield Compared((order, sizes), _differences(measured, large), distances)
 
     def beyond_rounding(self, differences: Iterable[Difference]) -> list[Difference]:
         """Those that rounding doesn't make: where large terms cancel each other, it makes much of the difference."""
@@ -242,36 +216,30 @@ class Comparison:
         if not wrong:
             return wrong
         times, moved = TIMES_IN_HALF if self.runner.in_half else TIMES, self.moved()
-        return [
-            d
-            for d in wrong
-            if not all(c.distances.get(key_of(d), 0.0) <= times * moved.get(key_of(d), 0.0) for c in self.compared)
-        ]
+        keys = [(d.part, d.name) for d in wrong]
+        rounded = {k for k in keys if all(c.distances.get(k, 0.0) <= times * moved.get(k, 0.0) for c in self.compared)}
+        return [difference for difference, key in zip(wrong, keys) if key not in rounded]
 
     def moved(self) -> dict[Key, float]:
         """How far each array moves with the last bits of the parameters; what isn't finite then is left out."""
         moved: dict[Key, float] = {}
         for outcome in self.runner.nearby(self.rows):
-            for key, one in measured_parts(self.runner, outcome, self.large).items():
+            for key, one in _measured(self.runner, outcome, self.large).items():
                 if math.isfinite(one.distance):
                     moved[key] = max(moved.get(key, 0.0), one.distance)
         return moved
 
     def unrepeatable(self) -> list[Difference]:
         """How far the rows at once are from themselves when they run once more."""
-        again = self.runner.run(self.rows, None)
-        return differences_between(self.runner, again, self.large)
+        return differences_between(self.runner, self.runner.run(self.rows, None), self.large)
 
 
 class Verdict(NamedTuple):
-    """What a comparison has found."""
+    """The largest difference of each array, those that rounding doesn't make, and the sizes of the micro-batches."""
 
     differences: list[Difference]
-    """The largest of each array."""
     wrong: list[Difference]
-    """Those that rounding doesn't make."""
     sizes: tuple[tuple[int, ...], ...]
-    """The micro-batches that were compared."""
 
 
 def compare(runner: Runner, rows: Sequence[int], ways: Sequence[Way], only: int | None = None) -> Verdict | None:
@@ -294,22 +262,18 @@ def compare(runner: Runner, rows: Sequence[int], ways: Sequence[Way], only: int 
     return Verdict(differences, wrong, tuple(tuple(sizes) for _, sizes in chosen))
 
 
-def measured_parts(runner: Runner, actual: Outcome, expected: Outcome) -> dict[Key, Measured]:
-    """Each array of an outcome against the expected one, in one go; buffers that either lacks are infinitely far."""
-    theirs = dict(actual.parts())
-    pairs: dict[Key, tuple[Array | None, Array | None]] = {}
-    absent: dict[Key, Measured] = {}
-    for key, array in expected.parts():
-        if key not in theirs and key[0] != "gradient":
-            absent[key] = Measured(math.inf, 1.0, 1)
-        elif array is not None or theirs.get(key) is not None:
-            pairs[key] = theirs.get(key), array
-    more = [key for key in theirs if key[0] == "loss" and key not in pairs]  # outputs that the rows at once lack
-    absent.update(dict.fromkeys(more, Measured(math.inf, 1.0, 1)))
-    return {**dict(zip(pairs, runner.measure(list(pairs.values())), strict=True)), **absent}
+def _measured(runner: Runner, actual: Outcome, expected: Outcome) -> dict[Key, Measured]:
+    """Each array against the expected one, in one go; losses and buffers that either lacks are infinitely far."""
+    theirs, ours = dict(actual.parts()), dict(expected.parts())
+    absent = [key for key in ours if key not in theirs and key[0] != "gradient"]
+    absent += [key for key in theirs if key not in ours and key[0] == "loss"]
+    both = {key: (theirs.get(key), array) for key, array in ours.items() if key not in absent}
+    pairs = {key: pair for key, pair in both.items() if pair[0] is not None or pair[1] is not None}
+    measured = zip(pairs, runner.measure(list(pairs.values())), strict=True)
+    return {**dict(measured), **dict.fromkeys(absent, Measured(math.inf, 1.0, 1))}
 
 
-def differences_of(measured: Mapping[Key, Measured], expected: Outcome) -> list[Difference]:
+def _differences(measured: Mapping[Key, Measured], expected: Outcome) -> list[Difference]:
     """What was measured as relative errors. A gradient that is zero but for rounding is measured by the largest one."""
     largest = max((one.scale for (part, _), one in measured.items() if part == "gradient"), default=0.0)
     found = []
@@ -323,21 +287,16 @@ def differences_of(measured: Mapping[Key, Measured], expected: Outcome) -> list[
 
 def differences_between(runner: Runner, actual: Outcome, expected: Outcome) -> list[Difference]:
     """How far an outcome is from the expected one."""
-    return differences_of(measured_parts(runner, actual, expected), expected)
-
-
-def key_of(difference: Difference) -> Key:
-    """A difference's part and name."""
-    return difference.part, difference.name
+    return _differences(_measured(runner, actual, expected), expected)
 
 
 def worst(differences: Iterable[Difference]) -> list[Difference]:
     """Each array's largest difference among these."""
     found: dict[Key, Difference] = {}
     for difference in differences:
-        known = found.get(key_of(difference))
+        known = found.get(key := (difference.part, difference.name))
         if known is None or not difference.error <= known.error:
-            found[key_of(difference)] = difference
+            found[key] = difference
     return list(found.values())
 
 
@@ -360,8 +319,7 @@ def with_fewer_rows(
 class ProofSchedule:
     """When a batch is to be proven, and how much of it: the first of each kind, and the 2nd, 4th, 8th, ... of all.
 
-    The rows are cut in one way, into three parts, and at the next proof in the other one: after the 2nd batch, which is
-    always due, both have been seen. A repetition is to see what time has changed, and looks at fewer rows.
+    The rows are cut in one way, into three parts, and at the next proof in the other one.
 
     Example:
         >>> schedule = ProofSchedule()
@@ -436,13 +394,7 @@ def informative_rows(scores: Sequence[float], columns: Iterable[Callable[[], Seq
 
 
 def informative_units(rows: Sequence[int], units: Sequence[Sequence[int]], most: int) -> list[int]:
-    """The groups of these rows, from both ends; as many as have so many rows together, and three at least.
-
-    Args:
-        rows: What `informative_rows` returns.
-        units: The groups: their rows.
-        most: How many rows, unless three groups have more.
-    """
+    """The groups (`units`) of these informative rows, from both ends; with `most` rows together, but 3 at least."""
     of_row = {row: place for place, unit in enumerate(units) for row in unit}
     places = [of_row[row] for row in rows]
     ends = [places[place // 2] if place % 2 == 0 else places[-1 - place // 2] for place in range(len(places))]
@@ -451,17 +403,15 @@ def informative_units(rows: Sequence[int], units: Sequence[Sequence[int]], most:
         if len(picked) >= GROUPS and sum(len(units[known]) for known in (*picked, place)) > most:
             break
         picked.append(place)
-    ranks = {place: rank for rank, place in reversed([*enumerate(places)])}
-    return [row for place in sorted(picked, key=lambda place: ranks.get(place, len(places))) for row in units[place]]
+    picked.sort(key=lambda place: places.index(place) if place in places else len(places))
+    return [row for place in picked for row in units[place]]
 
 
 def interleaved_ways(units: Sequence[Sequence[int]]) -> list[Way]:
     """The two ways to cut sorted rows: the extremes apart, and mixed; parts of unequal sizes, of two units or more.
 
-    In the first one, what follows the lowest third is dealt to two parts, so that neighbours are apart.
-
-    Args:
-        units: The rows, those that belong together as one unit.
+    In the first one, what follows the lowest third is dealt to two parts, so that neighbours are apart. `units` are the
+    rows, those that belong together as one.
 
     Example:
         >>> interleaved_ways([[0], [1], [2], [3], [4], [5], [6], [7]])
@@ -477,26 +427,19 @@ def interleaved_ways(units: Sequence[Sequence[int]]) -> list[Way]:
         rest = order[first:]
         dealt = rest[1::3] if len(rest) > 5 else rest[1::2]
         others = [place for place in rest if place not in dealt]
-        plans = [
-            ([*order[:first], *dealt, *others], [first, len(dealt), len(others)]),
-            (mixed, [count - first - 2, 2, first]),
-        ]
-    return [_of_units([units[place] for place in places], counts) for places, counts in plans]
+        first_plan = [*order[:first], *dealt, *others], [first, len(dealt), len(others)]
+        plans = [first_plan, (mixed, [count - first - 2, 2, first])]
+    return _of_units(units, plans)
 
 
 def ragged_ways(units: Sequence[Sequence[int]], random: Any) -> list[Way]:
-    """Ways to cut rows for a check: ragged in order, ragged and shuffled, small pieces.
-
-    Args:
-        units: The rows, those that belong together as one unit.
-        random: A `random.Random`.
-    """
+    """Ways to cut rows for a check, drawn by a `random.Random`: ragged in order, ragged and shuffled, small pieces."""
     count, order = len(units), list(range(len(units)))
     shuffled = random.sample(order, count)
     plans = [(order, _ragged(count, 2, random)), (shuffled, _ragged(count, 3, random))]
     if count >= 8:
         plans.append((order, _ragged(count, min(count // 2, 7), random)))
-    return [_of_units([units[place] for place in places], counts) for places, counts in plans]
+    return _of_units(units, plans)
 
 
 def _ragged(count: int, parts: int, random: Any) -> list[int]:
@@ -511,7 +454,11 @@ def _ragged(count: int, parts: int, random: Any) -> list[int]:
     return sizes
 
 
-def _of_units(units: Sequence[Sequence[int]], counts: Sequence[int]) -> Way:
-    """A way to cut units as one to cut their rows."""
-    sizes = iter([len(unit) for unit in units])
-    return [row for unit in units for row in unit], [sum(itertools.islice(sizes, count)) for count in counts]
+def _of_units(units: Sequence[Sequence[int]], plans: Sequence[tuple[list[int], list[int]]]) -> list[Way]:
+    """Ways to cut units as ways to cut their rows."""
+    ways: list[Way] = []
+    for places, counts in plans:
+        sizes = iter([len(units[place]) for place in places])
+        rows = [row for place in places for row in units[place]]
+        ways.append((rows, [sum(itertools.islice(sizes, count)) for count in counts]))
+    return ways

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,84 +32,88 @@ __all__ = [
 ]
 
 
-def find_causes(
-    trial: Trial,
-    differences: Sequence[Difference],
-    ways: Sequence[Way],
-    tolerance: float,
-) -> list[Cause]:
+def find_causes(trial: Trial, differences: Sequence[Difference], ways: Sequence[Way], tolerance: float) -> list[Cause]:
     """Every cause that can be told apart in one go, the most certain first."""
     if counted := counting_layers([trial.original.model]):
         return counted
     large = trial.trace(None)
-    causes, culprits = _module_causes(trial, large, ways)
+    culprits = _module_causes(trial, large, ways)
+    causes = list(culprits.values())
     if not causes or any(cause.kind == "error" for cause in causes):
         shared = _shared_input(trial, ways, tolerance)
         if shared is not None:
             return [shared]
     causes += _loss_causes(trial, bool(culprits))
-    causes += _buffer_causes(large, differences, culprits, tolerance)
-    if not causes:
-        causes += _suspects(trial, large)
-    return causes or [_unknown(differences, tolerance)]
+    wrong = [difference for difference in differences if not difference.error <= tolerance]
+    causes += _buffer_causes(large, wrong, culprits)
+    return causes or _suspects(trial, large) or [_unknown(wrong)]
+
+
+# Losses.
 
 
 def _loss_causes(trial: Trial, model_differs: bool) -> list[Cause]:
-    """What is wrong with the loss; of several, with each."""
+    """What is wrong with the loss, or with each of several.
+
+    It is judged on the large batch's outputs; together with the model, where that is innocent.
+    """
     found = []
-    try:
-        for name in trial.terms() or [None]:
-            trial.term = name
-            cause = _loss_cause(trial, model_differs)
-            if cause is not None:
-                of = "" if trial.term is None else f"Of the loss term {trial.term!r}: "
-                found.append(dataclasses.replace(cause, message=of + cause.message))
-    finally:
-        trial.term = None
+    for term in trial.terms() or [None]:
+        try:
+            outputs = trial.outputs()
+            cause = _loss_cause(trial, term, outputs) if outputs.calls else None
+            if not (model_differs or (outputs.calls and outputs.complete)):
+                cause = _loss_cause(trial, term, None)
+        except Exception:  # the loss fails on these parts: what fails is named where it fails
+            continue
+        if cause is not None:
+            of = "" if term is None else f"Of the loss term {term!r}: "
+            found.append(dataclasses.replace(cause, message=of + cause.message))
     return found
 
 
-def _loss_cause(trial: Trial, model_differs: bool) -> Cause | None:
-    """What is wrong with the loss, judged on the large batch's outputs; on the whole, where the model is innocent."""
-    try:
-        outputs = trial.outputs()
-        cause = _cause_beside(trial, outputs) if outputs.calls else None
-        if (not outputs.calls or not outputs.complete) and not model_differs:
-            cause = _cause_beside(trial, None)
-    except Exception:  # the loss fails on these parts: what fails is named where it fails
-        return None
-    return cause
-
-
-def _cause_beside(trial: Trial, outputs: Outputs | None) -> Cause | None:
-    """What is wrong with the loss on the large batch's outputs; with None: with model and loss together."""
-
+def _loss_cause(trial: Trial, term: Any, outputs: Outputs | None) -> Cause | None:
     def vectors(rows: Tensor | None) -> tuple[list[Tensor], float | None]:
-        blocks, weight = trial.raw(rows, outputs)
+        blocks, weight = trial.raw(rows, outputs, term)
         return [(block if block.is_complex() else block.double()).cpu() for block in blocks], weight
 
     splits = []
-    for first, second in _splits(trial):
-        (whole, _), (a, weight_a), (b, weight_b) = vectors(None), vectors(first), vectors(second)
-        splits.append(LossSplit.of((first, second), whole, (a, b), (weight_a, weight_b)))
-    if outputs is not None and not outputs.complete:
-        return None
-    return loss_cause(splits, _facts(trial))
+    for parts in _splits(trial):
+        (whole, _), (a, weight_a), (b, weight_b) = (vectors(rows) for rows in (None, *parts))
+        splits.append(LossSplit.of(parts, whole, (a, b), (weight_a, weight_b)))
+    return None if outputs is not None and not outputs.complete else loss_cause(splits, _facts(trial, term))
 
 
-def _facts(trial: Trial) -> LossFacts:
+def _splits(trial: Trial) -> list[tuple[Tensor, Tensor]]:
+    """Two ways to cut the rows in two, of unequal sizes, none of them through rows that belong together."""
+    units = trial.batch.units()
+    count = len(units)
+    cuts = sorted({max(1, count // 3), max(1, count - count // 4 - 1)})
+    generator = torch.Generator().manual_seed(1)
+    splits = []
+    for cut in cuts if len(cuts) > 1 else cuts * 2:
+        order = torch.randperm(count, generator=generator).tolist()
+        first, second = (torch.cat([units[place] for place in sorted(part)]) for part in (order[:cut], order[cut:]))
+        splits.append((first, second))
+    return splits
+
+
+def _facts(trial: Trial, term: Any) -> LossFacts:
     """What is known of the loss, in the user's words."""
     original, arguments = trial.original, _argument_names(trial.original.compute_loss, trial.batch.tree)
 
     def weigh(rows: Tensor) -> float:
         weight = original.total(trial.batch.take(rows))
         if isinstance(weight, dict):
-            weight = weight.get(trial.term, 0.0)
+            weight = weight.get(term, 0.0)
         return 0.0 if weight is None else float(weight)
 
+    function = original.loss_fn
+    partial = function.keywords if isinstance(function, functools.partial) else {}
+    index = partial.get("ignore_index", getattr(function, "ignore_index", None))
     summed = "nothing, being taken for sums" if original.reduction == "sum" else "rows"
-    ignored = sorted({-100, -1, 0, *_ignored(original.loss_fn)})
     tensors = [(path, leaf) for path, leaf in leaves(trial.batch.tree) if isinstance(leaf, Tensor) and leaf.dim()]
+    kinds = [type(module).__name__ for module in original.model.modules()]
     return LossFacts(
         original.reduction,
         "what `weight` returns" if original.weight is not None else summed,
@@ -120,9 +124,9 @@ def _facts(trial: Trial) -> LossFacts:
         "Return (loss, weight) from `compute_loss`, with what the loss divides by.",
         "it is not linear in its mean. Use gradaccum.torch.chunked around the model, which gives the large batch's "
         "gradient for any loss. Where only a few rows belong together, as pairs do, groups= keeps them together.",
-        ignored,
+        sorted({-100, -1, 0, *([index] if isinstance(index, int) else [])}),
         _class_weights(original),
-        any("CausalLM" in name or "LMHead" in name for name in map(_kind, original.model.modules())),
+        any("CausalLM" in kind or "LMHead" in kind for kind in kinds),
     )
 
 
@@ -145,13 +149,6 @@ def _leaf(trial: Trial, path: str, tensor: Tensor, arguments: Sequence[str]) -> 
     )
 
 
-def _ignored(loss_fn: Any) -> list[int]:
-    found = getattr(loss_fn, "ignore_index", None)
-    if isinstance(loss_fn, functools.partial):
-        found = loss_fn.keywords.get("ignore_index")
-    return [found] if isinstance(found, int) else []
-
-
 def _class_weights(original: Objective) -> list[tuple[str, Tensor]]:
     """Vectors of weights that the loss refers to, with their names."""
     found: dict[str, Any] = {}
@@ -160,82 +157,61 @@ def _class_weights(original: Objective) -> list[tuple[str, Tensor]]:
             found.update(function.keywords)
             function = function.func
         if isinstance(function, nn.Module):
-            found.update({name: buffer for name, buffer in function.named_buffers()})
+            found.update(function.named_buffers())
             found.update({name: value for name, value in vars(function).items() if isinstance(value, Tensor)})
         elif inspect.isfunction(function):
             variables = inspect.getclosurevars(function)
-            found.update(variables.globals)
-            found.update(variables.nonlocals)
-            for name, value in [*variables.globals.items(), *variables.nonlocals.items()]:
+            named = {**variables.globals, **variables.nonlocals}
+            found.update(named)
+            for name, value in named.items():
                 if isinstance(value, nn.Module):
                     found.update({f"{name}.{inner}": buffer for inner, buffer in value.named_buffers()})
-    return [
-        (name, value.detach().double().cpu())
-        for name, value in found.items()
-        if isinstance(value, Tensor) and value.dim() == 1 and value.is_floating_point() and (value >= 0).all()
-    ]
+    vectors = [(name, value) for name, value in found.items() if isinstance(value, Tensor) and value.dim() == 1]
+    return [(n, v.detach().double().cpu()) for n, v in vectors if v.is_floating_point() and (v >= 0).all()]
 
 
 def _argument_names(compute_loss: Any, batch: tuple[Any, ...]) -> list[str]:
     """What the user calls the batch's parts."""
-    default = ["x", "y"] if len(batch) == 2 else ["batch"] if len(batch) == 1 else [f"x{i}" for i in range(len(batch))]
-    if not inspect.isfunction(compute_loss):
-        return default
-    names = [
-        name
-        for name, p in inspect.signature(compute_loss).parameters.items()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ][1:]
-    return names[: len(batch)] if len(names) >= len(batch) else default
-
-
-def nondeterminism_cause(trial: Trial, error: float) -> Cause:
-    """The large batch differs from itself: name the module, if it is one."""
-    found = mixing(trial.trace(None), trial.trace(None), trial.rows)
-    where = _where(found[0]) if found else "loss"
-    return Cause(
-        "nondeterminism",
-        where,
-        f"The same batch gives another gradient each time, by a relative error of {error:.2g}, with the same random "
-        f"state: look at '{where}' for state of its own, or randomness that torch, Python and NumPy don't seed, or try "
-        "torch.use_deterministic_algorithms(True).",
-    )
+    if inspect.isfunction(compute_loss):
+        parameters = inspect.signature(compute_loss).parameters.items()
+        names = [name for name, p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+        if len(names) >= len(batch):
+            return names[: len(batch)]
+    return {1: ["batch"], 2: ["x", "y"]}.get(len(batch), [f"x{i}" for i in range(len(batch))])
 
 
 # Modules.
 
 
-def _module_causes(trial: Trial, large: Trace, ways: Sequence[Way]) -> tuple[list[Cause], list[str]]:
+def _module_causes(trial: Trial, large: Trace, ways: Sequence[Way]) -> dict[str, Cause]:
+    """The modules that mix rows, or fail on a micro-batch, by path."""
     culprits: dict[str, Cause] = {}
     for order, sizes in ways:
         for rows in torch.tensor(order).split(list(sizes)):
             part = trial.trace(rows)
             if part.failed is not None:
                 path, error = part.failed
-                where = "loss" if path == "loss" else _where(path)
-                culprits.setdefault(path, _failure(where, large.kinds.get(path), len(rows), error))
+                culprits.setdefault(path, _failure(path, large.kinds.get(path), len(rows), error))
             for path in mixing(large, part, trial.rows, taken=rows):
                 culprits.setdefault(path, _mixes(path, large.kinds[path]))
         if culprits:
             break
-    return list(culprits.values()), list(culprits)
+    return culprits
 
 
-def _failure(where: str, module: nn.Module | None, rows: int, error: Exception) -> Cause:
-    kind = "batch_norm" if isinstance(module, _BatchNorm) else "error"
-    shown = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    return Cause(
-        kind,  # type: ignore[arg-type]  # one of two literals
-        where,
-        f"'{where}'{_of_type(module)} raises on a micro-batch of {rows} rows, and not on the large batch: "
-        f"{type(error).__name__}: {shown}",
+def _failure(path: str, module: nn.Module | None, rows: int, error: Exception) -> Cause:
+    of_type = f" ({type(module).__name__})" if module is not None else ""
+    message = (
+        f"'{path or 'model'}'{of_type} raises on a micro-batch of {rows} rows, and not on the large batch: "
+        f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     )
+    return Cause("batch_norm" if isinstance(module, _BatchNorm) else "error", path or "model", message)
 
 
 def _mixes(path: str, module: nn.Module) -> Cause:
     return mixing_cause(
-        _where(path),
-        _kind(module),
+        path or "model",
+        type(module).__name__,
         batch_norm='Use batch_norm="exact", or GroupNorm.' if isinstance(module, _BatchNorm) else "",
         advice="Compute it per row, or take it out of the model into the loss and use gradaccum.torch.chunked around "
         "what comes before.",
@@ -243,20 +219,7 @@ def _mixes(path: str, module: nn.Module) -> Cause:
 
 
 def _suspects(trial: Trial, large: Trace) -> list[Cause]:
-    """Modules through which one row reaches another, found by changing a row and by making it NaN."""
-    found: list[str] = []
-    for batch in _perturbed(trial):
-        other = trial.trace(None, batch)
-        if other.failed is None:
-            found += [path for path in mixing(large, other, trial.rows, changed=0) if path not in found]
-    return [_mixes(path, large.kinds[path]) for path in found]
-
-
-def _perturbed(trial: Trial) -> Iterator[Batch]:
-    """The batch with its first row replaced by another row, and with NaN in it."""
-    rows = torch.arange(trial.rows)
-    for other in (1, trial.rows - 1):
-        yield trial.batch.take(torch.where(rows == 0, other, rows))
+    """Modules through which one row reaches another, found by changing the first row and by making it NaN."""
     dims = iter(trial.batch.described)
 
     def tainted(leaf: Any) -> Any:
@@ -267,115 +230,11 @@ def _perturbed(trial: Trial) -> Iterator[Batch]:
         leaf.select(dim, 0).fill_(float("nan"))
         return leaf
 
-    yield trial.batch.map(tainted)
-
-
-# Inputs.
-
-
-def input_cause(batch: Any, batch_dims: Any, found: Sequence[tuple[str, Any, int]]) -> Cause:
-    """The tensor of a batch whose rows don't match those of the others."""
-    counts = [int(leaf.shape[dim]) for _, leaf, dim in found]
-    rows = max(sorted(set(counts), reverse=True), key=counts.count)
-    path, leaf, dim = next(entry for entry, count in zip(found, counts) if count != rows)
-    others = [other for other, size in enumerate(leaf.shape) if size == rows]
-    better = others[0] if others else None
-    listing = ", ".join(f"batch{p} {tuple(t.shape)}" for p, t, _ in found)
-    return Cause(
-        "input",
-        f"batch{path}",
-        f"batch{path} has {leaf.shape[dim]} entries in dimension {dim}, where the other tensors have {rows} rows "
-        f"({listing}). {_say_dims(batch, batch_dims, path, better)}",
-    )
-
-
-def _say_dims(batch: Any, batch_dims: Any, path: str, dim: int | None) -> str:
-    where = "is shared by all micro-batches" if dim is None else f"has its rows in dimension {dim}"
-    return f"If it {where}, say so: batch_dims={_dims_with(batch, batch_dims, path, dim)!r}."
-
-
-def _dims_with(batch: Any, batch_dims: Any, path: str, dim: int | None, here: str = "") -> Any:
-    """`batch_dims` as a prefix tree that says `dim` for the leaf at `path`, and what it said for the others."""
-    if here == path:
-        return dim
-    inside = children(batch)
-    if inside is None or not path.startswith(here):
-        return batch_dims
-    given = children(batch_dims)
-    values = []
-    for index, (suffix, _, child) in enumerate(inside):
-        below = given[index][2] if given is not None else batch_dims
-        hit = path == here + suffix or path.startswith((here + suffix + "[", here + suffix + "."))
-        values.append(_dims_with(child, below, path, dim, here + suffix) if hit else below)
-    return rebuild(batch, values)
-
-
-def _shared_input(trial: Trial, ways: Sequence[Way], tolerance: float) -> Cause | None:
-    """A tensor of the batch that makes the difference: whole for every micro-batch, or split elsewhere, it is exact."""
-    batch, dims = trial.batch.tree, trial.batch.batch_dims
-    large = trial.run(range(trial.rows), None)
-    for path, leaf, dim in trial.batch.leaves[:8]:
-        options = [None, *(other for other, size in enumerate(leaf.shape) if other != dim and size == trial.rows)]
-        for option in options:
-            trying = _dims_with(batch, dims, path, option)
-            try:
-                if all(entry[2] is None for entry in with_dims(batch, trying)):
-                    continue
-                outcomes = [trial.run(order, sizes, batch_dims=trying) for order, sizes in ways[:2]]
-            except Exception:  # this is no way to split it, then
-                continue
-            errors = [d.error for outcome in outcomes for d in differences_between(trial, outcome, large)]
-            if max(errors) <= tolerance and _others_matter(trial, path, large, tolerance):
-                return Cause(
-                    "input",
-                    f"batch{path}",
-                    f"batch{path} is not per-row: split along dimension {dim} it gives another gradient. "
-                    f"{_say_dims(batch, dims, path, option)}",
-                )
-    return None
-
-
-def _others_matter(trial: Trial, path: str, large: Outcome, tolerance: float) -> bool:
-    """Whether the gradient depends on the rows of the other tensors: if not, leaving this one whole splits nothing."""
-    rest = Batch(trial.batch.tree, _dims_with(trial.batch.tree, trial.batch.batch_dims, path, None))
-    repeated = rest.take(torch.arange(trial.rows).clamp(min=1))
-    other = trial.on(repeated).run(range(trial.rows), None)
-    return max(difference.error for difference in differences_between(trial, other, large)) > tolerance
-
-
-# Buffers, and the rest.
-
-
-def _buffer_causes(
-    large: Trace, differences: Sequence[Difference], culprits: Sequence[str], tolerance: float
-) -> list[Cause]:
-    moved: dict[str, list[str]] = {}
-    others = any(d.part != "buffer" and not d.error <= tolerance for d in differences)
-    for difference in differences:
-        if difference.part == "buffer" and not difference.error <= tolerance:
-            moved.setdefault(difference.group, []).append(difference.name.rpartition(".")[2])
-    causes = []
-    for path, names in moved.items():
-        if path in culprits:
-            continue
-        module = large.kinds.get(path)
-        if isinstance(module, _BatchNorm):  # behind a module that mixes rows itself, so that its inputs differ already
-            causes.append(_mixes(path, module))
-            continue
-        causes.append(moving_cause(_where(path), _kind(module), names, decides=others and not culprits))
-    return causes
-
-
-def _unknown(differences: Sequence[Difference], tolerance: float) -> Cause:
-    wrong = [d.group for d in differences if d.part == "gradient" and not d.error <= tolerance]
-    where = _where(wrong[-1]) if wrong else "loss"
-    return Cause(
-        "unknown",
-        where,
-        "The cause was not found: the forward pass agrees row by row in every module that could be compared. The last "
-        f"module whose gradient differs is '{where}': look behind it for a custom backward pass, or for state outside "
-        "the modules.",
-    )
+    rows = torch.arange(trial.rows)
+    changed = [trial.batch.take(torch.where(rows == 0, other, rows)) for other in (1, trial.rows - 1)]
+    traces = [trial.trace(None, batch) for batch in (*changed, trial.batch.map(tainted))]
+    found = [mixing(large, trace, trial.rows, changed=0) for trace in traces if trace.failed is None]
+    return [_mixes(path, large.kinds[path]) for path in dict.fromkeys(path for paths in found for path in paths)]
 
 
 def unusual_batch_norms(model: nn.Module) -> list[Cause]:
@@ -384,14 +243,12 @@ def unusual_batch_norms(model: nn.Module) -> list[Cause]:
     for path, layer in batch_norms(model):
         hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
         if hooks or type(layer).forward is not nn.BatchNorm1d.forward or nn.utils.parametrize.is_parametrized(layer):
-            causes.append(
-                Cause(
-                    "batch_norm",
-                    path or "model",
-                    f"'{path or 'model'}' ({type(layer).__name__}) has hooks, parametrizations or a formula of its "
-                    'own, which batch_norm="exact" does not follow. Take them off, or use GroupNorm.',
-                )
+            where = path or "model"
+            message = (
+                f"'{where}' ({type(layer).__name__}) has hooks, parametrizations or a formula of its "
+                'own, which batch_norm="exact" does not follow. Take them off, or use GroupNorm.'
             )
+            causes.append(Cause("batch_norm", where, message))
     return causes
 
 
@@ -410,6 +267,120 @@ def counting_layers(modules: Iterable[nn.Module]) -> list[Cause]:
     ]
 
 
+def nondeterminism_cause(trial: Trial, error: float) -> Cause:
+    """The large batch differs from itself: name the module, if it is one."""
+    found = mixing(trial.trace(None), trial.trace(None), trial.rows)
+    where = (found[0] or "model") if found else "loss"
+    return Cause(
+        "nondeterminism",
+        where,
+        f"The same batch gives another gradient each time, by a relative error of {error:.2g}, with the same random "
+        f"state: look at '{where}' for state of its own, or randomness that torch, Python and NumPy don't seed, or try "
+        "torch.use_deterministic_algorithms(True).",
+    )
+
+
+# Inputs.
+
+
+def input_cause(batch: Batch) -> Cause | None:
+    """The tensor of a batch whose rows don't match those of the others, if there is one."""
+    counts = [int(leaf.shape[dim]) for _, leaf, dim in batch.leaves]
+    if len(set(counts)) <= 1:
+        return None
+    rows = max(sorted(set(counts), reverse=True), key=counts.count)
+    path, leaf, dim = next(entry for entry, count in zip(batch.leaves, counts) if count != rows)
+    better = next((other for other, size in enumerate(leaf.shape) if size == rows), None)
+    listing = ", ".join(f"batch{p} {tuple(t.shape)}" for p, t, _ in batch.leaves)
+    return Cause(
+        "input",
+        f"batch{path}",
+        f"batch{path} has {leaf.shape[dim]} entries in dimension {dim}, where the other tensors have {rows} rows "
+        f"({listing}). {_say_dims(batch, path, better)}",
+    )
+
+
+def _say_dims(batch: Batch, path: str, dim: int | None) -> str:
+    where = "is shared by all micro-batches" if dim is None else f"has its rows in dimension {dim}"
+    return f"If it {where}, say so: batch_dims={_dims_with(batch.tree, batch.batch_dims, path, dim)!r}."
+
+
+def _dims_with(tree: Any, batch_dims: Any, path: str, dim: int | None, here: str = "") -> Any:
+    """`batch_dims` as a prefix tree that says `dim` for the leaf at `path`, and what it said for the others."""
+    inside = children(tree)
+    if here == path or inside is None:
+        return dim if here == path else batch_dims
+    given = children(batch_dims)
+    values = []
+    for index, (suffix, _, child) in enumerate(inside):
+        below, where = given[index][2] if given is not None else batch_dims, here + suffix
+        hit = path == where or path.startswith((where + "[", where + "."))
+        values.append(_dims_with(child, below, path, dim, where) if hit else below)
+    return rebuild(tree, values)
+
+
+def _shared_input(trial: Trial, ways: Sequence[Way], tolerance: float) -> Cause | None:
+    """A tensor of the batch that makes the difference: whole for every micro-batch, or split elsewhere, it is exact."""
+    batch, large = trial.batch, trial.run(range(trial.rows), None)
+    for path, leaf, dim in batch.leaves[:8]:
+        for option in (None, *(n for n, size in enumerate(leaf.shape) if n != dim and size == trial.rows)):
+            trying = _dims_with(batch.tree, batch.batch_dims, path, option)
+            try:
+                if all(entry[2] is None for entry in with_dims(batch.tree, trying)):
+                    continue
+                outcomes = [trial.run(order, sizes, batch_dims=trying) for order, sizes in ways[:2]]
+            except Exception:  # this is no way to split it, then
+                continue
+            errors = [_error(trial, outcome, large) for outcome in outcomes]
+            if errors and max(errors) <= tolerance and _others_matter(trial, path, large, tolerance):
+                message = f"batch{path} is not per-row: split along dimension {dim} it gives another gradient. "
+                return Cause("input", f"batch{path}", message + _say_dims(batch, path, option))
+    return None
+
+
+def _others_matter(trial: Trial, path: str, large: Outcome, tolerance: float) -> bool:
+    """Whether the gradient depends on the rows of the other tensors: if not, leaving this one whole splits nothing."""
+    rest = Batch(trial.batch.tree, _dims_with(trial.batch.tree, trial.batch.batch_dims, path, None))
+    repeated = rest.take(torch.arange(trial.rows).clamp(min=1))
+    return _error(trial, trial.on(repeated).run(range(trial.rows), None), large) > tolerance
+
+
+def _error(trial: Trial, outcome: Outcome, large: Outcome) -> float:
+    return max(difference.error for difference in differences_between(trial, outcome, large))
+
+
+# Buffers, and the rest. `wrong` is what differs by more than rounding.
+
+
+def _buffer_causes(large: Trace, wrong: Sequence[Difference], culprits: Mapping[str, Cause]) -> list[Cause]:
+    moved: dict[str, list[str]] = {}
+    for difference in wrong:
+        if difference.part == "buffer" and difference.group not in culprits:
+            moved.setdefault(difference.group, []).append(difference.name.rpartition(".")[2])
+    decides = not culprits and any(difference.part != "buffer" for difference in wrong)
+    causes = []
+    for path, names in moved.items():
+        module = large.kinds.get(path)
+        if isinstance(module, _BatchNorm):  # behind a module that mixes rows itself, so that its inputs differ already
+            causes.append(_mixes(path, module))
+        else:
+            kind = "" if module is None else type(module).__name__
+            causes.append(moving_cause(path or "model", kind, names, decides=decides))
+    return causes
+
+
+def _unknown(wrong: Sequence[Difference]) -> Cause:
+    groups = [difference.group for difference in wrong if difference.part == "gradient"]
+    where = (groups[-1] or "model") if groups else "loss"
+    return Cause(
+        "unknown",
+        where,
+        "The cause was not found: the forward pass agrees row by row in every module that could be compared. The last "
+        f"module whose gradient differs is '{where}': look behind it for a custom backward pass, or for state outside "
+        "the modules.",
+    )
+
+
 def hook_cause(parameter: str) -> Cause:
     """A hook on the gradient of this parameter."""
     return Cause(
@@ -423,16 +394,13 @@ def hook_cause(parameter: str) -> Cause:
 
 def suspicion(roots: Mapping[str, nn.Module], wrong: Sequence[Difference]) -> Cause:
     """What may make a difference that a copy in float64 doesn't show."""
-    hooked = [
-        name
-        for prefix, root in roots.items()
-        for name, p in root.named_parameters(prefix=prefix)
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
-    ]
-    concerned = [d.name for d in wrong if d.part == "gradient" and d.name in hooked]
-    if concerned:
-        return hook_cause(concerned[0])
-    where = next((d.name for d in wrong if d.part == "gradient"), "loss")
+    parameters = {name: p for prefix, root in roots.items() for name, p in root.named_parameters(prefix=prefix)}
+    names = [difference.name for difference in wrong if difference.part == "gradient"]
+    for name in names:
+        p = parameters.get(name)
+        if p is not None and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
+            return hook_cause(name)
+    where = names[0] if names else "loss"
     return Cause(
         "unknown",
         where.rpartition(".")[0] or where,
@@ -444,29 +412,3 @@ def suspicion(roots: Mapping[str, nn.Module], wrong: Sequence[Difference]) -> Ca
         "gradaccum.torch.chunked(model, micro_batch_size) and keep your own loop.\n"
         "- State outside the modules, or a backward pass of its own.",
     )
-
-
-def _splits(trial: Trial) -> list[tuple[Tensor, Tensor]]:
-    """Two ways to cut the rows in two, of unequal sizes, none of them through rows that belong together."""
-    units = trial.batch.units()
-    count = len(units)
-    cuts = sorted({max(1, count // 3), max(1, count - count // 4 - 1)})
-    generator = torch.Generator().manual_seed(1)
-    splits = []
-    for cut in cuts if len(cuts) > 1 else cuts * 2:
-        order = torch.randperm(count, generator=generator).tolist()
-        first, second = (torch.cat([units[place] for place in sorted(part)]) for part in (order[:cut], order[cut:]))
-        splits.append((first, second))
-    return splits
-
-
-def _where(path: str) -> str:
-    return path or "model"
-
-
-def _kind(module: nn.Module | None) -> str:
-    return "" if module is None else type(module).__name__
-
-
-def _of_type(module: nn.Module | None) -> str:
-    return f" ({_kind(module)})" if module is not None else ""

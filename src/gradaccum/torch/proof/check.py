@@ -6,7 +6,7 @@ import dataclasses
 import math
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ __all__ = ["certify"]
 def certify(
     objective: Objective,
     batch: Batch,
-    accumulate: Accumulate,
+    accumulate: Accumulate | None,
     *,
     device: torch.device,
     tolerance: float = IN_FLOAT64,
@@ -39,8 +39,7 @@ def certify(
     batch_norm: BatchNormChoice = "warn",
 ) -> Equivalence:
     """Compare the batch at once with several ragged partitions of its rows, and name what makes a difference."""
-    if len({int(leaf.shape[dim]) for _, leaf, dim in batch.leaves}) > 1:
-        cause = input_cause(batch.tree, batch.batch_dims, batch.leaves)
+    if cause := input_cause(batch):
         return Equivalence((), tolerance, (cause,), device=str(device))
     if batch.rows < 2:
         raise ValueError(f"The batch must have at least 2 rows, to be split. Received: {batch.rows}.")
@@ -52,53 +51,47 @@ def certify(
     modules = [o for o in (objective.model, objective.loss_fn, objective.compute_loss) if isinstance(o, nn.Module)]
     parameters = [p for module in modules for p in module.parameters()]
     with torch.inference_mode(False), random_state.kept(generators), gradients_kept(parameters):
-        check = _Check(objective, batch, accumulate, device, tolerance, size, batch_norm)
+        check = _Check(objective, batch, accumulate, device, tolerance, _ways(batch, size), batch_norm)
         try:
             return check.run()
         finally:
             check.trial.rng.rewind()
 
 
+@dataclasses.dataclass
 class _Check:
-    def __init__(
-        self,
-        objective: Objective,
-        batch: Batch,
-        accumulate: Accumulate,
-        device: torch.device,
-        tolerance: float,
-        size: int | None,
-        batch_norm: BatchNormChoice,
-    ) -> None:
-        self.objective, self.device, self.tolerance = objective, device, tolerance
-        self.how: dict[str, Any] = {"accumulate": accumulate, "device": device, "batch_norm": batch_norm}
-        self.rows = range(batch.rows)
-        self.ways = _ways(batch, size)
-        self.trial, self.comparison = self._started(batch)
+    objective: Objective
+    batch: Batch
+    accumulate: Accumulate | None
+    device: torch.device
+    tolerance: float
+    ways: list[Way]
+    batch_norm: BatchNormChoice
+
+    def __post_init__(self) -> None:
+        try:
+            self._run_at_once(torch.float64)
+        except RuntimeError as error:
+            if not any(word in str(error) for word in ("dtype", "Double", "double", "Float", "Half", "BFloat16")):
+                raise
+            self._run_at_once(None)
+            reason = str(error).splitlines()[0]
+            self.trial.notes.append(f"Computed in the model's own dtype, as it can't in float64 ({reason}).")
+            precision = str(self.comparison.large.losses["loss"].dtype)
+            self.tolerance = max(self.tolerance, rounding(precision, self.device.type))
         loss = self.comparison.large.losses["loss"]
         if not loss.isfinite().all():
             raise ValueError(f"The large batch's own loss is {loss.item()}: there is nothing to compare.")
 
-    def _started(self, batch: Batch) -> tuple[Trial, Comparison]:
-        """The batch has run at once, in float64 where the model can."""
-        try:
-            return self._run_at_once(Trial(self.objective, batch, **self.how))
-        except RuntimeError as error:
-            if not any(word in str(error) for word in ("dtype", "Double", "double", "Float", "Half", "BFloat16")):
-                raise
-            trial, comparison = self._run_at_once(Trial(self.objective, batch, dtype=None, **self.how))
-            trial.notes.append(
-                f"Computed in the model's own dtype, as it can't in float64 ({str(error).splitlines()[0]})."
-            )
-            precision = str(comparison.large.losses["loss"].dtype)
-            self.tolerance = max(self.tolerance, rounding(precision, self.device.type))
-            return trial, comparison
-
-    def _run_at_once(self, trial: Trial) -> tuple[Trial, Comparison]:
+    def _run_at_once(self, dtype: torch.dtype | None) -> None:
+        self.trial = Trial(
+            self.objective, self.batch, self.accumulate, device=self.device, dtype=dtype, batch_norm=self.batch_norm
+        )
         # What TrainStep says about the model is what there is to know.
-        comparison = Comparison(trial, self.rows, self.ways, "raise" if trial.by_train_step else "differs")
-        assert comparison.large is not None
-        return trial, comparison
+        self.by_train_step = self.trial.accumulate is not None
+        failing: Literal["raise", "differs"] = "raise" if self.by_train_step else "differs"
+        self.comparison = Comparison(self.trial, range(self.batch.rows), self.ways, failing)
+        _ = self.comparison.large
 
     def run(self) -> Equivalence:
         again = self.comparison.unrepeatable()
@@ -106,24 +99,24 @@ class _Check:
         if not nondeterminism <= self.tolerance:
             return self._result(again, [nondeterminism_cause(self.trial, nondeterminism)])
         differences, failing = self._compared()
-        self._allow_for_rounding(differences)
-        if self._agree(differences):
+        self._allow_for_rounding(max(difference.error for difference in differences))
+        wrong = self._wrong(differences)
+        if not wrong:
             return self._result(differences, [])
         self.trial.rng.check("The model or the loss")
         if self.trial.hooks:
-            wrong = [difference.name for difference in differences if not difference.error <= self.tolerance]
-            hooked = [name for name in wrong if name in self.trial.hooks]
             for handle in [handle for handles in self.trial.hooks.values() for handle in handles]:
                 handle.remove()
             self.comparison.restart()
             without, failing = self._compared()
-            if hooked and self._agree(without):
+            hooked = [name for name in wrong if name in self.trial.hooks]
+            if hooked and not self._wrong(without):
                 return self._result(differences, [hook_cause(hooked[0])])
             differences = without
         return self._result(differences, find_causes(self.trial, differences, failing, self.tolerance))
 
-    def _agree(self, differences: Sequence[Difference]) -> bool:
-        return all(difference.error <= self.tolerance for difference in differences)
+    def _wrong(self, differences: Sequence[Difference]) -> list[str]:
+        return [difference.name for difference in differences if not difference.error <= self.tolerance]
 
     def _compared(self) -> tuple[list[Difference], list[Way]]:
         """Each tensor's largest error over all ways, and the ways that differ, the worst first."""
@@ -136,7 +129,7 @@ class _Check:
         try:
             found = self._relative_to_terms(again) if again.differences() is not None else []
         except Exception:  # the loss may have its own idea of which rows go together
-            if self.trial.by_train_step:
+            if self.by_train_step:
                 raise
             found = []
         for one in found:
@@ -153,30 +146,16 @@ class _Check:
         """Where large terms cancel each other, errors are relative to the terms, not to what is left of them."""
         if all(one.error <= self.tolerance for one in comparison.compared):
             return [*comparison.compared]
-        large = comparison.large.losses["loss"]
-        trial = comparison.runner
+        trial, eps = comparison.runner, torch.finfo(comparison.large.losses["loss"].dtype).eps
         assert isinstance(trial, Trial)
-        moved, eps, parts = comparison.moved(), torch.finfo(large.dtype).eps, self._largest_of_parts(trial)
+        moved, parts = comparison.moved(), self._largest_of_parts(trial)
         terms = {key: max(moved.get(key, 0.0) / eps, parts.get(key, 0.0)) for key in {*moved, *parts}}
-        return [self._by_terms(one, terms) for one in comparison.compared]
-
-    def _by_terms(self, one: Compared, terms: Mapping[Any, float]) -> Compared:
-        if one.error <= self.tolerance:
-            return one
-        found = []
-        for difference in one.differences:
-            key = difference.part, difference.name
-            distance = one.distances.get(key, math.inf)
-            scale = distance / difference.error if difference.error else math.inf
-            if terms.get(key, 0.0) > 1000 * scale and math.isfinite(distance):
-                difference = dataclasses.replace(difference, error=distance / terms[key])
-            found.append(difference)
-        return one._replace(differences=found)
+        return [one if one.error <= self.tolerance else _by_terms(one, terms) for one in comparison.compared]
 
     def _largest_of_parts(self, trial: Trial) -> dict[Key, float]:
         """The largest number in any micro-batch's loss and gradients: rows may cancel each other whatever rounding."""
         found: dict[Key, float] = {}
-        cut = [] if trial.by_train_step else [torch.tensor(order).split(list(sizes)) for order, sizes in self.ways]
+        cut = [] if self.by_train_step else [torch.tensor(order).split(list(sizes)) for order, sizes in self.ways]
         for rows in [rows for parts in cut for rows in parts]:
             try:
                 part = trial.on(trial.batch.take(rows)).run(range(len(rows)), [len(rows)])
@@ -187,11 +166,10 @@ class _Check:
                     found[key] = max(found.get(key, 0.0), largest(tensor))
         return found
 
-    def _allow_for_rounding(self, differences: Sequence[Difference]) -> None:
-        error = max(difference.error for difference in differences)
-        precision = str(self.trial.rng.precision).removeprefix("torch.")
+    def _allow_for_rounding(self, error: float) -> None:
         allowed = self.trial.tolerance
         if self.tolerance < error <= allowed:
+            precision = str(self.trial.rng.precision).removeprefix("torch.")
             self.trial.notes.append(
                 f"A part of the model computes in {precision} whatever its parameters' dtype, so {allowed:g} is "
                 "allowed for its rounding."
@@ -199,32 +177,39 @@ class _Check:
             self.tolerance = allowed
 
     def _result(self, differences: Sequence[Difference], causes: Sequence[Cause]) -> Equivalence:
-        gradients = self.comparison.large.gradients
+        gradients: Mapping[str, Tensor | None] = self.comparison.large.gradients
         dtype = next((g.dtype for g in gradients.values() if g is not None), torch.float64)
+        notes = [*self.trial.notes]
+        if not self.objective.model.training:
+            notes.append("The model is in eval mode: dropout and BatchNorm were checked as they are there.")
+        silent = [name for name, gradient in gradients.items() if gradient is None]
+        if silent:
+            shown = ", ".join(silent[:3]) + (" ..." if len(silent) > 3 else "")
+            notes.append(
+                f"No gradient reached {len(silent)} parameters on this batch, so they weren't compared: {shown}."
+            )
         return Equivalence(
             tuple(differences),
             self.tolerance,
             tuple(causes),
-            rows=len(self.rows),
+            rows=self.batch.rows,
             partitions=tuple(tuple(sizes) for _, sizes in self.ways),
-            notes=(*self.trial.notes, *self._limits(gradients)),
+            notes=(*notes, *limits_of(self.batch.rows)),
             precision=str(dtype).removeprefix("torch."),
             device=str(self.device),
         )
 
-    def _limits(self, gradients: Mapping[str, Tensor | None]) -> list[str]:
-        """What this check could not see."""
-        limits = []
-        model: Any = self.objective.model
-        if not model.training:
-            limits.append("The model is in eval mode: dropout and BatchNorm were checked as they are there.")
-        silent = [name for name, gradient in gradients.items() if gradient is None]
-        if silent:
-            shown = ", ".join(silent[:3]) + (" ..." if len(silent) > 3 else "")
-            limits.append(
-                f"No gradient reached {len(silent)} parameters on this batch, so they weren't compared: {shown}."
-            )
-        return [*limits, *limits_of(len(self.rows))]
+
+def _by_terms(one: Compared, terms: Mapping[Key, float]) -> Compared:
+    found = []
+    for difference in one.differences:
+        key = difference.part, difference.name
+        distance = one.distances.get(key, math.inf)
+        scale = distance / difference.error if difference.error else math.inf
+        if terms.get(key, 0.0) > 1000 * scale and math.isfinite(distance):
+            difference = dataclasses.replace(difference, error=distance / terms[key])
+        found.append(difference)
+    return one._replace(differences=found)
 
 
 def _drawn(batch: Batch) -> Batch:
@@ -243,9 +228,11 @@ def _drawn(batch: Batch) -> Batch:
 def _ways(batch: Batch, size: int | None) -> list[Way]:
     """Ways to cut the rows, none of them through rows that belong together: as TrainStep would, and ragged ones."""
     given: list[Way] = []
-    if size is not None and size < batch.rows and batch.groups is None:
-        given = [(range(batch.rows), even_sizes(batch.rows, size))]
-    elif size is not None and size < batch.rows:
-        parts = Groups(batch.groups.tolist()).cut(range(batch.rows), size)  # type: ignore[union-attr]  # not None
-        given = [([row for part in parts for row in part], [len(part) for part in parts])]
+    if size is not None and size < batch.rows:
+        rows = range(batch.rows)
+        if batch.groups is None:
+            given = [(rows, even_sizes(batch.rows, size))]
+        else:
+            parts = Groups(batch.groups.tolist()).cut(rows, size)
+            given = [([row for part in parts for row in part], [len(part) for part in parts])]
     return [*given, *ragged_ways([unit.tolist() for unit in batch.units()], random.Random(0))]

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradaccum.core.equivalence import Cause, Difference, Equivalence
-from gradaccum.core.proof import (
-    ATTEMPTS,
-    Outcome,
-    ProofSchedule,
-    Verdict,
-    compare,
-    interleaved_ways,
-    with_fewer_rows,
-)
+from gradaccum.core.proof import ATTEMPTS, Outcome, ProofSchedule, Verdict, compare, interleaved_ways, with_fewer_rows
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.adapter.arrays import sample
 from gradaccum.on_torch.adapter.kinds import BatchKinds, rows_to_prove
@@ -38,7 +29,7 @@ from gradaccum.torch.padding import what_is_cut
 from gradaccum.torch.proof.causes import counting_layers, suspicion, unusual_batch_norms
 from gradaccum.torch.proof.check import certify
 
-__all__ = ["Gradients", "LoweredScale", "Proof", "eager"]
+__all__ = ["Proof", "eager"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -129,51 +120,40 @@ class Proof:
             precise.autocast = None
             self._prove(precise, batch, most, way, named)
 
-    def _prove(
-        self, objective: Objective, batch: Batch, most: int, way: int | None, parameters: dict[str, Tensor]
-    ) -> bool:
+    def _prove(self, objective: Objective, batch: Batch, most: int, way: int, parameters: dict[str, Tensor]) -> bool:
         """Compare so many rows, or half as many wherever memory runs out. Returns whether they could be compared."""
-        rows, prove = min(most, batch.rows), functools.partial(self._compared, objective, batch, way, parameters)
-        tried: list[int] = []
+        tried = 0
+
+        def attempt(most: int) -> tuple[Batch, Verdict, _Runner] | None:
+            nonlocal tried
+            few = batch.take(torch.tensor(rows_to_prove(batch, most)))
+            tried = few.rows
+            ways = interleaved_ways([unit.tolist() for unit in few.units()])
+            found = [*parameters.values()]
+            with (
+                contextlib.nullcontext() if self.exact else in_eval_mode(objective.model),
+                left_as_found(objective.modules, found, [objective.device], [objective.evaluate]) as state,
+                eager(),
+                torch.enable_grad(),
+            ):
+                runner = _Runner(self, objective, few, parameters, state)
+                verdict = compare(runner, range(few.rows), ways, way)
+                if verdict is not None and any(difference.part != "buffer" for difference in verdict.wrong):
+                    runner.rng.check("the model or the loss")
+            return None if verdict is None else (few, verdict, runner)
+
         try:
-            found = with_fewer_rows(lambda rows: prove(tried, rows), rows, 2, is_out_of_memory)
+            found = with_fewer_rows(attempt, min(most, batch.rows), 2, is_out_of_memory)
         except Exception as error:
-            self._could_not(tried[-1], error)
+            self._could_not(tried, error)
             return False
         if found is None:
             self.schedule.postpone()
             return False
-        few, verdict, runner, wrong = found
-        if wrong:
-            self._judge(few, verdict, wrong, runner)
+        if found[1].wrong:
+            self._judge(*found)
         self._proven()
         return True
-
-    def _compared(
-        self,
-        objective: Objective,
-        batch: Batch,
-        way: int | None,
-        parameters: dict[str, Tensor],
-        tried: list[int],
-        most: int,
-    ) -> tuple[Batch, Verdict, _Runner, list[Difference]] | None:
-        few = batch.take(torch.tensor(rows_to_prove(batch, most)))
-        tried.append(few.rows)
-        ways = interleaved_ways([unit.tolist() for unit in few.units()])
-        with (
-            contextlib.nullcontext() if self.exact else in_eval_mode(objective.model),
-            left_as_found(objective.modules, [*parameters.values()], [objective.device], [objective.evaluate]) as state,
-            eager(),
-            torch.enable_grad(),
-        ):
-            runner = _Runner(self, objective, few, parameters, state)
-            verdict = compare(runner, range(few.rows), ways, way)
-            if verdict is None:
-                return None
-            if any(difference.part != "buffer" for difference in verdict.wrong):
-                runner.rng.check("the model or the loss")
-        return few, verdict, runner, list(verdict.wrong)
 
     def _proven(self) -> None:
         self.kinds.add()
@@ -195,16 +175,17 @@ class Proof:
             self._pending_warning = ""
             self._proven()
 
-    def _judge(self, few: Batch, verdict: Verdict, wrong: list[Difference], runner: _Runner) -> None:
-        if all(difference.part == "buffer" for difference in wrong):
+    def _judge(self, few: Batch, verdict: Verdict, runner: _Runner) -> None:
+        if all(difference.part == "buffer" for difference in verdict.wrong):
+            names = [difference.name for difference in verdict.wrong]
             if self.exact:  # these move once per update, and twice where a plain loop recomputes them in a checkpoint
                 layers = batch_norms(self.objective.model)
                 own = {f"{path}.{name}".lstrip(".") for path, layer in layers for name, _ in layer.named_buffers()}
-                wrong = [difference for difference in wrong if difference.name not in own]
-            self._warn_of_moves([difference.name for difference in wrong], runner.state.made)
+                names = [name for name in names if name not in own]
+            self._warn_of_moves(names, runner.state.made)
             return
-        causes = self._causes(few, wrong, runner.tolerance)
-        if causes is None:
+        causes = self._causes(few, verdict.wrong, runner.tolerance)
+        if not causes:
             return
         result = Equivalence(tuple(verdict.differences), runner.tolerance, tuple(causes), few.rows, verdict.sizes)
         try:
@@ -230,30 +211,26 @@ class Proof:
             )
         warn_of_buffers([owners[name] for name in new if name in owners])
 
-    def _causes(self, few: Batch, wrong: list[Difference], tolerance: float) -> list[Cause] | None:
-        """What makes the difference, by name; None where it is rounding."""
+    def _causes(self, few: Batch, wrong: Sequence[Difference], tolerance: float) -> Sequence[Cause]:
+        """What makes the difference, by name; nothing where it is rounding, as it isn't there in float64."""
         found = self._on_a_copy(few)
         if found is not None and found.causes:  # every micro-batch finds the same buffers: no cause, unless no other is
             paths = {path or "model" for path, _, _ in owners_of_buffers(self.objective.modules).values()}
             others = [cause for cause in found.causes if cause.kind != "buffer" or cause.where not in paths]
-            return others or list(found.causes)
-        layers = unusual_batch_norms(self.objective.model) if self.exact else []
-        if layers:
+            return others or found.causes
+        if self.exact and (layers := unusual_batch_norms(self.objective.model)):
             return layers
-        errors = [difference.error for difference in wrong if difference.part == "gradient"]
-        nearly = NEARLY**2 if self.schedule.repeated else NEARLY
-        if found is not None and found.ok and max(errors, default=0.0) <= nearly * tolerance:
-            return None  # it isn't there in float64
-        if (found is None or found.ok) and (cause := self._explain(few, found is not None)):
-            return [cause]
-        return [suspicion(self.objective.modules, wrong)]
+        largest = max((difference.error for difference in wrong if difference.part == "gradient"), default=0.0)
+        if found is not None and largest <= (NEARLY**2 if self.schedule.repeated else NEARLY) * tolerance:
+            return []
+        return [self._explain(few, found is not None) or suspicion(self.objective.modules, wrong)]
 
     def _on_a_copy(self, few: Batch) -> Equivalence | None:
         """What a check on a copy in float64 finds; None where there can't be one."""
         try:
             with in_eval_mode(self.objective.model), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of parts that training never sees
-                return certify(self.objective, few, _no_accumulation, device=self.objective.device)
+                return certify(self.objective, few, None, device=self.objective.device)
         except Exception as error:
             logger.debug("The cause can't be looked for on a copy: %s", error)
             return None
@@ -266,28 +243,42 @@ class _Runner(TorchRunner):
         self, proof: Proof, objective: Objective, few: Batch, parameters: dict[str, Tensor], state: ModuleState
     ) -> None:
         self._proof, self._objective, self._parameters, self.state = proof, objective, parameters, state
-        self._few, self.rows = few.map(self._detached_leaf), few.rows
+        self._few = few.map(self._detached_leaf)
         super().__init__(RowwiseRng(few.rows, neutral=proof.exact), objective.device)
         self.rng.holds(*objective.modules.values(), objective.evaluate)
         proof.scale.reset()
 
     def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
-        with self._started():
-            if sizes is None:
-                few = self._few.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)  # may be edited
-                loss = self._objective.whole(few)
-                self._proof.scale.scale(loss).backward()
-            else:
-                order = torch.tensor(rows)
-                few = self._few.take(order).map(self._detached_leaf)
-                batch = watched(few, lambda taken: self.rng.start(order[taken]))
-                loss = self._proof.gradients(self._objective, batch, sizes)
-            gradients = {n: p.grad for n, p in self._parameters.items() if p.requires_grad}
-            return Outcome(
-                {"loss": loss.detach().clone()},
-                {n: None if g is None else self._sample(g.detach().to_dense()) for n, g in gradients.items()},
-                {**self.state.tensors(), **self.state.numbers()},
-            )
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self.rng.start(None)
+        try:
+            with self.rng:
+                return self._outcome(self._at_once() if sizes is None else self._in_micro_batches(rows, sizes))
+        finally:
+            self.rng.rewind()
+            self.state.put_back()
+
+    def _at_once(self) -> Tensor:
+        few = self._few.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)  # may be edited
+        loss = self._objective.whole(few)
+        self._proof.scale.scale(loss).backward()
+        return loss
+
+    def _in_micro_batches(self, rows: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        order = torch.tensor(rows)
+        few = self._few.take(order).map(self._detached_leaf)
+        batch = watched(few, lambda taken: self.rng.start(order[taken]))
+        return self._proof.gradients(self._objective, batch, sizes)
+
+    def _outcome(self, loss: Tensor) -> Outcome:
+        gradients: dict[str, Tensor | None] = {}
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad:
+                gradient = None if parameter.grad is None else parameter.grad.detach().to_dense()
+                taken = None if gradient is None else sample(gradient)
+                gradients[name] = taken if taken is None or taken is gradient else taken.clone()
+        return Outcome({"loss": loss.detach().clone()}, gradients, {**self.state.tensors(), **self.state.numbers()})
 
     def tensors(self) -> list[Tensor]:
         return list(self._parameters.values())
@@ -295,34 +286,13 @@ class _Runner(TorchRunner):
     def lower_scale(self) -> bool:
         return self._proof.scale.lower()
 
-    @staticmethod
-    def _sample(gradient: Tensor) -> Tensor:
-        taken = sample(gradient)
-        return taken if taken is gradient else taken.clone()
-
     def _detached_leaf(self, leaf: Any) -> Any:
         """What a proof does to the gradients of a batch is nobody's; those of parameters are put back."""
         if not isinstance(leaf, Tensor) or not leaf.requires_grad or any(leaf is p for p in self._parameters.values()):
             return leaf
         return leaf.detach().requires_grad_()
 
-    @contextlib.contextmanager
-    def _started(self) -> Iterator[None]:
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        self.rng.start(None)
-        try:
-            with self.rng:
-                yield
-        finally:
-            self.rng.rewind()
-            self.state.put_back()
-
 
 def eager() -> contextlib.AbstractContextManager[Any]:
     """Compile nothing for a few rows. Where torch._dynamo, which takes long to load, is not loaded, nothing does."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
-
-
-def _no_accumulation(*_: Any) -> Tensor:
-    raise AssertionError("micro-batches of a copy are added up by the trial itself")

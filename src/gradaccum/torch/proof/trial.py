@@ -29,27 +29,25 @@ the buffers as an update leaves them; returns the loss."""
 
 
 class Trial(TorchRunner):
-    """Runs a batch on fresh copies of model and loss, with the same random numbers for the same rows each time."""
+    """Runs a batch on fresh copies of model and loss, with the same random numbers for the same rows each time.
+
+    Micro-batches are added up here, or by `accumulate` where BatchNorm is exact or pooled.
+    """
 
     def __init__(
         self,
         objective: Objective,
         batch: Batch,
-        accumulate: Accumulate,
+        accumulate: Accumulate | None,
         *,
         device: torch.device,
         dtype: torch.dtype | None = torch.float64,
         batch_norm: BatchNormChoice = "warn",
     ) -> None:
-        self.original = objective
+        self.original, self.batch_norm = objective, batch_norm
         self.notes: list[str] = []
         """What the comparison had to leave out."""
-        self.term: Any = None
-        """Of several losses, the name of the one that `raw` evaluates; None for their sum."""
-        self._accumulate = accumulate
-        self.batch_norm = batch_norm
-        self.by_train_step = batch_norm in ("exact", "pooled")
-        self.dtype = dtype
+        self.accumulate = accumulate if batch_norm in ("exact", "pooled") else None
 
         def converted(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -57,44 +55,63 @@ class Trial(TorchRunner):
             floating = dtype if leaf.is_floating_point() else None
             return leaf.detach().clone().to(device=device, dtype=floating).requires_grad_(leaf.requires_grad)
 
-        self.batch = batch.map(converted)
-        self.rows = self.batch.rows
-        super().__init__(RowwiseRng(self.rows, neutral=self.by_train_step), device)
+        def convert(thing: Any) -> Any:
+            floating = isinstance(thing, nn.Module) or thing.is_floating_point()
+            return thing.to(device=device, dtype=dtype if floating else None)
+
+        self.batch, self.rows = batch.map(converted), batch.rows
+        super().__init__(RowwiseRng(self.rows, neutral=self.accumulate is not None), device)
         memo: dict[int, Any] = {}
-        self._things = _copy_all(_things(objective), memo, self._convert)
-        self.hooks = _copy_hooks(objective, memo, self._convert)
+        things = _bare(objective.model), objective.loss_fn, objective.compute_loss, objective.weight
+        self._things = _copy_all(things, memo, convert)
+        self.hooks = _copy_hooks(objective, memo, convert)
         """Hooks on the gradients of parameters, by the parameter's name."""
-        parameters = [p for module in _modules(self._things) for p in module.parameters()]
+        parameters = [p for thing in self._things if isinstance(thing, nn.Module) for p in thing.parameters()]
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
             raise ValueError("The model has lazy layers whose sizes aren't known yet: run it once before the check.")
         self._shared = {id(p): p for p in parameters if p.requires_grad}
         if not self._shared:
             raise ValueError("No parameter of the model requires a gradient: there is nothing to compare.")
 
-    @property
-    def parameters(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """What is trained."""
         return list(self._shared.values())
 
-    def _convert(self, thing: Any) -> Any:
-        floating = isinstance(thing, nn.Module) or thing.is_floating_point()
-        return thing.to(device=self.device, dtype=self.dtype if floating else None)
+    def on(self, batch: Batch) -> Trial:
+        """The same trial with another batch, of as many rows."""
+        other = copy.copy(self)
+        other.batch = batch
+        return other
 
     @contextlib.contextmanager
-    def _fresh(self, batch_dims: BatchDims | None = None) -> Iterator[Objective]:
-        """An objective on a fresh copy of everything but the trained parameters, whose gradients start empty."""
-        for parameter in self._shared.values():
+    def _fresh(self, rows: Tensor | None = None, batch_dims: BatchDims | None = None) -> Iterator[Objective]:
+        """An objective on a fresh copy of everything but the trained parameters, whose gradients start empty.
+
+        Random numbers are those of these rows; with None, the large batch's.
+        """
+        for parameter in self.tensors():
             parameter.grad = None
-        things = _copy_all(self._things, dict(self._shared), lambda thing: thing)
-        objective = _rebuilt(self.original, things, batch_dims)
+        model, loss_fn, compute_loss, weight = _copy_all(self._things, dict(self._shared), lambda thing: thing)
+        objective = Objective(
+            model,
+            loss_fn=loss_fn,
+            compute_loss=compute_loss,
+            weight=weight,
+            reduction=self.original.reduction,
+            batch_dims=self.original.batch_dims if batch_dims is None else batch_dims,
+        )
+        objective.found = self.original.found
         freezing = frozen(objective.model) if self.batch_norm == "frozen" else contextlib.nullcontext()
         self.rng.holds(objective.model, objective.evaluate)
         with freezing, torch.enable_grad(), self.rng:
             self._state = ModuleState(objective.modules)
+            self.rng.start(rows)
             yield objective
 
-    def _whole(self, batch: Batch) -> Batch:
-        return batch.map(
+    def _taken(self, rows: Tensor | None, batch: Batch | None = None) -> Batch:
+        """These rows (None: all) in tensors of their own."""
+        batch = self.batch if batch is None else batch
+        return (batch if rows is None else batch.take(rows)).map(
             lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
         )
 
@@ -105,15 +122,9 @@ class Trial(TorchRunner):
             for name, p in module.named_parameters(prefix)
             if p.requires_grad
         }
-        for parameter in self._shared.values():
+        for parameter in self.tensors():
             parameter.grad = None
         return Outcome({"loss": loss.detach()}, gradients, self._state.tensors())
-
-    def on(self, batch: Batch) -> Trial:
-        """The same trial with another batch, of as many rows."""
-        other = copy.copy(self)
-        other.batch = batch
-        return other
 
     def run(self, rows: Sequence[int], sizes: Sequence[int] | None, batch_dims: BatchDims | None = None) -> Outcome:
         """The rows at once (None), or in micro-batches, which are weighed as `TrainStep` would weigh them."""
@@ -121,30 +132,28 @@ class Trial(TorchRunner):
             return self._at_once()
         batch = self.batch if batch_dims is None else Batch(self.batch.tree, batch_dims)
         parts = torch.tensor(rows).split(list(sizes))
-        with self._fresh(batch_dims) as objective:
-            if self.by_train_step:
-                self.rng.start(None)
-                loss = self._accumulate(objective, self._whole(batch), list(sizes), self.batch_norm)
+        with self._fresh(batch_dims=batch_dims) as objective:
+            if self.accumulate is not None:
+                loss = self.accumulate(objective, self._taken(None, batch), list(sizes), self.batch_norm)
                 return self._outcome(objective, loss)
             window = accumulator(objective, batch)
             if isinstance(window, TermsAccumulator) and window.totals is None:
                 window = TermsAccumulator(objective, batch, self._totals(parts, batch, batch_dims))
             for part in parts:
                 self.rng.start(part)
-                weighted = window.forward(self._whole(batch.take(part)))
+                weighted = window.forward(self._taken(part, batch))
                 if weighted.loss is not None:
                     window.backward(weighted, weighted.loss)
                 window.add(weighted)
-            if window.divisor is not None:
-                for parameter in self._shared.values():
-                    if parameter.grad is not None:
-                        parameter.grad /= float(window.divisor)
+            divisor = 1.0 if window.divisor is None else float(window.divisor)
+            for parameter in self.tensors():
+                if parameter.grad is not None:
+                    parameter.grad /= divisor
             return self._outcome(objective, window.loss)
 
     def _at_once(self) -> Outcome:
         with self._fresh() as objective:
-            self.rng.start(None)
-            loss = objective.whole(self._whole(self.batch))
+            loss = objective.whole(self._taken(None))
             if not loss.requires_grad:
                 raise ValueError(
                     "The loss has no gradient: it was computed without gradients (under torch.no_grad(), or by "
@@ -159,9 +168,16 @@ class Trial(TorchRunner):
             )
         return outcome
 
-    def tensors(self) -> list[Tensor]:
-        """What is trained."""
-        return self.parameters
+    def _totals(self, parts: Sequence[Tensor], batch: Batch, batch_dims: BatchDims | None) -> Totals:
+        """What each of several losses divides by, as `TrainStep` counts it."""
+        found: list[Terms] = []
+        with self._fresh(batch_dims=batch_dims) as objective, torch.no_grad():
+            for rows in parts:
+                self.rng.start(rows)
+                terms = objective.evaluate(self._taken(rows, batch))[1]
+                assert isinstance(terms, dict)
+                found.append(terms)
+            return counted(objective, found)
 
     def replace_noise(self) -> bool:
         """Whether random numbers that belong to no row are their mean from now on."""
@@ -173,73 +189,47 @@ class Trial(TorchRunner):
             )
         return replaced
 
-    def _totals(self, partition: Sequence[Tensor], batch: Batch, batch_dims: BatchDims | None) -> Totals:
-        """What each of several losses divides by, as `TrainStep` counts it."""
-        found: list[Terms] = []
-        with self._fresh(batch_dims) as objective, torch.no_grad():
-            for rows in partition:
-                self.rng.start(rows)
-                terms = objective.evaluate(self._whole(batch.take(rows)))[1]
-                assert isinstance(terms, dict)
-                found.append(terms)
-            return counted(objective, found)
-
     def trace(self, rows: Tensor | None, batch: Batch | None = None) -> Trace:
         """What goes into and comes out of every module, for these rows (None: all, at once). Forward pass only."""
-        with self._fresh() as objective:
-            self.rng.start(rows)
-            batch = self.batch if batch is None else batch
-            taken = self._whole(batch if rows is None else batch.take(rows))
-            trace = Trace(objective.model)
+        with self._fresh(rows) as objective:
+            taken, trace = self._taken(rows, batch), Trace(objective.model)
             with trace.failures():
                 objective.forward(taken)
             return trace
 
     def outputs(self) -> Outputs:
         """What the model returns for the large batch, to be put in place of what it returns for micro-batches."""
-        with self._fresh() as objective:
-            self.rng.start(None)
-            outputs = Outputs(self.rows)
-            with outputs.kept(objective.model):
-                objective.forward(self._whole(self.batch))
-            return outputs
+        outputs = Outputs(self.rows)
+        with self._fresh() as objective, outputs.kept(objective.model):
+            objective.forward(self._taken(None))
+        return outputs
 
     def terms(self) -> list[Any]:
         """The names of the losses, where there are several."""
         with self._fresh() as objective, torch.no_grad():
-            self.rng.start(None)
-            terms = objective.evaluate(self._whole(self.batch))[1]
-            return list(terms) if isinstance(terms, dict) else []
+            terms = objective.evaluate(self._taken(None))[1]
+        return list(terms) if isinstance(terms, dict) else []
 
-    def raw(self, rows: Tensor | None, outputs: Outputs | None = None) -> tuple[list[Tensor], float | None]:
+    def raw(self, rows: Tensor | None, outputs: Outputs | None, term: Any) -> tuple[list[Tensor], float | None]:
         """The user's loss as it is, neither weighed nor divided, on these rows: `[loss, gradient, outputs' gradient]`.
 
         With `outputs`, the model's outputs are replaced by the large batch's, so that the loss alone decides. The
-        second value is the weight that `compute_loss` returns, if it does. Of several losses, `term` says which.
+        second value is the weight that `compute_loss` returns, if it does. Of several losses, `term` says which; None
+        stands for their sum.
         """
-        with self._fresh() as objective:
-            self.rng.start(rows)
-            taken = self._whole(self.batch if rows is None else self.batch.take(rows))
+        with self._fresh(rows) as objective:
+            taken = self._taken(rows)
             with outputs.replaced(objective.model, rows) if outputs is not None else contextlib.nullcontext():
                 loss, weight = objective.forward(taken)
             if isinstance(weight, dict):
-                loss, weight = (loss, None) if self.term is None else weight[self.term]
+                loss, weight = (loss, None) if term is None else weight[term]
             if loss.requires_grad:
                 loss.backward()
-            vector = [
-                (torch.zeros_like(p) if p.grad is None else p.grad.to_dense()).flatten() for p in self._shared.values()
-            ]
+            vector = [(torch.zeros_like(p) if p.grad is None else p.grad.to_dense()).flatten() for p in self.tensors()]
             blocks = [loss.detach().reshape(1), torch.cat(vector)]
             if outputs is not None:
                 blocks.append(outputs.gradients())
             return blocks, None if weight is None else float(weight)
-
-
-# Copies.
-
-
-def _things(objective: Objective) -> tuple[Any, ...]:
-    return _bare(objective.model), objective.loss_fn, objective.compute_loss, objective.weight
 
 
 def _bare(model: Any) -> Any:
@@ -249,10 +239,6 @@ def _bare(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
-def _modules(things: tuple[Any, ...]) -> list[nn.Module]:
-    return [thing for thing in things if isinstance(thing, nn.Module)]
-
-
 def _copy_hooks(
     objective: Objective, memo: dict[int, Any], convert: Callable[[Any], Any]
 ) -> dict[str, list[RemovableHandle]]:
@@ -260,32 +246,19 @@ def _copy_hooks(
     handles: dict[str, list[RemovableHandle]] = {}
     for prefix, module in {**objective.modules, "": _bare(objective.model)}.items():
         for name, parameter in module.named_parameters(prefix):
-            twin: Any = memo.get(id(parameter))
-            hooks = list((parameter._backward_hooks or {}).values()) if twin is not None and twin.requires_grad else []
+            copy_of: Any = memo.get(id(parameter))
+            hooks = (
+                [*(parameter._backward_hooks or {}).values()] if copy_of is not None and copy_of.requires_grad else []
+            )
             users = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith(("torch.", "gradaccum."))]
             if users:
-                handles[name] = [twin.register_hook(copied(hook, memo, convert)) for hook in users]
+                handles[name] = [copy_of.register_hook(copied(hook, memo, convert)) for hook in users]
     return handles
 
 
-def _rebuilt(original: Objective, things: tuple[Any, ...], batch_dims: BatchDims | None) -> Objective:
-    model, loss_fn, compute_loss, weight = things
-    new = Objective(
-        model,
-        loss_fn=loss_fn,
-        compute_loss=compute_loss,
-        weight=weight,
-        reduction=original.reduction,
-        batch_dims=original.batch_dims if batch_dims is None else batch_dims,
-    )
-    new.found = original.found
-    return new
-
-
 def _copy_all(things: tuple[Any, ...], memo: dict[int, Any], convert: Callable[[Any], Any]) -> tuple[Any, ...]:
-    names = ("The model", "`loss_fn`", "`compute_loss`", "`weight`")
     copies = []
-    for name, thing in zip(names, things):
+    for name, thing in zip(("The model", "`loss_fn`", "`compute_loss`", "`weight`"), things):
         try:
             copies.append(copied(thing, memo, convert))
         except Exception as error:
