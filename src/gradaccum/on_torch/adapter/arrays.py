@@ -27,44 +27,42 @@ def measure(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> list[Measur
         >>> measure([(torch.tensor([1.0, 4.5]), torch.tensor([1.0, 4.0])), (None, torch.tensor([2.0]))])
         [Measured(distance=0.5, scale=4.0, entries=2), Measured(distance=2.0, scale=2.0, entries=1)]
     """
-    found: list[Measured | None] = []
+    known: list[Measured | None] = []
     ends: list[Tensor] = []
     for actual, expected in pairs:
-        one = actual if expected is None else expected
-        if one is None or not one.numel():
-            shapes = [t.shape for t in (actual, expected) if t is not None]
-            found.append(Measured(0.0 if len(set(shapes)) < 2 else math.inf, 0.0, 0))
-        elif actual is not None and expected is not None and actual.shape != expected.shape:
-            found.append(Measured(math.inf, largest(expected), expected.numel()))
-        else:
-            found.append(None)
-            ours, theirs = _comparable(actual, expected)
-            ends += [_ends(ours - theirs), _ends(theirs)]
+        found = _comparable(actual, expected)
+        known.append(found if isinstance(found, Measured) else None)
+        if not isinstance(found, Measured):
+            ends += [_ends(found[0] - found[1]), _ends(found[1])]
     read = iter(_read(ends))
-    return [
-        one if one is not None else _measured(pair, next(read), next(read))
-        for one, pair in zip(found, pairs, strict=True)
-    ]
+    return [one or _measured(*pair, next(read), next(read)) for one, pair in zip(known, pairs, strict=True)]
 
 
-def _measured(pair: tuple[Tensor | None, Tensor | None], distance: float, scale: float) -> Measured:
-    entries = next(tensor.numel() for tensor in pair if tensor is not None)
-    if math.isfinite(distance) and math.isfinite(scale):
-        return Measured(distance, scale, entries)
-    ours, theirs = _comparable(*pair)
-    finite = theirs.isfinite()
-    if not ours.isfinite().equal(finite):
-        return Measured(math.inf, largest(theirs[finite]), entries)
-    return Measured(largest((ours - theirs)[finite]), largest(theirs[finite]), entries)
-
-
-def _comparable(actual: Tensor | None, expected: Tensor | None) -> tuple[Tensor, Tensor]:
+def _comparable(actual: Tensor | None, expected: Tensor | None) -> Measured | tuple[Tensor, Tensor]:
+    """Both in one place and a dtype to subtract in; or what is known without looking at numbers."""
     one = actual if expected is None else expected
-    assert one is not None
+    alike = actual is None or expected is None or actual.shape == expected.shape
+    if one is None or not one.numel():
+        return Measured(0.0 if alike else math.inf, 0.0, 0)
+    if not alike:
+        return Measured(math.inf, largest(one), one.numel())
     ours, theirs = (one.new_zeros(()).expand(one.shape) if t is None else t for t in (actual, expected))
     if ours.device != theirs.device:
         ours, theirs = ours.cpu(), theirs.cpu()
     return _wide(ours), _wide(theirs)
+
+
+def _measured(actual: Tensor | None, expected: Tensor | None, distance: float, scale: float) -> Measured:
+    one = actual if expected is None else expected
+    assert one is not None
+    if not (math.isfinite(distance) and math.isfinite(scale)):
+        both = _comparable(actual, expected)
+        assert not isinstance(both, Measured)
+        ours, theirs = both
+        finite = theirs.isfinite()
+        same = ours.isfinite().equal(finite)
+        distance, scale = largest((ours - theirs)[finite]) if same else math.inf, largest(theirs[finite])
+    return Measured(distance, scale, one.numel())
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -18,7 +18,9 @@ def copied(thing: Any, memo: dict[int, Any], convert: Callable[[Any], Any]) -> A
     if isinstance(thing, (nn.Module, Tensor)):
         known = id(thing) in memo
         new = copy.deepcopy(thing, memo)
-        return new if known else _converted(thing, new, memo, convert)
+        if not known:
+            memo[id(thing)] = new = convert(new)
+        return new
     if isinstance(thing, types.FunctionType):
         return _copied_function(thing, memo, convert)
     if isinstance(thing, types.MethodType):
@@ -28,12 +30,6 @@ def copied(thing: Any, memo: dict[int, Any], convert: Callable[[Any], Any]) -> A
         keywords = {name: copied(value, memo, convert) for name, value in thing.keywords.items()}
         return functools.partial(copied(thing.func, memo, convert), *arguments, **keywords)
     return thing
-
-
-def _converted(old: Any, new: Any, memo: dict[int, Any], convert: Callable[[Any], Any]) -> Any:
-    converted = convert(new)
-    memo[id(old)] = converted
-    return converted
 
 
 def _copied_function(function: types.FunctionType, memo: dict[int, Any], convert: Callable[[Any], Any]) -> Any:

@@ -45,7 +45,9 @@ class BatchKinds:
         self._ranges: dict[str, tuple[float, float]] = {}
         self._uneven: set[str] = set()
         self._pending: dict[str, tuple[Tensor, torch.cuda.Event]] = {}
-        self._latest: tuple[Any, int, list[bool], dict[str, tuple[float, float]], set[str]] = None, 0, [], {}, set()
+        self._latest: tuple[Any, int, list[bool]] = None, 0, []
+        self._new_ranges: dict[str, tuple[float, float]] = {}
+        self._newly_uneven: set[str] = set()
 
     def is_new(self, batch: Batch, modes: list[bool], text: frozenset[str] = frozenset()) -> bool:
         """Whether this batch is of a new kind."""
@@ -53,32 +55,21 @@ class BatchKinds:
         rows = min(batch.rows, ENOUGH)
         first = self._structures.get(structure, 0) < rows
         switched = modes != self._modes and not self._known_modes.issuperset(_in_the_models(modes))
-        ranges: dict[str, tuple[float, float]] = {}
-        uneven: set[str] = set()
+        self._latest, self._new_ranges, self._newly_uneven = (structure, rows, modes), {}, set()
         for path, leaf, dim in batch.leaves:
             if not _is_plain(leaf):
                 continue
             if first or leaf.is_cpu:
-                self._look(batch, path, leaf, dim, first, ranges, uneven)
+                self._look(batch, path, leaf, dim, first)
             else:
-                self._look_later(batch, path, leaf, dim, ranges, uneven)
-        self._latest = structure, rows, modes, ranges, uneven
-        return first or switched or bool(ranges) or bool(uneven)
+                self._look_later(batch, path, leaf, dim)
+        return first or switched or bool(self._new_ranges) or bool(self._newly_uneven)
 
-    def _look(
-        self,
-        batch: Batch,
-        path: str,
-        leaf: Tensor,
-        dim: int,
-        first: bool,
-        ranges: dict[str, tuple[float, float]],
-        uneven: set[str],
-    ) -> None:
+    def _look(self, batch: Batch, path: str, leaf: Tensor, dim: int, first: bool) -> None:
         """Look at the values of a tensor now."""
         least = -math.inf
         if leaf.dtype in _WHOLE:  # these may be targets
-            least = self._extend(batch, path, leaf, ranges)
+            least = self._extend(batch, path, leaf)
         nearest = None
         for key, vary in _variations(path, leaf, dim, thorough=first):
             if key in self._uneven or (least >= 0 and key.startswith(_IGNORED)):
@@ -89,24 +80,16 @@ class BatchKinds:
                 if nearest > 0 or (nearest == 0 and key.startswith(_MISSING)):
                     continue
             if bool(_differs(vary())):
-                uneven.add(key)
+                self._newly_uneven.add(key)
 
-    def _look_later(
-        self,
-        batch: Batch,
-        path: str,
-        leaf: Tensor,
-        dim: int,
-        ranges: dict[str, tuple[float, float]],
-        uneven: set[str],
-    ) -> None:
+    def _look_later(self, batch: Batch, path: str, leaf: Tensor, dim: int) -> None:
         """Look at what was asked of an earlier batch, and ask for what this one holds: nobody waits for a device."""
         none_ignored = False
         if leaf.dtype in _WHOLE:
             low, high = self._ranges.get(path, (math.inf, -math.inf))
             arrived = self._arrived(path)
             if arrived is not None and not low <= arrived[0] <= arrived[1] <= high:
-                none_ignored = self._extend(batch, path, leaf, ranges) >= 0
+                none_ignored = self._extend(batch, path, leaf) >= 0
             elif arrived is not None or path not in self._pending:
                 self._pending[path] = _read_later(torch.stack([*leaf.aminmax()]))
         for key, vary in _variations(path, leaf, dim, thorough=False):
@@ -115,16 +98,16 @@ class BatchKinds:
             arrived = self._arrived(key)
             if arrived is not None and arrived[0]:
                 if bool(_differs(vary())):
-                    uneven.add(key)
+                    self._newly_uneven.add(key)
             elif arrived is not None or key not in self._pending:
                 self._pending[key] = _read_later(_differs(vary()).reshape(1))
 
-    def _extend(self, batch: Batch, path: str, leaf: Tensor, ranges: dict[str, tuple[float, float]]) -> float:
+    def _extend(self, batch: Batch, path: str, leaf: Tensor) -> float:
         """Note a tensor's ends where they are outside of all before. Returns its smallest number."""
         low, high = self._ranges.get(path, (math.inf, -math.inf))
         least, most = batch.ends(leaf)
         if not low <= least <= most <= high:
-            ranges[path] = min(low, least), max(high, most)
+            self._new_ranges[path] = min(low, least), max(high, most)
         return least
 
     def _arrived(self, key: str) -> list[float] | None:
@@ -134,11 +117,11 @@ class BatchKinds:
 
     def add(self) -> None:
         """The latest batch's kind is known from now on."""
-        structure, rows, self._modes, ranges, uneven = self._latest
+        structure, rows, self._modes = self._latest
         self._structures[structure] = max(rows, self._structures.get(structure, 0))
         self._known_modes.update(_in_the_models(self._modes))
-        self._ranges.update(ranges)
-        self._uneven |= uneven
+        self._ranges.update(self._new_ranges)
+        self._uneven |= self._newly_uneven
 
 
 def rows_to_prove(batch: Batch, most: int) -> list[int]:
@@ -163,15 +146,14 @@ def _columns(batch: Batch) -> Iterator[Callable[[], Sequence[float]]]:
     plain = [(path, leaf, dim) for path, leaf, dim in batch.leaves if _is_plain(leaf) and not leaf.is_complex()]
     for path, leaf, dim in plain:
         for _, vary in _variations(path, leaf, dim, thorough=True):
-            yield functools.partial(_listed, vary)
+            yield _listed(vary)
     for _, leaf, dim in plain:
-        if leaf.dtype is not torch.bool:
-            for end in batch.ends(leaf):
-                yield functools.partial(_listed, functools.partial(_equal, leaf, dim, end))
+        for end in batch.ends(leaf) if leaf.dtype is not torch.bool else ():
+            yield _listed(functools.partial(_equal, leaf, dim, end))
 
 
-def _listed(vary: Callable[[], Tensor]) -> list[float]:
-    return vary().tolist()
+def _listed(vary: Callable[[], Tensor]) -> Callable[[], list[float]]:
+    return lambda: vary().tolist()
 
 
 def _in_the_models(modes: list[bool]) -> Iterator[tuple[bool, int, bool]]:

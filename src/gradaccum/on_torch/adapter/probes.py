@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,7 @@ _TOLERANCE = 1e-8
 """Relative difference between fingerprints that counts as rounding, in float64; narrower dtypes get more."""
 
 
-@dataclass(frozen=True)
-class _Fingerprint:
+class _Fingerprint(NamedTuple):
     """A tensor, projected on one number per index, for each of its first dimensions."""
 
     shape: torch.Size
@@ -33,7 +32,7 @@ class _Fingerprint:
     def of(cls, tensor: Tensor) -> _Fingerprint:
         tensor = tensor.detach()
         if tensor.layout is not torch.strided or tensor.is_nested:
-            tensor = tensor.to_dense() if not tensor.is_nested else tensor.to_padded_tensor(0.0)
+            tensor = tensor.to_padded_tensor(0.0) if tensor.is_nested else tensor.to_dense()
         precision = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
         values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
         # Numbers that no honest value takes, so that a NaN is a change like any other.
@@ -46,6 +45,16 @@ class _Fingerprint:
         return cls(tensor.shape, tuple(along) or (values.reshape(1),), precision)
 
 
+def _fingerprints(tree: Any) -> list[_Fingerprint]:
+    found = []
+    for _, leaf in leaves(tree):
+        inside = [leaf]
+        if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__") and not callable(leaf):
+            inside = [value for _, value in leaves(dict(vars(leaf)))]  # a container of the user's own
+        found += [_Fingerprint.of(value) for value in inside if isinstance(value, Tensor) and value.numel()]
+    return found
+
+
 def _differs(ours: Tensor, theirs: Tensor, precision: float) -> bool:
     scale = max(ours.abs().max().item(), theirs.abs().max().item()) if ours.numel() else 0.0
     return bool(((ours - theirs).abs() > max(_TOLERANCE, 1e3 * precision) * scale).any()) if scale else False
@@ -56,35 +65,25 @@ def _part_differs(whole: _Fingerprint, part: _Fingerprint, rows: int, taken: Ten
     precision = max(whole.precision, part.precision)
     if whole.shape == part.shape:  # shared by all micro-batches
         return _differs(whole.along[0], part.along[0], precision)
-    if len(whole.shape) != len(part.shape):
+    dim = row_dimension(whole.shape, part.shape, rows, taken)
+    if dim is None or dim >= len(whole.along):
         return None
-    different = [dim for dim, (a, b) in enumerate(zip(whole.shape, part.shape)) if a != b]
-    if len(different) != 1 or different[0] >= len(whole.along):
-        return None
-    dim = different[0]
-    size, rest = divmod(whole.shape[dim], rows)
-    if rest or size * len(taken) != part.shape[dim]:
-        return None
-    expected = whole.along[dim].unflatten(0, (rows, size))[taken.to(whole.along[dim].device)].flatten()
-    return _differs(part.along[dim], expected, precision)
+    return _differs(part.along[dim], rows_in(whole.along[dim], 0, rows, taken), precision)
 
 
 def _others_differ(before: _Fingerprint, after: _Fingerprint, rows: int, changed: int) -> bool | None:
     """Whether rows other than the changed one differ; None where the rows can't be found."""
-    if before.shape != after.shape:
+    if before.shape != after.shape or not before.shape:
         return None
-    found = False
-    for old, new in zip(before.along, after.along):
-        size, rest = divmod(old.shape[0], rows)
-        if rest or not before.shape:
-            continue
-        found = True
-        keep = torch.arange(rows, device=old.device) != changed
-        precision = max(before.precision, after.precision)
-        # Where another dimension happens to have as many entries, all of them see the change: so one is enough.
-        if not _differs(old.unflatten(0, (rows, size))[keep], new.unflatten(0, (rows, size))[keep], precision):
-            return False
-    return found or None
+    precision = max(before.precision, after.precision)
+    keep = [row for row in range(rows) if row != changed]
+    found = [
+        _differs(old.unflatten(0, (rows, -1))[keep], new.unflatten(0, (rows, -1))[keep], precision)
+        for old, new in zip(before.along, after.along)
+        if len(old) % rows == 0
+    ]
+    # Where another dimension happens to have as many entries, all of them see the change: so one is enough.
+    return all(found) if found else None
 
 
 class Trace:
@@ -92,30 +91,22 @@ class Trace:
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: dict[tuple[str, int], tuple[list[_Fingerprint], list[_Fingerprint]]] = {}
-        self.kinds: dict[str, nn.Module] = {}
+        self.kinds = dict(model.named_modules())
         self.failed: tuple[str, Exception] | None = None
         self._inputs: list[tuple[str, list[_Fingerprint]]] = []
         self._count: Counter[str] = Counter()
-        for path, module in model.named_modules():
-            self.kinds[path] = module
-            module.register_forward_pre_hook(self._before(path), with_kwargs=True, prepend=True)
-            module.register_forward_hook(self._after(path), with_kwargs=True)
+        for path, module in self.kinds.items():
+            module.register_forward_pre_hook(functools.partial(self._before, path), with_kwargs=True, prepend=True)
+            module.register_forward_hook(functools.partial(self._after, path), with_kwargs=True)
 
-    def _before(self, path: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._inputs.append((path, _fingerprints((args, kwargs))))
+    def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._inputs.append((path, _fingerprints((args, kwargs))))
 
-        return hook
-
-    def _after(self, path: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            while self._inputs and self._inputs[-1][0] != path:  # a call inside failed, and its failure was caught
-                self._inputs.pop()
-            _, inputs = self._inputs.pop()
-            self.calls[path, self._count[path]] = inputs, _fingerprints(output)
-            self._count[path] += 1
-
-        return hook
+    def _after(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        while self._inputs and self._inputs[-1][0] != path:  # a call inside failed, and its failure was caught
+            self._inputs.pop()
+        self.calls[path, self._count[path]] = self._inputs.pop()[1], _fingerprints(output)
+        self._count[path] += 1
 
     @contextlib.contextmanager
     def failures(self) -> Iterator[None]:
@@ -151,23 +142,11 @@ def mixing(
         # An output without rows is a reduction over the batch, a loss say: whether that adds up is not asked here.
         return any(differ(a, b) for a, b in pairs if taken is None or a.shape != b.shape)
 
-    found = innermost(large.calls, inputs_agree, outputs_differ, lambda inner, outer: _is_inside(inner[0], outer[0]))
+    def is_inside(inner: tuple[str, int], outer: tuple[str, int]) -> bool:
+        return inner[0] != outer[0] and (not outer[0] or inner[0].startswith(f"{outer[0]}."))
+
+    found = innermost(large.calls, inputs_agree, outputs_differ, is_inside)
     return list(dict.fromkeys(path for path, _ in found))
-
-
-def _is_inside(inner: str, outer: str) -> bool:
-    return inner != outer and (not outer or inner.startswith(outer + "."))
-
-
-def _fingerprints(tree: Any) -> list[_Fingerprint]:
-    found = []
-    for _, leaf in leaves(tree):
-        if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__") and not callable(leaf):
-            inside = [value for _, value in leaves(dict(vars(leaf)))]  # a container of the user's own
-        else:
-            inside = [leaf]
-        found += [_Fingerprint.of(value) for value in inside if isinstance(value, Tensor) and value.numel()]
-    return found
 
 
 class Outputs:

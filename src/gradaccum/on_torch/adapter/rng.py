@@ -46,17 +46,11 @@ class RowwiseRng(TorchDispatchMode):
         self._look()
         super().__exit__(*error)
 
-    @property
-    def replays(self) -> bool:
-        """Whether all random numbers so far were those of their rows."""
-        return not self.unreplayed
-
     def replace_noise(self) -> bool:
         """Where random numbers were not those of their rows: have them be their mean from now on. Returns whether."""
-        if self.replays or self.neutral:
-            return False
-        self.neutral = True
-        return True
+        replaced = bool(self.unreplayed) and not self.neutral
+        self.neutral = self.neutral or replaced
+        return replaced
 
     def start(self, taken: Tensor | None) -> None:
         """A forward pass begins: of these rows, or of the large batch (None), from the same random state each time."""
@@ -115,51 +109,31 @@ class RowwiseRng(TorchDispatchMode):
             self.unreplayed.add(name)
             return func(*args, **kwargs)
         template = _template(given)
-        noise = _Noise(self, given.get("generator"))
-        result = sampler(template, given, noise)
-        if name.endswith("_"):
-            return template.copy_(result)
-        return result
+        result = sampler(template, given, self)
+        return template.copy_(result) if name.endswith("_") else result
 
-    def noise(self, generator: torch.Generator | None, shape: torch.Size, device: torch.device) -> Tensor:
-        """Uniform noise in [0, 1) of this shape: the rows in progress of the large batch's."""
-        seed = self._seed(generator)
+    def uniform(self, template: Tensor, given: dict[str, Any]) -> Tensor:
+        """Noise in [0, 1) of the template's shape: the rows in progress of the large batch's."""
+        shape, device, generator = template.shape, template.device, given.get("generator")
+        if generator is not None and all(generator is not known for known, _ in self._generators):
+            self._generators.append((generator, generator.get_state()))
+        drawn = torch.randint(2**62, (), generator=generator, device="cpu" if generator is None else generator.device)
+        seed = int(drawn.item())
         if self._taken is None:
             self._shapes[seed] = shape
         full = self._shapes.get(seed)
-        fitting = row_dimension(full, shape, self.rows, self._taken) if full is not None else None
+        dim = row_dimension(full, shape, self.rows, self._taken) if full is not None else None
         if self.neutral:
             return torch.full(shape, 0.5, dtype=torch.float64, device=device)
-        source = torch.Generator(device).manual_seed(seed)
-        if full is None or fitting is None:
+        if full is None or dim is None:
             self.unreplayed.add("of a shape that doesn't follow the rows")
-            return torch.rand(shape, dtype=torch.float64, device=device, generator=source)
-        values = torch.rand(full, dtype=torch.float64, device=device, generator=source)
-        if fitting < 0:
+        whole = shape if full is None or dim is None else full
+        source = torch.Generator(device).manual_seed(seed)
+        values = torch.rand(whole, dtype=torch.float64, device=device, generator=source)
+        if dim is None or dim < 0:
             return values
         assert self._taken is not None
-        return rows_in(values, fitting, self.rows, self._taken)
-
-    def _seed(self, generator: torch.Generator | None) -> int:
-        if generator is not None and all(generator is not known for known, _ in self._generators):
-            self._generators.append((generator, generator.get_state()))
-        device = generator.device if generator is not None else "cpu"
-        return int(torch.randint(2**62, (), generator=generator, device=device).item())
-
-
-class _Noise:
-    """Draws for one operation."""
-
-    def __init__(self, replay: RowwiseRng, generator: torch.Generator | None) -> None:
-        self._replay, self._generator = replay, generator
-        self.neutral = replay.neutral
-
-    def uniform(self, template: Tensor, *more: int) -> Tensor:
-        return self._replay.noise(self._generator, torch.Size([*template.shape, *more]), template.device)
-
-    def normal(self, template: Tensor) -> Tensor:
-        # Never exactly 0, which the quantile would send to -inf.
-        return torch.special.ndtri(self.uniform(template).clamp(min=2.0**-60))
+        return rows_in(values, dim, self.rows, self._taken)
 
 
 def row_dimension(full: torch.Size, shape: torch.Size, rows: int, taken: Tensor | None) -> int | None:
@@ -183,78 +157,81 @@ def rows_in(values: Tensor, dim: int, rows: int, taken: Tensor) -> Tensor:
 
 def _template(given: dict[str, Any]) -> Tensor:
     """An empty tensor like the result; for operations in place, the tensor itself."""
+    dtype = given["dtype"] if isinstance(given.get("dtype"), torch.dtype) else None  # a schema's default is a number
     own = given.get("self", given.get("input"))
     if isinstance(own, Tensor):
-        return torch.empty_like(own, dtype=given["dtype"]) if isinstance(given.get("dtype"), torch.dtype) else own
+        return own if dtype is None else torch.empty_like(own, dtype=dtype)
     for name in ("mean", "std"):
         if isinstance(given.get(name), Tensor):
             return given[name]
     shape = given["size"] if given.get("size") is not None else [given["n"]]
     integral = torch.int64 if "high" in given or "n" in given else None
-    dtype = given.get("dtype")  # its default in the schema is a number
-    return torch.empty(shape, dtype=dtype if isinstance(dtype, torch.dtype) else integral, device=given.get("device"))
+    return torch.empty(shape, dtype=dtype or integral, device=given.get("device"))
 
 
-def _bernoulli(template: Tensor, given: dict[str, Any], noise: _Noise) -> Tensor:
-    probability = given.get("p")
-    if probability is None:
-        probability = given["self"]
-    kept = noise.uniform(template) < probability
-    if noise.neutral and template.is_floating_point():
+def _bernoulli(template: Tensor, given: dict[str, Any], rng: RowwiseRng) -> Tensor:
+    probability = given["self"] if given.get("p") is None else given["p"]
+    kept = rng.uniform(template, given) < probability
+    if rng.neutral and template.is_floating_point():
         return torch.zeros_like(template) + probability
     return kept.to(template.dtype)
 
 
-def _dropout(template: Tensor, given: dict[str, Any], noise: _Noise) -> tuple[Tensor, Tensor]:
+def _dropout(template: Tensor, given: dict[str, Any], rng: RowwiseRng) -> tuple[Tensor, Tensor]:
     probability = given["p"]
-    kept = noise.uniform(template) >= probability
-    if noise.neutral:
+    kept = rng.uniform(template, given) >= probability
+    if rng.neutral:
         return template.clone(), torch.ones_like(template, dtype=torch.bool)
-    scale = 1 / (1 - probability) if probability < 1 else 0.0
-    return template * kept * scale, kept
+    return template * kept * (1 / (1 - probability) if probability < 1 else 0.0), kept
 
 
-def _multinomial(template: Tensor, given: dict[str, Any], noise: _Noise) -> Tensor:
+def _multinomial(template: Tensor, given: dict[str, Any], rng: RowwiseRng) -> Tensor:
     # An exponential race: the category that arrives first is drawn with its probability, without replacement.
-    draws = given["num_samples"]
+    draws, weights = given["num_samples"], template
     if given["replacement"]:
-        arrivals = -torch.log1p(-noise.uniform(template.unsqueeze(-2).expand(*template.shape[:-1], draws, -1)))
-        return (arrivals / template.unsqueeze(-2)).argmin(-1)
-    arrivals = -torch.log1p(-noise.uniform(template)) / template
-    return arrivals.topk(draws, largest=False, sorted=True).indices
+        weights = template.unsqueeze(-2)
+        return (_arrivals(weights.expand(*template.shape[:-1], draws, -1), given, rng) / weights).argmin(-1)
+    return (_arrivals(template, given, rng) / template).topk(draws, largest=False, sorted=True).indices
 
 
-def _normal(template: Tensor, given: dict[str, Any], noise: _Noise) -> Tensor:
-    return (noise.normal(template) * given.get("std", 1.0) + given.get("mean", 0.0)).to(template.dtype)
+def _arrivals(template: Tensor, given: dict[str, Any], rng: RowwiseRng) -> Tensor:
+    return -torch.log1p(-rng.uniform(template, given))
 
 
-def _uniform(template: Tensor, given: dict[str, Any], noise: _Noise) -> Tensor:
+def _normal(template: Tensor, given: dict[str, Any], rng: RowwiseRng) -> Tensor:
+    # Never exactly 0, which the quantile would send to -inf.
+    normal = torch.special.ndtri(rng.uniform(template, given).clamp(min=2.0**-60))
+    return (normal * given.get("std", 1.0) + given.get("mean", 0.0)).to(template.dtype)
+
+
+def _uniform(template: Tensor, given: dict[str, Any], rng: RowwiseRng) -> Tensor:
     low, high = given.get("from", 0.0), given.get("to", 1.0)
-    return (low + (high - low) * noise.uniform(template)).to(template.dtype)
+    return (low + (high - low) * rng.uniform(template, given)).to(template.dtype)
 
 
-def _randint(template: Tensor, given: dict[str, Any], noise: _Noise) -> Tensor:
+def _randint(template: Tensor, given: dict[str, Any], rng: RowwiseRng) -> Tensor:
     low, high = given.get("low") or 0, given["high"]
-    return (low + (high - low) * noise.uniform(template)).floor().to(template.dtype)
+    return (low + (high - low) * rng.uniform(template, given)).floor().to(template.dtype)
 
 
-_SAMPLERS: dict[str, Callable[[Tensor, dict[str, Any], _Noise], Any]] = {
+def _cauchy(template: Tensor, given: dict[str, Any], rng: RowwiseRng) -> Tensor:
+    tangent = torch.tan(math.pi * (rng.uniform(template, given) - 0.5))
+    return (given["median"] + given["sigma"] * tangent).to(template.dtype)
+
+
+_SAMPLERS: dict[str, Callable[[Tensor, dict[str, Any], RowwiseRng], Any]] = {
     "bernoulli": _bernoulli,
     "dropout": _dropout,
     "multinomial": _multinomial,
     "normal": _normal,
     "randn": _normal,
-    "log_normal": lambda template, given, noise: _normal(template.double(), given, noise).exp().to(template.dtype),
+    "log_normal": lambda template, given, rng: _normal(template.double(), given, rng).exp().to(template.dtype),
     "rand": _uniform,
     "uniform": _uniform,
     "randint": _randint,
-    "randperm": lambda template, given, noise: noise.uniform(template).argsort(),
-    "exponential": lambda template, given, noise: (-torch.log1p(-noise.uniform(template)) / given["lambd"]).to(
-        template.dtype
-    ),
-    "cauchy": lambda template, given, noise: (
-        given["median"] + given["sigma"] * torch.tan(math.pi * (noise.uniform(template) - 0.5))
-    ).to(template.dtype),
+    "randperm": lambda template, given, rng: rng.uniform(template, given).argsort(),
+    "exponential": lambda template, given, rng: (_arrivals(template, given, rng) / given["lambd"]).to(template.dtype),
+    "cauchy": _cauchy,
 }
 
 
