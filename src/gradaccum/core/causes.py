@@ -240,7 +240,8 @@ def _sum(facts: LossFacts) -> Cause:
 
 def _wrong_weight(facts: LossFacts, splits: Sequence[LossSplit], shares: list[float]) -> Cause | None:
     def agree(counted: Sequence[Sequence[float]]) -> bool:
-        return all(abs(share - (a / (a + b) if a + b else 0.0)) < 1e-5 for share, (a, b) in zip(shares, counted))
+        found = [pair[0] / sum(pair) if sum(pair) else 0.0 for pair in counted]
+        return all(abs(one - other) < 1e-5 for one, other in zip(shares, found))
 
     def fits(count: Callable[[Rows], float]) -> bool:
         counted = [[count(rows) for rows in split.rows] for split in splits]
@@ -260,15 +261,9 @@ def _wrong_weight(facts: LossFacts, splits: Sequence[LossSplit], shares: list[fl
             f"ignored, masks and class weights; none of them is it. {facts.how_to_weigh}"
         )
         return Cause("weight", "loss", message)
-    unsure, shifted = "", found.shifted
-    if shifted is not None and fits(shifted.count):  # the first column is ignored in every row, say
-        if facts.causal:
-            found, unsure = shifted, " The model shifts its labels by one, which this batch alone doesn't show."
-        else:
-            unsure = (
-                f" Where the model shifts its labels by one, as causal language models do, that is {shifted.code}: "
-                "this batch can't tell."
-            )
+    unsure = ""
+    if found.shifted is not None and fits(found.shifted.count):  # the first column is ignored in every row, say
+        found, unsure = _shifted(found, found.shifted, facts.causal)
     keywords = ['reduction="mean"'] if facts.reduction == "sum" else []
     keywords += [f"weight=lambda {', '.join(facts.arguments)}: {found.code}"] if found.code else []
     advice = f"Pass {', '.join(keywords)}" if keywords else facts.unweighed
@@ -287,6 +282,16 @@ class _Candidate:
     """The same from the second position on."""
 
 
+def _shifted(found: _Candidate, shifted: _Candidate, causal: bool) -> tuple[_Candidate, str]:
+    """Of two counts that both fit, the one to name, and a sentence about the other one."""
+    if causal:
+        return shifted, " The model shifts its labels by one, which this batch alone doesn't show."
+    return found, (
+        f" Where the model shifts its labels by one, as causal language models do, that is {shifted.code}: "
+        "this batch can't tell."
+    )
+
+
 def _candidates(facts: LossFacts) -> Iterator[_Candidate]:
     yield _Candidate("rows", "", lambda rows: float(len(rows)))
     counted = [leaf for leaf in facts.leaves if leaf.kind != "float"]
@@ -299,10 +304,7 @@ def _candidates(facts: LossFacts) -> Iterator[_Candidate]:
             if shifted is not None:
                 yield shifted
     for leaf in counted:
-        for name, weights in facts.class_weights if leaf.kind == "whole" else ():
-            for index in facts.ignored:
-                if leaf.values is not None and leaf.values <= {*range(len(weights)), index}:
-                    yield _weighing(leaf, index, name, weights)
+        yield from _weighings(leaf, facts)
     for leaf in facts.leaves:
         if leaf.kind == "float" and not leaf.is_negative:
             yield _summing(leaf, f"the weights in {leaf.name}")
@@ -323,13 +325,22 @@ def _counting(leaf: Leaf, index: int, where: str = "", part: str = "") -> _Candi
     )
 
 
-def _weighing(leaf: Leaf, index: int, name: str, weights: Array) -> _Candidate:
+def _weighings(leaf: Leaf, facts: LossFacts) -> Iterator[_Candidate]:
+    for name, weights in facts.class_weights if leaf.kind == "whole" else ():
+        for index in facts.ignored:
+            if leaf.values is not None and leaf.values <= {*range(len(weights)), index}:
+                code = f"{name}[{leaf.code}[{leaf.code} != {index}]].sum()"
+                yield _Candidate(
+                    f"the sum of the class weights `{name}` of {leaf.name}", code, _weighing(leaf, index, weights)
+                )
+
+
+def _weighing(leaf: Leaf, index: int, weights: Array) -> Callable[[Rows], float]:
     def count(rows: Rows) -> float:
         taken = leaf.take(rows)
         return float(weights[taken[taken != index]].sum())
 
-    code = f"{name}[{leaf.code}[{leaf.code} != {index}]].sum()"
-    return _Candidate(f"the sum of the class weights `{name}` of {leaf.name}", code, count)
+    return count
 
 
 def _largest(vector: Array) -> float:

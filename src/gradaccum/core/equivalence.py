@@ -186,13 +186,11 @@ class Equivalence:
 
     def report(self) -> Report:
         """This result as a document: the verdict, a line per module, the causes and what to do, what was left out."""
-        lines: list[tuple[str, str, int, int, float]]
         blocks: list[Block] = []
         if self.causes:
-            blocks.append(
-                Table(["cause", "where"], [[cause.kind, repr(cause.where)] for cause in self.causes], "Causes")
-            )
-            blocks += [Text(str(cause)) for cause in self.causes]
+            kinds = [[cause.kind, repr(cause.where)] for cause in self.causes]
+            blocks += [Table(["cause", "where"], kinds, "Causes"), *(Text(str(cause)) for cause in self.causes)]
+        lines: list[tuple[str, str, int, int, float]]
         lines = [(d.part, d.name, 1, d.entries, d.error) for d in self.differences if d.part != "gradient"]
         lines += [("gradient", name or "(the model)", n, entries, error) for name, n, entries, error in self.groups()]
         if lines:
@@ -203,10 +201,12 @@ class Equivalence:
             blocks.append(Bars("Largest relative errors", drawn, log=True, limits={"allowed": self.tolerance}))
         if self.partitions:
             sizes = "; ".join(dict.fromkeys(" + ".join(map(str, sizes)) for sizes in self.partitions))
-            blocks.append(
-                Text(f"{self.rows} rows at once against {sizes} rows, computed in {self.precision} on {self.device}.")
-            )
+            where = f"computed in {self.precision} on {self.device}"
+            blocks.append(Text(f"{self.rows} rows at once against {sizes} rows, {where}."))
         blocks += [Text(f"Note: {note}") for note in self.notes]
+        return Report("Micro-batches against the large batch", blocks, ok=self.ok, summary=self._summary())
+
+    def _summary(self) -> str:
         error = self.max_error
         if self.ok:
             verdict = "The accumulated gradient is the large batch's"
@@ -215,8 +215,7 @@ class Equivalence:
             error = self.max_buffer_error
         else:
             verdict = "The accumulated gradient is NOT the large batch's"
-        summary = f"{verdict}: largest relative error {error:.3g} ({self.tolerance:.2g} allowed)."
-        return Report("Micro-batches against the large batch", blocks, ok=self.ok, summary=summary)
+        return f"{verdict}: largest relative error {error:.3g} ({self.tolerance:.2g} allowed)."
 
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
         """Write it as a report: `.html` (one file, works offline), `.png`, `.txt`, or as the numbers in it: `.json`.

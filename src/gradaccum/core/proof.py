@@ -176,23 +176,26 @@ class Comparison:
         Raises:
             Exception: What the last way raised, where none could run.
         """
-        while True:
-            finite = True
-            if self.failed == "skip":
-                gradients = [gradient for gradient in self.large.gradients.values() if gradient is not None]
-                if not gradients or not self.runner.is_finite([*self.large.losses.values()]):
-                    return None
-                finite = self.runner.is_finite(gradients)
-            self.compared = [*self._all_ways()] if finite else []
-            found = worst(difference for one in self.compared for difference in one.differences)
-            overflown = not finite or any(d.part == "gradient" and math.isinf(d.error) for d in found)
-            if (overflown and self.runner.lower_scale()) or (finite and self.runner.replace_noise()):
-                self.restart()
-            elif found or not finite:
-                return found or None
-            else:
-                assert self.error is not None
-                raise self.error
+        finite = self._is_finite() if self.failed == "skip" else True
+        if finite is None:
+            return None
+        self.compared = [*self._all_ways()] if finite else []
+        found = worst(difference for one in self.compared for difference in one.differences)
+        overflown = not finite or any(d.part == "gradient" and math.isinf(d.error) for d in found)
+        if (overflown and self.runner.lower_scale()) or (finite and self.runner.replace_noise()):
+            self.restart()
+            return self.differences()
+        if finite and not found:
+            assert self.error is not None
+            raise self.error
+        return found or None
+
+    def _is_finite(self) -> bool | None:
+        """Whether the gradients of the rows at once are finite; None where there is nothing to compare with."""
+        gradients = [gradient for gradient in self.large.gradients.values() if gradient is not None]
+        if not gradients or not self.runner.is_finite([*self.large.losses.values()]):
+            return None
+        return self.runner.is_finite(gradients)
 
     def _all_ways(self) -> Iterator[Compared]:
         large = self.large

@@ -86,16 +86,12 @@ class Window:
     def close(self) -> None:
         """Empty the window; the next micro-batch is the first of a new one."""
         self.number += 1
-        self.micro_batches = 0
-        """How many are in."""
         self.weights: list[float] = []
         """Of each micro-batch that is in."""
-        self.weight = 0.0
+        self.micro_batches, self.weight, self.largest = 0, 0.0, 0.0
         self.unit: float | None = None
-        self.weights_given = False
-        self.unsaid = False
-        """Whether a micro-batch counts of which nobody has said what it weighs."""
-        self.largest = 0.0
+        self.weights_given = self.unsaid = False
+        """Whether the user gave a weight; whether a micro-batch counts of which nobody has said what it weighs."""
         self.micro_batch.restart()
 
     @property
@@ -135,13 +131,7 @@ class Window:
         self.steps = steps
 
     def expect(self, default: float, given: bool = False, last: bool = False) -> None:
-        """A batch of `batches()` has been handed out: the next micro-batch.
-
-        Args:
-            default: What it weighs where no loss says so.
-            given: Whether the user gave that, or it is its number of rows.
-            last: Whether it is the epoch's last.
-        """
+        """A batch of `batches()` has been handed out: the next micro-batch, and its weight unless a loss has one."""
         one = self.micro_batch
         one.weight, one.given, one.factor, one.weighed = None, False, 1.0, 0
         one.default, one.default_given, one.last = default, given, last
@@ -152,13 +142,10 @@ class Window:
         self.micro_batch = MicroBatch()
 
     def weigh(self, weight: float | None = None) -> float:
-        """Say what the micro-batch in progress weighs, and get the factor with which its gradient joins the sum.
-
-        Args:
-            weight: Rows, tokens ...; 0, or 1e-150 to 1e150. None: what was said before, else the default.
+        """Say what the micro-batch in progress weighs; None: what was said before, else the default.
 
         Returns:
-            `weight / unit`; for `reduction="sum"`, 1.
+            The factor with which its gradient joins the sum, `weight / unit`; for `reduction="sum"`, 1.
 
         Raises:
             TypeError, ValueError: `weight` is no such number, or another than was said for this micro-batch.
@@ -222,15 +209,8 @@ class Window:
 
     def state_dict(self) -> dict[str, Any]:
         """The open window as plain numbers."""
-        return {
-            "steps": self.steps,
-            "reduction": self.reduction,
-            "micro_batches": self.micro_batches,
-            "weight": self.weight,
-            "unit": self.unit,
-            "largest": self.largest,
-            "weights_given": self.weights_given,
-        }
+        names = ("steps", "reduction", "micro_batches", "weight", "unit", "largest", "weights_given")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any], weights: list[float] | None = None) -> None:
         """Go on from what `state_dict` wrote, with the weights of its micro-batches, if they are known."""
@@ -270,18 +250,12 @@ def checked_weight(weight: Any) -> float:
             f"that of a weight is left out. Received: weight={weight!r}. If the large batch's loss takes it for a "
             "constant, too, pass weight.detach()."
         )
-    overflows = False
-    value = weight if isinstance(weight, numbers.Real) else _item(weight)
-    try:
-        number = None if value is None or isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = None
-    except OverflowError:  # an integer, or a fraction
-        number, overflows = math.inf, True
+    number = _number(weight)
     if number is None or not math.isfinite(number) or number < 0:
-        received = "more than any float" if overflows else repr(weight)
+        overflows = number == math.inf and isinstance(weight, numbers.Rational)  # its digits may be too many to print
         raise (TypeError if number is None else ValueError)(
-            f"A weight must be a finite number >= 0. Received: weight={received} of type {type(weight).__name__}."
+            "A weight must be a finite number >= 0. Received: "
+            f"weight={'more than any float' if overflows else repr(weight)} of type {type(weight).__name__}."
         )
     if number and not LEAST_WEIGHT <= number <= LARGEST_WEIGHT:
         raise ValueError(
@@ -292,12 +266,15 @@ def checked_weight(weight: Any) -> float:
     return number
 
 
-def _item(weight: Any) -> Any:
-    """The number that a tensor or an array of one element holds; None for anything else."""
+def _number(weight: Any) -> float | None:
+    """The number that this is, or that a tensor or an array of one element holds; None for anything else."""
     try:
-        return weight.item()
+        value = weight if isinstance(weight, numbers.Real) else weight.item()
+        return None if isinstance(value, bool) else float(value)
     except (AttributeError, TypeError, ValueError, RuntimeError):  # an array of several elements, or of none
         return None
+    except OverflowError:  # an integer, or a fraction
+        return math.inf
 
 
 def checked_reduction(reduction: Any) -> Reduction:

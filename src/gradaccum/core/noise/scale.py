@@ -130,29 +130,27 @@ class NoiseScale:
         if low > 2 * rows:
             target = low if math.isinf(self.value) else self.value
             text = (
-                f"{measured}, above the {_number(rows)} of one update: a larger batch pays. Twice the {unit} nearly "
+                f"above the {_number(rows)} of one update: a larger batch pays. Twice the {unit} nearly "
                 f"halve the updates needed, up to about {_number(target)} {unit}. {_scaling(target / rows)}"
             )
         elif high < rows / 2:
             target = max(self.value, 1.0)  # no update is smaller than a row
             counted = unit if target > 1 else {"rows": "row"}.get(unit, "micro-batch")
             text = (
-                f"{measured}, below the {_number(rows)} of one update: the rows beyond it average out noise that is "
+                f"below the {_number(rows)} of one update: the rows beyond it average out noise that is "
                 f"hardly there. Stop accumulating, and take more, smaller updates of about {_number(target)} "
                 f"{counted}. {_scaling(target / rows)}"
             )
         elif rows / 2 <= low and high <= 2 * rows:
-            text = (
-                f"{measured}, about the {_number(rows)} of one update: a good trade between updates and rows. Keep it."
-            )
+            text = f"about the {_number(rows)} of one update: a good trade between updates and rows. Keep it."
         else:
             text = (
-                f"{measured}, which doesn't decide yet whether the {_number(rows)} of one update are too many or too "
+                f"which doesn't decide yet whether the {_number(rows)} of one update are too many or too "
                 "few: measure over more updates."
             )
         if unit != "rows":
             text += " To have it in rows, say how many each micro-batch has: `batches(loader)`, or `weight=len(x)`."
-        return f"{text} {_CAVEAT}"
+        return f"{measured}, {text} {_CAVEAT}"
 
     def __str__(self) -> str:
         if math.isnan(self.value):
@@ -200,14 +198,18 @@ def estimate(windows: Sequence[Norms], *, confidence: float = 0.95, unit: str = 
     a = gradient**2 - squared_quantile * covariance_of_means(gradients, gradient, gradients, gradient)
     b = trace * gradient - squared_quantile * covariance_of_means(traces, trace, gradients, gradient)
     c = trace**2 - squared_quantile * covariance_of_means(traces, trace, traces, trace)
-    root = math.sqrt(max(b * b - a * c, 0.0))
-    if a > 0 and gradient > 0:
-        interval = (max((b - root) / a, 0.0), max((b + root) / a, 0.0))
-    elif a < 0 and c > 0 and trace > 0:  # the noise is not 0, the gradient may be: bounded from below only
-        interval = (max((b - root) / a, (b + root) / a), math.inf)
-    else:
-        interval = (0.0, math.inf)
+    interval = _solutions(a, b, c, gradient > 0, trace > 0)
     return NoiseScale(value, interval, rows, count, gradient, trace, unit, confidence, tuple(usable))
+
+
+def _solutions(a: float, b: float, c: float, has_gradient: bool, has_noise: bool) -> tuple[float, float]:
+    """The B >= 0 with a B^2 - 2 b B + c <= 0."""
+    root = math.sqrt(max(b * b - a * c, 0.0))
+    if a > 0 and has_gradient:
+        return max((b - root) / a, 0.0), max((b + root) / a, 0.0)
+    if a < 0 and c > 0 and has_noise:  # the noise is not 0, the gradient may be: bounded from below only
+        return max((b - root) / a, (b + root) / a), math.inf
+    return 0.0, math.inf
 
 
 _CAVEAT = (
