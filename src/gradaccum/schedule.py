@@ -95,7 +95,7 @@ class Schedule:
         return self._table == other._table and self._function == other._function
 
     def __hash__(self) -> int:
-        return hash((tuple(sorted(self._table.items())) if self._table is not None else None, self._function))
+        return hash((frozenset((self._table or {}).items()), self._function))
 
     def __str__(self) -> str:
         if self._table is not None:

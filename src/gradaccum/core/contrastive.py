@@ -34,19 +34,7 @@ def check_pairs(
     framework: str = "",
     floats: str = "",
 ) -> None:
-    """Rows of two sides, what their scores are divided by, and which of them belong together.
-
-    Example:
-        >>> class Rows(list):
-        ...     dtype, shape = "float32", (2, 8)
-        >>> def describe(value):
-        ...     return Described(value.dtype, value.shape) if isinstance(value, Rows) else None
-        >>> check_pairs(Rows(), Rows(), 0.07, None, describe)
-        >>> check_pairs(Rows(), Rows(), -1.0, None, describe)
-        Traceback (most recent call last):
-            ...
-        ValueError: `temperature` must be a positive number, or an array that holds one. Received: temperature=-1.0.
-    """
+    """Rows of two sides, what their scores are divided by, and which of them belong together."""
     sides = []
     for name, rows in (("a", a), ("b", b)):
         found = describe(rows)
@@ -57,7 +45,7 @@ def check_pairs(
             raise ValueError(f"`{name}` must be {array} of floats, of shape (rows, size). Received: {found}.")
         sides.append(found.shape)
     (rows, size), (columns, other) = sides
-    if _differ(size, other):
+    if None not in (size, other) and size != other:
         raise ValueError(f"`a` and `b` must have rows of the same size. Received: {sides[0]} and {sides[1]}.")
     _check_temperature(temperature, describe(temperature), array)
     if isinstance(positives, tuple) and len(positives) == 2:
@@ -82,7 +70,7 @@ def _check_ids(positives: Any, sides: Sequence[tuple[Described | None, int | Non
             raise TypeError(
                 f"`positives` must be {array} of ids, or a tuple of two (of a's rows, of b's). Received: {positives!r}."
             )
-        if len(found.shape) != 1 or _differ(found.shape[0], rows):
+        if len(found.shape) != 1 or (None not in (found.shape[0], rows) and found.shape[0] != rows):
             raise ValueError(f"`positives` must have an id for each row, ({rows},). Received: {found.shape}.")
 
 
@@ -95,7 +83,3 @@ def _check_temperature(value: Any, found: Described | None, array: str) -> None:
         raise TypeError(f"{must}. Received: temperature={value!r} of type {type(value).__name__}.")
     elif any(size != 1 for size in found.shape) or not found.is_floating:
         raise ValueError(f"{must}. Received: {found}.")
-
-
-def _differ(one: int | None, other: int | None) -> bool:
-    return None not in (one, other) and one != other

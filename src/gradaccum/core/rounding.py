@@ -8,9 +8,6 @@ IN_FLOAT64 = 1e-9
 """What a comparison in float64 allows."""
 
 _LAST_PLACE = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-_ALLOWED = {"float64": IN_FLOAT64, "float32": 1e-4}
-_ALLOWED_WITH_TF32 = 5e-3
-_ALLOWED_IN_HALF = 5e-2
 
 
 def rounding(dtype: str, device: str = "cpu") -> float:
@@ -24,9 +21,7 @@ def rounding(dtype: str, device: str = "cpu") -> float:
         (1e-09, 0.0001, 0.005, 0.05)
     """
     dtype = dtype.removeprefix("torch.").replace("complex128", "float64").replace("complex64", "float32")
-    if dtype == "float32" and device != "cpu":
-        return _ALLOWED_WITH_TF32
-    return _ALLOWED.get(dtype, _ALLOWED_IN_HALF)
+    return {"float64": IN_FLOAT64, "float32": 1e-4 if device == "cpu" else 5e-3}.get(dtype, 5e-2)
 
 
 def last_place(dtype: str) -> float:
