@@ -60,14 +60,7 @@ def innermost(
 
 
 def mixing_cause(where: str, kind: str, *, batch_norm: str = "", advice: str) -> Cause:
-    """A module in which a row's output depends on other rows.
-
-    Args:
-        where: Its path.
-        kind: The name of its class, or nothing.
-        batch_norm: What to do, if it is a BatchNorm.
-        advice: What to do otherwise.
-    """
+    """A module of this class in which a row's output depends on other rows, and what to do, if it is a BatchNorm."""
     if batch_norm:
         message = f"'{where}' is a {kind}: it normalises each micro-batch by itself. {batch_norm}"
         return Cause("batch_norm", where, message)
@@ -101,28 +94,22 @@ def moving_cause(where: str, kind: str, names: Sequence[str], *, decides: bool) 
 # Losses.
 
 
-@dataclass(frozen=True)
 class LossSplit:
-    """The loss's value and gradients for a batch and for both of its parts: lists of vectors, each scaled to 1."""
+    """The loss's value and gradients for a batch and for both of its parts: lists of vectors, each scaled to 1.
 
-    rows: tuple[Rows, Rows]
-    whole: list[Array]
-    parts: tuple[list[Array], list[Array]]
-    weights: tuple[float | None, float | None] = (None, None)
-    """What the user's function returned with the parts' losses."""
+    `weights` are what the user's function returned with the parts' losses.
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         rows: tuple[Rows, Rows],
         whole: Sequence[Array],
         parts: tuple[Sequence[Array], Sequence[Array]],
         weights: tuple[float | None, float | None] = (None, None),
-    ) -> LossSplit:
-        """From vectors as they are: a part's are scaled by the whole's."""
+    ) -> None:
+        self.rows, self.weights = rows, weights
         scales = [_largest(vector) or 1.0 for vector in whole]
-        scaled = [[vector / scale for vector, scale in zip(one, scales)] for one in (whole, *parts)]
-        return cls(rows, scaled[0], (scaled[1], scaled[2]), weights)
+        self.whole, *self.parts = ([vector / scale for vector, scale in zip(one, scales)] for one in (whole, *parts))
 
     @property
     def is_finite(self) -> bool:
@@ -188,9 +175,7 @@ class LossFacts:
 def loss_cause(splits: Sequence[LossSplit], facts: LossFacts) -> Cause | None:
     """Why these losses don't add up to the large batch's, or None where nothing can be said.
 
-    Args:
-        splits: Of at least two ways to cut the rows in two.
-        facts: What is known of the loss.
+    It takes splits of at least two ways to cut the rows in two.
     """
     if any(not split.is_finite for split in splits):
         return None

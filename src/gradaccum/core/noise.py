@@ -112,10 +112,6 @@ class NoiseScale:
     def last(self, updates: int, confidence: float | None = None) -> NoiseScale:
         """The same over the last so many updates: early ones have another noise scale.
 
-        Args:
-            updates: How many.
-            confidence: Of the interval; None: as here.
-
         Example:
             >>> scale = estimate([Norms(9.0 - i, 1, 8.0 - i, 4) for i in range(6)])
             >>> scale.last(3).updates, scale.last(3).value > scale.value
@@ -470,12 +466,7 @@ AnySteps = Steps | NoiseSchedule
 
 
 def schedule_of(steps: AnySteps) -> Schedule:
-    """The schedule of a number, a table, a function, or one that follows the noise scale.
-
-    Example:
-        >>> schedule_of(NoiseSchedule(2, 8))()
-        2
-    """
+    """The schedule of a number, a table, a function, or one that follows the noise scale."""
     return Schedule(_Followed(steps) if isinstance(steps, NoiseSchedule) else steps)
 
 

@@ -14,12 +14,7 @@ __all__ = ["is_finite", "largest", "measure", "relative_error"]
 
 
 def measure(pairs: Sequence[tuple[Any, Any]]) -> list[Measured]:
-    """How far each first array is from its second one: `max|a - b|`, with `max|b|`. None stands for zeros.
-
-    Example:
-        >>> measure([([1.0, 4.5], [1.0, 4.0]), (None, [2.0])])
-        [Measured(distance=0.5, scale=4.0, entries=2), Measured(distance=2.0, scale=2.0, entries=1)]
-    """
+    """How far each first array is from its second one: `max|a - b|`, with `max|b|`. None stands for zeros."""
     return [_measured(actual, expected) for actual, expected in pairs]
 
 

@@ -137,12 +137,8 @@ class Compared(NamedTuple):
 class Comparison:
     """The same rows at once and in micro-batches, cut in one or several ways.
 
-    Args:
-        runner: Runs them.
-        rows: The rows.
-        ways: How they are cut.
-        failed: What a way is that raises: `"skip"`, left out where others run, as the loss may have its own idea of
-            which rows go together; `"differs"`, an infinite difference; `"raise"`.
+    What a way is that raises is `failed`: `"skip"`, left out where others run, as the loss may have its own idea of
+    which rows go together; `"differs"`, an infinite difference; `"raise"`.
     """
 
     def __init__(
@@ -173,8 +169,7 @@ class Comparison:
     def differences(self) -> list[Difference] | None:
         """The largest difference of each array over all ways; None without finite gradients to compare with.
 
-        Raises:
-            Exception: What the last way raised, where none could run.
+        Raises what the last way raised, where none could run.
         """
         finite = self._is_finite() if self.failed == "skip" else True
         if finite is None:
@@ -248,11 +243,7 @@ class Verdict(NamedTuple):
 def compare(runner: Runner, rows: Sequence[int], ways: Sequence[Way], only: int | None = None) -> Verdict | None:
     """Compare rows at once with the same rows in micro-batches; None without finite gradients to compare with.
 
-    Args:
-        runner: Runs them.
-        rows: The rows.
-        ways: How they are cut.
-        only: Which of the ways to compare first; the others are run where that one differs. None: all.
+    With `only`, that way alone is compared first, and all of them where it differs.
     """
     chosen = ways if only is None else [ways[only % len(ways)]]
     comparison = Comparison(runner, rows, chosen)
@@ -349,14 +340,7 @@ class ProofSchedule:
         self._postponed = True
 
     def scope(self, size: int | None) -> tuple[int, int]:
-        """How much of this batch to look at.
-
-        Args:
-            size: Rows of its micro-batches, where that is known: not many more are looked at.
-
-        Returns:
-            Rows, and which of the two ways to cut them.
-        """
+        """Rows to look at, of a batch in micro-batches of `size` if that is known, and the way to cut them."""
         rows = ROWS if size is None else min(ROWS, max(ENOUGH, 2 * size))
         if size is not None and self.batches == 2:
             rows = max(rows, size)  # of what a micro-batch holds, some may begin above so many rows
@@ -370,12 +354,8 @@ class ProofSchedule:
 def informative_rows(scores: Sequence[float], columns: Iterable[Callable[[], Sequence[float]]], most: int) -> list[int]:
     """Up to so many rows that contain what varies, sorted by how much in them counts: the most padded ones first.
 
-    Half of them are those in which the least counts, half those in which the most does.
-
-    Args:
-        scores: Of each row, how much in it counts.
-        columns: Functions that return a number for each row: of what differs there, one row at least is among them.
-        most: How many.
+    Half of them are those in which the least counts by their `scores`, half those in which the most does. Of what
+    differs in a column, a function that returns a number for each row, one row at least is among them.
 
     Example:
         >>> informative_rows([3, 1, 2, 9, 5], [lambda: [0, 0, 1, 0, 0]], 2)

@@ -29,9 +29,5 @@ def last_place(dtype: str) -> float:
 
     Gradients that cancel out (of a bias before a BatchNormalization) are nothing but such roundings: each of the terms
     that cancel is off by this, however small their sum is. What moving the weights by so much changes tells them.
-
-    Example:
-        >>> last_place("bfloat16")
-        0.00390625
     """
     return _LAST_PLACE.get(dtype, _LAST_PLACE["float32"])

@@ -59,11 +59,7 @@ class Window:
     """What has been seen since the last update.
 
     A micro-batch may be expected (`expect`), is weighed (`weigh`, once or several times), then added (`add`), which
-    tells whether the window closes; `close` empties it for the next one.
-
-    Args:
-        steps: Micro-batches until the window closes, >= 1.
-        reduction: `"mean"` or `"sum"`: what the losses are.
+    tells whether the window closes after its `steps` micro-batches; `close` empties it for the next one.
 
     Example:
         >>> window = Window(steps=2)
@@ -118,11 +114,7 @@ class Window:
         return unsaid and self.weight > 0 and self.reduction == "mean"
 
     def resize(self, steps: int) -> None:
-        """Set the length of this window, which must be empty.
-
-        Raises:
-            WindowError: The window is open.
-        """
+        """Set the length of this window, which must be empty, or there is a WindowError."""
         if self.is_open and steps != self.steps:
             raise WindowError(
                 f"`steps` changes only between windows: this one holds {self.micro_batches} of its {self.steps} "
@@ -235,12 +227,8 @@ def checked_weight(weight: Any) -> float:
 
     Raises:
         TypeError: Not a number.
-        ValueError: Negative, infinite or NaN, or so large or small that a window's total would overflow or lose digits;
-            or a tensor that requires a gradient, which a weight cannot pass on.
-
-    Example:
-        >>> checked_weight(731)
-        731.0
+        ValueError: Negative, infinite or NaN; so large or small that a window's total would overflow or lose digits; or
+            a tensor that requires a gradient, which a weight cannot pass on.
     """
     if (type(weight) is int or type(weight) is float) and (LEAST_WEIGHT <= weight <= LARGEST_WEIGHT or weight == 0):
         return float(weight)  # as nearly always
@@ -278,11 +266,7 @@ def _number(weight: Any) -> float | None:
 
 
 def checked_reduction(reduction: Any) -> Reduction:
-    """`reduction`, if it is one.
-
-    Raises:
-        ValueError: Neither "mean" nor "sum".
-    """
+    """`reduction`, if it is "mean" or "sum"; else a ValueError."""
     if reduction not in get_args(Reduction):
         raise ValueError(f'`reduction` must be "mean" or "sum". Received: reduction={reduction!r}.')
     return reduction

@@ -79,7 +79,7 @@ def _splits(trial: Trial, order: np.ndarray) -> list[LossSplit]:
         shuffled = np.random.default_rng(seed).permutation(order)
         first, second = shuffled[:cut], shuffled[cut:]
         parts = [trial.vector(first)], [trial.vector(second)]
-        splits.append(LossSplit.of((first, second), [trial.vector(shuffled)], parts))
+        splits.append(LossSplit((first, second), [trial.vector(shuffled)], parts))
     return splits
 
 

@@ -80,7 +80,7 @@ def _loss_cause(trial: Trial, term: Any, outputs: Outputs | None) -> Cause | Non
     splits = []
     for parts in _splits(trial):
         (whole, _), (a, weight_a), (b, weight_b) = (vectors(rows) for rows in (None, *parts))
-        splits.append(LossSplit.of(parts, whole, (a, b), (weight_a, weight_b)))
+        splits.append(LossSplit(parts, whole, (a, b), (weight_a, weight_b)))
     return None if outputs is not None and not outputs.complete else loss_cause(splits, _facts(trial, term))
 
 
