@@ -36,13 +36,15 @@ TARGETS = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(2))
 IGNORED = torch.where(torch.arange(ROWS) % 3 == 0, -100, Y)
 
 
-def update(model, batch=(X, Y), **keywords):
+def train_step(model, lr=0.1, **keywords):
     if "loss_fn" not in keywords and "compute_loss" not in keywords:
         keywords["loss_fn"] = CE
     keywords.setdefault("micro_batch_size", 8)
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **keywords)
-    step(*batch)
-    return step
+    return TrainStep(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), **keywords)
+
+
+def update(model, batch=(X, Y), **keywords):
+    train_step(model, **keywords)(*batch)
 
 
 def refused(*arguments, **keywords):
@@ -439,9 +441,7 @@ def test_everything_is_left_as_found():
     model, loss = net(Moving(), nn.Dropout(0.5), nn.BatchNorm1d(8)), copy.deepcopy(CE)
     other = nn.Parameter(torch.ones(3))
     other.grad = torch.ones(3)
-    step = TrainStep(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=loss, micro_batch_size=8, batch_norm="micro"
-    )
+    step = train_step(model, loss_fn=loss, batch_norm="micro")
     batch = step.objective.batch((X, Y))
     moving, gradient = model[2], torch.full((8, 6), 2.0)
     model[0].weight.grad = gradient
@@ -489,7 +489,7 @@ def test_hooks_that_a_model_registers_in_its_first_pass_are_there_once():
 
 def test_it_is_repeated_where_something_differs_among_rows_for_the_first_time():
     model = net()
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), compute_loss=token_mean, micro_batch_size=8)
+    step = train_step(model, compute_loss=token_mean)
     step(X, Y)
     with pytest.raises(gradaccum.NotEquivalentError, match="that are not -100"):
         step(X, IGNORED)
@@ -501,12 +501,7 @@ def test_it_is_repeated_where_something_differs_among_rows_for_the_first_time():
 def test_it_is_repeated_in_another_mode_and_for_another_structure_and_only_then():
     model = net()
     calls = counted(model)
-    step = TrainStep(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        compute_loss=lambda model, x, *y: F.cross_entropy(model(x), y[0]),
-        micro_batch_size=8,
-    )
+    step = train_step(model, compute_loss=lambda model, x, *y: F.cross_entropy(model(x), y[0]))
 
     def passes(*batch):
         calls.clear()
@@ -533,7 +528,7 @@ def test_it_is_repeated_in_another_mode_and_for_another_structure_and_only_then(
 def test_a_repetition_looks_at_fewer_rows_and_splits_them_in_the_other_way():
     model = net()
     calls = counted(model)
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=CE, micro_batch_size=8)
+    step = train_step(model)
     seen = []
     for _ in range(4):
         calls.clear()
@@ -546,7 +541,7 @@ def test_a_repetition_looks_at_fewer_rows_and_splits_them_in_the_other_way():
 def test_what_a_repetition_sees_is_compared_in_all_ways_before_anything_is_said(unnamed):
     model = net(switch := Apply(lambda h: h))
     calls = counted(model)
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=CE, micro_batch_size=8)
+    step = train_step(model)
     step(X, Y)
     switch.function = lambda h: h - h.mean(0)
     calls.clear()
@@ -559,7 +554,7 @@ def test_what_a_repetition_sees_is_compared_in_all_ways_before_anything_is_said(
 def test_it_is_repeated_at_batches_2_4_8_and_every_1024():
     model = net()
     calls = counted(model)
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=CE, micro_batch_size=8)
+    step = train_step(model)
     repeated = []
     for count in (*range(1, 18), 1023, 1024, 1025, 2048, 3072):
         step._proof.schedule.batches = count - 1
@@ -567,46 +562,6 @@ def test_it_is_repeated_at_batches_2_4_8_and_every_1024():
         step(X, Y)
         repeated += [count] if len(calls) > 3 else []
     assert repeated == [1, 2, 4, 8, 16, 1024, 2048, 3072]
-
-
-LATER = {
-    "an index below the classes": (lambda y: y.clamp(min=1), lambda y: y, 0),
-    "an index above the classes": (lambda y: y, lambda y: torch.where(torch.arange(ROWS) % 3 == 0, 255, y), 255),
-}
-
-
-@pytest.mark.parametrize("name", LATER)
-def test_it_is_repeated_for_targets_that_are_ignored_for_the_first_time_by(name, unnamed):
-    first, then, index = LATER[name]
-    model = net()
-    step = TrainStep(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        compute_loss=lambda model, x, y: F.cross_entropy(model(x), y, ignore_index=index),
-        micro_batch_size=8,
-    )
-    for _ in range(3):
-        step(X, first(Y))
-    step._proof.schedule.batches = 8
-    with pytest.raises(gradaccum.NotEquivalentError):
-        step(X, then(Y))
-
-
-def test_it_is_repeated_for_one_row_of_many_whose_padding_is_ignored_by_an_index_of_its_own(unnamed):
-    model = nn.Sequential(nn.Linear(6, 40), nn.Unflatten(1, (4, 10)))
-    step = TrainStep(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        compute_loss=lambda model, x, y: F.cross_entropy(model(x), y, ignore_index=255),
-        micro_batch_size=8,
-    )
-    tokens = torch.randint(4, (ROWS, 10), generator=torch.Generator().manual_seed(3))
-    for _ in range(3):
-        step(X, tokens)
-    tokens[12, 5:] = 255
-    step._proof.schedule.batches = 8
-    with pytest.raises(gradaccum.NotEquivalentError):
-        step(X, tokens)
 
 
 def _marked(row, value):
@@ -621,6 +576,11 @@ def _masked(row, dtype):
     return mask
 
 
+def distance(reduce):
+    return lambda model, x, y: reduce((model(x) - 0.5).square(), y)
+
+
+MANY = torch.randn(64, 6, generator=torch.Generator().manual_seed(5))
 ONE_OF_MANY = {
     "a number below 0": lambda row: (_marked(row, -1.0), lambda error, y: error[y >= 0].mean()),
     "a zero": lambda row: (_marked(row, 0.0), lambda error, y: error[y != 0].mean()),
@@ -636,34 +596,50 @@ ONE_OF_MANY = {
 @pytest.mark.parametrize("name", ONE_OF_MANY)
 def test_one_row_of_many_in_which_something_is_left_out_is_among_those_that_are_proven(name, row, unnamed):
     target, reduce = ONE_OF_MANY[name](row)
-    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(5))
-    model = nn.Linear(6, 3)
-    step = TrainStep(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        compute_loss=lambda model, x, y: reduce((model(x) - 0.5).square(), y),
-        micro_batch_size=16,
-    )
-    with pytest.raises(gradaccum.NotEquivalentError):
-        step(x, target)
+    refused(nn.Linear(6, 3), (MANY, target), compute_loss=distance(reduce), micro_batch_size=16)
 
 
-@pytest.mark.parametrize("name", [name for name in ONE_OF_MANY if "large" not in name])
-def test_it_is_repeated_where_something_is_left_out_of_a_row_for_the_first_time(name, unnamed):
-    target, reduce = ONE_OF_MANY[name](5)
-    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(5))
-    model = nn.Linear(6, 3)
-    step = TrainStep(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        compute_loss=lambda model, x, y: reduce((model(x) - 0.5).square(), y),
-        micro_batch_size=16,
-    )
+def padded(ids):
+    ids = ids.clone()
+    ids[12, 5:] = 255
+    return ids
+
+
+def known_mean(model, x, y):
+    return (model(x) - y)[~y.isnan()].square().mean()
+
+
+def ignoring(index):
+    return lambda model, x, y: F.cross_entropy(model(x), y, ignore_index=index)
+
+
+TOKENS = torch.randint(4, (ROWS, 10), generator=torch.Generator().manual_seed(3))
+NUMBERED = torch.arange(ROWS)
+LATER = {  # the loss, the targets of the first batches, and those of a later one
+    "an index below the classes": (ignoring(0), Y.clamp(min=1), Y),
+    "an index above the classes": (ignoring(255), Y, torch.where(NUMBERED % 3 == 0, 255, Y)),
+    "padding of one row": (ignoring(255), TOKENS, padded(TOKENS)),
+    "missing numbers": (known_mean, TARGETS, torch.where(NUMBERED[:, None] == 12, float("nan"), TARGETS)),
+    **{
+        f"{name} in one row of many": (distance(reduce), torch.ones_like(target), target)
+        for name, make in ONE_OF_MANY.items()
+        for target, reduce in [make(5)]
+        if name != "a large number"
+    },
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_it_is_repeated_where_targets_are_left_out_for_the_first_time_by(name, unnamed):
+    loss, first, then = LATER[name]
+    many, tokens = len(then) > ROWS, nn.Sequential(nn.Linear(6, 40), nn.Unflatten(1, (4, 10)))
+    x, model = (MANY, nn.Linear(6, 3)) if many else (X, tokens if first is TOKENS else net())
+    step = train_step(model, compute_loss=loss, micro_batch_size=16 if many else 8)
     for _ in range(3):
-        step(x, torch.ones_like(target))
+        step(x, first)
     step._proof.schedule.batches = 8
     with pytest.raises(gradaccum.NotEquivalentError):
-        step(x, target)
+        step(x, then)
 
 
 class _OnADevice(torch.Tensor):
@@ -699,20 +675,6 @@ def test_on_accelerators_what_differs_among_rows_is_read_one_batch_later(monkeyp
     assert len(later) > 2
 
 
-def test_it_is_repeated_for_targets_that_are_missing_for_the_first_time(unnamed):
-    model = net()
-
-    def known_mean(model, x, y):
-        return (model(x) - y)[~y.isnan()].square().mean()
-
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), compute_loss=known_mean, micro_batch_size=8)
-    for _ in range(3):
-        step(X, TARGETS)
-    step._proof.schedule.batches = 8
-    with pytest.raises(gradaccum.NotEquivalentError):
-        step(X, torch.where(torch.arange(ROWS)[:, None] == 12, float("nan"), TARGETS))
-
-
 def test_pairs_of_rows_that_leave_their_margin_later_are_refused_when_they_do(unnamed):
     """A hinge over pairs is linear, and so a mean over rows, as long as all pairs are inside of its margin."""
 
@@ -733,7 +695,7 @@ def test_pairs_of_rows_that_leave_their_margin_later_are_refused_when_they_do(un
 @pytest.mark.parametrize("rows", [17, 30, 60])
 def test_what_begins_above_the_rows_of_the_first_proof_is_refused_by_the_second(rows, unnamed):
     model = net(Apply(lambda h: h * (2 if len(h) >= rows else 1)))
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=CE, micro_batch_size=60)
+    step = train_step(model, micro_batch_size=60)
     batch = X.repeat(5, 1), Y.repeat(5)
     step(*batch)
     with pytest.raises(gradaccum.NotEquivalentError):
@@ -763,15 +725,11 @@ def test_it_looks_at_few_rows_and_at_fewer_where_memory_is_short():
 
 def test_what_cannot_be_evaluated_is_said_once(caplog):
     model = net(Apply(lambda h: h.reshape(2, 12, 8).flatten(0, 1)))  # of 24 rows, and no others
-    keywords = {"loss_fn": CE, "max_tokens": None, "micro_batch_size": "auto"}
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), **keywords)
     with pytest.raises(RuntimeError, match="shape"):
-        step(X, Y)
+        update(model, micro_batch_size="auto")
     assert not caplog.records  # the error says it
     model = net(Apply(lambda h: h.reshape(3, 8, 8).flatten(0, 1) if len(h) == 24 else h.reshape(-1, 12, 8)[:, 0]))
-    step = TrainStep(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=CE, micro_batch_size=24, max_tokens=None
-    )
+    step = train_step(model, micro_batch_size=24)
     for _ in range(4):
         step(X.repeat(2, 1), Y.repeat(2))
     (record,) = [record for record in caplog.records if "could not be proven" in record.message]
@@ -872,13 +830,8 @@ def test_left_padding_that_comes_later_is_judged_when_it_comes():
         {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, ids, -100)}
         for mask in (torch.ones_like(ids), left)
     ]
-    step = TrainStep(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        compute_loss=loss,
-        weight=lambda batch: (batch["labels"] != -100).sum(),
-        max_tokens=24,
-    )
+    weight = lambda batch: (batch["labels"] != -100).sum()  # noqa: E731
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), compute_loss=loss, weight=weight, max_tokens=24)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     for batch in batches:
         step(batch)
