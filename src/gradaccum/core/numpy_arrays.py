@@ -8,14 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from gradaccum.core.proof import Measured
+from gradaccum.core.proof import Measured, Runner
 
-__all__ = ["is_finite", "largest", "measure", "relative_error"]
+__all__ = ["ArrayRunner", "largest", "relative_error"]
 
 
-def measure(pairs: Sequence[tuple[Any, Any]]) -> list[Measured]:
-    """How far each first array is from its second one: `max|a - b|`, with `max|b|`. None stands for zeros."""
-    return [_measured(actual, expected) for actual, expected in pairs]
+class ArrayRunner(Runner):
+    """A proof's runner whose outcomes are arrays of NumPy's, or what becomes one."""
+
+    def measure(self, pairs: Sequence[tuple[Any, Any]]) -> list[Measured]:
+        return [_measured(actual, expected) for actual, expected in pairs]
+
+    def is_finite(self, arrays: Sequence[Any]) -> bool:
+        return all(bool(np.isfinite(array).all()) for array in arrays)
 
 
 def _measured(actual: Any, expected: Any) -> Measured:
@@ -37,11 +42,6 @@ def largest(array: Any) -> float:
     """`max|array|` over its finite numbers; 0 without any."""
     array = np.abs(np.asarray(array))
     return float(array[np.isfinite(array)].max(initial=0.0))
-
-
-def is_finite(arrays: Sequence[Any]) -> bool:
-    """Whether all numbers in these arrays are finite."""
-    return all(bool(np.isfinite(array).all()) for array in arrays)
 
 
 def relative_error(actual: Any, expected: Any, floor: float = 0.0) -> float:

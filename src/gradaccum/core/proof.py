@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from gradaccum.core.equivalence import Difference, Part
 
@@ -82,40 +82,44 @@ class Measured(NamedTuple):
         return self.distance / scale if scale else (math.inf if self.distance else 0.0)
 
 
-class Runner(Protocol):
+class Runner:
     """What the adapter of a framework does for a proof."""
+
+    tolerance: float
+    """The relative error that is rounding in the narrowest dtype that was computed in so far."""
+    in_half: bool = False
+    """Whether that dtype has 16 bits or fewer."""
 
     def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
         """What these rows leave in micro-batches of these sizes, as updates make them; None: at once, by a plain loop.
 
         It starts from the same state each time, moves nothing, and random numbers follow their rows.
         """
+        raise NotImplementedError
 
     def nearby(self, rows: Sequence[int]) -> Iterable[Outcome]:
         """The rows at once, with parameters whose last bits are others: what rounding makes of them."""
+        return ()
 
     def measure(self, pairs: Sequence[tuple[Array | None, Array | None]]) -> list[Measured]:
         """Each first array against its second one. None stands for zeros."""
+        raise NotImplementedError
 
     def is_finite(self, arrays: Sequence[Array]) -> bool:
         """Whether all numbers in these arrays are finite."""
-
-    @property
-    def tolerance(self) -> float:
-        """The relative error that is rounding in the narrowest dtype that was computed in so far."""
-
-    @property
-    def in_half(self) -> bool:
-        """Whether that dtype has 16 bits or fewer."""
+        raise NotImplementedError
 
     def lower_scale(self) -> bool:
         """Gradients have overflowed. Returns whether the loss has a lower scale from now on."""
+        return False
 
     def replace_noise(self) -> bool:
         """Random numbers were drawn that belong to no row. Returns whether they are their mean from now on."""
+        return False
 
     def is_out_of_memory(self, error: Exception) -> bool:
         """Whether this is what a framework raises where memory runs out."""
+        return False
 
 
 # Comparing.

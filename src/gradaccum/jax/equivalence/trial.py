@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum.core.numpy_arrays import is_finite, largest, measure
-from gradaccum.core.proof import Measured, Outcome
+from gradaccum.core.numpy_arrays import ArrayRunner, largest
+from gradaccum.core.proof import Outcome
 from gradaccum.jax.batch import Batch, argument_numbers, axes_of_each, equations
 from gradaccum.jax.equivalence.held_keys import held
 from gradaccum.jax.loss import Verdict
@@ -24,8 +24,8 @@ SMALL = 1e-2
 all of it is rounding."""
 
 
-class Trial:
-    """Runs rows of a batch by `value_and_grad`, with the user's loss, arguments and keywords: a proof's `Runner`."""
+class Trial(ArrayRunner):
+    """Runs rows of a batch by `value_and_grad`, with the user's loss, arguments and keywords, in float64."""
 
     def __init__(self, loss_fn: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.loss_fn, self.options = loss_fn, dict(options)
@@ -45,36 +45,10 @@ class Trial:
         self.rows = self.batch.rows
         self._compiled: dict[Any, Any] = {}
         self.tolerance = 0.0
-        """The largest relative error that is rounding."""
 
     def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
         """These rows in micro-batches of these sizes, which are even; None: at once."""
         return self.outcome(np.asarray(rows), len(rows) if sizes is None else max(sizes))
-
-    def nearby(self, rows: Sequence[int]) -> Iterator[Outcome]:
-        """Nothing: in float64 what differs is no rounding."""
-        return iter(())
-
-    def measure(self, pairs: Sequence[tuple[Any, Any]]) -> list[Measured]:
-        """How far arrays are from each other."""
-        return measure(pairs)
-
-    def is_finite(self, arrays: Sequence[Any]) -> bool:
-        """Whether all numbers in these are."""
-        return is_finite(arrays)
-
-    @property
-    def in_half(self) -> bool:
-        """Whether it computes in 16 bits."""
-        return False
-
-    def lower_scale(self) -> bool:
-        """There is no scale."""
-        return False
-
-    def replace_noise(self) -> bool:
-        """Keys that are named are held from the beginning."""
-        return False
 
     def is_out_of_memory(self, error: Exception) -> bool:
         """Whether memory ran out."""

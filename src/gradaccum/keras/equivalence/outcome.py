@@ -10,8 +10,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from gradaccum.core.numpy_arrays import is_finite, largest, measure
-from gradaccum.core.proof import Measured, Outcome
+from gradaccum.core.numpy_arrays import ArrayRunner, largest
+from gradaccum.core.proof import Outcome
 from gradaccum.core.rounding import last_place
 from gradaccum.core.sizes import even_sizes
 from gradaccum.keras.equivalence.layer_calls import dotted
@@ -68,8 +68,8 @@ class Evaluation:
         return named
 
 
-class StepRunner:
-    """A `gradaccum.core.proof.Runner` for training steps of Keras."""
+class StepRunner(ArrayRunner):
+    """Runs training steps of Keras for a proof."""
 
     def __init__(
         self,
@@ -79,6 +79,7 @@ class StepRunner:
         tolerance: float,
     ) -> None:
         self._evaluate, self._state, self._precision, self.tolerance = evaluate, state, precision, tolerance
+        self.in_half = precision in ("bfloat16", "float16")
         self.draws = Draws()
 
     def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
@@ -109,31 +110,6 @@ class StepRunner:
 
         for _ in range(NEARBY):
             yield [moved(value) for value in weights]
-
-    def measure(self, pairs: Sequence[tuple[Any, Any]]) -> list[Measured]:
-        """How far arrays are from each other."""
-        return measure(pairs)
-
-    def is_finite(self, arrays: Sequence[Any]) -> bool:
-        """Whether all numbers in these are."""
-        return is_finite(arrays)
-
-    @property
-    def in_half(self) -> bool:
-        """Whether it computes in 16 bits or fewer."""
-        return self._precision in ("bfloat16", "float16")
-
-    def lower_scale(self) -> bool:
-        """There is no scale."""
-        return False
-
-    def replace_noise(self) -> bool:
-        """Random numbers are always held."""
-        return False
-
-    def is_out_of_memory(self, error: Exception) -> bool:
-        """Nobody asks: fewer rows are tried after any error."""
-        return False
 
 
 def as_array(value: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What every runner of a proof in PyTorch has in common: arithmetic, rounding, random numbers, memory."""
+"""What every runner of a proof in PyTorch has in common."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gradaccum.core.proof import Measured, Outcome
+from gradaccum.core.proof import Measured, Outcome, Runner
 from gradaccum.core.rounding import rounding
 from gradaccum.on_torch.adapter.arrays import bits_flipped, is_finite, measure
 from gradaccum.on_torch.adapter.rng import RowwiseRng
@@ -19,22 +19,17 @@ FLIPPED_BITS = (1, 2, 3, 5, 7)
 """The last bits of the parameters are changed in so many ways, to see what rounding makes of a result."""
 
 
-class TorchRunner:
-    """A `gradaccum.core.proof.Runner`, but for `run`."""
+class TorchRunner(Runner):
+    """Arithmetic, rounding, random numbers and memory of a proof in PyTorch."""
 
     def __init__(self, rng: RowwiseRng, device: torch.device) -> None:
         self.rng, self.device = rng, device
-
-    def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
-        """The rows in micro-batches of these sizes; None: at once."""
-        raise NotImplementedError
 
     def tensors(self) -> list[Tensor]:
         """What it computes with: its last bits decide what rounding is."""
         raise NotImplementedError
 
     def nearby(self, rows: Sequence[int]) -> Iterator[Outcome]:
-        """The rows at once, with other last bits."""
         for bits in FLIPPED_BITS:
             with bits_flipped(self.tensors(), bits):
                 outcome = self.at_once(rows)
@@ -45,31 +40,21 @@ class TorchRunner:
         return self.run(rows, None)
 
     def measure(self, pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> list[Measured]:
-        """How far tensors are from each other."""
         return measure(pairs)
 
     def is_finite(self, arrays: Sequence[Tensor]) -> bool:
-        """Whether all numbers in these are."""
         return is_finite(arrays)
 
     @property
-    def tolerance(self) -> float:
-        """What is rounding in the narrowest dtype that was computed in."""
+    def tolerance(self) -> float:  # type: ignore[override]  # it follows what is computed
         return rounding(str(self.rng.precision), self.device.type)
 
     @property
-    def in_half(self) -> bool:
-        """Whether that has 16 bits or fewer."""
+    def in_half(self) -> bool:  # type: ignore[override]
         return self.rng.precision.itemsize <= 2
 
-    def lower_scale(self) -> bool:
-        """There is no GradScaler."""
-        return False
-
     def replace_noise(self) -> bool:
-        """Whether random numbers that belong to no row are their mean from now on."""
         return self.rng.replace_noise()
 
     def is_out_of_memory(self, error: Exception) -> bool:
-        """Whether memory ran out."""
         return is_out_of_memory(error)
