@@ -1,17 +1,20 @@
-"""The sums over micro-batches: two scans at most, one for each size, that hold one micro-batch's activations each."""
+"""The sums over micro-batches: two scans at most, one for each size, that hold one micro-batch's activations each.
+
+What a micro-batch gives is a list of leaves: its losses, gradients and aux. A `_Way` says of each how those of all
+micro-batches are put together: as their mean, their sum, their rows behind each other, or the last one's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gradaccum.jax.batch import Group, as_varying, like, varying_axes, zeros
-from gradaccum.jax.train_step.aux_outputs import AuxOutputs
+from gradaccum.core.noise import Norms
+from gradaccum.jax.batch import Group, as_varying, like, spread, squared_norm, varying_axes, zeros
 from gradaccum.jax.train_step.call import Call, Outcome
-from gradaccum.jax.train_step.noise import NoiseMeter, norms_of_one
 from gradaccum.on_jax import scan
 
 __all__ = ["accumulated"]
@@ -22,167 +25,243 @@ def accumulated(call: Call, micro_batch_size: int) -> tuple[Any, Any, Any, tuple
     groups = call.batch.groups(max(micro_batch_size // call.devices, 1))
     if len(groups) == groups[0].count == 1 and not call.axes:
         outcome, gradients = _gradients(call, list(call.args), {})
+        leaves, structure = jax.tree.flatten(outcome.aux)
+        pairs = zip(_ways_of_aux(call, groups, outcome), map(jnp.asarray, leaves))
+        aux = [leaf if way.result is None else leaf.astype(way.result) for way, leaf in pairs]
         norms = None
-        if call.options.noise_scale:
-            pairs = zip(jax.tree.leaves(gradients), _axes(call))
-            norms = norms_of_one(call, [leaf for leaf, axis in pairs if axis is None])
-        return outcome.losses, outcome.state, AuxOutputs(call, groups, outcome).of_one(outcome.aux), gradients, norms
+        if call.options.noise_scale:  # of one micro-batch both are the same, which tells nothing
+            of_parameters = [leaf for leaf, axis in zip(jax.tree.leaves(gradients), _axes(call)) if axis is None]
+            squared = _squared_mean(call, of_parameters, call.batch.rows)
+            rows = jnp.asarray(call.batch.rows, jnp.result_type(float))
+            norms = Norms(squared, rows, squared, rows)
+        return outcome.losses, outcome.state, jax.tree.unflatten(structure, aux), gradients, norms
     accumulation = _Accumulation(call, groups)  # an error of the loss itself comes before anything is said of it
     if call.options.verification is not None:
         call.options.verification.look(call, tuple(sorted({call.batch.rows, *(group.size for group in groups)})))
     return accumulation.run()
 
 
+class _Way(NamedTuple):
+    """How a leaf of all micro-batches is put together."""
+
+    how: str  # "mean", "sum", "concat" or "last"
+    kind: Any  # its shape in a micro-batch, and its dtype
+    dtype: Any = None  # what it is summed in; None: its own
+    result: Any = None  # the dtype of the result; None: its own
+    factor: str | None = None  # the loss whose factor it is multiplied by
+    axis: int = 0  # where its rows are
+    parameter: Any = None  # what it is the gradient of
+
+
+class _First(NamedTuple):
+    """The first micro-batch of nonzero weight, for the noise scale: its gradient's squared norm, and its rows."""
+
+    squared: Any
+    rows: Any
+
+
 class _Accumulation:
     """One pass over the micro-batches of a batch."""
 
     def __init__(self, call: Call, groups: list[Group]) -> None:
-        self.call = call
-        self.options = call.options
-        self.groups = groups
+        self.options, self.groups = call.options, groups
         self.count = sum(group.count for group in groups)
         self.keys = jax.tree.map(lambda key: jax.random.split(key, self.count), call.key)
-        self.kinds = call.kinds(groups[0])
-        self.state = call.state_like(call.state, self.kinds.state)
-        self.factors = _factors_of(call, groups, self.kinds, self.state, self.keys)
-        self.aux = AuxOutputs(call, groups, self.kinds)
+        self.kinds = kinds = call.kinds(groups[0])
+        self.state = call.state_like(call.state, kinds.state)
+        self.factors = _factors_of(call, groups, kinds, self.state, self.keys)
         self.given = tuple(call.args[number] for number in self.options.differentiated)
-        self.axes = _axes(call)
-        varying = varying_axes(self.kinds.losses)
+        varying = varying_axes(kinds.losses)
+        self.varying = tuple(sorted(varying | varying_axes((call.batch.leaves, self.given))))
+        self.call = call
         for number, argument in zip(self.options.differentiated, self.given):
             if number not in self.options.batches:
                 # Else each micro-batch's gradients would be summed over the devices of an enclosing `shard_map`.
-                call = call.replaced(number, as_varying(jax.tree.map(jnp.asarray, argument), varying))
-        self.call = call
-        self.noise: NoiseMeter | None = None
-        if self.options.noise_scale:
-            self.noise = NoiseMeter(call, self.count, varying | varying_axes((call.batch.leaves, self.given)))
+                self.call = self.call.replaced(number, as_varying(jax.tree.map(jnp.asarray, argument), varying))
+        how, sum_dtype = self.options.reduction, self.options.sum_dtype
+        self.ways = [_Way(how, kind, sum_dtype(kind.dtype), kind.dtype, name) for name, kind in kinds.losses.items()]
+        inside = jax.tree.leaves(tuple(self.call.args[number] for number in self.options.differentiated))
+        for leaf, one, axis in zip(jax.tree.leaves(self.given), inside, _axes(call)):
+            dtype = jnp.result_type(leaf)
+            way = _Way("concat", jax.typeof(one), sum_dtype(dtype), dtype, None, axis or 0, leaf)
+            self.ways.append(way._replace(how=how) if axis is None else way)
+        self.ways += _ways_of_aux(call, groups, kinds)
+        self.summed = [way for way in self.ways if way.how in ("mean", "sum")]
 
     def run(self) -> tuple[Any, Any, Any, tuple[Any, ...], Any]:
         sums: Any = None
-        state = self.state
-        first = self.noise and self.noise.start()
+        last: list[Any] = []
+        state, done = self.state, 0
+        first = self._first(*jnp.zeros(2, jnp.result_type(float))) if self.options.noise_scale else None
         parts: list[Any] = []
-        done = 0
         for group in self.groups:
             xs = jax.tree.map(
                 lambda each: each[done : done + group.count],  # noqa: B023  # used at once
                 (self.keys, self.factors),
             )
             done += group.count
-            if sums is not None:
-                sums = self._in_units_of(sums, group)
+            if sums is not None:  # as if its micro-batches had been of this one's size
+                units = [self._unit(self.groups[0], way) / self._unit(group, way) for way in self.summed]
+                sums = list(map(_scaled, sums, units))
             if group.count == 1:
-                state, added, part, first = self._visit(group, 0, state, first, *jax.tree.map(lambda each: each[0], xs))
+                x = jax.tree.map(lambda each: each[0], xs)
+                state, added, last, part, first = self._visit(group, 0, state, first, *x)
                 sums = added if sums is None else self._sum(sums, added)
-                part = jax.tree.map(lambda each: each[None], part)
+                part = [leaf[None] for leaf in part]
             else:
-                (sums, state, first), part = self._scan(group, self._start(group, sums), state, first, xs)
+                if sums is None:
+                    sums = self._placed([zeros(way.kind, way.dtype) for way in self.summed])
+                (sums, last, state, first), part = self._scan(group, sums, state, first, xs)
             parts.append(part)
-        return self._finished(sums, state, parts, first)
+        return self._finished(sums, last, state, parts, first)
 
     def _scan(self, group: Group, sums: Any, state: Any, first: Any, xs: Any) -> Any:
         def body(carry: Any, x: Any) -> Any:
-            index, sums, state, first = carry
-            state, added, part, first = self._visit(group, index, state, first, *x)
-            return (index + 1, self._sum(sums, added), state, first), part
+            index, sums, _, state, first = carry
+            state, added, last, part, first = self._visit(group, index, state, first, *x)
+            return (index + 1, self._sum(sums, added), last, state, first), part
 
+        last: list[Any] = []
+        if group is self.groups[-1] and any(way.how == "last" for way in self.ways):
+            kinds = jax.tree.leaves((self.kinds if group.size == self.groups[0].size else self.call.kinds(group)).aux)
+            last = [zeros(kind) for way, kind in zip(self.ways[-len(kinds) :], kinds) if way.how == "last"]
         # Counted in the carry: as `xs`, the numbers would be an array that grows with the micro-batches.
         start = jnp.zeros((), jnp.int32)
-        (_, *sums_and_more), parts = scan(body, (start, sums, state, first), xs, length=group.count)
-        return sums_and_more, parts
+        (_, *carry), parts = scan(body, (start, sums, last, state, first), xs, length=group.count)
+        return carry, parts
 
-    def _visit(
-        self, group: Group, index: Any, state: Any, first: Any, key: Any, factors: Any
-    ) -> tuple[Any, Any, Any, Any]:
-        """A micro-batch: the new state, what is added to the sums, what has a row for each of its rows; and `first`."""
+    def _visit(self, group: Group, index: Any, state: Any, first: Any, key: Any, factors: Any) -> tuple[Any, ...]:
+        """A micro-batch: the new state, what it adds to the sums, its last leaves and its rows, and `first`."""
         micro_batch = self.call.batch.micro_batch(group, index)
         outcome, gradients = _gradients(self.call, self.call.arguments(micro_batch, state, key), factors)
-        leaves = [self._widened(leaf) for leaf in jax.tree.leaves(gradients)]
-        losses = {name: _times(factors.get(name), self._widened(loss)) for name, loss in outcome.losses.items()}
-        added = {
-            "losses": losses,
-            "gradients": [leaf for leaf, axis in zip(leaves, self.axes) if axis is None],
-            **self.aux.added(outcome.aux, factors, group),
-        }
-        part = {
-            "gradients": [leaf for leaf, axis in zip(leaves, self.axes) if axis is not None],
-            "aux": self.aux.rows(outcome.aux, group),
-        }
-        if self.noise is not None:
-            first = self.noise.seen(first, added["gradients"], factors, group)
-        return self.call.state_like(outcome.state, self.kinds.state), added, part, first
+        losses = [outcome.losses[name] for name in self.kinds.losses]
+        found: dict[str, list[Any]] = {"mean": [], "last": [], "concat": []}
+        found["sum"] = found["mean"]
+        for way, leaf in zip(self.ways, [*losses, *jax.tree.leaves(gradients), *jax.tree.leaves(outcome.aux)]):
+            leaf = jnp.asarray(leaf) if way.dtype is None else jnp.asarray(leaf).astype(way.dtype)
+            found[way.how].append(leaf if way.factor is None else _times(factors.get(way.factor), leaf))
+        if first is not None:
+            first = self._seen(first, self._of_parameters(found["sum"]), factors, group)
+        last = found["last"] if group is self.groups[-1] else []
+        return self.call.state_like(outcome.state, self.kinds.state), found["sum"], last, found["concat"], first
 
-    def _widened(self, number: Any) -> Any:
-        return number.astype(self.options.sum_dtype(number.dtype))
+    def _sum(self, sums: list[Any], added: list[Any]) -> list[Any]:
+        return self._placed(list(map(jnp.add, sums, added)))
 
-    def _sum(self, sums: Any, added: Any) -> Any:
-        total = {name: jax.tree.map(jnp.add, sums[name], part) for name, part in added.items() if name != "last"}
-        total["last"] = added["last"]
-        total["gradients"] = self._placed(total["gradients"])
-        return total
+    def _placed(self, sums: list[Any]) -> list[Any]:
+        pairs = zip(self.summed, sums)
+        return [leaf if way.parameter is None else like(way.parameter, leaf) for way, leaf in pairs]
 
-    def _placed(self, gradients: list[Any]) -> list[Any]:
-        summed = [leaf for leaf, axis in zip(jax.tree.leaves(self.given), self.axes) if axis is None]
-        return [like(*pair) for pair in zip(summed, gradients)]
+    def _of_parameters(self, sums: list[Any]) -> list[Any]:
+        return [leaf for way, leaf in zip(self.summed, sums) if way.parameter is not None]
 
-    def _start(self, group: Group, sums: Any) -> Any:
-        """The sums to go on from: of the group before, or zeros."""
-        last = self.aux.last(group)
-        if sums is not None:
-            return {**sums, "last": last}
-        leaves = jax.tree.leaves(tuple(self.call.args[number] for number in self.options.differentiated))
-        started = [
-            zeros(jax.typeof(leaf), self.options.sum_dtype(jnp.result_type(leaf)))
-            for leaf, axis in zip(leaves, self.axes)
-            if axis is None
-        ]
-        return {
-            "losses": {
-                name: zeros(kind, self.options.sum_dtype(kind.dtype)) for name, kind in self.kinds.losses.items()
-            },
-            "gradients": self._placed(started),
-            **self.aux.start(),
-            "last": last,
-        }
-
-    def _unit(self, group: Group, name: str) -> float:
+    def _unit(self, group: Group, way: _Way) -> float:
         """What the sums of a group are to be multiplied by."""
-        if name in ("last", "sums") or (self.options.reduction == "sum" and name != "means"):
+        is_gradient = way.parameter is not None and self.options.reduction == "mean"
+        if way.how != "mean" and not is_gradient:
             return 1.0
         part = 1 / self.count if self.factors else group.size / self.call.batch.rows
         return part / self.call.devices
 
-    def _in_units_of(self, sums: Any, group: Group) -> Any:
-        """The sums of the group before, as if its micro-batches had been of this one's size."""
-        return {
-            name: _scaled(part, self._unit(self.groups[0], name) / self._unit(group, name))
-            for name, part in sums.items()
-        }
-
-    def _finished(
-        self, sums: Any, state: Any, parts: list[Any], first: Any
-    ) -> tuple[Any, Any, Any, tuple[Any, ...], Any]:
-        last = self.groups[-1]
-        sums = self.call.of_all_devices({name: _scaled(part, self._unit(last, name)) for name, part in sums.items()})
-        norms = None if self.noise is None else self.noise.finished(first, sums["gradients"])
-        losses = {name: loss.astype(self.kinds.losses[name].dtype) for name, loss in sums["losses"].items()}
-        summed = iter(sums["gradients"])
-        rows = iter(zip(*(part["gradients"] for part in parts)))
-        leaves, structure = jax.tree.flatten(self.given)
-        gradients = []
-        for leaf, axis in zip(leaves, self.axes):
-            if axis is None:
-                gradient = next(summed)
+    def _finished(self, sums: Any, last: Any, state: Any, parts: list[Any], first: Any) -> tuple[Any, ...]:
+        units = [self._unit(self.groups[-1], way) for way in self.summed]
+        sums = self.call.of_all_devices(list(map(_scaled, sums, units)))
+        norms = None if first is None else self._norms(first, self._of_parameters(sums))
+        summed, others = iter(sums), {"last": iter(last), "concat": iter(zip(*parts))}
+        leaves = []
+        for way in self.ways:
+            leaf = next(others.get(way.how, summed))
+            if way.how == "concat":
+                scaled = [_scaled(part, self._unit(group, way)) for part, group in zip(leaf, self.groups)]
+                leaf = self.call.batch.joined(scaled, way.axis)
+            elif way.parameter is not None:
                 # As the gradient of a parameter that is the same on these devices of an enclosing `shard_map`.
-                axes = tuple(sorted(varying_axes(gradient) - varying_axes(leaf)))
-                gradient = jax.lax.psum(gradient, axes) if axes else gradient
-            else:
-                scaled = [_scaled(part, self._unit(group, "gradients")) for part, group in zip(next(rows), self.groups)]
-                gradient = self.call.batch.joined(scaled, axis)
-            gradients.append(gradient.astype(jnp.result_type(leaf)))
-        aux = self.aux.finished(sums, [part["aux"] for part in parts])
-        return losses, state, aux, jax.tree.unflatten(structure, gradients), norms
+                axes = tuple(sorted(varying_axes(leaf) - varying_axes(way.parameter)))
+                leaf = jax.lax.psum(leaf, axes) if axes else leaf
+            leaves.append(leaf if way.result is None else leaf.astype(way.result))
+        rest = iter(leaves)
+        losses = {name: next(rest) for name in self.kinds.losses}
+        gradients, aux = (jax.tree.map(lambda _: next(rest), tree) for tree in (self.given, self.kinds.aux))
+        return losses, state, aux, gradients, norms
+
+    # The noise scale: the norms of the first micro-batch's gradient and of the whole batch's.
+
+    def _first(self, squared: Any, rows: Any) -> _First:
+        return as_varying(_First(squared, rows), self.varying)
+
+    def _seen(self, first: _First, gradients: list[Any], factors: dict[str, Any], group: Group) -> _First:
+        """After a micro-batch of this group with these gradients, times these factors."""
+        counts: Any = True
+        multiple: Any = 1
+        if not factors:
+            multiple = group.size if self.options.reduction == "sum" else 1
+        elif len(factors) == 1:
+            (factor,) = factors.values()
+            counts, multiple = factor > 0, jnp.where(factor > 0, factor, 1)
+        else:  # by the denominators of the whole batch: an estimate of the mean gradient
+            counts = jnp.any(jnp.stack([factor > 0 for factor in factors.values()]))
+            multiple = self.count * group.size / self.call.batch.rows
+
+        def measured() -> _First:
+            squared = squared_norm(gradients) / jnp.asarray(multiple, jnp.result_type(float)) ** 2
+            return self._first(squared, jnp.asarray(group.size, jnp.result_type(float)))
+
+        return jax.lax.cond((first.rows == 0) & counts, measured, lambda: first)
+
+    def _norms(self, first: _First, gradients: list[Any]) -> Norms:
+        rows, of_all = self.call.batch.rows * self.call.devices, self.call.of_all_devices
+        squared, size = first
+        if self.call.axes:  # each device has measured a micro-batch of its own
+            some = size > 0
+            measured = of_all(some.astype(size.dtype))
+            squared = of_all(jnp.where(some, squared, 0)) / measured
+            size = measured / of_all(jnp.where(some, 1 / jnp.where(some, size, 1), 0))
+        return Norms(squared, size, _squared_mean(self.call, gradients, rows), jnp.asarray(rows, size.dtype))
+
+
+def _squared_mean(call: Call, gradients: list[Any], rows: int) -> Any:
+    """The squared norm of the mean gradient over these rows."""
+    return squared_norm(gradients) / (rows**2 if call.options.reduction == "sum" else 1)
+
+
+def _ways_of_aux(call: Call, groups: list[Group], kinds: Outcome) -> list[_Way]:
+    """How the aux of micro-batches is put together, checked."""
+    leaves = jax.tree.leaves(kinds.aux)
+    hows = spread(call.options.aux, kinds.aux, "aux", "the aux of loss_fn") if leaves else []
+    if "mean" in hows and "" not in kinds.losses:
+        raise ValueError(
+            "aux='mean' is weighed as the loss, and `loss_fn` returns several, each with a weight of its own. Use "
+            "'sum', or return it as one more loss with its weight, behind jax.lax.stop_gradient."
+        )
+
+    def check(kinds: Any, size: int) -> None:
+        lines = [
+            f"  aux{jax.tree_util.keystr(path)}: {tuple(kind.shape)}"
+            for (path, kind), how in zip(jax.tree_util.tree_flatten_with_path(kinds)[0], hows)
+            if how == "concat" and jnp.shape(kind)[:1] != (size,)
+        ]
+        if lines:
+            raise ValueError(
+                f"aux='concat' needs a row for each row of the micro-batch, {size} here, in the first axis:\n"
+                + "\n".join(lines)
+                + "\nFor others say 'sum', 'mean' (weighed as the loss) or 'last': aux={...}, a prefix of the aux."
+            )
+
+    check(kinds.aux, groups[0].size)
+    if any(how == "concat" and groups[0].size in kind.shape[1:] for how, kind in zip(hows, leaves)):
+        check(call.kinds(groups[-1]).aux, groups[-1].size)  # its first axis may have as many entries by chance
+    ways = []
+    for how, kind in zip(hows, leaves):
+        result = None
+        if how in ("sum", "mean"):
+            kind = jnp.asarray(kind) if not hasattr(kind, "dtype") else kind
+            one = jax.ShapeDtypeStruct((1,), kind.dtype)
+            result = jax.eval_shape(jnp.sum if how == "sum" else jnp.mean, one).dtype
+            if how == "sum" and jnp.issubdtype(kind.dtype, jnp.integer) and kind.dtype.itemsize >= 4:
+                result = kind.dtype  # which jnp.sum would make int64, where 64 bits are enabled
+        dtype = None if result is None else call.options.sum_dtype(result)
+        ways.append(_Way(how, kind, dtype, result, "" if how == "mean" else None))
+    return ways
 
 
 def _gradients(call: Call, values: list[Any], factors: dict[str, Any]) -> tuple[Outcome, tuple[Any, ...]]:
