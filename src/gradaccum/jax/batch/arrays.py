@@ -1,9 +1,9 @@
-"""Arrays: the devices that their types tell of (manual axes, meshes), zeros of a type, and the squared norm of many."""
+"""Arrays (the devices of their types, zeros of a type, the squared norm of many), and what a traced function does."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType
 
-__all__ = ["as_varying", "devices_of", "like", "squared_norm", "varying_axes", "zeros"]
+__all__ = [
+    "as_varying", "devices_of", "drawn_shapes", "equations", "like", "squared_norm", "varying_axes", "zeros",
+]  # fmt: skip
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
@@ -79,3 +81,25 @@ def squared_norm(gradients: Any) -> jax.Array:
     wide = jnp.result_type(float)
     leaves = jax.tree.leaves(gradients)
     return sum((jnp.sum(jnp.square(jnp.abs(leaf)), dtype=wide) for leaf in leaves), jnp.zeros((), wide))
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr, and of those inside of it (jit, scan, cond, custom derivatives)."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def drawn_shapes(jaxpr: Any) -> list[tuple[int, ...]]:
+    """The shapes of the random numbers that are drawn from each key, sorted.
+
+    Example:
+        >>> draw = jax.make_jaxpr(lambda key: jax.random.normal(key, (4, 3)))(jax.random.key(0))
+        >>> drawn_shapes(draw.jaxpr)
+        [(4, 3)]
+    """
+    drawn = [each for each in equations(jaxpr) if each.primitive.name == "random_bits"]
+    return sorted(tuple(each.params["shape"]) for each in drawn)

@@ -45,28 +45,29 @@ class Batch:
     """
 
     def __init__(self, arguments: tuple[Any, ...], in_axes: tuple[Any, ...], names: tuple[str, ...]) -> None:
-        leaves: list[Any] = []
+        self.leaves: list[Any] = []
         self.axes: list[int | None] = []
         """The axis of each leaf's rows; None for what is shared."""
+        self.paths: list[str] = []
+        """What messages call each leaf."""
         self._ends = [0]
-        paths: list[str] = []
         for argument, prefix, name in zip(arguments, in_axes, names, strict=True):
             found, _ = jax.tree_util.tree_flatten_with_path(argument)
-            leaves += [leaf for _, leaf in found]
-            paths += [name + jax.tree_util.keystr(path) for path, _ in found]
+            self.leaves += [leaf for _, leaf in found]
+            self.paths += [name + jax.tree_util.keystr(path) for path, _ in found]
             self.axes += _axes(argument, prefix, name)
-            self._ends.append(len(leaves))
+            self._ends.append(len(self.leaves))
         self.structure = jax.tree.structure(arguments)
-        self.leaves = leaves
-        self.rows = self._counted(paths)
+        self.rows = self._counted()
         """Rows of the whole batch."""
+        leaves = self.leaves
         self.devices = math.lcm(*(devices_of(leaf) for leaf, axis in zip(leaves, self.axes) if axis is not None))
         """Devices that the batch may be spread over."""
         self.blocks = 1
         """Parts of the batch that each micro-batch has rows of."""
 
-    def _counted(self, paths: list[str]) -> int:
-        lengths = set()
+    def _counted(self) -> int:
+        lengths, paths = set(), self.paths
         for position, (leaf, axis) in enumerate(zip(self.leaves, self.axes)):
             if axis is None:
                 continue
@@ -117,7 +118,8 @@ class Batch:
     def groups(self, micro_batch_size: int) -> list[Group]:
         """The micro-batches, of at most this many rows; sets the `blocks` that they are taken from."""
         most = min(micro_batch_size, self.rows)
-        self.blocks = max(d for d in _divisors(self.devices) if d <= most and self.rows % d == 0)
+        common = math.gcd(self.devices, self.rows)
+        self.blocks = max(d for d in range(1, min(most, common) + 1) if common % d == 0)
         sizes = even_sizes(self.rows // self.blocks, most // self.blocks)
         groups, start = [], 0
         for size in sorted(set(sizes), reverse=True):
@@ -159,7 +161,7 @@ class Batch:
 
 def _axes(argument: Any, prefix: Any, name: str) -> list[int | None]:
     """The axis of each leaf of the argument."""
-    for axis in jax.tree.leaves(prefix, is_leaf=_is_none):
+    for axis in jax.tree.leaves(prefix, is_leaf=lambda node: node is None):
         if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
             raise TypeError(f"`in_axes` must hold ints and None, as for jax.vmap. Received: in_axes={prefix!r}.")
     return spread(prefix, argument, "in_axes", name)
@@ -175,7 +177,10 @@ def spread(prefix: Any, tree: Any, option: str, name: str) -> list[Any]:
     found: list[Any] = []
     try:
         jax.tree.map(
-            lambda value, part: found.extend([value] * len(jax.tree.leaves(part))), prefix, tree, is_leaf=_is_none
+            lambda value, part: found.extend([value] * len(jax.tree.leaves(part))),
+            prefix,
+            tree,
+            is_leaf=lambda node: node is None,
         )
     except ValueError as error:
         hint = ""
@@ -185,14 +190,6 @@ def spread(prefix: Any, tree: Any, option: str, name: str) -> list[Any]:
             )
         raise TypeError(f"`{option}` is no pytree prefix of {name}: {option}={prefix!r}.{hint} {error}") from None
     return found
-
-
-def _is_none(node: Any) -> bool:
-    return node is None
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def argument_numbers(name: str, given: Any, *, from_end: bool = False) -> tuple[int, ...]:

@@ -129,35 +129,26 @@ def _of_an_input(trial: Trial, order: np.ndarray, size: int, allowed: float) -> 
     leaves = trial.leaves()
     if len([axis for _, axis, _ in leaves if axis is not None]) < 2:
         return None
-    whole: Outcome | None = None
+    large: Outcome | None = None
     for position, (path, axis, _) in enumerate(leaves):
         if axis is None:
             continue
         axes = list(trial.batch.axes)
         axes[position] = None
-        in_axes = jax.tree.unflatten(trial.batch.structure, [_Axis(each) for each in axes])
-        in_axes = jax.tree.map(lambda each: each.axis, in_axes, is_leaf=lambda each: isinstance(each, _Axis))
+        in_axes = jax.tree.unflatten(trial.batch.structure, axes)
         in_axes = in_axes if isinstance(trial.options["batch_argnums"], tuple | list) else in_axes[0]
         try:
             found = trial.outcome(order, size, in_axes, position)
             part = trial.outcome(order[:size], size, in_axes, position)
         except Exception:  # the shapes say that it is to be split
             continue
-        whole = whole or trial.outcome(order, trial.rows, in_axes, position)
-        counts_alone = all(
-            each.error <= allowed for each in differences_between(trial, part, whole)
-        )  # nothing hangs on the others
-        if not counts_alone and all(each.error <= allowed for each in differences_between(trial, found, whole)):
+        large = large or trial.outcome(order, trial.rows, in_axes, position)
+        alone, right = (differences_between(trial, outcome, large) for outcome in (part, found))
+        counts_alone = all(each.error <= allowed for each in alone)  # nothing hangs on the other leaves
+        if not counts_alone and all(each.error <= allowed for each in right):
             return Cause(
                 "input",
                 path,
                 f"{path} is split into micro-batches, and every row needs all of it. Pass in_axes with None for it.",
             )
     return None
-
-
-class _Axis:
-    """A leaf that may be None."""
-
-    def __init__(self, axis: int | None) -> None:
-        self.axis = axis

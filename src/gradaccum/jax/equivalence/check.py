@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -93,9 +93,15 @@ def _checked(trial: Trial, micro_batch_size: int | None, tolerance: float | None
     found: list[Compared] = []
     ways: list[Way] = []
     causes: list[Cause] = []
-    for order, sizes in _orders(rows, micro_batch_size):
+    # A size that gives micro-batches of different sizes, if these rows can have that.
+    ragged = next((size for size in range(rows - 1, 0, -1) if len(set(even_sizes(rows, size))) > 1), 1)
+    given = [] if micro_batch_size is None or micro_batch_size >= rows else [micro_batch_size]
+    shuffled = np.random.default_rng(0).permutation(rows).tolist()
+    for order, sizes in ((range(rows), [*given, ragged]), (shuffled, [ragged])):
         comparison = Comparison(trial, order, [(order, even_sizes(rows, size)) for size in sizes], "differs")
-        _check_finite(comparison)
+        for loss in comparison.large.losses.values():
+            if not np.isfinite(loss).all():
+                raise ValueError(f"The large batch's own loss is {loss}: there is nothing to compare.")
         comparison.differences()
         found += comparison.compared
         ways += comparison.ways
@@ -110,34 +116,15 @@ def _checked(trial: Trial, micro_batch_size: int | None, tolerance: float | None
     refused = verdict.certain and verdict.kind != "exact"
     if not differs and not refused:
         known_exact(trial.loss_fn)
+    notes = ["Random numbers were held: whatever is drawn, as by dropout, was the same for each row."]
+    notes = [*(notes if trial.holds_keys else []), *limits_of(rows)]
+    if refused and not differs:
+        notes.append(f"This batch hides what others will show, and value_and_grad refuses the loss: {verdict.message}")
+    partitions = tuple(tuple(sizes) for _, sizes in ways)
     return Equivalence(
-        tuple(differences),
-        allowed,
-        tuple(causes),
-        rows=rows,
-        partitions=tuple(tuple(sizes) for _, sizes in ways),
-        notes=(*_notes(trial), *([_REFUSED.format(verdict.message)] if refused and not differs else [])),
-        precision=precision,
-        device=device,
-    )
-
-
-def _orders(rows: int, size: int | None) -> list[tuple[Sequence[int], list[int]]]:
-    """Orders of the rows, with the sizes of micro-batches that are tried in each."""
-    ragged = _ragged_size(rows)
-    given = [] if size is None or size >= rows else [size]
-    return [(range(rows), [*given, ragged]), (np.random.default_rng(0).permutation(rows).tolist(), [ragged])]
-
-
-def _check_finite(comparison: Comparison) -> None:
-    for loss in comparison.large.losses.values():
-        if not np.isfinite(loss).all():
-            raise ValueError(f"The large batch's own loss is {loss}: there is nothing to compare.")
-
-
-def _notes(trial: Trial) -> list[str]:
-    held = "Random numbers were held: whatever is drawn, as by dropout, was the same for each row."
-    return [*([held] if trial.holds_keys else []), *limits_of(trial.rows)]
+        tuple(differences), allowed, tuple(causes), rows=rows, partitions=partitions, notes=tuple(notes),
+        precision=precision, device=device,
+    )  # fmt: skip
 
 
 def _failures(comparison: Comparison) -> list[Cause]:
@@ -145,14 +132,8 @@ def _failures(comparison: Comparison) -> list[Cause]:
     error = comparison.error
     first_line = (str(error).strip().splitlines() or [""])[0]
     of = [" + ".join(map(str, sizes)) for (_, sizes), _, distances in comparison.compared if not distances]
-    message = f"rows the loss raises {type(error).__name__}: {first_line} The large batch does not. {_SIZES}"
-    return [Cause("error", "loss", f"In micro-batches of {sizes} {message}") for sizes in of[:1]]
-
-
-_REFUSED = "This batch hides what others will show, and value_and_grad refuses the loss: {}"
-_SIZES = "Write it for any number of rows."
-
-
-def _ragged_size(rows: int) -> int:
-    """A size that gives micro-batches of different sizes, if these rows can have that."""
-    return next((size for size in range(rows - 1, 0, -1) if len(set(even_sizes(rows, size))) > 1), 1)
+    message = f"rows the loss raises {type(error).__name__}: {first_line} The large batch does not."
+    return [
+        Cause("error", "loss", f"In micro-batches of {sizes} {message} Write it for any number of rows.")
+        for sizes in of[:1]
+    ]

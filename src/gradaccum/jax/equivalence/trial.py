@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.random import define_prng_impl, threefry_prng_impl
 
 from gradaccum.core.numpy_arrays import ArrayRunner, largest
 from gradaccum.core.proof import Outcome
 from gradaccum.jax.batch import Batch, argument_numbers, axes_of_each, equations
-from gradaccum.jax.equivalence.held_keys import held
 from gradaccum.jax.loss import Verdict
 from gradaccum.jax.train_step import judge_loss, value_and_grad
 
@@ -36,7 +37,7 @@ class Trial(ArrayRunner):
         # Held keys draw the same for each row, and for each micro-batch: all of them share the key.
         self.holds_keys = key is not None
         self.args = tuple(
-            jax.tree.map(held, arg) if number == key else jax.tree.map(_in_double, arg)
+            jax.tree.map(_held, arg) if number == key else jax.tree.map(_in_double, arg)
             for number, arg in enumerate(args)
         )
         axes = axes_of_each(options["in_axes"], options["batch_argnums"])
@@ -58,22 +59,22 @@ class Trial(ArrayRunner):
         """What micro-batches of this size make of these rows; under other `in_axes`, which share the leaf `whole`."""
         key = size, str(in_axes)
         if key not in self._compiled:
-            options = (
-                self.options | {"aux": "last", "verify": False} | ({} if in_axes is None else {"in_axes": in_axes})
-            )
+            options = self.options | ({} if in_axes is None else {"in_axes": in_axes})
+            options |= {"aux": "last", "verify": False}
             self._compiled[key] = jax.jit(value_and_grad(self.loss_fn, micro_batch_size=size, **options))
         value, gradients = self._compiled[key](*self.taken(rows, whole))
         state: Any = {}
         if self.options["has_aux"] or self.state_argnum is not None:
-            value, beside = value
+            value, more = value
             if self.state_argnum is not None:
-                state = beside[0] if self.options["has_aux"] else beside
+                state = more[0] if self.options["has_aux"] else more
         losses = value if isinstance(value, dict) else {"loss": value}
         argnums = self.options["argnums"]
+        named: Any = gradients
         if isinstance(argnums, tuple | list):
-            named = {f"{self.names[n]}": gradient for n, gradient in zip(argnums, gradients)}
-        else:
-            named = {self.names[argnums]: gradients} if jax.tree_util.all_leaves([gradients]) else gradients
+            named = {self.names[n]: gradient for n, gradient in zip(argnums, gradients)}
+        elif jax.tree_util.all_leaves([gradients]):
+            named = {self.names[argnums]: gradients}
         if jax.tree_util.all_leaves([state]):
             state = {self.names[self.state_argnum]: state}
         gradients = _flat(named)
@@ -106,13 +107,7 @@ class Trial(ArrayRunner):
 
     def leaves(self) -> list[tuple[str, int | None, Any]]:
         """`(path, axis of its rows, array)` of each leaf of the batch, such as `batch['y']`."""
-        parts = jax.tree.unflatten(self.batch.structure, self.batch.leaves)
-        paths = [
-            self.names[n] + jax.tree_util.keystr(path)
-            for n, part in zip(self.batches, parts)
-            for path, _ in jax.tree_util.tree_flatten_with_path(part)[0]
-        ]
-        return list(zip(paths, self.batch.axes, self.batch.leaves, strict=True))
+        return list(zip(self.batch.paths, self.batch.axes, self.batch.leaves, strict=True))
 
     def jaxpr(self, rows: np.ndarray) -> Any:
         """What the loss does with these rows."""
@@ -157,3 +152,32 @@ def _in_double(leaf: Any) -> Any:
 def _flat(tree: Any) -> dict[str, np.ndarray]:
     found, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in found}
+
+
+# Keys that draw the same for each row, so that random numbers don't hang on the size of a micro-batch.
+
+
+@functools.cache
+def _implementation() -> Any:
+    """Threefry, whose numbers along the first axis are all the same."""
+
+    def random_bits(key: Any, bit_width: int, shape: tuple[int, ...]) -> Any:
+        if not shape:
+            return threefry_prng_impl.random_bits(key, bit_width, shape)
+        return jnp.broadcast_to(threefry_prng_impl.random_bits(key, bit_width, (1, *shape[1:])), shape)
+
+    return define_prng_impl(
+        key_shape=(2,),
+        seed=threefry_prng_impl.seed,
+        split=threefry_prng_impl.split,
+        random_bits=random_bits,
+        fold_in=threefry_prng_impl.fold_in,
+        name="gradaccum_held",
+        tag="held",
+    )
+
+
+def _held(key: Any) -> Any:
+    """A key in place of this one, typed or not."""
+    data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    return jax.random.wrap_key_data(data[..., :2], impl=_implementation())
