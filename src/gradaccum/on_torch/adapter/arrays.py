@@ -1,4 +1,4 @@
-"""How far tensors are from each other, and from what rounding makes of them: a proof's arithmetic in PyTorch."""
+"""A proof's arithmetic in PyTorch: how far tensors are from each other, and what rounding makes of them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gradaccum.core.proof import Measured
+from gradaccum.core.proof import Measured, Outcome, Runner
+from gradaccum.core.rounding import rounding
+from gradaccum.on_torch.adapter.rng import RowwiseRng
+from gradaccum.on_torch.memory import is_out_of_memory
 
-__all__ = ["bits_flipped", "is_finite", "largest", "measure", "relative_error", "sample"]
+__all__ = ["TorchRunner", "largest", "measure", "relative_error", "sample"]
 
 ENTRIES = 1 << 18
 """Entries of a gradient that are compared, at most."""
@@ -129,3 +132,48 @@ def bits_flipped(parameters: Iterable[Tensor], mask: int) -> Iterator[None]:
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+FLIPPED_BITS = (1, 2, 3, 5, 7)
+"""The last bits of the parameters are changed in so many ways, to see what rounding makes of a result."""
+
+
+class TorchRunner(Runner):
+    """Arithmetic, rounding, random numbers and memory of a proof in PyTorch."""
+
+    def __init__(self, rng: RowwiseRng, device: torch.device) -> None:
+        self.rng, self.device = rng, device
+
+    def tensors(self) -> list[Tensor]:
+        """What it computes with: its last bits decide what rounding is."""
+        raise NotImplementedError
+
+    def nearby(self, rows: Sequence[int]) -> Iterator[Outcome]:
+        for bits in FLIPPED_BITS:
+            with bits_flipped(self.tensors(), bits):
+                outcome = self.at_once(rows)
+            yield outcome
+
+    def at_once(self, rows: Sequence[int]) -> Outcome:
+        """The rows at once, once more: nothing is noted."""
+        return self.run(rows, None)
+
+    def measure(self, pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> list[Measured]:
+        return measure(pairs)
+
+    def is_finite(self, arrays: Sequence[Tensor]) -> bool:
+        return is_finite(arrays)
+
+    @property
+    def tolerance(self) -> float:  # type: ignore[override]  # it follows what is computed
+        return rounding(str(self.rng.precision), self.device.type)
+
+    @property
+    def in_half(self) -> bool:  # type: ignore[override]
+        return self.rng.precision.itemsize <= 2
+
+    def replace_noise(self) -> bool:
+        return self.rng.replace_noise()
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        return is_out_of_memory(error)

@@ -19,9 +19,8 @@ from gradaccum.core.equivalence import Difference
 from gradaccum.core.proof import Comparison, Outcome, with_fewer_rows
 from gradaccum.core.rounding import rounding
 from gradaccum.errors import NotEquivalentError
-from gradaccum.on_torch.adapter.arrays import relative_error
+from gradaccum.on_torch.adapter.arrays import TorchRunner, relative_error
 from gradaccum.on_torch.adapter.rng import RowwiseRng
-from gradaccum.on_torch.adapter.runner import TorchRunner
 from gradaccum.on_torch.batch import BatchDims, leaves, map_leaves, number_of_rows, take
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.private import run_backward

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from gradaccum.core.equivalence import Cause, Difference, Equivalence
 from gradaccum.core.proof import ATTEMPTS, Outcome, ProofSchedule, Verdict, compare, interleaved_ways, with_fewer_rows
 from gradaccum.errors import NotEquivalentError
-from gradaccum.on_torch.adapter.arrays import sample
+from gradaccum.on_torch.adapter.arrays import TorchRunner, sample
 from gradaccum.on_torch.adapter.kinds import BatchKinds, rows_to_prove
 from gradaccum.on_torch.adapter.rng import RowwiseRng, watched
-from gradaccum.on_torch.adapter.runner import TorchRunner
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms, in_eval_mode
@@ -46,22 +45,18 @@ class LoweredScale:
     """A GradScaler's scale, lowered where gradients overflow in it: an update is skipped then, and tried again."""
 
     def __init__(self, scaler: Any) -> None:
-        self._scaler, self._factors, self._place = scaler, (1.0, 2.0**-4, 2.0**-8, 2.0**-12, 2.0**-16), 0
+        self._scaler, self.power = scaler, 0
+        """The power of two that the scale is multiplied by."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss, scaled."""
-        return loss if self._scaler is None else self._scaler.scale(loss) * self._factors[self._place]
+        return loss if self._scaler is None else self._scaler.scale(loss) * 2.0**self.power
 
     def lower(self) -> bool:
         """Scale less from now on. Returns False where no lower scale is left."""
-        if self._scaler is None or self._place + 1 == len(self._factors):
-            return False
-        self._place += 1
-        return True
-
-    def reset(self) -> None:
-        """Scale as the GradScaler does."""
-        self._place = 0
+        lowered = self._scaler is not None and self.power > -16
+        self.power -= 4 * lowered
+        return lowered
 
 
 class Proof:
@@ -246,7 +241,7 @@ class _Runner(TorchRunner):
         self._few = few.map(self._detached_leaf)
         super().__init__(RowwiseRng(few.rows, neutral=proof.exact), objective.device)
         self.rng.holds(*objective.modules.values(), objective.evaluate)
-        proof.scale.reset()
+        proof.scale.power = 0
 
     def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
         for parameter in self._parameters.values():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,10 +14,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradaccum.core.proof import Outcome
-from gradaccum.on_torch.adapter.copies import copied
+from gradaccum.on_torch.adapter.arrays import TorchRunner
 from gradaccum.on_torch.adapter.probes import Outputs, Trace
 from gradaccum.on_torch.adapter.rng import RowwiseRng
-from gradaccum.on_torch.adapter.runner import TorchRunner
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.torch.batch_norm import BatchNormChoice, frozen
 from gradaccum.torch.buffers import ModuleState
@@ -252,7 +253,7 @@ def _copy_hooks(
             )
             users = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith(("torch.", "gradaccum."))]
             if users:
-                handles[name] = [copy_of.register_hook(copied(hook, memo, convert)) for hook in users]
+                handles[name] = [copy_of.register_hook(_copied(hook, memo, convert)) for hook in users]
     return handles
 
 
@@ -260,9 +261,62 @@ def _copy_all(things: tuple[Any, ...], memo: dict[int, Any], convert: Callable[[
     copies = []
     for name, thing in zip(("The model", "`loss_fn`", "`compute_loss`", "`weight`"), things):
         try:
-            copies.append(copied(thing, memo, convert))
+            copies.append(_copied(thing, memo, convert))
         except Exception as error:
             raise TypeError(
                 f"{name} can't be copied, and the check works on a copy: {type(error).__name__}: {error}"
             ) from error
     return tuple(copies)
+
+
+def _copied(thing: Any, memo: dict[int, Any], convert: Callable[[Any], Any]) -> Any:
+    """A deep copy. Functions are copied with the modules and tensors they refer to, so that these stay untouched."""
+    if isinstance(thing, (nn.Module, Tensor)):
+        known = id(thing) in memo
+        new = copy.deepcopy(thing, memo)
+        if not known:
+            memo[id(thing)] = new = convert(new)
+        return new
+    if isinstance(thing, types.FunctionType):
+        return _copied_function(thing, memo, convert)
+    if isinstance(thing, types.MethodType):
+        return types.MethodType(_copied(thing.__func__, memo, convert), _copied(thing.__self__, memo, convert))
+    if isinstance(thing, functools.partial):
+        arguments = [_copied(value, memo, convert) for value in thing.args]
+        keywords = {name: _copied(value, memo, convert) for name, value in thing.keywords.items()}
+        return functools.partial(_copied(thing.func, memo, convert), *arguments, **keywords)
+    return thing
+
+
+def _copied_function(function: types.FunctionType, memo: dict[int, Any], convert: Callable[[Any], Any]) -> Any:
+    if id(function) in memo:
+        return memo[id(function)]
+    kept = (nn.Module, Tensor, functools.partial)
+    used = {
+        name: _copied(function.__globals__[name], memo, convert)
+        for name in _names(function.__code__)
+        if isinstance(function.__globals__.get(name), kept)
+    }
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # not filled yet
+            content = None
+        inside = isinstance(content, (*kept, types.FunctionType)) and content is not function
+        cells.append(types.CellType(_copied(content, memo, convert)) if inside else cell)
+    new = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **used} if used else function.__globals__,
+        function.__name__,
+        tuple(_copied(value, memo, convert) for value in function.__defaults__) if function.__defaults__ else None,
+        tuple(cells) or None,
+    )
+    new.__kwdefaults__ = function.__kwdefaults__
+    memo[id(function)] = new
+    return new
+
+
+def _names(code: types.CodeType) -> set[str]:
+    nested = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*(_names(inner) for inner in nested))
