@@ -23,7 +23,7 @@ from gradaccum.core.equivalence import Difference, Part
 
 __all__ = [
     "ATTEMPTS", "ENOUGH", "GROUPS", "Compared", "Comparison", "Key", "Measured", "Outcome", "ProofSchedule", "Runner",
-    "Verdict", "Way", "compare", "differences_between", "informative_rows", "informative_units", "interleaved_ways",
+    "Way", "differences_between", "informative_rows", "informative_units", "interleaved_ways",
     "ragged_ways", "with_fewer_rows", "worst",
 ]  # fmt: skip
 
@@ -234,30 +234,6 @@ class Comparison:
     def unrepeatable(self) -> list[Difference]:
         """How far the rows at once are from themselves when they run once more."""
         return differences_between(self.runner, self.runner.run(self.rows, None), self.large)
-
-
-class Verdict(NamedTuple):
-    """The largest difference of each array, those that rounding doesn't make, and the sizes of the micro-batches."""
-
-    differences: list[Difference]
-    wrong: list[Difference]
-    sizes: tuple[tuple[int, ...], ...]
-
-
-def compare(runner: Runner, rows: Sequence[int], ways: Sequence[Way], only: int | None = None) -> Verdict | None:
-    """Compare rows at once with the same rows in micro-batches; None without finite gradients to compare with.
-
-    With `only`, that way alone is compared first, and all of them where it differs.
-    """
-    chosen = ways if only is None else [ways[only % len(ways)]]
-    comparison = Comparison(runner, rows, chosen)
-    differences = comparison.differences()
-    if differences is None:
-        return None
-    wrong = comparison.beyond_rounding(differences)
-    if wrong and only is not None:
-        return compare(runner, rows, ways)
-    return Verdict(differences, wrong, tuple(tuple(sizes) for _, sizes in chosen))
 
 
 def _measured(runner: Runner, actual: Outcome, expected: Outcome) -> dict[Key, Measured]:

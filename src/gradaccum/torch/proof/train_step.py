@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.core.equivalence import Cause, Difference, Equivalence
-from gradaccum.core.proof import ATTEMPTS, Outcome, ProofSchedule, Verdict, compare, interleaved_ways, with_fewer_rows
+from gradaccum.core.proof import ATTEMPTS, Comparison, Outcome, ProofSchedule, interleaved_ways, with_fewer_rows
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.adapter.arrays import TorchRunner, sample
 from gradaccum.on_torch.adapter.kinds import BatchKinds, rows_to_prove
@@ -119,7 +119,7 @@ class Proof:
         """Compare so many rows, or half as many wherever memory runs out. Returns whether they could be compared."""
         tried = 0
 
-        def attempt(most: int) -> tuple[Batch, Verdict, _Runner] | None:
+        def attempt(most: int) -> tuple[Batch, _Runner, Comparison, list[Difference] | None, list[Difference]]:
             nonlocal tried
             few = batch.take(torch.tensor(rows_to_prove(batch, most)))
             tried = few.rows
@@ -132,21 +132,28 @@ class Proof:
                 torch.enable_grad(),
             ):
                 runner = _Runner(self, objective, few, parameters, state)
-                verdict = compare(runner, range(few.rows), ways, way)
-                if verdict is not None and any(difference.part != "buffer" for difference in verdict.wrong):
+                for chosen in ([ways[way % len(ways)]], ways):  # all of them before anything is said
+                    comparison = Comparison(runner, range(few.rows), chosen)
+                    differences = comparison.differences()
+                    wrong = comparison.beyond_rounding(differences or [])
+                    if not wrong:
+                        break
+                if any(difference.part != "buffer" for difference in wrong):
                     runner.rng.check("the model or the loss")
-            return None if verdict is None else (few, verdict, runner)
+            return few, runner, comparison, differences, wrong
 
         try:
-            found = with_fewer_rows(attempt, min(most, batch.rows), 2, is_out_of_memory)
+            few, runner, comparison, differences, wrong = with_fewer_rows(
+                attempt, min(most, batch.rows), 2, is_out_of_memory
+            )
         except Exception as error:
             self._could_not(tried, error)
             return False
-        if found is None:
+        if differences is None:
             self.schedule.postpone()
             return False
-        if found[1].wrong:
-            self._judge(*found)
+        if wrong:
+            self._judge(few, runner, comparison, differences, wrong)
         self._proven()
         return True
 
@@ -170,19 +177,27 @@ class Proof:
             self._pending_warning = ""
             self._proven()
 
-    def _judge(self, few: Batch, verdict: Verdict, runner: _Runner) -> None:
-        if all(difference.part == "buffer" for difference in verdict.wrong):
-            names = [difference.name for difference in verdict.wrong]
+    def _judge(
+        self,
+        few: Batch,
+        runner: _Runner,
+        comparison: Comparison,
+        differences: Sequence[Difference],
+        wrong: Sequence[Difference],
+    ) -> None:
+        if all(difference.part == "buffer" for difference in wrong):
+            names = [difference.name for difference in wrong]
             if self.exact:  # these move once per update, and twice where a plain loop recomputes them in a checkpoint
                 layers = batch_norms(self.objective.model)
                 own = {f"{path}.{name}".lstrip(".") for path, layer in layers for name, _ in layer.named_buffers()}
                 names = [name for name in names if name not in own]
             self._warn_of_moves(names, runner.state.made)
             return
-        causes = self._causes(few, verdict.wrong, runner.tolerance)
+        causes = self._causes(few, wrong, runner.tolerance)
         if not causes:
             return
-        result = Equivalence(tuple(verdict.differences), runner.tolerance, tuple(causes), few.rows, verdict.sizes)
+        sizes = tuple(tuple(sizes) for _, sizes in comparison.ways)
+        result = Equivalence(tuple(differences), runner.tolerance, tuple(causes), few.rows, sizes)
         try:
             result.raise_if_different()
         except NotEquivalentError as error:
