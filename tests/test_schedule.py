@@ -63,29 +63,12 @@ def test_a_table_that_never_changes_is_constant():
     assert Schedule({0: 4, 3: 4}).constant == 4
 
 
+OUT_OF_RANGE = (0, -1, {}, {2: 4}, {0: 0}, {0: 4, 3: -2}, {0: 4, -1: 2})
+NO_INTS = (2.5, 4.0, True, False, "4", None, [4], {0: "4"}, {0: 2.0}, {"0": 4}, {True: 4}, {0: True})
+
+
 @pytest.mark.parametrize(
-    ("steps", "error"),
-    [
-        (0, ValueError),
-        (-1, ValueError),
-        ({}, ValueError),
-        ({2: 4}, ValueError),
-        ({0: 0}, ValueError),
-        ({0: 4, 3: -2}, ValueError),
-        ({0: 4, -1: 2}, ValueError),
-        (2.5, TypeError),
-        (4.0, TypeError),
-        (True, TypeError),
-        (False, TypeError),
-        ("4", TypeError),
-        (None, TypeError),
-        ([4], TypeError),
-        ({0: "4"}, TypeError),
-        ({0: 2.0}, TypeError),
-        ({"0": 4}, TypeError),
-        ({True: 4}, TypeError),
-        ({0: True}, TypeError),
-    ],
+    ("steps", "error"), [*((steps, ValueError) for steps in OUT_OF_RANGE), *((steps, TypeError) for steps in NO_INTS)]
 )
 def test_wrong_steps_are_refused_and_shown(steps, error):
     with pytest.raises(error, match="`steps` must be an int >= 1, or map epochs") as raised:
