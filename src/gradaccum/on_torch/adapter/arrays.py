@@ -44,10 +44,10 @@ def measure(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> list[Measur
 def _comparable(actual: Tensor | None, expected: Tensor | None) -> Measured | tuple[Tensor, Tensor]:
     """Both in one place and a dtype to subtract in; or what is known without looking at numbers."""
     one = actual if expected is None else expected
-    alike = actual is None or expected is None or actual.shape == expected.shape
+    same_shape = actual is None or expected is None or actual.shape == expected.shape
     if one is None or not one.numel():
-        return Measured(0.0 if alike else math.inf, 0.0, 0)
-    if not alike:
+        return Measured(0.0 if same_shape else math.inf, 0.0, 0)
+    if not same_shape:
         return Measured(math.inf, largest(one), one.numel())
     ours, theirs = (one.new_zeros(()).expand(one.shape) if t is None else t for t in (actual, expected))
     if ours.device != theirs.device:

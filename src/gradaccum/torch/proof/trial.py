@@ -62,10 +62,10 @@ class Trial(TorchRunner):
 
         self.batch, self.rows = batch.map(converted), batch.rows
         super().__init__(RowwiseRng(self.rows, neutral=self.accumulate is not None), device)
-        memo: dict[int, Any] = {}
+        copies = _Copies({}, convert)
         things = _bare(objective.model), objective.loss_fn, objective.compute_loss, objective.weight
-        self._things = _copy_all(things, memo, convert)
-        self.hooks = _copy_hooks(objective, memo, convert)
+        self._things = copies.of_all(things)
+        self.hooks = copies.of_hooks(objective)
         """Hooks on the gradients of parameters, by the parameter's name."""
         parameters = [p for thing in self._things if isinstance(thing, nn.Module) for p in thing.parameters()]
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
@@ -92,7 +92,7 @@ class Trial(TorchRunner):
         """
         for parameter in self.tensors():
             parameter.grad = None
-        model, loss_fn, compute_loss, weight = _copy_all(self._things, dict(self._shared), lambda thing: thing)
+        model, loss_fn, compute_loss, weight = _Copies({**self._shared}).of_all(self._things)
         objective = Objective(
             model,
             loss_fn=loss_fn,
@@ -240,81 +240,76 @@ def _bare(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
-def _copy_hooks(
-    objective: Objective, memo: dict[int, Any], convert: Callable[[Any], Any]
-) -> dict[str, list[RemovableHandle]]:
-    """Put copies of the users' hooks on the copies of their parameters: deepcopy leaves them out."""
-    handles: dict[str, list[RemovableHandle]] = {}
-    for prefix, module in {**objective.modules, "": _bare(objective.model)}.items():
-        for name, parameter in module.named_parameters(prefix):
-            copy_of: Any = memo.get(id(parameter))
-            hooks = (
-                [*(parameter._backward_hooks or {}).values()] if copy_of is not None and copy_of.requires_grad else []
-            )
-            users = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith(("torch.", "gradaccum."))]
-            if users:
-                handles[name] = [copy_of.register_hook(_copied(hook, memo, convert)) for hook in users]
-    return handles
+class _Copies:
+    """Deep copies. Functions are copied with the modules and tensors they refer to, so that these stay untouched."""
 
+    def __init__(self, memo: dict[int, Any], convert: Callable[[Any], Any] = lambda thing: thing) -> None:
+        self._memo, self._convert = memo, convert
 
-def _copy_all(things: tuple[Any, ...], memo: dict[int, Any], convert: Callable[[Any], Any]) -> tuple[Any, ...]:
-    copies = []
-    for name, thing in zip(("The model", "`loss_fn`", "`compute_loss`", "`weight`"), things):
-        try:
-            copies.append(_copied(thing, memo, convert))
-        except Exception as error:
-            raise TypeError(
-                f"{name} can't be copied, and the check works on a copy: {type(error).__name__}: {error}"
-            ) from error
-    return tuple(copies)
+    def of_all(self, things: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Of the model, `loss_fn`, `compute_loss` and `weight`."""
+        copies = []
+        for name, thing in zip(("The model", "`loss_fn`", "`compute_loss`", "`weight`"), things):
+            try:
+                copies.append(self.of(thing))
+            except Exception as error:
+                raise TypeError(
+                    f"{name} can't be copied, and the check works on a copy: {type(error).__name__}: {error}"
+                ) from error
+        return tuple(copies)
 
+    def of_hooks(self, objective: Objective) -> dict[str, list[RemovableHandle]]:
+        """Put copies of the users' hooks on the copies of their parameters: deepcopy leaves them out."""
+        handles: dict[str, list[RemovableHandle]] = {}
+        for prefix, module in {**objective.modules, "": _bare(objective.model)}.items():
+            for name, parameter in module.named_parameters(prefix):
+                copied: Any = self._memo.get(id(parameter))
+                hooks = (
+                    (parameter._backward_hooks or {}).values() if copied is not None and copied.requires_grad else ()
+                )
+                users = [h for h in hooks if not getattr(h, "__module__", "").startswith(("torch.", "gradaccum."))]
+                if users:
+                    handles[name] = [copied.register_hook(self.of(hook)) for hook in users]
+        return handles
 
-def _copied(thing: Any, memo: dict[int, Any], convert: Callable[[Any], Any]) -> Any:
-    """A deep copy. Functions are copied with the modules and tensors they refer to, so that these stay untouched."""
-    if isinstance(thing, (nn.Module, Tensor)):
-        known = id(thing) in memo
-        new = copy.deepcopy(thing, memo)
-        if not known:
-            memo[id(thing)] = new = convert(new)
+    def of(self, thing: Any) -> Any:
+        if isinstance(thing, (nn.Module, Tensor)):
+            known = id(thing) in self._memo
+            new = copy.deepcopy(thing, self._memo)
+            if not known:
+                self._memo[id(thing)] = new = self._convert(new)
+            return new
+        if isinstance(thing, types.FunctionType):
+            return self._memo[id(thing)] if id(thing) in self._memo else self._of_function(thing)
+        if isinstance(thing, types.MethodType):
+            return types.MethodType(self.of(thing.__func__), self.of(thing.__self__))
+        if isinstance(thing, functools.partial):
+            keywords = {name: self.of(value) for name, value in thing.keywords.items()}
+            return functools.partial(self.of(thing.func), *map(self.of, thing.args), **keywords)
+        return thing
+
+    def _of_function(self, function: types.FunctionType) -> Any:
+        kept = (nn.Module, Tensor, functools.partial)
+        named = {name: function.__globals__.get(name) for name in _names(function.__code__)}
+        used = {name: self.of(value) for name, value in named.items() if isinstance(value, kept)}
+        cells = []
+        for cell in function.__closure__ or ():
+            try:
+                content = cell.cell_contents
+            except ValueError:  # not filled yet
+                content = None
+            inside = isinstance(content, (*kept, types.FunctionType)) and content is not function
+            cells.append(types.CellType(self.of(content)) if inside else cell)
+        new = types.FunctionType(
+            function.__code__,
+            {**function.__globals__, **used} if used else function.__globals__,
+            function.__name__,
+            tuple(map(self.of, function.__defaults__)) if function.__defaults__ else None,
+            tuple(cells) or None,
+        )
+        new.__kwdefaults__ = function.__kwdefaults__
+        self._memo[id(function)] = new
         return new
-    if isinstance(thing, types.FunctionType):
-        return _copied_function(thing, memo, convert)
-    if isinstance(thing, types.MethodType):
-        return types.MethodType(_copied(thing.__func__, memo, convert), _copied(thing.__self__, memo, convert))
-    if isinstance(thing, functools.partial):
-        arguments = [_copied(value, memo, convert) for value in thing.args]
-        keywords = {name: _copied(value, memo, convert) for name, value in thing.keywords.items()}
-        return functools.partial(_copied(thing.func, memo, convert), *arguments, **keywords)
-    return thing
-
-
-def _copied_function(function: types.FunctionType, memo: dict[int, Any], convert: Callable[[Any], Any]) -> Any:
-    if id(function) in memo:
-        return memo[id(function)]
-    kept = (nn.Module, Tensor, functools.partial)
-    used = {
-        name: _copied(function.__globals__[name], memo, convert)
-        for name in _names(function.__code__)
-        if isinstance(function.__globals__.get(name), kept)
-    }
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:  # not filled yet
-            content = None
-        inside = isinstance(content, (*kept, types.FunctionType)) and content is not function
-        cells.append(types.CellType(_copied(content, memo, convert)) if inside else cell)
-    new = types.FunctionType(
-        function.__code__,
-        {**function.__globals__, **used} if used else function.__globals__,
-        function.__name__,
-        tuple(_copied(value, memo, convert) for value in function.__defaults__) if function.__defaults__ else None,
-        tuple(cells) or None,
-    )
-    new.__kwdefaults__ = function.__kwdefaults__
-    memo[id(function)] = new
-    return new
 
 
 def _names(code: types.CodeType) -> set[str]:
