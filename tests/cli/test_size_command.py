@@ -1,5 +1,6 @@
 """`gradaccum size file.py:make --memory 16GiB`: an estimate, its margin, and exit codes."""
 
+import sys
 import textwrap
 
 import pytest
@@ -143,7 +144,7 @@ def test_a_keras_model_is_told_to_be_one_where_there_is_no_pytorch(file, monkeyp
         (object(), 'pip install "gradaccum[torch]"'),
     ):
         found = model, None, dict[str, object]()
-        monkeypatch.setattr("gradaccum.cli.size.subject", lambda target, found=found: found)
+        monkeypatch.setattr(sys.modules["gradaccum.cli.commands"], "subject", lambda target, found=found: found)
         result = size(f"{file}:make")
         assert result.exit_code == 2
         assert_one_line(result.stderr, [part])

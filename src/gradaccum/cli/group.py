@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from gradaccum.cli.user_code import UserCodeError, one_line, raised_by_user
+from gradaccum.cli.user_code import UserCodeError, one_line, users_frames
 from gradaccum.extras import require
 from gradaccum.report import check_writable
 
@@ -87,16 +87,12 @@ def framework_of(model: Any, given: str | None = None) -> str:
 
     A Keras model may be a PyTorch module as well. For JAX it is the parameters, a pytree with arrays in it.
     """
-    return given or ("keras" if _is_keras(model) else "jax" if _has_jax_arrays(model) else "torch")
-
-
-def _is_keras(model: Any) -> bool:
-    return any(base.__module__.partition(".")[0] == "keras" for base in type(model).__mro__)
-
-
-def _has_jax_arrays(params: Any) -> bool:
+    if given is not None:
+        return given
+    if any(base.__module__.partition(".")[0] == "keras" for base in type(model).__mro__):
+        return "keras"
     jax = sys.modules.get("jax")  # who has arrays has imported it
-    return jax is not None and any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
+    return "jax" if jax is not None and any(isinstance(a, jax.Array) for a in jax.tree.leaves(model)) else "torch"
 
 
 def checked_output(option: str, path: str | pathlib.Path, ending: str = "") -> None:
@@ -112,11 +108,7 @@ def checked_output(option: str, path: str | pathlib.Path, ending: str = "") -> N
 
 
 def save(document: Any, path: str | pathlib.Path) -> None:
-    """Save a report or a result.
-
-    Raises:
-        Failed: It cannot be written after all: the disk is full by now.
-    """
+    """Save a report or a result; Failed where it cannot be written after all, as the disk is full by now."""
     try:
         document.save(path)
     except OSError as error:
@@ -129,13 +121,11 @@ def user_errors(target: str) -> Iterator[None]:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
-    except UserCodeError as error:
-        raise BadInput(str(error)) from None
-    except click.ClickException:
-        raise
-    except KeyboardInterrupt:
+    except (click.ClickException, KeyboardInterrupt):
         raise
     except BaseException as error:  # SystemExit, too: its code would be taken for the command's
-        if isinstance(error, (TypeError, ValueError)) and not raised_by_user(error):
+        if isinstance(error, UserCodeError):
+            raise BadInput(str(error)) from None
+        if isinstance(error, (TypeError, ValueError)) and not users_frames(error):
             raise BadInput(" ".join(str(error).split())) from None
         raise BadInput(f"{target}: the model or its loss raised {one_line(error)}") from None

@@ -12,7 +12,7 @@ from typing import Any
 
 import gradaccum
 
-__all__ = ["UserCodeError", "loaded", "one_line", "raised_by_user", "subject"]
+__all__ = ["UserCodeError", "one_line", "subject", "users_frames"]
 
 
 class UserCodeError(ValueError):
@@ -25,20 +25,17 @@ def subject(target: str) -> tuple[Any, Any, dict[str, Any]]:
     `make` returns `(model, batch, loss_fn)`, or a dict of keywords such as `{"compute_loss": ..., "weight": ...}` in
     the third place.
     """
-    function = loaded(target)
-    name = target.rpartition(":")[2]
-    with _errors_in(f"{name}() in {target.rpartition(':')[0]}"):
+    function, (path, _, name) = _loaded(target), target.rpartition(":")
+    with _errors_in(f"{name}() in {path}"):
         made = function()
     if not isinstance(made, tuple) or len(made) != 3:
         received = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
         raise UserCodeError(f"{target} must return (model, batch, loss_fn). Received: {received}.")
     model, batch, loss = made
-    if isinstance(loss, Mapping):
-        return model, batch, dict(loss)
-    return model, batch, {"loss_fn": loss}
+    return model, batch, dict(loss) if isinstance(loss, Mapping) else {"loss_fn": loss}
 
 
-def loaded(target: str) -> Any:
+def _loaded(target: str) -> Any:
     """The function named by `path/to/file.py:make`."""
     path_text, colon, name = target.rpartition(":")
     if not colon or not path_text or not name.isidentifier():
@@ -70,9 +67,9 @@ def _errors_in(what: str) -> Iterator[None]:
     """Whatever the user's code raises becomes one line that says where."""
     try:
         yield
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
         raise UserCodeError(f"{what} raised {one_line(error)}") from error
 
 
@@ -86,22 +83,17 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} (line {error.lineno})"
     text = (str(error).strip().splitlines() or [""])[0]
-    frames = _users_frames(error)
+    frames = users_frames(error)
     where = f" ({pathlib.Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
 
 
-def raised_by_user(error: BaseException) -> bool:
-    """Whether the user's code was running when it was raised."""
-    return bool(_users_frames(error))
-
-
-def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Where it passed, outside of libraries and of this package."""
-    package = pathlib.Path(gradaccum.__file__).parent
-    frames = traceback.extract_tb(error.__traceback__)
-    return [f for f in frames if f.filename[0] != "<" and not _is_library(pathlib.Path(f.filename), package)]
-
-
-def _is_library(path: pathlib.Path, package: pathlib.Path) -> bool:
-    return bool({"site-packages", "dist-packages"} & set(path.parts)) or package in path.parents
+    package, found = pathlib.Path(gradaccum.__file__).parent, list[traceback.FrameSummary]()
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = pathlib.Path(frame.filename)
+        library = {"site-packages", "dist-packages"} & set(path.parts) or package in path.parents
+        if frame.filename[0] != "<" and not library:
+            found.append(frame)
+    return found

@@ -1,6 +1,7 @@
 """What a check, a run or a demo found, as text, picture and page."""
 
-from gradaccum.report.blocks import Bars, Block, Code, Curve, Curves, Table, Text, format_bytes, format_value
+from gradaccum.core.sizes import format_bytes
+from gradaccum.report.blocks import Bars, Block, Code, Curve, Curves, Table, Text, format_value
 from gradaccum.report.files import check_writable, write
 from gradaccum.report.report import Report
 

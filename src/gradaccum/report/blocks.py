@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradaccum.core.sizes import format_bytes
-
-__all__ = ["Bars", "Block", "Code", "Curve", "Curves", "Table", "Text", "format_bytes", "format_value"]
+__all__ = ["Bars", "Block", "Code", "Curve", "Curves", "Table", "Text", "format_value"]
 
 
 @dataclass(frozen=True)

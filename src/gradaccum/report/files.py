@@ -23,9 +23,7 @@ def write(path: str | os.PathLike[str], content: bytes) -> pathlib.Path:
     Raises:
         OSError: It cannot be written; names the file.
     """
-    path = pathlib.Path(path)
-    target = _target(path)
-    with _named(path):
+    with _target(path) as target:
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists() and not target.is_file():  # a device or a pipe cannot be replaced
             target.write_bytes(content)
@@ -33,7 +31,7 @@ def write(path: str | os.PathLike[str], content: bytes) -> pathlib.Path:
             with _unfinished(target) as unfinished:
                 unfinished.write_bytes(content)
                 unfinished.replace(target)
-    return path
+    return pathlib.Path(path)
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
@@ -43,9 +41,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         OSError: The folder is read-only or can't be made, the disk is full, `path` is a folder itself, ...; names the
             file.
     """
-    path = pathlib.Path(path)
-    target = _target(path)
-    with _named(path), contextlib.ExitStack() as undo:
+    with _target(path) as target, contextlib.ExitStack() as undo:
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if target.exists() and not target.is_file():  # a device or a pipe: whoever reads it would read this
@@ -58,17 +54,13 @@ def check_writable(path: str | os.PathLike[str]) -> None:
             unfinished.write_bytes(bytes(ROOM))
 
 
-def _target(path: pathlib.Path) -> pathlib.Path:
-    """What a link leads to. A link to itself is an error when it is used."""
-    return pathlib.Path(os.path.realpath(path))
-
-
 @contextlib.contextmanager
-def _named(path: pathlib.Path) -> Iterator[None]:
+def _target(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+    """What a link leads to; a link to itself is an error when it is used. Errors inside name the path."""
     try:
-        yield
+        yield pathlib.Path(os.path.realpath(path))
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+        raise OSError(error.errno, error.strerror, str(pathlib.Path(path))) from None
 
 
 @contextlib.contextmanager

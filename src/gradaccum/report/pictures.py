@@ -63,7 +63,8 @@ def picture(figures: Sequence[Curves | Bars], *, title: str = "", theme: str = "
         "svg.hashsalt": "gradaccum",  # the same report gives the same bytes
     }
     with matplotlib.rc_context(settings):
-        height = max(map(_height, figures)) * rows + (0.4 if title else 0)
+        bars = [len(figure.values) for figure in figures if isinstance(figure, Bars)]
+        height = max(_HEIGHT, 1.0 + 0.42 * max(bars, default=0)) * rows + (0.4 if title else 0)  # many take more
         layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12)
         figure = Figure(figsize=(_WIDTH * columns, height), layout=layout)
         canvas = FigureCanvasAgg(figure) if format == "png" else FigureCanvasSVG(figure)
@@ -73,15 +74,10 @@ def picture(figures: Sequence[Curves | Bars], *, title: str = "", theme: str = "
             axes = figure.add_subplot(rows, columns, index + 1)
             axes.set_axisbelow(True)
             axes.set_title(content.title)
-            if isinstance(content, Curves):
-                _draw_curves(axes, content, colours)
-            else:
-                _draw_bars(axes, content, colours)
+            draw: Any = _draw_curves if isinstance(content, Curves) else _draw_bars
+            draw(axes, content, colours)
         out = io.BytesIO()
-        if format == "png":
-            canvas.print_figure(out, format="png", dpi=150)
-        else:
-            canvas.print_figure(out, format="svg", metadata={"Date": None})
+        canvas.print_figure(out, format=format, **({"dpi": 150} if format == "png" else {"metadata": {"Date": None}}))
     return out.getvalue()
 
 
@@ -89,11 +85,6 @@ def data_uri(figure: Curves | Bars, theme: str) -> str:
     """One figure as an address that carries the picture itself."""
     svg = picture([figure], theme=theme, format="svg")
     return "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii")
-
-
-def _height(figure: Curves | Bars) -> float:
-    """Inches: many bars take more than the usual."""
-    return max(_HEIGHT, 1.0 + 0.42 * len(figure.values)) if isinstance(figure, Bars) else _HEIGHT
 
 
 def _draw_curves(axes: Any, content: Curves, colours: dict[str, Any]) -> None:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradaccum.core.noise import NoiseScale
-from gradaccum.report.blocks import Block, Curve, Curves, Table, Text, format_bytes, format_value
+from gradaccum.core.sizes import format_bytes
+from gradaccum.report.blocks import Block, Curve, Curves, Table, Text, format_value
 from gradaccum.report.report import Report
 
 __all__ = ["Run", "encode", "read"]
@@ -31,7 +32,7 @@ _FIGURES = {
 }
 """What is drawn, in this order; anything else that was recorded follows under its own name."""
 
-_NOT_DRAWN = ("update", "noise")
+_NOISE = "value", "low", "high", "batch_size", "updates"
 
 
 @dataclass(frozen=True)
@@ -60,56 +61,41 @@ class Run:
         """The last measured noise scale."""
         for line in reversed(self.updates):
             noise = line.get("noise")
-            if isinstance(noise, Mapping):
-                numbers = {name: float(value) for name, value in noise.items() if _is_number(value)}
-                if {"value", "low", "high", "batch_size", "updates"} <= numbers.keys():
-                    return NoiseScale(
-                        numbers["value"],
-                        (numbers["low"], numbers["high"]),
-                        numbers["batch_size"],
-                        int(numbers["updates"]),
-                        math.nan,
-                        math.nan,
-                        str(noise.get("unit", "rows")),
-                    )
+            if isinstance(noise, Mapping) and all(_is_number(noise.get(name)) for name in _NOISE):
+                value, low, high, batch_size, updates = (float(noise[name]) for name in _NOISE)
+                unit = str(noise.get("unit", "rows"))
+                return NoiseScale(value, (low, high), batch_size, int(updates), math.nan, math.nan, unit)
         return None
 
     def report(self) -> Report:
         """The run as a document: a table of what changed, the noise scale's advice, a figure for each quantity."""
         if not self.updates:
             return Report(self.name, self._remarks(), summary="No update was recorded.")
-        names = [name for name in _FIGURES if any(name in line for line in self.updates)]
-        more = {name for line in self.updates for name in line} - set(names) - set(_NOT_DRAWN)
-        rows, figures, constant = [], [], []
-        for name in [*names, *sorted(more)]:
+        recorded = {name for line in self.updates for name in line} - {"update", "noise"}
+        rows, figures, constant = list[list[str]](), list[Curves](), list[str]()
+        for name in [name for name in _FIGURES if name in recorded] + sorted(recorded - _FIGURES.keys()):
             x, y = self.column(name)
-            if not y:
-                continue
             title, unit = _FIGURES.get(name, (name, ""))
             if name == "peak_memory":
                 y = [value / 2**20 for value in y]
-            shown = [format_value(value) for value in (y[0], statistics.median(y), y[-1], min(y), max(y))]
             if len(y) > 1 and min(y) == max(y):
-                constant.append(f"{title} {shown[0]} {unit}".rstrip())
-                continue
-            rows.append([f"{title}, {unit}" if unit else title, *shown])
-            figures.append(Curves(title, [Curve(title, x, y, points=len(y) < 3)], "update", unit))
+                constant.append(f"{title} {format_value(y[0])} {unit}".rstrip())
+            elif y:
+                values = y[0], statistics.median(y), y[-1], min(y), max(y)
+                rows.append([f"{title}, {unit}" if unit else title, *map(format_value, values)])
+                figures.append(Curves(title, [Curve(title, x, y, points=len(y) < 3)], "update", unit))
         blocks: list[Block] = [Table(["", "first", "median", "last", "least", "largest"], rows)] if rows else []
         if constant:
             blocks.append(Text(f"The same in each update: {', '.join(constant)}."))
-        noise = self.noise_scale
-        if noise is not None:
+        if (noise := self.noise_scale) is not None:
             blocks.append(Text(noise.advice()))
         return Report(self.name, [*blocks, *self._remarks(), *figures], summary=self._summary())
 
     def _summary(self) -> str:
-        updates = len(self.updates)
-        parts = [f"{updates} update{'s' if updates != 1 else ''}"]
-        seconds = sum(self.column("seconds")[1])
-        if seconds:
+        parts = [_counted(len(self.updates), "update")]
+        if seconds := sum(self.column("seconds")[1]):
             parts.append(f"{format_value(round(seconds, 3))} seconds")
-        memory = self.column("peak_memory")[1]
-        if memory:
+        if memory := self.column("peak_memory")[1]:
             parts.append(f"at most {format_bytes(max(memory))} of memory")
         return ", ".join(parts) + "."
 
@@ -118,19 +104,18 @@ class Run:
         if len(self.starts) > 1:
             remarks.append(f"The run was started {len(self.starts)} times.")
         if self.damaged:
-            remarks.append(f"{self.damaged} line{'s' if self.damaged != 1 else ''} of the file could not be read.")
-        start = self.starts[-1] if self.starts else {}
-        if start:
-            remarks.append("Recorded with " + ", ".join(f"{name} {value}" for name, value in start.items()) + ".")
+            remarks.append(f"{_counted(self.damaged, 'line')} of the file could not be read.")
+        if self.starts and self.starts[-1]:
+            remarks.append("Recorded with " + ", ".join(f"{k} {v}" for k, v in self.starts[-1].items()) + ".")
         return [Text(remark) for remark in remarks]
 
 
-def read(path: str | os.PathLike[str]) -> Run:
-    """Read a file of JSON lines, however it ends.
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count != 1 else ''}"
 
-    Raises:
-        OSError: The file can't be read.
-    """
+
+def read(path: str | os.PathLike[str]) -> Run:
+    """Read a file of JSON lines, however it ends; OSError where it can't be read."""
     path = pathlib.Path(path)
     return parse(path.name, path.read_text(encoding="utf-8", errors="replace").splitlines())
 
@@ -144,9 +129,7 @@ def parse(name: str, lines: Iterable[str]) -> Run:
         (([1.0], [2.5]), 1)
     """
     starts, updates, damaged = [], [], 0
-    for line in lines:
-        if not line.strip():
-            continue
+    for line in filter(str.strip, lines):
         try:
             record = json.loads(line)
         except ValueError:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from gradaccum.on_torch.memory import process_memory
 from gradaccum.torch.loss.objective import Objective
+from gradaccum.torch.measure.estimates import estimate_size, suggest_micro_batch_size
 from gradaccum.torch.measure.fake_memory import LiveBytes, bytes_of, micro_batch_peak, optimizer_bytes
-from gradaccum.torch.measure.suggest import estimate_size, suggest_micro_batch_size
 from tests.torch.distributed.processes import fresh_process
 
 

@@ -68,7 +68,7 @@ def test_the_predicted_peaks_are_those_of_the_updates(device: str, monkeypatch: 
     model.head.weight = model.embedding.weight
     ids = torch.zeros(24, 6, dtype=torch.long, device=device)
     constant = bytes_of(model.parameters()) + ids.nbytes
-    monkeypatch.setattr("gradaccum.torch.measure.ways.largest_size", lambda peak, rows, allowed: (4, peak(4)))
+    monkeypatch.setattr("gradaccum.torch.measure.estimates.largest_size", lambda peak, rows, allowed: (4, peak(4)))
     found = estimate_ways(
         model, ids, compute_loss=loss_of, memory_limit="1GiB", optimizer=torch.optim.SGD(model.parameters(), lr=0.0)
     )

@@ -1,18 +1,16 @@
 """Sizes without a device at hand, and the record of a run."""
 
-from gradaccum.torch.measure.recorder import Recorder
-from gradaccum.torch.measure.sharded import largest_fitting
-from gradaccum.torch.measure.suggest import (
+from gradaccum.torch.measure.estimates import (
     SIZE_KEYWORDS,
-    DoesNotFit,
     estimate_size,
     estimate_ways,
+    largest_fitting,
     suggest_micro_batch_size,
 )
+from gradaccum.torch.measure.recorder import Recorder
 
 __all__ = [
     "SIZE_KEYWORDS",
-    "DoesNotFit",
     "Recorder",
     "estimate_size",
     "estimate_ways",

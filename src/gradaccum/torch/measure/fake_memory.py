@@ -50,15 +50,11 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
                 storage = tensor.untyped_storage()
                 if id(storage) not in given and id(storage) not in self._known:
-                    self._add(storage)
+                    self._known[id(storage)] = storage.nbytes()
+                    self.bytes += storage.nbytes()
+                    self.peak = max(self.peak, self.bytes)
+                    weakref.finalize(storage, self._free, id(storage))
         return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        size = storage.nbytes()
-        self._known[id(storage)] = size
-        self.bytes += size
-        self.peak = max(self.peak, self.bytes)
-        weakref.finalize(storage, self._free, id(storage))
 
     def _free(self, key: int) -> None:
         self.bytes -= self._known.pop(key, 0)
@@ -137,17 +133,16 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer | None, parameters: Sequenc
     if optimizer is None:
         return adam
     wanted = set(map(id, parameters))
-    held = bytes_of(state for p, states in optimizer.state.items() if id(p) in wanted for state in states.values())
-    if held:
+    if held := bytes_of(value for p, state in optimizer.state.items() if id(p) in wanted for value in state.values()):
         return held
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes = [nn.Parameter(mode.from_tensor(p.detach())) for p in parameters]
             for fake in fakes:
                 fake.grad = torch.empty_like(fake)
-            twin = type(optimizer)(fakes, **optimizer.defaults)
-            twin.step()
-            return bytes_of(state for states in twin.state.values() for state in states.values())
+            tried = type(optimizer)(fakes, **optimizer.defaults)
+            tried.step()
+            return bytes_of(value for state in tried.state.values() for value in state.values())
     except Exception:  # an optimizer of another signature
         return adam
 
@@ -168,24 +163,20 @@ def _fake_modules(objective: Objective, mode: FakeTensorMode, gathered: Mapping[
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in fakes:
-            dtype, new = gathered.get(tensor), None
-            if dtype is not None:
-                new = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+            if tensor in gathered:
+                new: Any = torch.empty(tensor.shape, dtype=gathered[tensor], device=tensor.device)
             else:
                 new = mode.from_tensor(tensor.detach())
             is_parameter = isinstance(tensor, nn.Parameter)
             fakes[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
         return fakes[id(tensor)]
 
-    own = [(m, dict(m._parameters), dict(m._buffers)) for m in _modules(objective)]
+    dicts: list[Any] = [names for module in _modules(objective) for names in (module._parameters, module._buffers)]
+    kept = [dict(names) for names in dicts]
     try:
-        for module, parameters, buffers in own:
-            for name, parameter in parameters.items():
-                module._parameters[name] = None if parameter is None else fake(parameter)  # type: ignore[assignment]
-            for name, buffer in buffers.items():
-                module._buffers[name] = None if buffer is None else fake(buffer)
+        for names in dicts:
+            names.update({name: fake(tensor) for name, tensor in names.items() if tensor is not None})
         yield
     finally:
-        for module, parameters, buffers in own:
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
+        for names, own in zip(dicts, kept):
+            names.update(own)

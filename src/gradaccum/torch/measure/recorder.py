@@ -100,39 +100,36 @@ class Recorder:
             return False
         self._updates = source.updates
         loss = getattr(source, "loss", None) if loss is None else loss
-        line: dict[str, Any] = {"update": source.updates}
         values = {"loss": loss, "grad_norm": source.grad_norm, **more}
+        line: dict[str, Any] = {"update": source.updates}
         line.update({name: _number(name, value) for name, value in values.items() if value is not None})
-        size, steps = getattr(source, "micro_batch_size", None), getattr(source, "steps", None)
-        line.update({name: int(value) for name, value in (("micro_batch_size", size), ("steps", steps)) if value})
+        sizes = {name: getattr(source, name, None) for name in ("micro_batch_size", "steps")}
+        line.update({name: int(value) for name, value in sizes.items() if value})
         now = time.perf_counter()  # after the loss was read: the update is really done
         line["seconds"], self._since = now - self._since, now
         line["peak_memory"] = MemoryMeter(loss.device if isinstance(loss, Tensor) else torch.device("cpu")).mark()
         line.update(self._noise_scale())
         self._write(line)
-        if self._board is not None:
-            for name, value in line.items():
-                if name != "update" and isinstance(value, (int, float)):
-                    self._board.add_scalar(name, value, source.updates)
+        for name, value in line.items() if self._board is not None else ():
+            if name != "update" and isinstance(value, (int, float)):
+                self._board.add_scalar(name, value, source.updates)
         return True
 
     def _noise_scale(self) -> dict[str, Any]:
         """The noise scale, every now and then."""
+        if self._noise is not None and self._updates - self._noise < _NOISE_EVERY:
+            return {}
         try:
-            due = self._noise is None or self._updates - self._noise >= _NOISE_EVERY
-            scale = self.source.noise_scale if due else None
+            scale = self.source.noise_scale
         except ValueError:  # it isn't measured
             self._noise = math.inf
             return {}
         if scale is None or math.isnan(scale.value):
             return {}
         self._noise = self._updates
-        low, high = scale.interval
-        noise = {"value": scale.value, "low": low, "high": high, "batch_size": scale.batch_size}
-        return {
-            "noise_scale": scale.value,
-            "noise": {**noise, "updates": scale.updates, "unit": scale.unit},
-        }
+        noise = {"value": scale.value, "low": scale.interval[0], "high": scale.interval[1]}
+        more = {"batch_size": scale.batch_size, "updates": scale.updates, "unit": scale.unit}
+        return {"noise_scale": scale.value, "noise": noise | more}
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self._file is not None
