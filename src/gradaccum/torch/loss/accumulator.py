@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +13,23 @@ from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.oom_retry import RestartWindow
 from gradaccum.on_torch.private import run_backward
 from gradaccum.torch.loss.divisors import Weight, is_zero, ratio, times, where_any
+from gradaccum.torch.loss.named import (
+    MIXED_TERMS,
+    Terms,
+    Totals,
+    no_gradient_error,
+    read_totals,
+    summed,
+    weighed,
+    weighted_sum,
+    wide,
+)
 from gradaccum.torch.loss.objective import Objective, one_weight
-from gradaccum.torch.loss.terms import MIXED_TERMS
 
-__all__ = ["LossAccumulator", "WeightedLoss"]
+__all__ = ["LossAccumulator", "WeightedLoss", "accumulator", "counted"]
+
+ROUNDING = 1e-6
+"""Relative difference of two sums of the same weights, in other orders."""
 
 
 class WeightedLoss(NamedTuple):
@@ -31,7 +45,7 @@ class WeightedLoss(NamedTuple):
     """Its part of that total; None where there is none."""
     weightless: Tensor | None = None
     """The loss of a micro-batch that weighs nothing, if it had a forward pass."""
-    terms: tuple[dict[Hashable, Tensor], dict[Hashable, Weight]] | None = None
+    terms: dict[Hashable, tuple[Tensor, Weight]] | None = None
     """Of several losses, what each adds to the large batch's, and what it weighs."""
 
 
@@ -40,26 +54,16 @@ class LossAccumulator:
 
     Where the total weight is known beforehand, the weighted losses add up to the large batch's loss and gradient as
     they are. Where only the forward pass tells, they are kept in multiples of the first weight, and `divisor` is what
-    the sums are to be divided by in the end.
+    the sums are to be divided by in the end. The factors cost nothing: each is where its backward pass starts, in
+    place of 1.
 
-    The factors cost nothing: each is where its backward pass starts, in place of 1. Losses are added up at once where
-    that waits for no device, and elsewhere when somebody asks for their sum.
-
-    Example:
-        >>> objective = Objective(torch.nn.Linear(3, 2), loss_fn=torch.nn.CrossEntropyLoss())
-        >>> batch = objective.batch((torch.randn(6, 3), torch.tensor([0, 1, 1, 0, 0, 1])))
-        >>> window = LossAccumulator(objective, batch)
-        >>> for rows in (slice(0, 4), slice(4, 6)):
-        ...     weighted = window.forward(batch.take(rows))
-        ...     window.backward(weighted, weighted.loss)
-        ...     window.add(weighted)
-        >>> torch.testing.assert_close(window.loss, objective.whole(batch).detach())
+    Several losses (`named`) have a total each, and gradients that add up in the same place. So their totals must be
+    known before the first backward pass: from the batch, from a counting pass (`counted`), or, where one micro-batch
+    is the whole batch, from its own forward pass.
     """
 
     attempts = 0
-    """As of a window of several losses."""
-    ran = False
-    """Whether a micro-batch has run: what weighs nothing may be left out."""
+    """How often the weights of several losses were other than counted."""
     retain_graph = False
     """Whether parts of the graphs go backward once more after the loss has."""
 
@@ -67,16 +71,22 @@ class LossAccumulator:
         self,
         objective: Objective,
         batch: Batch,
-        total: Weight | None = None,
+        total: Weight | Totals | None = None,
+        *,
+        named: bool = False,
+        counted: Totals | None = None,
+        rows: float = 0.0,
         unit: Weight | None = None,
         multiples: bool = False,
     ) -> None:
         objective.renew()
-        self.objective = objective
-        self.total = one_weight(objective.total(batch)) if total is None else total
+        self.objective, self.named = objective, named
+        self.total: Any = one_weight(objective.total(batch)) if total is None and not named else total
+        self._counted, self._by_forward = counted, named and total is None
+        self._batch_rows, self._rows = batch.rows, rows or float(batch.rows)
         self._summed = objective.reduction == "mean" and objective.weight is None and objective.by_targets(batch)
         # Sums, of a torch.nn loss or of the user's own, are all multiplied by the same.
-        self._one = None if self.total is None else ratio(1.0, self.total)
+        self._one = None if named or self.total is None else ratio(1.0, self.total)  # type: ignore[arg-type]  # no dict: not named
         self._given_unit, self._multiples = unit, multiples
         self._adds = self._summed or objective.reduction == "sum"
         self.restart()
@@ -84,63 +94,114 @@ class LossAccumulator:
     def restart(self) -> None:
         """Forget the micro-batches that were added."""
         self.ran = False
-        self._losses: dict[Any, tuple[Weight, list[Tensor]]] = {}
-        self._read = 0.0
+        """Whether a micro-batch has run: what weighs nothing may be left out."""
+        if self._by_forward:
+            self.total = None
+        self.divisor: Weight | None = None
+        """What the summed gradients are to be divided by; None where they are complete as they are."""
+        self._losses: dict[Hashable, list[tuple[Tensor, Weight]]] = {}
+        """By name, None for a single one: the losses, and what each is multiplied by."""
         self._dtype: torch.dtype | None = None
-        self._divisor: Weight | None = None
+        self._read = 0.0
+        """The sum of single losses that were read at once, as that waits for no device."""
+        self._weights: dict[Hashable, list[Weight]] = {}
+        self._sum: Tensor | None = None
+        self._has_gradient = False
         self._unit, self._rescaled = self._given_unit, 1.0
         self._arriving: Weight = 0.0
 
-    @property
-    def divisor(self) -> Weight | None:
-        """What the summed gradients are to be divided by; None where they are complete as they are."""
-        return self._divisor
+    # What they add up to.
 
     @property
     def is_mean(self) -> bool:
         """Whether the finished gradient is that of a mean, not of a sum."""
-        return self.total is not None or self._divisor is not None
+        return self.named or self.total is not None or self.divisor is not None
 
     def multiple(self, weighted: WeightedLoss, rows: int) -> Weight:
-        """Ratio of the first micro-batch's summed gradient to its mean gradient."""
-        if self._divisor is not None:
-            return self._divisor
+        """Ratio of the first micro-batch's summed gradient to its mean gradient; of several losses, an estimate."""
+        if self.named:
+            return rows / self._rows
+        if self.divisor is not None:
+            return self.divisor
         return float(rows) if weighted.share is None else weighted.share
 
     @property
     def empty(self) -> bool:
         """Whether the window weighs nothing, as far as that is known without waiting for a device."""
-        return is_zero(self.total if self._divisor is None else self._divisor)
+        if self.named:
+            return all(is_zero(total) for total in (self.total or {}).values())
+        return is_zero(self.total if self.divisor is None else self.divisor)
+
+    @property
+    def sum(self) -> Tensor:
+        """What the weighted losses add up to so far, of several in the order of their totals; without a graph."""
+        if self._dtype is not None:
+            return torch.scalar_tensor(self._read, dtype=self._dtype)
+        if self._sum is None:
+            found = {name: weighted_sum(losses) for name, losses in self._losses.items()}
+            names, device = list(self.total or [None]) if self.named else [None], self.objective.device
+            if any(name not in found for name in names):
+                parameter = next(self.objective.model.parameters(), torch.zeros(()))
+                zero = next(iter(found.values()), torch.zeros((), dtype=parameter.dtype, device=device))
+                zero = torch.zeros_like(wide(zero) if self.named else zero, device=device)
+                found = {name: found.get(name, zero) for name in names}
+            each = [found[name] for name in names]
+            self._sum = torch.stack([one.to(device) for one in each]) if self.named else each[0]
+        return self._sum
+
+    def take(self, sums: Tensor) -> None:
+        """Go on from the sums of all ranks."""
+        self._sum = sums
 
     @property
     def loss(self) -> Tensor:
         """The large batch's loss so far, without a graph; NaN where it weighs nothing, as 0 / 0 is."""
-        if (self._dtype is None and not self._losses) or self.empty:
+        if self.empty or not (self.named or self._dtype or self._losses):
             return torch.full((), float("nan"), device=self.objective.device)
-        if self._divisor is not None:
-            return self.sum / self._divisor
-        if isinstance(self.total, Tensor):
-            loss = self.sum
-            return torch.where(self.total.to(loss.device) > 0, loss, float("nan"))
-        return self.sum
+        loss = self.sum.sum() if self.named else self.sum
+        if self.divisor is not None:
+            return loss / self.divisor
+        return torch.where(_above_0(self.total, loss), loss, math.nan) if isinstance(self.total, Tensor) else loss
 
     @property
     def losses(self) -> dict[Hashable, Tensor]:
-        """Each term's mean, where there are several."""
-        return {}
+        """Of several losses, the mean of each over the large batch; NaN where it weighs nothing."""
+        totals = (self.total or {}).items() if self.named else ()
+        return {
+            name: mean if isinstance(total, float) and total > 0 else mean.where(_above_0(total, mean), math.nan)
+            for (name, total), mean in zip(totals, self.sum if totals else (), strict=False)
+        }
 
     def check(self) -> None:
-        """All micro-batches are in: nothing was counted before."""
+        """All micro-batches are in: the weights of several losses must add up to what was counted before."""
+        if self.named and self._losses and not self._has_gradient:
+            raise no_gradient_error(self._losses)
+        found = read_totals(self._weights) if self._counted is not None else {}
+        for name, total in (self._counted or {}).items():
+            now = found.get(name, 0.0)
+            if math.isclose(now, float(total), rel_tol=ROUNDING):
+                continue
+            if not self.attempts and self.total == self._counted:
+                self.attempts = 1
+                raise RestartWindow
+            raise ValueError(
+                f"The weights of the loss term {name!r} add up to {float(total):g} in the pass that counts them, and "
+                f"to {now:g} in the micro-batches themselves: they are random, or depend on how rows are split. Where "
+                "the batch tells them, give weight=lambda *batch: {name: number}; else draw random numbers before the "
+                "batch is split, and give a fixed `micro_batch_size`."
+            )
+
+    # Several ranks.
 
     def unit_and_weight(self) -> tuple[float, float] | None:
-        """For several ranks: the factor that makes their sums add up, and what this rank's sum weighs then.
+        """The factor that makes the ranks' sums add up, and what this rank's sum weighs then.
 
         None where the total was known beforehand, so that the sums of all ranks add up as they are.
         """
-        if self._divisor is None:
+        if self.divisor is None:
             return None
         unit = 1.0 if self._unit is None else float(self._unit)
-        return unit, float(self._divisor) * unit
+        return unit, float(self.divisor) * unit
 
     def own_unit(self) -> float:
         """In a backward pass: what its gradients are multiples of; 0 where it is none of a micro-batch that counts."""
@@ -152,89 +213,141 @@ class LossAccumulator:
         self._unit = self._given_unit = unit
         return self._rescaled
 
-    @property
-    def sum(self) -> Tensor:
-        """The sum of the weighted losses so far, without a graph."""
-        if self._dtype is not None:
-            return torch.scalar_tensor(self._read, dtype=self._dtype)
-        if not self._losses:
-            parameter = next(self.objective.model.parameters(), torch.zeros(()))
-            return torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        return _added([times(_added(losses), factor) for factor, losses in self._losses.values()])
+    # A micro-batch.
 
     def forward(self, micro_batch: Batch, share: bool = False) -> WeightedLoss:
         """Run the forward pass of a micro-batch and weigh its loss. Changes nothing here: `add` does."""
         objective = self.objective
+        if self.named:
+            return self._forward_named(micro_batch)
         known = None if self._summed and not share else one_weight(objective.total(micro_batch))
         if objective.weight is not None and is_zero(known):
             return WeightedLoss(None)
         loss, weight = objective.evaluate(micro_batch, self._summed)
+        if weight is not None:
+            return self._weighed_by_forward(loss, weight)
+        if self.divisor is not None:
+            raise ValueError("`compute_loss` must return (loss, weight) always or never. Received: both in one batch.")
+        if self._one is None:
+            return WeightedLoss(loss)
+        if known is None:
+            return WeightedLoss(loss, self._one)
+        part = ratio(known, self.total)
+        if self._adds:
+            return WeightedLoss(loss, self._one, share=part)
+        return WeightedLoss(where_any(loss, known), part, share=part)
+
+    def _weighed_by_forward(self, loss: Tensor, weight: Weight | Terms) -> WeightedLoss:
+        """What a loss adds whose weight the forward pass has told."""
         if isinstance(weight, dict):
-            if objective.weight is not None:
+            if self.objective.weight is not None:
                 raise ValueError(f"`weight` must return a number for each of the loss terms {list(weight)}.")
             if self._losses or self._dtype is not None:
                 raise ValueError(MIXED_TERMS)
             raise RestartWindow  # as now is known
-        if weight is not None:
-            if is_zero(weight):
-                return WeightedLoss(None, weight=weight, weightless=loss)
-            if self._adds and not self._multiples:
-                return WeightedLoss(loss, weight=weight)
-            unit = self._unit if self._unit is not None else _unit(weight)
-            if self._adds:
-                return WeightedLoss(loss, ratio(1.0, unit), weight=weight)
-            return WeightedLoss(where_any(loss, weight), ratio(weight, unit), weight=weight)
-        if self._divisor is not None:
-            raise ValueError("`compute_loss` must return (loss, weight) always or never. Received: both in one batch.")
-        if self._one is None:
-            return WeightedLoss(loss)
-        assert self.total is not None
-        if known is None:
-            return WeightedLoss(loss, self._one)
-        part = ratio(known, self.total)
-        if self._summed or objective.reduction == "sum":
-            return WeightedLoss(loss, self._one, share=part)
-        return WeightedLoss(where_any(loss, known), part, share=part)
+        if is_zero(weight):
+            return WeightedLoss(None, weight=weight, weightless=loss)
+        if self._adds and not self._multiples:
+            return WeightedLoss(loss, weight=weight)
+        unit = self._unit if self._unit is not None else _unit(weight)
+        if self._adds:
+            return WeightedLoss(loss, ratio(1.0, unit), weight=weight)
+        return WeightedLoss(where_any(loss, weight), ratio(weight, unit), weight=weight)
+
+    def _forward_named(self, micro_batch: Batch) -> WeightedLoss:
+        objective = self.objective
+        known = _by_batch(objective, micro_batch)
+        if known is not None and all(is_zero(weight) for weight in known.values()):
+            return WeightedLoss(None)
+        loss, terms = objective.evaluate(micro_batch)
+        found = weighed(_checked(terms, objective), known)
+        if self.total is None:
+            if micro_batch.rows != self._batch_rows:
+                raise RestartWindow
+            self.total = counted(objective, [_checked(terms, objective)])
+        parts: dict[Hashable, tuple[Tensor, Weight]] = {}
+        for name, (value, weight) in found.items():
+            if name not in self.total:
+                raise ValueError(
+                    f"The loss term {name!r} is not among those that were counted: {list(self.total)}. The same rows "
+                    "must have the same terms each time they are evaluated; where one is missing, it weighs 0."
+                )
+            factor = ratio(1.0 if objective.reduction == "sum" else weight, self.total[name])
+            parts[name] = times(wide(where_any(value, weight)), factor), weight
+        detached = {name: (part.detach(), weight) for name, (part, weight) in parts.items()}
+        attached = [part for part, _ in parts.values() if part.requires_grad]
+        if not attached:
+            return WeightedLoss(None, weightless=loss, terms=detached)
+        return WeightedLoss(summed(attached), terms=detached)
 
     def backward(self, weighted: WeightedLoss, loss: Tensor) -> None:
         """Run the backward pass of a micro-batch."""
         if weighted.weight is not None and self._unit is None and (self._multiples or not self._adds):
             self._unit = _unit(weighted.weight)  # what arrives of this pass is a multiple of it, should the rest fail
         self._arriving = 1.0 if weighted.weight is None or self._unit is None else self._unit
-        starts, key = self.objective.starts, (_key(weighted.factor), loss.dtype, loss.device)
-        if key not in starts:
-            start = times(torch.ones_like(loss, requires_grad=False), weighted.factor)
-            starts[key] = weighted.factor, start  # with the factor, so that its id stays its own
+        starts, factor = self.objective.starts, weighted.factor
+        key = id(factor) if isinstance(factor, Tensor) else factor, loss.dtype, loss.device
+        if key not in starts:  # with the factor, so that its id stays its own
+            starts[key] = factor, times(torch.ones_like(loss, requires_grad=False), factor)
         run_backward([loss], [starts[key][1]], retain_graph=self.retain_graph)
 
     def add(self, weighted: WeightedLoss) -> None:
         """Count a micro-batch whose gradient has arrived."""
-        self.ran = self.ran or weighted.loss is not None or weighted.weightless is not None
-        loss, factor, self._arriving = weighted.loss, weighted.factor, 0.0
+        loss, factor, weight = weighted.loss, weighted.factor, weighted.weight
+        self._sum, self._arriving = None, 0.0
+        self.ran = self.ran or loss is not None or weighted.weightless is not None
+        self._has_gradient = self._has_gradient or loss is not None
+        if weighted.terms is not None:
+            for name, (part, own) in weighted.terms.items():
+                self._losses.setdefault(name, []).append((part, 1.0))
+                self._weights.setdefault(name, []).append(own)
+            return
         if self._rescaled != 1.0:
             factor, self._rescaled = factor * self._rescaled, 1.0
         if loss is not None and type(loss) is Tensor and loss.is_cpu:
             self._read += loss.item() * float(factor)
             self._dtype = loss.dtype
         elif loss is not None:
-            key = _key(factor)
-            if key not in self._losses:
-                self._losses[key] = factor, []
-            self._losses[key][1].append(loss.detach())
-        weight = weighted.weight
+            self._losses.setdefault(None, []).append((loss.detach(), factor))
         if weight is not None:
             share = weight if self._unit is None else ratio(weight, self._unit)
-            self._divisor = share if self._divisor is None else self._divisor + share
+            self.divisor = share if self.divisor is None else self.divisor + share
+
+
+def accumulator(objective: Objective, batch: Batch) -> LossAccumulator:
+    """What adds up a window on one rank, without a counting pass."""
+    totals = _by_batch(objective, batch)
+    return LossAccumulator(objective, batch, totals, named=totals is not None or bool(objective.found.terms))
+
+
+def counted(objective: Objective, forwarded: Sequence[Terms]) -> Totals:
+    """The totals of the micro-batches of a counting pass."""
+    weights: dict[Hashable, list[Weight]] = {}
+    for terms in forwarded:
+        for name, term in _checked(terms, objective).items():
+            weights.setdefault(name, []).append(term.weight)
+    return dict(read_totals(weights))
 
 
 def _unit(weight: Weight) -> Weight:
     return torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else weight
 
 
-def _added(values: list[Tensor]) -> Tensor:
-    return values[0] if len(values) == 1 else torch.stack(values).sum()
+def _above_0(total: Weight, where: Tensor) -> Tensor:
+    return torch.as_tensor(total, device=where.device) > 0
 
 
-def _key(factor: Weight) -> Any:
-    """What tells factors apart without waiting for a device."""
-    return id(factor) if isinstance(factor, Tensor) else factor
+def _by_batch(objective: Objective, batch: Batch) -> Totals | None:
+    totals = objective.total(batch) if objective.weight is not None else None
+    return totals if isinstance(totals, dict) else None
+
+
+def _checked(terms: object, objective: Objective) -> Terms:
+    if isinstance(terms, dict):
+        return terms
+    if objective.weight is not None:
+        raise ValueError(
+            "`weight` names loss terms, and the loss is one number. Return {name: loss} from `compute_loss`, or a "
+            "number from `weight`."
+        )
+    raise ValueError(MIXED_TERMS)

@@ -110,7 +110,7 @@ def window_state(windows: Windows) -> dict[str, Any]:
     state["overflow"] = scale.overflowed()
     if open_.screened is not None:
         state["weights"], state["counted"] = list(open_.window.weights), open_.screened.counted()
-    if open_.named is not None and open_.named.terms:
+    if open_.named is not None and open_.named.sums:
         state["terms"] = open_.named.state_of_terms(scale.scale)
     return {**state, "gradients": open_.buffer.copies(scale.scale), **open_.loss.state_dict()}
 

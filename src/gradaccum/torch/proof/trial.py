@@ -20,7 +20,7 @@ from gradaccum.on_torch.adapter.rng import RowwiseRng
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.torch.batch_norm import BatchNormChoice, frozen
 from gradaccum.torch.buffers import ModuleState
-from gradaccum.torch.loss import Objective, Terms, TermsAccumulator, Totals, accumulator, counted
+from gradaccum.torch.loss import LossAccumulator, Objective, Terms, Totals, accumulator, counted
 
 __all__ = ["Accumulate", "Trial"]
 
@@ -138,8 +138,8 @@ class Trial(TorchRunner):
                 loss = self.accumulate(objective, self._taken(None, batch), list(sizes), self.batch_norm)
                 return self._outcome(objective, loss)
             window = accumulator(objective, batch)
-            if isinstance(window, TermsAccumulator) and window.totals is None:
-                window = TermsAccumulator(objective, batch, self._totals(parts, batch, batch_dims))
+            if window.named and window.total is None:
+                window = LossAccumulator(objective, batch, self._totals(parts, batch, batch_dims), named=True)
             for part in parts:
                 self.rng.start(part)
                 weighted = window.forward(self._taken(part, batch))

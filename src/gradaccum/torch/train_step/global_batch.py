@@ -23,7 +23,7 @@ from gradaccum.torch.distributed import (
     check_detected,
     detect_ranks,
 )
-from gradaccum.torch.loss import LossAccumulator, Objective, Terms, TermsAccumulator, Totals, Weight, counted
+from gradaccum.torch.loss import LossAccumulator, Objective, Terms, Totals, Weight, counted
 from gradaccum.torch.optimizer import needs_closure
 from gradaccum.torch.train_step.options import Options
 from gradaccum.torch.train_step.update import Update
@@ -38,7 +38,7 @@ _NOT_COUNTED = (
     "weight=lambda *batch: {name: number}."
 )
 
-Window = LossAccumulator | TermsAccumulator
+Window = LossAccumulator
 """What adds up the losses and the gradients of a large batch."""
 
 
@@ -74,15 +74,15 @@ class GlobalBatch(Listener):
         self._window = self._of_one_loss(objective, batch, None if mine is None else float(mine))
         return self._window
 
-    def _counted(self, objective: Objective, batch: Batch, forwarded: list[Terms] | None) -> TermsAccumulator:
+    def _counted(self, objective: Objective, batch: Batch, forwarded: list[Terms] | None) -> LossAccumulator:
         """A window of several losses, if some rank has several, in which case `found.terms` says so afterwards."""
         totals = None if forwarded is None else counted(objective, forwarded if objective.found.terms else [])
         if objective.found.terms and totals is None:
             if self.ranks.is_distributed:
                 raise ValueError(_NOT_COUNTED)
-            return TermsAccumulator(objective, batch, None)
+            return LossAccumulator(objective, batch, named=True)
         window = self._of_terms(objective, batch, totals or {}, totals)
-        objective.found.terms = objective.found.terms or bool(window.totals)
+        objective.found.terms = objective.found.terms or bool(window.total)
         return window
 
     def _of_one_loss(self, objective: Objective, batch: Batch, mine: float | None) -> LossAccumulator:
@@ -94,7 +94,9 @@ class GlobalBatch(Listener):
             if total and not ranks.sharded:
                 # Where passes span the ranks, as with SyncBatchNorm, all of them need one unit from the start.
                 ranks.unit = total / ranks.size
-            return LossAccumulator(objective, batch, total, unit if ranks.sharded else None, ranks.sharded)
+            return LossAccumulator(
+                objective, batch, total, unit=unit if ranks.sharded else None, multiples=ranks.sharded
+            )
         self._mine, self._unit = mine, ranks.unit
         return LossAccumulator(objective, batch, self._unit)
 
@@ -113,18 +115,18 @@ class GlobalBatch(Listener):
             new = self.open(objective, batch, count)
             new.attempts = window.attempts
             return new
-        if objective.found.terms and isinstance(window, LossAccumulator):
+        if objective.found.terms and not window.named:
             raise ValueError(_NOT_COUNTED)
         window.restart()
         return window
 
-    def _of_terms(self, objective: Objective, batch: Batch, mine: Totals, own: Totals | None) -> TermsAccumulator:
+    def _of_terms(self, objective: Objective, batch: Batch, mine: Totals, own: Totals | None) -> LossAccumulator:
         self._met, self._window = True, None
         if not self.ranks.is_distributed:
-            return TermsAccumulator(objective, batch, mine, own)
+            return LossAccumulator(objective, batch, mine, named=True, counted=own)
         totals = self.ranks.sum_by_name({name: float(total) for name, total in mine.items()})
         rows = self.ranks.sum_number(batch.rows) if totals else 0.0
-        return TermsAccumulator(objective, batch, dict(totals), own, rows)
+        return LossAccumulator(objective, batch, dict(totals), named=True, counted=own, rows=rows)
 
     def close(self, window: Window, state: WindowState) -> tuple[Tensor, Weight | None, bool]:
         """The loss over all ranks' rows; what the summed gradients are to be divided by; whether anything weighs."""
@@ -145,7 +147,7 @@ class GlobalBatch(Listener):
         sums, divisor, weighs = self._finished(
             window, sums, self.ranks.reduced_unit, total.weight if total.given else None
         )
-        if isinstance(window, TermsAccumulator):
+        if window.named:
             window.take(sums)
         loss = sums.sum()
         return loss if weighs else torch.full_like(loss, float("nan")), divisor, weighs

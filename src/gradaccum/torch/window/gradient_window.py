@@ -12,15 +12,17 @@ checkpoint, micro-batches that are screened) makes a window `special`: then `_co
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gradaccum.core.window import Reduction, Window, mixed_error
+from gradaccum.errors import WindowError
 from gradaccum.on_torch.foreach import all_finite, scale_
 from gradaccum.on_torch.grad_buffer import ArrivalScale, GradientBuffer, ScreenedBuffer
 from gradaccum.on_torch.noise import NoiseMeter
@@ -28,15 +30,13 @@ from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.stages import Stage, Unscale, WindowTotal, gradient_stages
 from gradaccum.torch.distributed import Listener, Ranks, Total
 from gradaccum.torch.loss import (
-    NamedLoss,
-    TermSums,
-    WindowLoss,
+    NamedSums,
+    Terms,
+    WindowLosses,
     checked_scalar,
     checked_terms,
-    late_names_error,
     mixed_terms_error,
     not_by_name_error,
-    unscaled_terms_error,
 )
 from gradaccum.torch.watch import (
     GradientMonitor,
@@ -85,7 +85,8 @@ class GradientWindow(Listener):
             "accumulates_wide": accumulate_dtype is not None,
         }
         self.screened = ScreenedBuffer(parameters, accumulate_dtype) if nonfinite == "skip_micro_batch" else None
-        self.named = None if self.screened is not None else TermSums(parameters, accumulate_dtype)
+        self.loss = WindowLosses(reduction)
+        self.named = None if self.screened is not None else NamedSums(parameters, accumulate_dtype, self.loss)
         self.buffer: GradientBuffer = self.screened or self.named  # type: ignore[assignment]  # one of the two is there
         self.monitor: GradientMonitor = (
             ShardedMonitor(parameters, self.ranks.engine.pending) if self.ranks.sharded else GradientMonitor(parameters)
@@ -94,7 +95,6 @@ class GradientWindow(Listener):
         self.arrival_scale = ArrivalScale(parameters)
         self.buffer.attach(self.ranks.engine.pending)
         self.ranks.attach(self)
-        self.loss = WindowLoss(reduction)
         self.grad_norm: Tensor | None = None
         self._failure: BaseException | None = None
         self.saved = False
@@ -157,7 +157,7 @@ class GradientWindow(Listener):
             else:
                 self.check_sum()
                 self._detach()
-        elif window.reduction == "mean" and weight != window.unit and not (self.named and self.named.terms):
+        elif window.reduction == "mean" and weight != window.unit and not (self.named and self.named.sums):
             if self.ranks.is_distributed and not self.ranks.manual_reduce and window.unit is not None:
                 arriving = weight / window.unit
             else:  # a gradient that comes through loss.backward() joins the sum as it is, so the sum takes its unit
@@ -189,12 +189,12 @@ class GradientWindow(Listener):
         if self._failure is not None or self.monitor.failed:
             self.check_failed()
         if type(loss) is not Tensor and isinstance(loss, (Mapping, list)):
-            self._backward_named(checked_terms(loss, weight), retain_graph=retain_graph, create_graph=create_graph)
+            self._backward_named(checked_terms(loss, weight), retain_graph, create_graph)
             return
         window, one = self.window, self.window.micro_batch
         if type(loss) is not Tensor or loss.ndim:
             loss = checked_scalar(loss, "`loss`")
-        if self.special and self.named is not None and self.named.terms:
+        if self.special and self.named is not None and self.named.sums:
             raise mixed_terms_error()
         if one.weight is None:
             if not window.micro_batches:
@@ -212,17 +212,12 @@ class GradientWindow(Listener):
             return
         if one.weight:
             self.loss.add(window.micro_batches, loss, one.weight, one.given)
-        self._run_backward(loss, factor, retain_graph=retain_graph, create_graph=create_graph)
+        self._run_backward(loss, factor, retain_graph, create_graph)
 
-    def _backward_named(self, terms: list[NamedLoss], **how: Any) -> None:
+    def _backward_named(self, terms: Terms, retain_graph: bool | None, create_graph: bool) -> None:
         """The backward passes of several losses, each to a sum of its own."""
-        window, one, named = self.window, self.window.micro_batch, self.named
-        if named is None or self.noise is not None or self.ranks.sharded or one.default_given:
-            raise not_by_name_error()
-        if not named.terms and (window.weight > 0 or one.weight is not None or self.monitor.arrivals):
-            raise mixed_terms_error()
-        if self.ranks.is_distributed and not self.ranks.manual_reduce:
-            raise late_names_error()
+        window, one, counts = self.window, self.window.micro_batch, [n for n, (_, weight) in terms.items() if weight]
+        named = self._checked_names(counts)
         if not named.used:
             named.used = True
             self.ranks.reduce_manually()  # each sum is divided by its own total before they are one
@@ -230,18 +225,39 @@ class GradientWindow(Listener):
         self.special = True
         if one.weight is None and not window.micro_batches:
             self.loss.restart()
-        counts = any(weight for _, _, weight in terms)
         if one.weight is None or (counts and one.weight == 0):
             one.weight = None
-            window.weigh(float(counts))
+            window.weigh(float(bool(counts)))
         if not counts:
             self.loss_scale.rescale_()  # no backward pass will do it
-        for name, loss, weight in terms:
-            if weight:
-                self.loss.add(window.micro_batches, loss, weight, True, name)
-        named.backward(terms, window.reduction, self.monitor.resyncing, self._run_backward, **how)
+        for name in counts:
+            self.loss.add(window.micro_batches, *terms[name], True, name)
+        run = functools.partial(self._run_backward, create_graph=create_graph)
+        named.backward(terms, self.monitor.resyncing, run, retain_graph)
 
-    def _run_backward(self, loss: Tensor, factor: float, *, retain_graph: bool | None, create_graph: bool) -> None:
+    def _checked_names(self, names: list[Hashable]) -> NamedSums:
+        """Where losses by name add up; raises if they cannot."""
+        window, one, named = self.window, self.window.micro_batch, self.named
+        if named is None or self.noise is not None or self.ranks.sharded or one.default_given:
+            raise not_by_name_error()
+        if not named.sums and (window.weight > 0 or one.weight is not None or self.monitor.arrivals):
+            raise mixed_terms_error()
+        if self.ranks.is_distributed and not self.ranks.manual_reduce:
+            raise WindowError(
+                "Losses came as backward({name: (loss, weight)}) for the first time in a later window than the first, "
+                "on several ranks, which reduce a single loss in the backward pass by now. Use names from the first "
+                "window on."
+            )
+        twice = self.loss.names(window.micro_batches).intersection(names) if named.sums else ()
+        for name in twice:
+            raise ValueError(
+                f"The loss term {name!r} came twice in one micro-batch: two means over the same rows, whose sum one "
+                "weight can't say. Give each a name of its own, or add them up before: "
+                "backward({'a': (loss_1 + loss_2, weight)})."
+            )
+        return named
+
+    def _run_backward(self, loss: Tensor, factor: float, retain_graph: bool | None, create_graph: bool) -> None:
         """The backward pass of a loss, with the factor of its gradient."""
         one, scaling = self.window.micro_batch, self.arrival_scale
         others = self.monitor.arrivals - one.weighed
@@ -267,7 +283,7 @@ class GradientWindow(Listener):
         self.check_failed()
         window, one, parameters = self.window, self.window.micro_batch, self.buffer.parameters()
         self.check_sum()
-        if self.named is not None and self.named.terms:
+        if self.named is not None and self.named.sums:
             raise mixed_terms_error()
         if weight is None and one.default_given:
             weight = one.default
@@ -362,16 +378,15 @@ class GradientWindow(Listener):
         """Whether there is more in this window than gradients that autograd adds up."""
         buffer, scale = self.buffer, self.loss_scale
         moved = buffer.restored is not None or buffer.detached is not None or self.arrival_scale.factor != 1.0
-        named = self.named is not None and bool(self.named.terms)
+        named = self.named is not None and bool(self.named.sums)
         self.special = self._always_special or moved or named or scale.in_use or self._failure is not None
 
     def _check_ways(self) -> None:
         """Raise if losses of this window came in ways that don't go together: by name or not, weighed or not."""
         one, arrivals = self.window.micro_batch, self.monitor.arrivals
-        if self.named is not None and self.named.terms:
+        if self.named is not None and self.named.sums:
             if arrivals != one.weighed:
                 raise mixed_terms_error()
-            self.named.micro_batch_over()
         elif one.weight is not None and one.factor != 1.0 and arrivals != one.weighed:
             raise mixed_error()
 
@@ -397,8 +412,11 @@ class GradientWindow(Listener):
         if scale is not None:
             self.loss.unscale(self.window.micro_batches, scale)
         if self.screened is None:
-            if scale is None and self.named is not None and len(self.named.terms) > 1:
-                raise unscaled_terms_error()
+            if scale is None and self.named is not None and len(self.named.sums) > 1:
+                raise WindowError(
+                    "scaler.unscale_() reaches one of the sums that losses by name have, and not the others. Leave it "
+                    "out: the wrapper unscales, and clips with clip_grad_norm=. discard() drops the window."
+                )
             if scale is None and not self.window.closes_next:
                 raise unscaled_error()
             if self.window.micro_batch.weight or self.loss_scale.in_use or self.ranks.is_distributed:
@@ -449,7 +467,7 @@ class GradientWindow(Listener):
     def _fold(self, total: WindowTotal) -> bool:
         """Put the sums of losses by name together."""
         assert self.named is not None
-        if self.named.terms:
+        if self.named.sums:
             self.named.fold()
             total.divisor = None
         return True
