@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gradaccum.torch
-from gradaccum.torch.window.other_loops import OtherLoops
+from gradaccum.torch.window import OtherLoops
 
 STEPS, WARM = 4, 8
 """Windows 1, 2, 4 and 8 look at all gradients; the next seven don't."""

@@ -112,7 +112,7 @@ def window_state(windows: Windows) -> dict[str, Any]:
         state["weights"], state["counted"] = list(open_.window.weights), open_.screened.counted()
     if open_.named is not None and open_.named.sums:
         state["terms"] = open_.named.state_of_terms(scale.scale)
-    return {**state, "gradients": open_.buffer.copies(scale.scale), **open_.loss.state_dict()}
+    return {**state, "gradients": open_.buffer.copies(scale.scale), **open_.losses.state_dict()}
 
 
 def restore(windows: Windows, state: dict[str, Any]) -> None:
@@ -123,10 +123,10 @@ def restore(windows: Windows, state: dict[str, Any]) -> None:
     open_.close()
     open_.empty()
     open_.expect_nothing()
-    open_.loss.restart()
+    open_.losses.restart()
     if state["window"]["micro_batches"]:
         open_.window.load_state_dict(state["window"], state.get("weights"))
-        open_.loss.load_state_dict(state, open_.buffer.parameters()[0].device)
+        open_.losses.load_state_dict(state, open_.buffer.parameters()[0].device)
         if open_.screened is not None:
             open_.screened.restore(state["gradients"], state.get("counted", [True] * open_.window.micro_batches))
         else:

@@ -138,7 +138,7 @@ class Optimizer(OptimizerProxy):
         )
         check_closures([inner] if needs_closure(inner) else [], ranks)
         noise = noise_meter(arguments.pop("noise_scale"), self._model)
-        current = GradientWindow(parameters, ranks=ranks, noise=noise, **arguments)
+        current = GradientWindow(parameters, ranks, noise, **arguments)
         self._loss_scale = current.loss_scale
         self._windows = windows = Windows(inner, schedule, current, step, check_steps)
         self._rates = windows.rates
@@ -214,12 +214,12 @@ class Optimizer(OptimizerProxy):
 
         None unless losses came through `backward`.
         """
-        return self._windows.current.loss.mean()
+        return self._windows.current.losses.mean()
 
     @property
     def losses(self) -> dict[Any, Tensor]:
         """Of losses that came by name, each one's mean over the same window as `loss`, by its name."""
-        return {name: mean for name, mean in self._windows.current.loss.means().items() if name is not None}
+        return {name: mean for name, mean in self._windows.current.losses.means().items() if name is not None}
 
     @property
     def grad_norm(self) -> Tensor | None:

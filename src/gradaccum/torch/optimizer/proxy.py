@@ -51,6 +51,8 @@ class OptimizerProxy(torch.optim.Optimizer):
 
     inner: torch.optim.Optimizer
     _loss_scale: LossScale
+    _rates: Callable[[], contextlib.AbstractContextManager[None] | None]
+    """Has the hyperparameters of the update in place, where they are not the inner optimizer's own."""
 
     def _hold(self, inner: torch.optim.Optimizer) -> None:
         # torch's constructor makes the hook tables. It would also write groups and state, which are the inner
@@ -60,8 +62,6 @@ class OptimizerProxy(torch.optim.Optimizer):
         self._scaled: list[Any] = []
         self._answer: tuple[Callable[[], Any], ...] = ()
         """What the inner optimizer gets for a closure that has been evaluated."""
-        self._rates: Callable[[], contextlib.AbstractContextManager[None] | None] = _own_rates
-        """Has the hyperparameters of the update in place, where they are not the inner optimizer's own."""
         self._global_hooks = global_step_hooks()
 
     # The inner optimizer's own tables, so that schedulers, scalers and checkpoints find them where they look.
@@ -105,7 +105,7 @@ class OptimizerProxy(torch.optim.Optimizer):
     @property
     def _sums_gradients(self) -> bool:
         """Whether `p.grad` may be the sum of several micro-batches' gradients."""
-        return True
+        raise NotImplementedError
 
     def _step_inner(self, *closure: Callable[[], Any]) -> Any:
         """The inner optimizer's step, between the hooks of all optimizers and those that were registered here."""
@@ -162,24 +162,10 @@ class OptimizerProxy(torch.optim.Optimizer):
         self._scaled = []
 
 
-def _own_rates() -> None:
-    return None
-
-
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its `step` cannot be called without a closure, which it then evaluates as often as it likes."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def _check_complete(optimizer: torch.optim.Optimizer) -> None:
-    """Raise for an optimizer that wraps another one, as PostLocalSGDOptimizer does, without what all of them have."""
-    if not hasattr(optimizer, "defaults"):
-        kind = type(optimizer).__name__
-        raise ValueError(
-            f"{kind} lacks what torch.optim.Optimizer sets up: super().__init__ was not called. If it wraps an "
-            f"optimizer, wrap that one: {kind}(Optimizer(inner, steps), ...)."
-        )
 
 
 def may_evaluate_again(optimizer: torch.optim.Optimizer) -> bool:
@@ -214,7 +200,7 @@ def left_out(closure: Callable[[], Any], result: Any) -> bool:
 
 
 def _lightning_module(closure: Any) -> Any:
-    """The module whose automatic optimization has made this closure; None where that isn't Lightning."""
+    """The module whose automatic optimization has made this closure, if Lightning has."""
     module = next(iter(getattr(closure, "args", ())), None)
     return module if getattr(module, "automatic_optimization", False) is True else None
 
@@ -278,7 +264,12 @@ def checked_inner(optimizer: Any) -> torch.optim.Optimizer:
             f"`optimizer` must be a torch.optim.Optimizer. Received: {type(optimizer).__name__}. "
             "For example: Optimizer(torch.optim.Adam(model.parameters()), steps=4)."
         )
-    _check_complete(optimizer)
+    if not hasattr(optimizer, "defaults"):
+        kind = type(optimizer).__name__
+        raise ValueError(
+            f"{kind} lacks what torch.optim.Optimizer sets up: super().__init__ was not called. If it wraps an "
+            f"optimizer, wrap that one: {kind}(Optimizer(inner, steps), ...)."
+        )
     framework = next((f for base in type(optimizer).__mro__ for f in _PREPARED if base.__module__.startswith(f)), None)
     if framework is not None:
         raise ValueError(
@@ -289,18 +280,14 @@ def checked_inner(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-_WORDS_OF_OTHERS = frozenset({"no_grad", "enable_grad", "set_grad_enabled", "inference_mode"})
-
-
 def checked_gradients(gradients: Any, parameters: list[Tensor]) -> list[Tensor | None]:
     """Gradients in the order of the parameters."""
     if isinstance(gradients, Mapping):
-        given, unknown = dict(gradients), {id(p) for p in gradients} - {id(p) for p in parameters}
+        unknown = {id(p) for p in gradients} - {id(p) for p in parameters}
         if unknown:
             raise ValueError(f"`gradients` has {len(unknown)} parameters that are not the optimizer's.")
-        found = [given.get(parameter) for parameter in parameters]
-    else:
-        found = list(gradients)
+        gradients = [gradients.get(parameter) for parameter in parameters]
+    found = list(gradients)
     if len(found) != len(parameters):
         raise ValueError(
             f"`gradients` must have one for each of the {len(parameters)} parameters, None for those without one. "
@@ -318,7 +305,8 @@ def checked_gradients(gradients: Any, parameters: list[Tensor]) -> list[Tensor |
 def _works_on_gradients(method: Any) -> bool:
     """Whether a method is called a step, or names gradients or a step in what it does."""
     code = getattr(inspect.unwrap(method), "__code__", None)
-    names = {method.__name__, *(code.co_names if code is not None else ())} - _WORDS_OF_OTHERS
+    names = {method.__name__, *(code.co_names if code is not None else ())}
+    names -= {"no_grad", "enable_grad", "set_grad_enabled", "inference_mode"}
     return any(word in ("grad", "step") for name in names for word in name.split("_"))
 
 

@@ -26,15 +26,10 @@ class BatchWeight:
     def __init__(self, weight: Callable[[Any], float] | None = None, where: str = "batches()") -> None:
         if weight is not None and not callable(weight):
             raise TypeError(f"`weight` must be a callable: weight(batch) -> number. Received: weight={weight!r}.")
-        self._weight = weight
+        self._weight, self.given = weight, weight is not None
         self._where = where
         self._rows_in_front = False
         """Whether a batch has shown that its tensors have their rows in front."""
-
-    @property
-    def given(self) -> bool:
-        """Whether the user says it, or it is the number of rows."""
-        return self._weight is not None
 
     def __call__(self, batch: Any) -> float:
         """What this batch weighs."""

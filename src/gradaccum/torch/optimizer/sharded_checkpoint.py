@@ -45,41 +45,46 @@ def pack(inner: torch.optim.Optimizer, window: dict[str, Any], ranks: Ranks) -> 
         "largest": window["window"]["largest"],
         "losses": [[i, loss.item(), str(loss.dtype).removeprefix("torch."), weight] for i, loss, weight in losses],
     }
-    packed["param_groups"][0][KEY] = json.dumps(
-        {**window, "blank": blank or nothing_yet, "parts": ranks.channel.gather(mine)}
-    )
+    packed["param_groups"][0][KEY] = json.dumps({**window, "blank": blank or nothing_yet, "parts": ranks.channel.gather(mine)})
     return packed
 
 
 def unpack(state_dict: dict[str, Any], ranks: Ranks) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """What `pack` was given: the inner optimizer's state dict, and this rank's window; None where there is none in
-    it.
-    """
+    """What `pack` was given: the inner optimizer's state dict, and this rank's window; None without one."""
     groups = state_dict.get("param_groups", [])
     found = [group[KEY] for group in groups if KEY in group]
     if not found:
         return state_dict, None
     window = json.loads(found[0])
-    here, parts = [ranks.rank, ranks.size], window.pop("parts")
-    state, sums = dict(state_dict["state"]), dict[int, Tensor]()
-    for index, name in enumerate(name for group in groups for name in group["params"]):
+    rank, size, parts = ranks.rank, ranks.size, window.pop("parts")
+    state, sums = _taken_apart(state_dict["state"], [name for group in groups for name in group["params"]])
+    if len(parts) != size:
+        sums = {index: total * (len(parts) / size) for index, total in sums.items()}
+        # The first rank has seen all of it.
+        weight = sum(part["weight"] for part in parts) if rank == 0 else 0.0
+        mine = {"weight": weight, "largest": max(part["largest"] for part in parts), "losses": []}
+    else:
+        mine = parts[rank]
+    window["window"].update(weight=mine["weight"], largest=mine["largest"])
+    losses = [[i, torch.tensor(loss, dtype=getattr(torch, d)), w] for i, loss, d, w in mine["losses"]]
+    groups = [{key: value for key, value in group.items() if key != KEY} for group in groups]
+    inner = {**state_dict, "state": {} if window["blank"] else state, "param_groups": groups}
+    return inner, {**window, "losses": losses, "gradients": sums, "rank": [rank, size]}
+
+
+def _taken_apart(packed: dict[Any, Any], names: list[Any]) -> tuple[dict[Any, Any], dict[int, Tensor]]:
+    """The inner optimizer's state, and the sums that stood in it, by the parameters' numbers."""
+    state, sums = dict(packed), dict[int, Tensor]()
+    for index, name in enumerate(names):
         own = {**state.pop(name, {})}
         # torch.distributed.checkpoint loads what is no tensor under the number's text.
         own.update(state.pop(str(index), {}) if isinstance(name, int) else {})
         total = own.pop(KEY, False)
         if isinstance(total, Tensor):
-            sums[index] = total if len(parts) == here[1] else total * (len(parts) / here[1])
-        if own and not window["blank"]:
+            sums[index] = total
+        if own:
             state[name] = own
-    groups = [{key: value for key, value in group.items() if key != KEY} for group in groups]
-    if len(parts) == here[1]:
-        mine = parts[here[0]]
-    else:  # the first rank has seen all of it
-        weight = sum(part["weight"] for part in parts) if here[0] == 0 else 0.0
-        mine = {"weight": weight, "largest": max(part["largest"] for part in parts), "losses": []}
-    window["window"].update(weight=mine["weight"], largest=mine["largest"])
-    window["losses"] = [[i, torch.tensor(loss, dtype=getattr(torch, d)), w] for i, loss, d, w in mine["losses"]]
-    return {**state_dict, "state": state, "param_groups": groups}, {**window, "gradients": sums, "rank": here}
+    return state, sums
 
 
 def reserve(inner: torch.optim.Optimizer) -> None:

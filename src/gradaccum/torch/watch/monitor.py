@@ -147,6 +147,8 @@ class GradientMonitor:
         self._reads_norms = False
         """Whether an edit was seen that changed nothing: from then on values are always compared."""
         self._passes = _Passes()
+        self.unfinished = self._passes.unfinished
+        """Backward passes that have brought a gradient, and have not come to their end."""
         self._passes_warned = False
         self._seen = 0
         """Arrivals before the last look."""
@@ -179,7 +181,7 @@ class GradientMonitor:
         self._counted, self._last_next = 0, False
         self._modification: Modification | None = None
         self._passes.current = None
-        self._passes.unfinished.clear()
+        self.unfinished.clear()
         self._passes.next_micro_batch()
         self._digest: Tensor | None = None
         for watched in self._watched:
@@ -188,7 +190,7 @@ class GradientMonitor:
 
     def count_untouched(self) -> bool:
         """Count the micro-batch, if one look at the sentinels shows that autograd alone has written the sum."""
-        if self.looking or self._passes.unfinished or self._modification is not None:
+        if self.looking or self.unfinished or self._modification is not None:
             return False
         for watched in self._watched:
             sum_, gradient = watched.sum, watched.parameter.grad
@@ -267,14 +269,9 @@ class GradientMonitor:
         return all(watched.modification() is None for watched in self._watched)
 
     @property
-    def current_pass(self) -> int | None:
-        """The backward pass that brought the last gradient."""
-        return self._passes.current
-
-    @property
     def failed(self) -> bool:
         """Whether a backward pass has brought a gradient, and never came to its end."""
-        return bool(self._passes.unfinished) and current_backward() in (None, -1)
+        return bool(self.unfinished) and current_backward() in (None, -1)
 
     def warn_of_several_passes(self, steps: int) -> None:
         """Name a loop that still accumulates by hand: several backward passes reached one `step()`."""

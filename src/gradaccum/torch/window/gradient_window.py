@@ -38,13 +38,7 @@ from gradaccum.torch.loss import (
     mixed_terms_error,
     not_by_name_error,
 )
-from gradaccum.torch.watch import (
-    GradientMonitor,
-    ShardedMonitor,
-    failed_error,
-    modification_error,
-    untouched_error,
-)
+from gradaccum.torch.watch import GradientMonitor, ShardedMonitor, failed_error, modification_error, untouched_error
 from gradaccum.torch.window.loss_scale import LossScale, unscaled_error
 
 __all__ = ["GradientWindow", "Nonfinite"]
@@ -64,37 +58,33 @@ class GradientWindow(Listener):
     def __init__(
         self,
         parameters: Callable[[], list[Tensor]],
+        ranks: Ranks,
+        noise: NoiseMeter | None,
         *,
-        ranks: Ranks | None = None,
         reduction: Reduction = "mean",
         clip_grad_norm: float | None = None,
         clip_grad_value: float | None = None,
         accumulate_dtype: torch.dtype | None = None,
         nonfinite: Nonfinite = "propagate",
-        noise: NoiseMeter | None = None,
     ) -> None:
-        self.window = Window(reduction=reduction)
-        self.ranks = Ranks() if ranks is None else ranks
-        self.noise = noise
+        self.window, self.losses = Window(reduction=reduction), WindowLosses(reduction)
+        self.ranks, self.noise = ranks, noise
         self._options: dict[str, Any] = {
             "skip_nonfinite": nonfinite == "skip_window",
-            "sum_over_ranks": self.ranks.engine.sum if self.ranks.sharded else None,
+            "sum_over_ranks": ranks.engine.sum if ranks.sharded else None,
             "noise": noise,
             "clip_grad_norm": clip_grad_norm,
             "clip_grad_value": clip_grad_value,
             "accumulates_wide": accumulate_dtype is not None,
         }
         self.screened = ScreenedBuffer(parameters, accumulate_dtype) if nonfinite == "skip_micro_batch" else None
-        self.loss = WindowLosses(reduction)
-        self.named = None if self.screened is not None else NamedSums(parameters, accumulate_dtype, self.loss)
+        self.named = NamedSums(parameters, accumulate_dtype, self.losses) if self.screened is None else None
         self.buffer: GradientBuffer = self.screened or self.named  # type: ignore[assignment]  # one of the two is there
-        self.monitor: GradientMonitor = (
-            ShardedMonitor(parameters, self.ranks.engine.pending) if self.ranks.sharded else GradientMonitor(parameters)
-        )
+        self.buffer.attach(ranks.engine.pending)
+        self.monitor = ShardedMonitor(parameters, ranks.engine.pending) if ranks.sharded else GradientMonitor(parameters)
         self.loss_scale = LossScale(self.buffer, self.monitor)
         self.arrival_scale = ArrivalScale(parameters)
-        self.buffer.attach(self.ranks.engine.pending)
-        self.ranks.attach(self)
+        ranks.attach(self)
         self.grad_norm: Tensor | None = None
         self._failure: BaseException | None = None
         self.saved = False
@@ -102,18 +92,18 @@ class GradientWindow(Listener):
         self.set_to_none = True
         """What the user's loop passes to `zero_grad`."""
         self._folded = False
-        self._always_special = self.screened is not None or self.noise is not None or self.ranks.is_distributed
+        self._always_special = self.screened is not None or noise is not None or ranks.is_distributed
         self.begin()
         self.build_stages()
 
     def build_stages(self) -> None:
-        """List what happens to the gradients at a window's end: anew where something more is asked for."""
-        ranks, scaled = self.ranks.is_distributed, self.loss_scale.known
+        """List what happens to the gradients at a window's end: again where something more is asked for."""
+        ranks = self.ranks.is_distributed
         self.stages: list[Stage] = gradient_stages(
             self._screen if self.screened is not None else None,
             self._fold if self.named is not None and self.named.used and not ranks else None,
             self._reduce if ranks else None,
-            Unscale() if scaled or ranks else None,
+            Unscale() if self.loss_scale.known or ranks else None,
             **self._options,
         )
 
@@ -137,6 +127,11 @@ class GradientWindow(Listener):
         self.arrival_scale.set(1.0)
         self.buffer.release()
 
+    @property
+    def by_name(self) -> bool:
+        """Whether losses of this window came by name."""
+        return self.named is not None and bool(self.named.sums)
+
     # A micro-batch, until it is counted.
 
     def expect_nothing(self) -> None:
@@ -156,8 +151,10 @@ class GradientWindow(Listener):
                 arriving = 0.0  # the other ranks need this one's passes
             else:
                 self.check_sum()
-                self._detach()
-        elif window.reduction == "mean" and weight != window.unit and not (self.named and self.named.sums):
+                self.buffer.detach()
+                self.monitor.restart()
+                self.special = True
+        elif window.reduction == "mean" and weight != window.unit and not self.by_name:
             if self.ranks.is_distributed and not self.ranks.manual_reduce and window.unit is not None:
                 arriving = weight / window.unit
             else:  # a gradient that comes through loss.backward() joins the sum as it is, so the sum takes its unit
@@ -166,11 +163,6 @@ class GradientWindow(Listener):
                     with self.monitor.resyncing():
                         self.buffer.scale_(factor)
         self._scale_arrivals(arriving)
-
-    def _detach(self) -> None:
-        self.buffer.detach()
-        self.monitor.restart()
-        self.special = True
 
     def _reattach(self) -> None:
         self.buffer.reattach()
@@ -186,7 +178,7 @@ class GradientWindow(Listener):
 
     def backward(self, loss: Any, weight: Any, retain_graph: bool | None, create_graph: bool) -> None:
         """Weigh the micro-batch, and run the backward pass with its factor."""
-        if self._failure is not None or self.monitor.failed:
+        if self._failure is not None or self.monitor.unfinished:
             self.check_failed()
         if type(loss) is not Tensor and isinstance(loss, (Mapping, list)):
             self._backward_named(checked_terms(loss, weight), retain_graph, create_graph)
@@ -194,24 +186,24 @@ class GradientWindow(Listener):
         window, one = self.window, self.window.micro_batch
         if type(loss) is not Tensor or loss.ndim:
             loss = checked_scalar(loss, "`loss`")
-        if self.special and self.named is not None and self.named.sums:
+        if self.special and self.by_name:
             raise mixed_terms_error()
         if one.weight is None:
             if not window.micro_batches:
-                self.loss.restart()
+                self.losses.restart()
             if weight is None and one.default_given:
                 weight = one.default
         if weight is not None and self.ranks.sharded and self.ranks.unit is None:
             window.unit = None  # the ranks agree on one in this pass, by what it weighs
         factor = window.weigh(weight)
-        if one.weight == 0 and not self.ranks.sharded:
+        if one.weight:
+            self.losses.add(window.micro_batches, loss, one.weight, one.given)
+        elif not self.ranks.sharded:
             self.loss_scale.rescale_()  # no backward pass will do it
             self.special = True
             with self.monitor.resyncing():
                 self.buffer.reach(loss)
             return
-        if one.weight:
-            self.loss.add(window.micro_batches, loss, one.weight, one.given)
         self._run_backward(loss, factor, retain_graph, create_graph)
 
     def _backward_named(self, terms: Terms, retain_graph: bool | None, create_graph: bool) -> None:
@@ -224,14 +216,14 @@ class GradientWindow(Listener):
             self.build_stages()
         self.special = True
         if one.weight is None and not window.micro_batches:
-            self.loss.restart()
+            self.losses.restart()
         if one.weight is None or (counts and one.weight == 0):
             one.weight = None
             window.weigh(float(bool(counts)))
         if not counts:
             self.loss_scale.rescale_()  # no backward pass will do it
         for name in counts:
-            self.loss.add(window.micro_batches, *terms[name], True, name)
+            self.losses.add(window.micro_batches, *terms[name], True, name)
         run = functools.partial(self._run_backward, create_graph=create_graph)
         named.backward(terms, self.monitor.resyncing, run, retain_graph)
 
@@ -248,8 +240,7 @@ class GradientWindow(Listener):
                 "on several ranks, which reduce a single loss in the backward pass by now. Use names from the first "
                 "window on."
             )
-        twice = self.loss.names(window.micro_batches).intersection(names) if named.sums else ()
-        for name in twice:
+        for name in self.losses.names(window.micro_batches).intersection(names) if named.sums else ():
             raise ValueError(
                 f"The loss term {name!r} came twice in one micro-batch: two means over the same rows, whose sum one "
                 "weight can't say. Give each a name of its own, or add them up before: "
@@ -281,29 +272,20 @@ class GradientWindow(Listener):
     def add_gradients(self, gradients: Sequence[Tensor | None], weight: Any) -> None:
         """Add a micro-batch's gradients, in the order of the parameters, as a backward pass would."""
         self.check_failed()
-        window, one, parameters = self.window, self.window.micro_batch, self.buffer.parameters()
         self.check_sum()
-        if self.named is not None and self.named.sums:
+        if self.by_name:
             raise mixed_terms_error()
+        one = self.window.micro_batch
         if weight is None and one.default_given:
             weight = one.default
-        factor = window.weigh(weight)
+        factor = self.window.weigh(weight)
         self.special = True
         self.loss_scale.rescale_()
         if one.weight == 0:
             return
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                if gradient is None:
-                    continue
-                part = gradient.detach() * factor
-                wide = parameter.grad_dtype or parameter.dtype if hasattr(parameter, "grad_dtype") else parameter.dtype
-                if parameter.grad is None:
-                    parameter.grad = part.to(wide)
-                elif part.is_sparse or parameter.grad.is_sparse:
-                    parameter.grad = parameter.grad + part.to(wide)
-                else:
-                    parameter.grad.add_(part)
+        for parameter, gradient in zip(self.buffer.parameters(), gradients, strict=True):
+            if gradient is not None:
+                _add(parameter, gradient.detach() * factor)
         before = self.monitor.arrivals
         self.monitor.arrived()
         one.weighed += self.monitor.arrivals - before
@@ -331,14 +313,18 @@ class GradientWindow(Listener):
         in_reach = self.buffer.detached is None
         if not in_reach:
             self._reattach()
-        self._check_ways()
+        if monitor.arrivals != one.weighed:
+            if self.by_name:
+                raise mixed_terms_error()
+            if one.weight is not None and one.factor != 1.0:
+                raise mixed_error()
         if one.weight is None:  # it came through loss.backward(), or had no backward pass
             window.weigh(one.default if one.default_given else None)
         self._scale_sum(scaled, in_reach)
         weight = one.weight
         closes = window.add()
         self.saved = False
-        self._counted(weight)
+        self._restart_arrivals(weight)
         if not closes and self.loss_scale.in_use:
             self.loss_scale.expect_backward()
         self._settle()
@@ -346,20 +332,45 @@ class GradientWindow(Listener):
 
     def _scale_sum(self, scaled: Sequence[Any], in_reach: bool) -> None:
         """Have the sum in one scale, with that of a checkpoint in it."""
-        monitor, weight = self.monitor, self.window.micro_batch.weight
+        monitor, scale, weight = self.monitor, self.loss_scale, self.window.micro_batch.weight
+        unscaled = bool(scaled) and scaled[0] is None
         # One that weighs nothing has no say, unless `unscale_` has divided the others' sum in it.
-        has_say = weight or (scaled and scaled[0] is None and in_reach)
+        has_say = weight or (unscaled and in_reach)
         if has_say and self.screened is None and (scaled or monitor.arrivals or not monitor.idle):
-            self.loss_scale.check(bool(scaled))
-        if scaled:
-            self._unscale(*scaled, in_reach=in_reach)
-        elif self.buffer.restored is not None:
-            self.buffer.join_restored()
+            scale.check(bool(scaled))
+        if not scaled:
+            if self.buffer.restored is not None:
+                self.buffer.join_restored()
+                monitor.resync()
+            return
+        if not scale.known:
+            scale.known = True
+            self.build_stages()
+        if not unscaled:
+            self.losses.unscale(self.window.micro_batches, scaled[0])
+        if self.screened is not None:
+            if not unscaled:
+                scale_(self.buffer.gradients(), scaled[0].reciprocal())
+            return
+        if unscaled:
+            self._check_unscaled()
+        if weight or scale.in_use or self.ranks.is_distributed:
+            scale.add(scaled[0], scaled[1], in_reach)
             monitor.resync()
 
-    def _counted(self, weight: float | None) -> None:
+    def _check_unscaled(self) -> None:
+        """`scaler.unscale_` has divided what is in `p.grad`: all of a window that closes."""
+        if self.named is not None and len(self.named.sums) > 1:
+            raise WindowError(
+                "scaler.unscale_() reaches one of the sums that losses by name have, and not the others. Leave it out: "
+                "the wrapper unscales, and clips with clip_grad_norm=. discard() drops the window."
+            )
+        if not self.window.closes_next:
+            raise unscaled_error()
+
+    def _restart_arrivals(self, weight: float | None) -> None:
         """The micro-batch is in: what arrives from now on belongs to the next one."""
-        monitor = self.monitor
+        monitor, noise = self.monitor, self.noise
         if self.ranks.sharded or self.arrival_scale.factor != 1.0:
             self._scale_arrivals(1.0)
         if self.screened is not None:
@@ -371,24 +382,15 @@ class GradientWindow(Listener):
             monitor.forget_arrivals()
             if isinstance(monitor, ShardedMonitor):
                 monitor.keep()
-        if self.noise is not None and self.noise.waiting and self.window.weight > 0 and not self.ranks.reduced:
-            self._measure(self.noise)
+        if noise is not None and noise.waiting and self.window.weight > 0 and not self.ranks.reduced:
+            self._measure(noise)
 
     def _settle(self) -> None:
         """Whether there is more in this window than gradients that autograd adds up."""
-        buffer, scale = self.buffer, self.loss_scale
-        moved = buffer.restored is not None or buffer.detached is not None or self.arrival_scale.factor != 1.0
-        named = self.named is not None and bool(self.named.sums)
-        self.special = self._always_special or moved or named or scale.in_use or self._failure is not None
-
-    def _check_ways(self) -> None:
-        """Raise if losses of this window came in ways that don't go together: by name or not, weighed or not."""
-        one, arrivals = self.window.micro_batch, self.monitor.arrivals
-        if self.named is not None and self.named.sums:
-            if arrivals != one.weighed:
-                raise mixed_terms_error()
-        elif one.weight is not None and one.factor != 1.0 and arrivals != one.weighed:
-            raise mixed_error()
+        moved = self.buffer.restored is not None or self.buffer.detached is not None or self.arrival_scale.factor != 1.0
+        self.special = (
+            self._always_special or moved or self.by_name or self.loss_scale.in_use or self._failure is not None
+        )
 
     def _measure(self, noise: NoiseMeter) -> None:
         """Show the meter the sum so far: unscaled and over the weight, it is the mean of the micro-batches so far."""
@@ -404,26 +406,6 @@ class GradientWindow(Listener):
             self.check_untouched()
         if self.buffer.detached is not None:
             self._reattach()
-
-    def _unscale(self, scale: Tensor | None, found_inf: Tensor, *, in_reach: bool) -> None:
-        if not self.loss_scale.known:
-            self.loss_scale.known = True
-            self.build_stages()
-        if scale is not None:
-            self.loss.unscale(self.window.micro_batches, scale)
-        if self.screened is None:
-            if scale is None and self.named is not None and len(self.named.sums) > 1:
-                raise WindowError(
-                    "scaler.unscale_() reaches one of the sums that losses by name have, and not the others. Leave it "
-                    "out: the wrapper unscales, and clips with clip_grad_norm=. discard() drops the window."
-                )
-            if scale is None and not self.window.closes_next:
-                raise unscaled_error()
-            if self.window.micro_batch.weight or self.loss_scale.in_use or self.ranks.is_distributed:
-                self.loss_scale.add(scale, found_inf, in_reach)
-                self.monitor.resync()
-        elif scale is not None:
-            scale_(self.buffer.gradients(), scale.reciprocal())
 
     # The window's end.
 
@@ -446,8 +428,7 @@ class GradientWindow(Listener):
     def _weigh(self, total: WindowTotal) -> None:
         """What the window weighs has become known."""
         window, size = self.window, self.ranks.size
-        # The ranks' reduction leaves a mean over them.
-        total.weight, total.divisor = window.weight, window.divisor / size
+        total.weight, total.divisor = window.weight, window.divisor / size  # the ranks' reduction leaves a mean
         weight = window.weight / (window.unit or 1)
         total.rows, total.multiple = window.weight, weight / total.divisor / size if total.divisor else 1.0
 
@@ -457,8 +438,8 @@ class GradientWindow(Listener):
         """Leave out micro-batches that were not finite, and have the sum of the rest in `p.grad`."""
         assert self.screened is not None
         counted = self.screened.present()
-        self.loss.dropped = {index for index, counts in enumerate(counted) if not counts}
-        if self.loss.dropped:
+        self.losses.dropped = {index for index, counts in enumerate(counted) if not counts}
+        if self.losses.dropped:
             logger.warning("Left out %d of %d micro-batches: gradient not finite", counted.count(False), len(counted))
         self.window.weight = math.fsum(w for w, counts in zip(self.window.weights, counted, strict=True) if counts)
         self._weigh(total)
@@ -541,6 +522,8 @@ class GradientWindow(Listener):
     def reduced(self) -> None:
         self.monitor.resync()
 
+    # It is over.
+
     def close(self) -> None:
         """The update is made, or given up: the next micro-batch is the first of a new window."""
         self.begin()
@@ -588,3 +571,14 @@ class GradientWindow(Listener):
         self.check_failed()
         if self.monitor.arrivals or self.window.micro_batch.weight is not None:
             raise untouched_error()
+
+
+@torch.no_grad()
+def _add(parameter: Tensor, gradient: Tensor) -> None:
+    """Add a gradient that comes from no backward pass, in the dtype in which autograd would."""
+    if parameter.grad is None:
+        parameter.grad = gradient.to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
+    elif gradient.is_sparse or parameter.grad.is_sparse:
+        parameter.grad = parameter.grad + gradient.to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
+    else:
+        parameter.grad.add_(gradient)

@@ -1,12 +1,11 @@
 """The windows of one optimizer, one after the other: how long each is, when it closes, and its update.
 
-Who fills the windows is one of five phases, and nothing else:
+Who fills them: the user's loop (PLAIN), or one of `batches()` (LOOP), whose epoch they are then of.
 
     phase     what it means                                      goes to
     PLAIN     no loop of `batches()` runs                        LOOP when one begins
     RESTORED  PLAIN, in the middle of a checkpoint's window      LOOP, which continues that window
-    LOOP      a loop of `batches()` runs                         ENDING with its last batch; PLAIN when it is left
-    ENDING    the last windows of its epoch close on all ranks   PLAIN; AHEAD where its first batch had no `step()`
+    LOOP      a loop of `batches()` runs: `source`               PLAIN; AHEAD where its first batch had no `step()`
     AHEAD     something has fetched ahead of the loop            LOOP; PLAIN by `discard()`. `step()` is an error
 
 In LOOP, a batch that has been handed out may be counted once: `MicroBatch.announced`.
@@ -17,34 +16,27 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gradaccum.core.noise import NoiseSchedule
+from gradaccum.core.window import Window
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.noise import inside_step
 from gradaccum.schedule import Schedule
 from gradaccum.torch.watch import ParameterMonitor, parameters_of
 from gradaccum.torch.window.gradient_window import GradientWindow
-from gradaccum.torch.window.other_loops import OtherLoops
 
-__all__ = ["Phase", "Windows", "on_collect"]
+__all__ = ["OtherLoops", "Windows", "on_collect"]
 
 logger = logging.getLogger("gradaccum")
 
-
-class Phase(enum.Enum):
-    """Who fills the windows."""
-
-    PLAIN = enum.auto()
-    RESTORED = enum.auto()
-    LOOP = enum.auto()
-    ENDING = enum.auto()
-    AHEAD = enum.auto()
+_Phase = enum.Enum("_Phase", ["PLAIN", "RESTORED", "LOOP", "AHEAD"])
 
 
 class Windows:
@@ -58,20 +50,19 @@ class Windows:
         step: weakref.WeakMethod[Callable[..., Any]],
         check_steps: Callable[[Schedule], None],
     ) -> None:
-        self.inner = inner
-        self.schedule = schedule
-        self.current = current
-        self.ranks = current.ranks
-        self.epoch = 0
-        self.updates = 0
+        self.inner, self.schedule, self.current, self.ranks = inner, schedule, current, current.ranks
+        self.epoch = self.updates = 0
         self.updated = False
         self.in_epoch = False
         """Whether this epoch has a micro-batch."""
-        self.phase = Phase.PLAIN
-        self.source: object | None = None
-        """The `Batches` whose loop is LOOP or ENDING."""
-        self.left_over: object | None = None
+        self._phase = _Phase.PLAIN
+        self.source: Any = None
+        """The `Batches` whose loop runs."""
+        self.left_over: Any = None
         """What a loop of `batches()` over an iterator had fetched ahead when it was broken off."""
+        self._first_unused: bool | None = None
+        """Whether the loop's first batch had no `step()`; None while it is in use."""
+        self._updates_in_loop = 0
         self.before_update: Callable[[], None] | None = None
         """Called before the inner optimizer's step: a checkpoint may have reserved room in its state."""
         self._other_loops = OtherLoops(current.window)
@@ -134,18 +125,28 @@ class Windows:
     def count(self, scaled: Sequence[Any] = ()) -> None:
         """A micro-batch is in; with the one that closes the window, make the update."""
         current = self.current
-        window = current.window
+        window, monitor = current.window, current.monitor
         one = window.micro_batch
         if one.in_batches and not one.announced:
-            raise _counted_twice_error()
-        if self.phase is Phase.AHEAD and not one.in_batches:
-            raise _fetched_ahead_error()
+            raise WindowError(
+                "step() was called twice for one batch of batches(), which weighs a batch by its rows and closes the "
+                "epoch's last window with its last batch. Call step() once per batch; to split a batch further, or to "
+                "use it several times, loop over the loader itself and call flush() at the epoch's end. discard() "
+                "drops the window."
+            )
+        if self._phase is _Phase.AHEAD and not one.in_batches:
+            raise WindowError(
+                "step() came after the loop of batches() was over, whose first batch had none: something around "
+                "batches() fetches ahead, list() or a prefetcher perhaps, or is another loop over the same optimizer's "
+                "batches(), so batches were weighed by others' rows. Put batches() around it: "
+                "optimizer.batches(prefetched(loader)); and have one such loop at a time. discard() forgets that loop."
+            )
         if not window.micro_batches:
             if window.steps != self.schedule.constant:
                 self._settle_steps()
-            if self.parameter_monitor.window_begins(current.monitor.looking):
+            if self.parameter_monitor.window_begins(monitor.looking):
                 current.parameters_added()
-        if current.monitor.looking and self.schedule.constant != 1:
+        if monitor.looking and self.schedule.constant != 1:
             self._check_micro_batch(current)
         closes = current.count(scaled)
         if OtherLoops.running and not one.in_batches:
@@ -164,21 +165,20 @@ class Windows:
         if current.window.micro_batches:
             self.parameter_monitor.check_lists()
         if self.parameter_monitor.written():
-            self.warn_once(
+            self._warn_once(
                 "Parameters were changed inside an open window, by another optimizer's step, by clamping or loading, "
                 "perhaps. The gradients of its micro-batches belong to different ones. Change parameters when "
                 "`updated` is True."
             )
         if one.weight != 0 and monitor.idle and current.buffer.detached is None:
-            self.warn_once(
+            self._warn_once(
                 "step() counts a micro-batch whose loss reached none of the parameters, or that had no backward pass: "
                 "its rows count, with a gradient of zero. To leave them out, leave out its step(), or use "
                 "backward(loss, weight=0)."
             )
         monitor.warn_of_several_passes(current.window.steps)
 
-    def warn_once(self, what: str) -> None:
-        """Log a warning, the first time."""
+    def _warn_once(self, what: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
             logger.warning(what)
@@ -231,37 +231,79 @@ class Windows:
         window = self.current.window
         if window.micro_batches and not self.current.saved:
             logger.warning("Discarding an open window of %d of %d micro-batches", window.micro_batches, window.steps)
-        if self.phase is Phase.AHEAD:
-            self.phase = Phase.PLAIN
+        if self._phase is _Phase.AHEAD:
+            self._phase = _Phase.PLAIN
         self.current.begin()
         self.current.special = True
         self.current.empty()
-        self.current.loss.restart()  # what it had belongs to no update
+        self.current.losses.restart()  # what it had belongs to no update
         self.expect_next()
 
-    def on_collect(self) -> None:
-        """The optimizer is gone."""
-        window = self.current.window
-        if window.micro_batches and not self.current.saved:
-            logger.warning(
-                "An optimizer is gone whose open window held %d of %d micro-batches, which make no update: flush() at "
-                "an epoch's end would have made it",
-                window.micro_batches,
-                window.steps,
+    # A loop of `batches()`: begin_loop, then for each batch expect_batch and end_batch, then end_loop and end_epoch.
+
+    def begin_loop(self, source: Any, resumed: bool) -> None:
+        """Its first batch is there; `resumed` in the middle of an epoch."""
+        before, phase = self.source, self._phase
+        self.source, self._phase, self._first_unused = None, _Phase.PLAIN, None
+        if phase is not _Phase.RESTORED and not resumed:
+            if before is None:
+                self.flush()  # left over by a plain loop; the window ends with its epoch
+            elif not before.goes_on_in(source):
+                self.discard()  # the loop before was left by an exception, and this one starts over
+        self._set_source(source)
+
+    def _set_source(self, source: Any, phase: _Phase = _Phase.PLAIN) -> None:
+        self.source, self._phase = source, phase if source is None else _Phase.LOOP
+        self._other_loops.note(source is not None)
+
+    def expect_batch(self, weight: float, given: bool, last: bool) -> None:
+        """A batch is about to be handed out."""
+        if not self.ranks.is_distributed:
+            self.current.expect(weight, given, last)
+            return
+        self.ranks.agree_on_last(last)
+        self.current.expect(weight, given, last)
+        self.expect_next(counts=weight > 0)
+
+    def end_batch(self) -> None:
+        """The next batch is asked for."""
+        current = self.current
+        announced = current.window.micro_batch.announced
+        if self._first_unused is None:
+            self._first_unused = announced
+        if announced or current.special or current.monitor.looking or current.monitor.arrivals:
+            current.skip()
+
+    def end_loop(self) -> None:
+        """It has used its last batch; `join_remaining`, then `end_epoch` follow."""
+        self._updates_in_loop = self.updates
+        self.ranks.end_epoch()
+        if self.current.window.micro_batches:
+            self.flush()  # the last micro-batch was skipped
+
+    def end_epoch(self) -> bool:
+        """The epoch is over on all ranks. Returns whether it had a batch on any."""
+        in_epoch = self.in_epoch
+        self._leave_loop(_Phase.AHEAD if self._first_unused else _Phase.PLAIN)
+        wrapper: Any = getattr(self._step(), "__self__", None) if self.updates > self._updates_in_loop else None
+        if hasattr(getattr(wrapper, "step", None), "_wrapped_by_lr_sched") and not wrapper._optimizer_step_post_hooks:
+            self._warn_once(
+                "An update was made after the loop, as its last batch was skipped or other ranks had more: where "
+                "`if optimizer.updated: scheduler.step()` does not see it. A hook does: "
+                "optimizer.register_step_post_hook(lambda *_: scheduler.step())."
             )
-        self.current.remove()
+        return in_epoch
 
-    # Epochs.
+    def break_off(self) -> None:
+        """The loop was left before its end."""
+        self.ranks.abort()
+        window = self.current.window
+        if window.micro_batches or window.micro_batch.weight is not None:
+            self.discard()
+        self._leave_loop(_Phase.PLAIN)
 
-    def begin_loop(self, source: object) -> None:
-        """A loop of `batches()` has its first batch."""
-        self.phase, self.source = Phase.LOOP, source
-        self._other_loops.note(True)
-
-    def end_loop(self, ahead: bool) -> None:
-        """The loop of `batches()` is over, on all ranks; `ahead`: its first batch had no `step()`."""
-        self.phase, self.source = Phase.AHEAD if ahead else Phase.PLAIN, None
-        self._other_loops.note(False)
+    def _leave_loop(self, phase: _Phase) -> None:
+        self._set_source(None, phase)
         self.current.expect_nothing()
         self._next_epoch()
         self.expect_next()
@@ -274,16 +316,12 @@ class Windows:
     def join_remaining(self, once: bool = False) -> None:
         """Take part in the windows that other ranks still make in this epoch, and in their updates."""
         while self.ranks.others_continue():
-            self.join_update()
+            self.in_epoch = True
+            self.current.empty()
+            self.updated = self._update() or self.updated
+            self.current.empty()
             if once:
                 break
-
-    def join_update(self) -> None:
-        """Make the update of a window that other ranks close."""
-        self.in_epoch = True
-        self.current.empty()
-        self.updated = self._update() or self.updated
-        self.current.empty()
 
     # The update.
 
@@ -317,20 +355,6 @@ class Windows:
             return None
         return inside_step(self.inner, followed.scaled(self.inner.param_groups))
 
-    def may_have_missed(self) -> None:
-        """Updates came after the loop's body: say so where a learning-rate schedule may be stepped there."""
-        wrapper: Any = getattr(self._step(), "__self__", None)
-        if hasattr(getattr(wrapper, "step", None), "_wrapped_by_lr_sched") and not wrapper._optimizer_step_post_hooks:
-            self.warn_of_schedule()
-
-    def warn_of_schedule(self) -> None:
-        """Say, once, that a learning-rate schedule has missed an update."""
-        self.warn_once(
-            "An update was made after the loop, as its last batch was skipped or other ranks had more: where "
-            "`if optimizer.updated: scheduler.step()` does not see it. A hook does: "
-            "optimizer.register_step_post_hook(lambda *_: scheduler.step())."
-        )
-
     # Files.
 
     def state_dict(self) -> dict[str, Any]:
@@ -344,14 +368,13 @@ class Windows:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` wrote, with the open window that `current` has."""
         self.epoch, self.updates, self.in_epoch = state["epoch"], state["updates"], state["in_epoch"]
-        self.source, self.updated = None, False
-        self._other_loops.note(False)
+        self.updated = False
         followed = state.get("noise_schedule")
         if followed and self.noise_schedule is not None and self.current.noise is not None:
             self.noise_schedule.load_state_dict(followed)
             self.current.noise.load_state_dict(state["noise"])
         restored = self.current.window.is_open
-        self.phase = Phase.RESTORED if restored else Phase.PLAIN
+        self._set_source(None, _Phase.RESTORED if restored else _Phase.PLAIN)
         self._scheduled_for = (self.epoch, self.updates) if restored else None
         if restored:
             self.parameter_monitor.resume()
@@ -360,25 +383,55 @@ class Windows:
 
 def on_collect(windows: Windows) -> None:
     """The optimizer is gone: if in the middle of a window, or of a loop of `batches()`, an error has ended its loop."""
-    if windows.current.window.is_open or windows.source is not None:
+    window = windows.current.window
+    if window.is_open or windows.source is not None:
         windows.ranks.abort()
-    windows.on_collect()
+    if window.is_open and not windows.current.saved:
+        logger.warning(
+            "An optimizer is gone whose open window held %d of %d micro-batches, which make no update: flush() at an "
+            "epoch's end would have made it",
+            window.micro_batches,
+            window.steps,
+        )
+    windows.current.remove()
 
 
-def _counted_twice_error() -> WindowError:
-    """A batch of `batches()` has come to two steps."""
-    return WindowError(
-        "step() was called twice for one batch of batches(), which weighs a batch by its rows and closes the epoch's "
-        "last window with its last batch. Call step() once per batch; to split a batch further, or to use it several "
-        "times, loop over the loader itself and call flush() at the epoch's end. discard() drops the window."
-    )
+class OtherLoops:
+    """The loops of `batches()` that fill other optimizers' windows, as one optimizer sees them.
 
+    An optimizer that steps inside of one counts its micro-batches equally, where the other weighs them: a warning.
+    """
 
-def _fetched_ahead_error() -> WindowError:
-    """Batches of `batches()` are trained on after the loop."""
-    return WindowError(
-        "step() came after the loop of batches() was over, whose first batch had none: something around batches() "
-        "fetches ahead, list() or a prefetcher perhaps, or is another loop over the same optimizer's batches(), so "
-        "batches were weighed by others' rows. Put batches() around it: optimizer.batches(prefetched(loader)); and "
-        "have one such loop at a time. discard() forgets that loop."
-    )
+    running: ClassVar[dict[int, weakref.ref[Window]]] = {}
+    """Windows that such a loop fills, of all optimizers."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._before: dict[int, float] = {}
+        self._warned = False
+
+    def note(self, filled: bool) -> None:
+        """Whether a loop of `batches()` fills this optimizer's window from now on."""
+        number = id(self._window)
+        if filled:
+            self.running[number] = weakref.ref(self._window, lambda _: self.running.pop(number, None))
+        else:
+            self.running.pop(number, None)
+
+    def look(self) -> None:
+        """Warn, once, if this window counts another one's batches equally, and they differ."""
+        window, before = self._window, self._before
+        if self._warned or window.weights_given or window.reduction == "sum":
+            return
+        others = [other for one in [*self.running.values()] if (other := one()) is not None and other is not window]
+        self._before = {id(other): other.micro_batch.default for other in others}
+        for number, rows in self._before.items():
+            if window.micro_batches > 1 and rows != before.get(number, rows):
+                self._warned = True
+                warnings.warn(
+                    "This optimizer steps inside of another one's batches(), which weigh differently (the last two "
+                    f"{before[number]:g} and {rows:g}), and counts its micro-batches equally. Let both share the "
+                    "batches, a.batches(b.batches(loader)), or use backward(loss, weight=...).",
+                    stacklevel=4,
+                )
+                break
