@@ -105,15 +105,11 @@ class Batches:
                     ahead.exhaust()
                     break
             self._handed_out, self._loader_state = 0, None
-            took_part = self._end() if ahead.failure is None else []
-            if ahead.is_empty and not resumed and not any(took_part):
+            took_part = ahead.failure is None and self._end()
+            if ahead.is_empty and not resumed and not took_part:
                 raise _empty_error(self.loader)
         except GeneratorExit:
-            assert ahead is not None
-            for windows, _ in self.members:
-                if windows.source is self:
-                    windows.break_off()
-                    windows.left_over = None if ahead.is_over else ahead
+            self._break_off(ahead)
             raise
         except Exception:  # the batches cannot be used, or a window cannot be closed
             for windows, _ in self.members:
@@ -148,8 +144,15 @@ class Batches:
             windows.begin_loop(self, resumed)
         return found
 
-    def _end(self) -> list[bool]:
-        """The loop has used the last batch. Returns for each optimizer whether the epoch had one, on any rank.
+    def _break_off(self, ahead: _Ahead | None) -> None:
+        assert ahead is not None
+        for windows, _ in self.members:
+            if windows.source is self:
+                windows.break_off()
+                windows.left_over = None if ahead.is_over else ahead
+
+    def _end(self) -> bool:
+        """The loop has used the last batch. Returns whether the epoch had one, on any rank.
 
         Other ranks may go on, and close more windows. Those of several optimizers come in an order that this rank
         doesn't know, so there they must not.
@@ -164,8 +167,8 @@ class Batches:
                 windows.ranks.check_end()
         for windows in ending:
             windows.join_remaining()
-        others = [True] * (len(self.members) - len(ending))  # another loop has begun since
-        return others + [windows.end_epoch() for windows in ending]
+        took_part = [windows.end_epoch() for windows in ending]
+        return any(took_part) or len(ending) < len(self.members)  # of which another loop has begun since
 
 
 class _Ahead:

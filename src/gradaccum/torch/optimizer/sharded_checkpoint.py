@@ -45,7 +45,9 @@ def pack(inner: torch.optim.Optimizer, window: dict[str, Any], ranks: Ranks) -> 
         "largest": window["window"]["largest"],
         "losses": [[i, loss.item(), str(loss.dtype).removeprefix("torch."), weight] for i, loss, weight in losses],
     }
-    packed["param_groups"][0][KEY] = json.dumps({**window, "blank": blank or nothing_yet, "parts": ranks.channel.gather(mine)})
+    packed["param_groups"][0][KEY] = json.dumps(
+        {**window, "blank": blank or nothing_yet, "parts": ranks.channel.gather(mine)}
+    )
     return packed
 
 

@@ -114,22 +114,29 @@ class _Watched:
                 self.comparable = _has_digest(gradient)
         sum_.gradient = gradient
 
+    @property
+    def as_it_was(self) -> bool:
+        """Whether one glance shows that nothing has happened to the gradient since the last look, as nearly always."""
+        sum_, gradient = self.sum, self.sum.gradient
+        same = self.finished is None and (gradient is None or gradient._version == sum_.version)
+        return gradient is self.parameter.grad and same and sum_.arrivals == sum_.seen
+
     def modification(self) -> Modification | None:
         """What was done to the gradient since the last look, as far as the tensor and its version show."""
         gradient, before, arrived = self.parameter.grad, self.sum.gradient, self.sum.arrivals - self.sum.seen
         if self.finished is not None and gradient is self.finished[0]:
             left = self.sum.arrivals and gradient._version == self.finished[1] + self.sum.arrivals
             return "left" if left and _counts_versions(gradient) else None
-        if before is not None:
-            if gradient is before:
-                edited = gradient._version != self.sum.version + arrived
-                return "edited" if edited and _counts_versions(gradient) and not _adds_out_of_place() else None
-            if gradient is None or not arrived:
-                return "cleared"
-            # With create_graph=True, and for sparse gradients, autograd adds out of place.
-            out_of_place = gradient.requires_grad or gradient.is_sparse or not _counts_versions(gradient)
-            return None if out_of_place or _adds_out_of_place() else "cleared"
-        return None if gradient is None or arrived else "assigned"
+        if before is None:
+            return None if gradient is None or arrived else "assigned"
+        if gradient is before:
+            edited = gradient._version != self.sum.version + arrived
+            return "edited" if edited and _counts_versions(gradient) else None
+        if gradient is None or not arrived:
+            return "cleared"
+        # With create_graph=True, for sparse gradients and when compiled, autograd adds out of place.
+        out_of_place = gradient.requires_grad or gradient.is_sparse or not _counts_versions(gradient)
+        return None if out_of_place else "cleared"
 
 
 class GradientMonitor:
@@ -302,15 +309,9 @@ class GradientMonitor:
     def _found(self) -> Modification | None:
         edited = False
         for watched in self._watched:
-            gradient, arrived = watched.sum.gradient, watched.sum.arrivals - watched.sum.seen
-            same = watched.finished is None and (gradient is None or gradient._version == watched.sum.version)
-            if gradient is watched.parameter.grad and same and not arrived:  # nearly always
+            found = None if watched.as_it_was else watched.modification()
+            if found == "assigned" and not (self.looking and watched.parameter.grad.count_nonzero()):  # type: ignore[union-attr]  # it has one
                 continue
-            found = watched.modification()
-            if found == "assigned":
-                assert watched.parameter.grad is not None
-                if not self.looking or not watched.parameter.grad.count_nonzero():
-                    continue
             if found == "edited" and self._digest is not None:
                 edited = True  # or only written
             elif found is not None:
@@ -454,11 +455,6 @@ def _digest(gradients: list[Tensor]) -> Tensor | None:
     norms = torch._foreach_norm(found, 2, dtype=None if plain else wide)
     rows = [norms, torch._foreach_max(found)]
     return torch.stack([torch.stack(row if plain else [n.to(device, wide) for n in row]) for row in rows])
-
-
-def _adds_out_of_place() -> bool:
-    """Compiled autograd adds later, in its own way."""
-    return torch.compiler.is_compiling()
 
 
 def _counts_versions(gradient: Tensor) -> bool:

@@ -81,7 +81,9 @@ class GradientWindow(Listener):
         self.named = NamedSums(parameters, accumulate_dtype, self.losses) if self.screened is None else None
         self.buffer: GradientBuffer = self.screened or self.named  # type: ignore[assignment]  # one of the two is there
         self.buffer.attach(ranks.engine.pending)
-        self.monitor = ShardedMonitor(parameters, ranks.engine.pending) if ranks.sharded else GradientMonitor(parameters)
+        self.monitor = (
+            ShardedMonitor(parameters, ranks.engine.pending) if ranks.sharded else GradientMonitor(parameters)
+        )
         self.loss_scale = LossScale(self.buffer, self.monitor)
         self.arrival_scale = ArrivalScale(parameters)
         ranks.attach(self)
@@ -180,11 +182,11 @@ class GradientWindow(Listener):
         """Weigh the micro-batch, and run the backward pass with its factor."""
         if self._failure is not None or self.monitor.unfinished:
             self.check_failed()
-        if type(loss) is not Tensor and isinstance(loss, (Mapping, list)):
-            self._backward_named(checked_terms(loss, weight), retain_graph, create_graph)
-            return
         window, one = self.window, self.window.micro_batch
         if type(loss) is not Tensor or loss.ndim:
+            if isinstance(loss, (Mapping, list)):
+                self._backward_named(checked_terms(loss, weight), retain_graph, create_graph)
+                return
             loss = checked_scalar(loss, "`loss`")
         if self.special and self.by_name:
             raise mixed_terms_error()
