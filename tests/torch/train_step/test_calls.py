@@ -13,7 +13,7 @@ from torch import nn
 from gradaccum.torch import TrainStep
 
 ROWS, MICRO = 16, 4
-SMALL = 126
+SMALL = 118
 
 
 def calls(run: Callable[[], Any]) -> tuple[int, int]:
@@ -64,6 +64,6 @@ def beyond_the_loop(layers: int) -> tuple[int, int]:
 def test_an_ordinary_window_of_four_makes_so_many_calls_beyond_the_loop_by_hand() -> None:
     python, c = beyond_the_loop(layers=0)  # of 1 MiB or less, which is copied before each update
     assert python <= SMALL
-    assert c <= 100
+    assert c <= 92
     few, many = beyond_the_loop(layers=300)[0], beyond_the_loop(layers=400)[0]
-    assert few == many <= 110
+    assert few == many <= 102

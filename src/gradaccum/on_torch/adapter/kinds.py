@@ -19,6 +19,7 @@ SMALL = 1 << 16
 """Numbers in a tensor up to which a look at each of them takes no time beside an update."""
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MISSING, _IGNORED, _ZERO = "missing ", "ignored ", "zero "
+Vary = Callable[[Tensor, int], Tensor]
 
 
 class BatchKinds:
@@ -71,7 +72,7 @@ class BatchKinds:
         if leaf.dtype in _WHOLE:  # these may be targets
             least = self._extend(batch, path, leaf)
         nearest = None
-        for key, vary in _variations(path, leaf, dim, thorough=first):
+        for key, vary in _variations(path, leaf.dtype, leaf.dim(), first or leaf.numel() <= SMALL):
             if key in self._uneven or (least >= 0 and key.startswith(_IGNORED)):
                 continue
             if not first and key.startswith((_MISSING, _ZERO)):
@@ -79,7 +80,7 @@ class BatchKinds:
                     nearest = (leaf if leaf.dtype is torch.bool else leaf.abs()).amin().item()
                 if nearest > 0 or (nearest == 0 and key.startswith(_MISSING)):
                     continue
-            if bool(_differs(vary())):
+            if bool(_differs(vary(leaf, dim))):
                 self._newly_uneven.add(key)
 
     def _look_later(self, batch: Batch, path: str, leaf: Tensor, dim: int) -> None:
@@ -92,15 +93,15 @@ class BatchKinds:
                 none_ignored = self._extend(batch, path, leaf) >= 0
             elif arrived is not None or path not in self._pending:
                 self._pending[path] = _read_later(torch.stack([*leaf.aminmax()]))
-        for key, vary in _variations(path, leaf, dim, thorough=False):
+        for key, vary in _variations(path, leaf.dtype, leaf.dim(), leaf.numel() <= SMALL):
             if key in self._uneven or (none_ignored and key.startswith(_IGNORED)):
                 continue
             arrived = self._arrived(key)
             if arrived is not None and arrived[0]:
-                if bool(_differs(vary())):
+                if bool(_differs(vary(leaf, dim))):
                     self._newly_uneven.add(key)
             elif arrived is not None or key not in self._pending:
-                self._pending[key] = _read_later(_differs(vary()).reshape(1))
+                self._pending[key] = _read_later(_differs(vary(leaf, dim)).reshape(1))
 
     def _extend(self, batch: Batch, path: str, leaf: Tensor) -> float:
         """Note a tensor's ends where they are outside of all before. Returns its smallest number."""
@@ -145,15 +146,16 @@ def _columns(batch: Batch) -> Iterator[Callable[[], Sequence[float]]]:
     """Functions that return a number for each row; the smallest and the largest values last."""
     plain = [(path, leaf, dim) for path, leaf, dim in batch.leaves if _is_plain(leaf) and not leaf.is_complex()]
     for path, leaf, dim in plain:
-        for _, vary in _variations(path, leaf, dim, thorough=True):
-            yield _listed(vary)
+        for _, vary in _variations(path, leaf.dtype, leaf.dim(), True):
+            yield functools.partial(_listed, vary, leaf, dim)
     for _, leaf, dim in plain:
-        for end in batch.ends(leaf) if leaf.dtype is not torch.bool else ():
-            yield _listed(functools.partial(_equal, leaf, dim, end))
+        if leaf.dtype is not torch.bool:
+            for end in batch.ends(leaf):
+                yield functools.partial(_listed, functools.partial(_equal, end), leaf, dim)
 
 
-def _listed(vary: Callable[[], Tensor]) -> Callable[[], list[float]]:
-    return lambda: vary().tolist()
+def _listed(vary: Vary, leaf: Tensor, dim: int) -> list[float]:
+    return vary(leaf, dim).tolist()
 
 
 def _in_the_models(modes: list[bool]) -> Iterator[tuple[bool, int, bool]]:
@@ -165,23 +167,21 @@ def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not leaf.is_nested and leaf.layout is torch.strided and bool(leaf.numel())
 
 
-def _variations(path: str, leaf: Tensor, dim: int, thorough: bool) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+@functools.lru_cache(maxsize=256)
+def _variations(path: str, dtype: torch.dtype, dims: int, small: bool) -> tuple[tuple[str, Vary], ...]:
     """What may differ among the rows of this tensor: a name, and a function that returns a number for each row."""
-    floating, small = leaf.is_floating_point(), thorough or leaf.numel() <= SMALL
-    if floating and small:
-        yield _MISSING + path, lambda: _sums(leaf.isnan(), dim)
-    if leaf.dtype in _WHOLE or (floating and small):
-        yield _IGNORED + path, lambda: _sums(leaf < 0, dim)
-    if small:
-        yield _ZERO + path, lambda: _sums(leaf == 0, dim)
-    named = "mask" in path or "weight" in path
-    if (named and leaf.dim() <= 2) or (floating and leaf.dim() == 1):
-        yield f"sum {path}", lambda: _sums(leaf, dim)
-    if named and leaf.dim() == 2:
-        yield f"left {path}", lambda: leaf.detach().movedim(dim, 0)[:, 0] == 0
+    floating, named = dtype.is_floating_point, "mask" in path or "weight" in path
+    found: dict[str, tuple[bool, Vary]] = {
+        _MISSING + path: (floating and small, lambda leaf, dim: _sums(leaf.isnan(), dim)),
+        _IGNORED + path: (dtype in _WHOLE or (floating and small), lambda leaf, dim: _sums(leaf < 0, dim)),
+        _ZERO + path: (small, functools.partial(_equal, 0)),
+        f"sum {path}": ((named and dims <= 2) or (floating and dims == 1), _sums),
+        f"left {path}": (named and dims == 2, lambda leaf, dim: leaf.detach().movedim(dim, 0)[:, 0] == 0),
+    }
+    return tuple((key, vary) for key, (there, vary) in found.items() if there)
 
 
-def _equal(leaf: Tensor, dim: int, value: float) -> Tensor:
+def _equal(value: float, leaf: Tensor, dim: int) -> Tensor:
     return _sums(leaf == value, dim)
 
 
