@@ -84,12 +84,12 @@ class Proof:
         self.scale = LoweredScale(scaler)
         self.schedule, self.kinds, self._attempts = ProofSchedule(), BatchKinds(), 0
         self._text = frozenset[str]()
-        self._pending_warning = ""
+        self._pending_warning, self.failed_parts = "", (0, Exception())
         self._warned: set[str] = set()
 
     def is_due(self, batch: Batch, modes: list[bool], text: frozenset[str] = frozenset()) -> bool:
         """Whether this batch, which has rows to be split, is to be proven: of a new kind, or the 2nd, 4th, 8th, ..."""
-        self._pending_warning, self._text = "", text
+        self._pending_warning, self._text, self.failed_parts = "", text, (0, Exception())
         if batch.rows < 2 or self._attempts >= ATTEMPTS or (batch.groups is not None and len(batch.units()) < 2):
             self.schedule.batches += 1
             return False
@@ -169,6 +169,20 @@ class Proof:
             f"Whether micro-batches make the large batch's update could not be proven: {rows} rows of this batch can't "
             f"be evaluated, at once or in parts ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})."
         )
+
+    def check_error(self, error: BaseException) -> None:
+        """Raise a NotEquivalentError where the update has failed as micro-batches of the proof did, unlike its rows."""
+        rows, known = self.failed_parts
+        if type(error) is type(known) and type(error) in (RuntimeError, AssertionError, IndexError):
+            message = (
+                f"The model or the loss raises on micro-batches, and not on {rows} rows at once: "
+                f"{type(error).__name__}: {error}. Where rows belong together, as pairs do, groups= keeps them together."
+            )
+            result = Equivalence((), 0.0, (Cause("error", "loss", message),), rows)
+            try:
+                result.raise_if_different()
+            except NotEquivalentError as refused:
+                raise refused from error
 
     def tell(self) -> None:
         """The update has been made, so what could not be proven is no error of the batch or the model: warn of it."""
@@ -279,7 +293,11 @@ class _Runner(TorchRunner):
         order = torch.tensor(rows)
         few = self._few.take(order).map(self._detached_leaf)
         batch = watched(few, lambda taken: self.rng.start(order[taken]))
-        return self._proof.gradients(self._objective, batch, sizes)
+        try:
+            return self._proof.gradients(self._objective, batch, sizes)
+        except Exception as error:
+            self._proof.failed_parts = self.rows, error
+            raise
 
     def _outcome(self, loss: Tensor) -> Outcome:
         gradients: dict[str, Tensor | None] = {}

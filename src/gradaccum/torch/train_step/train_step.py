@@ -291,6 +291,7 @@ class TrainStep:
             self.update.abandon()
             self._state.abandon()
             self.batcher.explain(error, batch)
+            self._proof.check_error(error)
             raise
         self._state.close()
         return loss
