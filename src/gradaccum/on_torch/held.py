@@ -48,7 +48,9 @@ def names_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name in _names_in(function.__code__):
         if name in function.__globals__:
             yield name, function.__globals__[name]
-    yield from _defaults_of(function)
+    code, defaults = function.__code__, function.__defaults__ or ()
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults)
+    yield from (function.__kwdefaults__ or {}).items()
 
 
 def held_generators(*values: Any) -> list[Any]:
@@ -96,25 +98,13 @@ def _look_inside(value: Any, depth: int, seen: set[int], found: list[Any]) -> No
     elif isinstance(value, (list, tuple, set, frozenset)):
         inside = value
     elif hasattr(value, "__dict__"):
-        for own in type(value).__mro__:
-            if own.__module__.partition(".")[0] not in _NOBODYS:
-                _look_all((one for one in vars(own).values() if isinstance(one, types.FunctionType)), 0, seen, found)
-        inside = vars(value).values()
-        if isinstance(value, nn.Module):
-            inside = [one for name, one in vars(value).items() if name not in _OF_MODULES]
-    _look_all(itertools.islice(inside, None if hasattr(value, "__dict__") else MOST), depth, seen, found)
-
-
-def _look_all(values: Any, depth: int, seen: set[int], found: list[Any]) -> None:
-    for one in list(values):
+        own = [kind for kind in type(value).__mro__ if kind.__module__.partition(".")[0] not in _NOBODYS]
+        for one in [one for kind in own for one in vars(kind).values() if isinstance(one, types.FunctionType)]:
+            _look(one, 0, seen, found)
+        of_all = _OF_MODULES if isinstance(value, nn.Module) else ()
+        inside = [one for name, one in vars(value).items() if name not in of_all]
+    for one in list(itertools.islice(inside, None if hasattr(value, "__dict__") else MOST)):
         _look(one, depth, seen, found)
-
-
-def _defaults_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The defaults of a function's arguments, by name."""
-    code, defaults = function.__code__, function.__defaults__ or ()
-    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults)
-    yield from (function.__kwdefaults__ or {}).items()
 
 
 @functools.lru_cache(maxsize=4096)

@@ -176,7 +176,7 @@ class Proof:
         if type(error) is type(known) and type(error) in (RuntimeError, AssertionError, IndexError):
             message = (
                 f"The model or the loss raises on micro-batches, and not on {rows} rows at once: "
-                f"{type(error).__name__}: {error}. Where rows belong together, as pairs do, groups= keeps them together."
+                f"{type(error).__name__}: {error}. Where rows go together, as pairs do, groups= keeps them together."
             )
             result = Equivalence((), 0.0, (Cause("error", "loss", message),), rows)
             try:

@@ -58,15 +58,13 @@ class Packing:
     def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Tokens:
         """The micro-batches of a batch."""
         text = self.text(batch)
-        found = extents(batch.tree)
+        found, width = extents(batch.tree), mask_of(batch.tree).shape[1]
         groups = None if batch.groups is None else Groups(batch.groups.tolist())
         plan = Tokens(self.budget, found, sizes, groups)
         if self._judge and batch.rows:
             self.left = self._found_out(batch, text, plan.pieces, known=sizes is not None)
-        width = mask_of(batch.tree).shape[1]
-        kept = [kept_columns(extent, self.left, width) for extent in found]
         if self.left == "whole" or (self.left == "keep" and any(p.columns and p.columns[0] > 0 for p in plan.pieces)):
-            plan = Tokens(self.budget, kept, sizes, groups)
+            return Tokens(self.budget, [kept_columns(extent, self.left, width) for extent in found], sizes, groups)
         return plan
 
     def keep_left(self) -> None:
@@ -79,10 +77,8 @@ class Packing:
 
     def cause(self, batch: Batch, sure: bool) -> Cause | None:
         """Why micro-batches differ from a batch, if it is sure that nothing else is wrong with it."""
-        if not sure:
-            return None
-        what = "Cutting off columns of nothing but padding changes it."
-        return Cause("padding", "max_tokens", f"{what} {what_is_cut(self.text(batch))}")
+        what = f"Cutting off columns of nothing but padding changes it. {what_is_cut(self.text(batch))}"
+        return Cause("padding", "max_tokens", what) if sure else None
 
     def _found_out(self, batch: Batch, text: Collection[str], pieces: Sequence[Slice], *, known: bool) -> Left:
         """What happens to padding on the left of this batch: what each kind of row in it can bear, judged once."""
@@ -207,6 +203,7 @@ def edges(batch: Batch, text: Collection[str], pieces: Sequence[Slice]) -> dict[
 
     A causal model predicts a row's first token from the padding in front of it, if there is any, so a label there may
     count before padding is cut off, and not after. It does in some rows, and in others not: each kind is judged apart.
+    Behind a row's last token a label of 0 may be padding, or count.
     """
     found: dict[Edge, Slice] = {}
     rows, columns = mask_of(batch.tree).shape
@@ -216,56 +213,42 @@ def edges(batch: Batch, text: Collection[str], pieces: Sequence[Slice]) -> dict[
         if path in text and "attention_mask" not in path and leaf.shape[1] == columns
     ]
     spans = extents(batch.tree)
-    left = [piece for piece in pieces if piece.columns and piece.columns[0] > 0]
-    counting: list[list[str]] = [[] for _ in range(rows)]
-    if left:
-        firsts = torch.tensor([first for first, _ in spans])
-        every = torch.arange(rows)
+    if left := [piece for piece in pieces if piece.columns and piece.columns[0] > 0]:
+        firsts, every = torch.tensor([first for first, _ in spans]), torch.arange(rows)
+        counting: list[list[str]] = [[] for _ in range(rows)]
         for path, leaf in leaves_of_text:
             at, before = firsts.to(leaf.device), (firsts - 1).clamp(min=0).to(leaf.device)
-            changes = (leaf[every, at] != leaf[every, before]).reshape(rows, -1).any(1).tolist()
-            for row in every[torch.tensor(changes)].tolist():
-                counting[row].append(path)
-    for piece in left:
-        assert piece.columns is not None
-        assert isinstance(piece.rows, list)
-        for row in piece.rows:
-            edge = Edge(True, spans[row][0] == piece.columns[0], frozenset(counting[row]))
-            known = found.setdefault(edge, piece._replace(rows=[]))
-            if known.columns == piece.columns and known.size < ROWS:
-                known.rows.append(row)  # type: ignore[union-attr]  # a list
-    for edge, piece in _right(rows, columns, leaves_of_text, pieces):
-        found.setdefault(edge, piece)
+            _note(counting, path, (leaf[every, at] != leaf[every, before]).reshape(rows, -1).any(1))
+        for piece in left:
+            for row in _rows(piece):
+                edge = Edge(True, spans[row][0] == piece.columns[0], frozenset(counting[row]))  # type: ignore[index]
+                known = found.setdefault(edge, piece._replace(rows=[]))
+                if known.columns == piece.columns and known.size < ROWS:
+                    _rows(known).append(row)
+    if right := [piece for piece in pieces if piece.columns and piece.columns[1] < columns]:
+        stops = torch.full((rows,), columns)
+        for piece in right:
+            stops[torch.as_tensor(piece.rows)] = piece.columns[1]  # type: ignore[index]  # it has some
+        counting = [[] for _ in range(rows)]
+        for path, leaf in leaves_of_text:
+            if "label" in path:
+                beyond = (torch.arange(columns) >= stops[:, None]).to(leaf.device)
+                _note(counting, path, ((leaf != IGNORED).reshape(rows, columns, -1).any(2) & beyond).any(1))
+        for piece in reversed(right):  # the shortest ones first
+            for row in _rows(piece):
+                few = [row, *(other for other in _rows(piece) if other != row)][:ROWS]
+                found.setdefault(Edge(False, False, frozenset(counting[row])), piece._replace(rows=few))
     return found
 
 
-def _right(
-    rows: int, columns: int, text: Sequence[tuple[str, Tensor]], pieces: Sequence[Slice]
-) -> Iterator[tuple[Edge, Slice]]:
-    """The same behind a row's last token: a label of 0 there may be padding, or count."""
-    cut = [piece for piece in pieces if piece.columns and piece.columns[1] < columns]
-    if not cut:
-        return
-    stops = torch.full((rows,), columns)
-    for piece in cut:
-        assert piece.columns is not None
-        stops[torch.as_tensor(piece.rows)] = piece.columns[1]
-    counting: list[list[str]] = [[] for _ in range(rows)]
-    for path, leaf in text:
-        if "label" in path:
-            beyond = (torch.arange(columns) >= stops[:, None]).to(leaf.device)
-            counts = (leaf != IGNORED).reshape(rows, columns, -1).any(2) & beyond
-            for row, there in enumerate(counts.any(1).tolist()):
-                if there:
-                    counting[row].append(path)
-    seen = set[Edge]()
-    for piece in reversed(cut):  # the shortest ones first
-        assert isinstance(piece.rows, list)
-        for row in piece.rows:
-            edge = Edge(False, False, frozenset(counting[row]))
-            if edge not in seen:
-                seen.add(edge)
-                yield edge, piece._replace(rows=[row, *(other for other in piece.rows if other != row)][:ROWS])
+def _rows(piece: Slice) -> list[int]:
+    assert isinstance(piece.rows, list)
+    return piece.rows
+
+
+def _note(counting: list[list[str]], path: str, there: Tensor) -> None:
+    for row in there.nonzero().flatten().tolist():
+        counting[row].append(path)
 
 
 def judged_left(objective: Objective, batch: Batch, piece: Slice, apart: Collection[str] = ()) -> Left:
@@ -274,10 +257,9 @@ def judged_left(objective: Objective, batch: Batch, piece: Slice, apart: Collect
     A model that numbers its columns from 0 sees other positions once some on the left are gone: it is told them in
     `position_ids`, if it takes them; else the left side stays. Both sides stay where that can't be found out.
     """
-    assert isinstance(piece.rows, list)
     assert piece.columns is not None
-    start, stop = piece.columns
-    few = batch.take(torch.tensor(piece.rows[:ROWS]))
+    (start, stop), rows = piece.columns, _rows(piece)[:ROWS]
+    few = batch.take(torch.tensor(rows))
     ways: list[Left] = ["cut", "number", "keep"] if start > 0 else ["keep"]
     with _undisturbed(objective):
         try:
@@ -287,12 +269,12 @@ def judged_left(objective: Objective, batch: Batch, piece: Slice, apart: Collect
             for way in ways:
                 if way == "number" and not can_take_positions(few.tree, objective.model):
                     continue
-                cut = packed_rows(batch, piece._replace(rows=piece.rows[:ROWS]), way, apart)
+                cut = packed_rows(batch, piece._replace(rows=rows), way, apart)
                 if not _differ(objective, expected, _gradient(objective, cut)):
                     return way
         except Exception as error:
             if is_out_of_memory(error):
-                fewer = piece.rows[: min(len(piece.rows), ROWS) // 2]
+                fewer = rows[: len(rows) // 2]
                 return judged_left(objective, batch, piece._replace(rows=fewer), apart) if fewer else "keep"
             reason = str(error).strip().partition("\n")[0]
             cut_off = what_is_cut(text_of(batch.tree, *mask_of(batch.tree).shape) - set(apart))

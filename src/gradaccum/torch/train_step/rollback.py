@@ -36,9 +36,7 @@ class Rollback:
     def __init__(
         self, optimizers: Sequence[torch.optim.Optimizer], gauge: MemoryMeter, *, always: bool = False
     ) -> None:
-        self._optimizers = optimizers
-        self._gauge = gauge
-        self.always = always
+        self._optimizers, self._gauge, self.always = optimizers, gauge, always
         self._first, self._large = True, False
         self._held: list[_Held] = []
         self._copies: _Copies | None = None
@@ -49,25 +47,18 @@ class Rollback:
     def remember(self) -> None:
         """A step begins."""
         risky = self._first or self.always or self._short()
-        if risky or not self._large:  # what is large stays so, and needs no counting
-            found: dict[int, Tensor] = {}
-            for optimizer in self._optimizers:
-                for tensor in _tensors(optimizer):
-                    found[id(tensor)] = tensor
-            tensors, size = list(found.values()), 0
-            for tensor in tensors:
-                size += tensor.nbytes
-            self._large = size > SMALL
-            if risky or not self._large:
-                self._held = [_Held(optimizer) for optimizer in self._optimizers]
-                self._copy(tensors, on_host=self._large)
-                return
-        self._copies = None
-
-    def _copy(self, tensors: list[Tensor], *, on_host: bool) -> None:
+        if self._large and not risky:  # what is large stays so, and needs no counting
+            self._copies = None
+            return
+        tensors = list({id(tensor): tensor for o in self._optimizers for tensor in _tensors(o)}.values())
+        self._large = sum([tensor.nbytes for tensor in tensors]) > SMALL
+        if self._large and not risky:
+            self._copies = None
+            return
+        self._held = [_Held(optimizer) for optimizer in self._optimizers]
         try:
             if self._copies is None or not self._copies.are_of(tensors):
-                self._copies = _Copies(tensors, on_host=on_host)
+                self._copies = _Copies(tensors, on_host=self._large)
             self._copies.take()
         except Exception as error:
             self._copies = None  # without, the step may still go well
