@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.on_torch.arguments import checked_choice
-from gradaccum.torch.batch_norm.layers import batch_norms, frozen, warn_of_batch_norm
+from gradaccum.torch.batch_norm.layers import frozen, warn_of_batch_norm
 from gradaccum.torch.batch_norm.statistics import PooledStatistics
 
 __all__ = ["BatchNormChoice", "BatchNormPolicy", "checked_batch_norm"]
@@ -52,10 +52,6 @@ class BatchNormPolicy:
         self.micro_batches = 0
         self.pooled = self.choice == "pooled" or (self.choice == "warn" and moved_once)
         self.statistics: PooledStatistics | None = None
-
-    def couples(self) -> bool:
-        """Whether layers normalise a micro-batch with its own statistics."""
-        return self.choice in ("warn", "micro", "pooled") and bool(batch_norms(self.module))
 
     def window(self) -> contextlib.AbstractContextManager[Any]:
         """Around all of a window's forward and backward passes."""

@@ -296,7 +296,7 @@ class _Runner(TorchRunner):
         try:
             return self._proof.gradients(self._objective, batch, sizes)
         except Exception as error:
-            self._proof.failed_parts = self.rows, error
+            self._proof.failed_parts = self._few.rows, error
             raise
 
     def _outcome(self, loss: Tensor) -> Outcome:
