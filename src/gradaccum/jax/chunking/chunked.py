@@ -9,8 +9,7 @@ from typing import Any
 import jax
 
 from gradaccum.jax.batch import Batch, argument_numbers, axes_of_each
-from gradaccum.jax.chunking.body import Body
-from gradaccum.jax.chunking.two_passes import TwoPasses
+from gradaccum.jax.chunking.two_passes import Body, TwoPasses
 from gradaccum.schedule import checked_count
 
 __all__ = ["chunked"]

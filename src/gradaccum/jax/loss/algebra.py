@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "COUNT", "FINITE", "LIFTED", "NAN", "ONE", "POSITIVE", "ROWS", "SHARED", "CannotTell", "Factor", "Known", "Lost",
-    "MixesRows", "Place", "Source", "Symbol", "Term", "Terms", "Value", "as_factor", "chosen", "common_place",
+    "MixesRows", "Place", "Source", "Symbol", "Term", "Terms", "Value", "as_factor", "common_place",
     "elsewhere", "exponent", "function", "lifted", "of", "power", "power_of", "product", "shift_of", "summed",
     "symbols_of", "times", "union",
 ]  # fmt: skip
@@ -300,16 +300,6 @@ def shift_of(value: Value) -> Terms | None:
     shift = frozenset(term for term in value.terms if not term.own and term.factor)
     plain = all(symbol.scalar for term in shift for symbol, _ in term.factor)
     return shift if shift and plain and all(term in shift or not term.factor for term in value.terms) else None
-
-
-def chosen(which: Value, cases: Sequence[Value], source: Source, number: Any) -> Terms:
-    """Of `select_n`: one of several numbers, entry by entry."""
-    kept = [case for case in cases if case.values is None]
-    if kept and which.guard and (which.guard in (FINITE, NAN) or all(case.divides(which.guard) for case in kept)):
-        return union(kept)
-    if symbols_of(which) or (which.own and which.place is None):
-        return function([which, *cases], source, number)
-    return frozenset(Term(term.own or which.own, term.factor) for term in union(cases))
 
 
 def elsewhere(terms: Terms, number: Any) -> Terms:

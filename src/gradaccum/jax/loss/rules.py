@@ -23,7 +23,6 @@ from gradaccum.jax.loss.algebra import (
     Term,
     Terms,
     Value,
-    chosen,
     common_place,
     function,
     lifted,
@@ -176,19 +175,23 @@ def _compared(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Val
 
 
 def _select(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
+    """`select_n`: one of several numbers, entry by entry."""
     which, *cases = inputs
     if which.values is not None and which.values[0] == which.values[1]:
         return cases[int(which.values[0])]
-    kept = [case for case in cases if case.values is None]
-    sure = bool(kept and which.guard) and (
-        which.guard in (FINITE, NAN) or all(case.divides(which.guard) for case in kept)
-    )
-    if len(kept) == 1 and (sure or which.guard == (FINITE, kept[0].number)) and kept[0].place == common_place(inputs):
+    kept, guard = [case for case in cases if case.values is None], which.guard
+    sure = bool(kept and guard) and (guard in (FINITE, NAN) or all(case.divides(guard) for case in kept))
+    if len(kept) == 1 and (sure or guard == (FINITE, kept[0].number)) and kept[0].place == common_place(inputs):
         return kept[0]
-    place, (which, *cases) = walk.aligned(equation, inputs)
-    found = walk.made(equation, [which, *cases], chosen(which, cases, equation.source, equation.number), place)
-    # What is asked of it is answered alike for all micro-batches that count.
-    return found.but(unsure=any(case.unsure for case in cases)) if sure else found
+    place, values = walk.aligned(equation, inputs)
+    which, *cases = values
+    if sure:  # what is asked of it is answered in one way for all micro-batches that count
+        terms = union([case for case in cases if case.values is None])
+        return walk.made(equation, values, terms, place).but(unsure=any(case.unsure for case in cases))
+    if symbols_of(which) or (which.own and which.place is None):
+        return walk.made(equation, values, _any(values, equation), place)
+    terms = frozenset(Term(term.own or which.own, term.factor) for term in union(cases))
+    return walk.made(equation, values, terms, place)
 
 
 def _finite(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:

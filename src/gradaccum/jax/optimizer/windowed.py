@@ -143,7 +143,11 @@ class _Window:
         if noise is not None:
             noise = add_micro_batch(noise, grads, factor, weight is not None)
         if "value" in extra:
-            value = _checked_value(extra["value"])
+            value = jnp.asarray(extra["value"])
+            if value.shape:
+                raise ValueError(
+                    f"`value` must be the micro-batch's mean loss, a scalar. Received: shape {value.shape}."
+                )
             state = state._replace(
                 value_sum=_add(state.value_sum, value, factor, counts), value_weight=state.value_weight + factor
             )
@@ -198,7 +202,10 @@ class _Window:
             updates, inner_state, noise = jax.lax.cond(makes, update, wait)
         else:  # outside of jit each cond would be compiled anew
             updates, inner_state, noise = update() if makes else wait()
-        empty = jax.tree.map(lambda number: jnp.where(closes, jnp.zeros_like(number), number), _of_the_window(state))
+        of_the_window = {
+            name: getattr(state, name) for name in ("weight", "micro_batches", "value_sum", "value_weight")
+        }
+        empty = jax.tree.map(lambda number: jnp.where(closes, jnp.zeros_like(number), number), of_the_window)
         state = state._replace(inner_state=inner_state, noise=noise, updates=state.updates + makes, updated=makes)
         return updates, state._replace(**empty)
 
@@ -251,11 +258,6 @@ def _differentiated(params: Any) -> Any:
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def _of_the_window(state: WindowedState) -> dict[str, Any]:
-    names = ("weight", "micro_batches", "value_sum", "value_weight")
-    return {name: getattr(state, name) for name in names}
-
-
 def _add(total: jax.Array, number: Any, weight: jax.Array, counts: jax.Array | None) -> jax.Array:
     """`total + weight * number`; `total` itself where the micro-batch does not count, whatever its number is."""
     if number is None:
@@ -289,13 +291,6 @@ def _weight(weight: Any, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
         )
     weight = weight.astype(dtype)
     return jnp.where(weight >= 0, weight, jnp.nan), weight > 0
-
-
-def _checked_value(value: Any) -> jax.Array:
-    value = jnp.asarray(value)
-    if value.shape:
-        raise ValueError(f"`value` must be the micro-batch's mean loss, a scalar. Received: shape {value.shape}.")
-    return value
 
 
 def _check_state(state: Any) -> None:
@@ -368,15 +363,10 @@ def _steps_of(schedule: Schedule, epoch: jax.Array, update: jax.Array) -> jax.Ar
             "values. Write it in jax.numpy, as in lambda epoch, update: jnp.where(update < 100, 1, 4)."
         ) from error
     if isinstance(steps, jax.core.Tracer):
-        return _checked_traced(steps)
+        if steps.shape or not jnp.issubdtype(steps.dtype, jnp.integer):
+            received = f"{steps.dtype}{list(steps.shape)} from the callable"
+            raise TypeError(f"A callable `steps` must return an int >= 1. Received: {received}.")
+        return steps.astype(jnp.int32)
     if isinstance(steps, (jax.Array, np.ndarray)) and steps.ndim == 0:
         steps = steps.item()
     return jnp.asarray(Schedule(lambda epoch, update: steps)(), jnp.int32)
-
-
-def _checked_traced(steps: Any) -> jax.Array:
-    if steps.shape or not jnp.issubdtype(steps.dtype, jnp.integer):
-        raise TypeError(
-            f"A callable `steps` must return an int >= 1. Received: {steps.dtype}{list(steps.shape)} from the callable."
-        )
-    return steps.astype(jnp.int32)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from gradaccum.core.sizes import MARGIN, MemoryLine, free_host_memory
+from gradaccum.core.sizes import MARGIN, MemoryLine, format_bytes, free_host_memory
 from gradaccum.jax.train_step.call import Call
 
 __all__ = ["AutoSize", "Trial", "fastest"]
@@ -55,19 +55,17 @@ class AutoSize:
         return self._known[key]
 
     def _found(self, call: Call) -> int:
-        leaves, places, structure = call.leaves()
+        leaves, places, _ = call.leaves()
         # A device is measured by itself, with the rows that it has.
         devices = call.batch.devices if call.batch.rows % call.batch.devices == 0 else 1
         rows = call.batch.rows // devices
-        arrays = [number for number, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+        arrays = call.arrays()
         kinds = [_on_one_device(leaves[number], places[number], devices) for number in arrays]
 
         def trial(size: int) -> Trial:
             def run(*values: Any) -> Any:
-                mine = list(leaves)
-                for number, value in zip(arrays, values):
-                    mine[number] = _key_again(leaves[number], value)
-                args, kwargs = jax.tree.unflatten(structure, mine)
+                given = [_key_again(leaves[number], value) for number, value in zip(arrays, values)]
+                args, kwargs = call.filled(arrays, given)
                 return self._compute(Call(call.options, args, kwargs), size)
 
             return _compiled(run, kinds)
@@ -78,7 +76,7 @@ class AutoSize:
         logger.info(
             "micro_batch_size='auto': %d of %d rows. Loss and gradients take %s of %s%s, as XLA states it. "
             "Milliseconds per update by size: %s.",
-            size * devices, call.batch.rows, _text(trials[size].bytes), _text(limit),
+            size * devices, call.batch.rows, format_bytes(trials[size].bytes), format_bytes(limit),
             f" on each of {devices} devices" if devices > 1 else "",
             ", ".join(f"{each * devices}: {1e3 * seconds[each]:.3g}" for each in sorted(seconds)),
         )  # fmt: skip
@@ -112,8 +110,9 @@ def fastest(
     while not fits(size):
         if size == 1:
             raise ValueError(
-                f'micro_batch_size="auto": micro-batches of one row take {_text(trials[1].bytes)} with the parameters, '
-                f"the batch and the gradients, as XLA states it; there are {_text(limit)}. Raise `memory_limit`."
+                f'micro_batch_size="auto": micro-batches of one row take {format_bytes(trials[1].bytes)} with the '
+                f"parameters, the batch and the gradients, as XLA states it; there are {format_bytes(limit)}. Raise "
+                "`memory_limit`."
             )
         size = max(size // _STEP, 1)
     while size < rows:
@@ -173,18 +172,14 @@ def _compiled(run: Callable[..., Any], kinds: list[Any]) -> Trial:
     def seconds() -> float:
         with jax.ensure_compile_time_eval(), jax.debug_nans(False):
             arguments = jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), (around, kinds))
-            taken = [_seconds(compiled, arguments) for _ in range(2)][1:]  # the first run is slow
-            if taken[0] < _QUICK:
-                taken += [_seconds(compiled, arguments) for _ in range(2)]
-        return min(taken)
+            taken: list[float] = []
+            while len(taken) < (4 if taken[1:] and taken[1] < _QUICK else 2):
+                start = time.perf_counter()
+                jax.block_until_ready(compiled(*arguments))
+                taken.append(time.perf_counter() - start)
+        return min(taken[1:])  # the first run is slow
 
     return Trial(float(total), seconds)
-
-
-def _seconds(compiled: Any, arguments: Any) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(compiled(*arguments))
-    return time.perf_counter() - start
 
 
 def _free(arguments: float) -> float:
@@ -192,12 +187,3 @@ def _free(arguments: float) -> float:
     stats = jax.local_devices()[0].memory_stats() or {}
     free = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else free_host_memory()
     return math.inf if free is None else (1 - MARGIN) * free + arguments
-
-
-def _text(size: float) -> str:
-    """Bytes as people read them."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB"

@@ -93,19 +93,25 @@ class Call:
         """Whether it stands inside of a `jit` or another transformation."""
         return any(isinstance(leaf, jax.core.Tracer) for leaf in self.leaves()[0])
 
+    def arrays(self) -> list[int]:
+        """The positions of the arrays among its leaves."""
+        return [number for number, leaf in enumerate(self.leaves()[0]) if hasattr(leaf, "shape")]
+
+    def filled(self, numbers: list[int], values: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Its arguments and keywords, with other leaves at these positions."""
+        leaves, _, structure = self.leaves()
+        replaced = dict(zip(numbers, values))
+        return jax.tree.unflatten(structure, [replaced.get(number, leaf) for number, leaf in enumerate(leaves)])
+
     def compiled(self, function: Callable[..., Any]) -> Any:
         """What the function gives for these arguments, inside of a `jit`, where types name meshes without devices."""
-        leaves, _, structure = self.leaves()
-        arrays = [number for number, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+        leaves, numbers = self.leaves()[0], self.arrays()
 
         def run(values: list[Any]) -> Any:
-            mine = list(leaves)
-            for number, value in zip(arrays, values):
-                mine[number] = value
-            args, kwargs = jax.tree.unflatten(structure, mine)
+            args, kwargs = self.filled(numbers, values)
             return function(*args, **kwargs)
 
-        return jax.jit(run)([leaves[number] for number in arrays])
+        return jax.jit(run)([leaves[number] for number in numbers])
 
     def of_all_devices(self, number: Any) -> Any:
         """The sum of this number over the devices that have rows of the batch."""
@@ -113,8 +119,15 @@ class Call:
 
     def kinds(self, group: Group) -> Outcome:
         """The shapes and dtypes of what the loss gives for a micro-batch of this group."""
+
+        def weighed() -> Outcome:
+            values = self.arguments(self.batch.micro_batch(group, 0), self.state, self.key)
+            if self.options.weight is not None:
+                self.weight(values)
+            return self.outcome(values)
+
         try:
-            return jax.eval_shape(lambda: self._weighed(group))
+            return jax.eval_shape(weighed)
         except jax.errors.JAXTypeError as error:
             if not isinstance(error, _NEED_VALUES):
                 raise
@@ -123,22 +136,16 @@ class Call:
                 f"look at values. {str(error).splitlines()[0]}"
             ) from error
 
-    def _weighed(self, group: Group) -> Outcome:
-        values = self.arguments(self.batch.micro_batch(group, 0), self.state, self.key)
-        if self.options.weight is not None:
-            self.weight(values)
-        return self.outcome(values)
-
     def state_like(self, state: Any, kinds: Any) -> Any:
         """The state as every micro-batch takes and returns it."""
 
-        def alike(leaf: Any, kind: Any) -> Any:
+        def typed(leaf: Any, kind: Any) -> Any:
             leaf = jnp.asarray(leaf)
             if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
                 leaf = jax.lax.convert_element_type(leaf, leaf.dtype)  # no longer the weak type of a Python number
             return as_varying(leaf, varying_axes(kind))
 
-        return jax.tree.map(alike, state, kinds)
+        return jax.tree.map(typed, state, kinds)
 
     def outcome(self, values: list[Any]) -> Outcome:
         """What the loss gives for these arguments."""
@@ -150,19 +157,14 @@ class Call:
                 self._explain(error)
             raise
         state = aux = None
-        if options.has_aux or options.state_argnum is not None:
-            returned, second = self._pair(returned)
-            if options.state_argnum is None:
-                aux = second
-            elif not options.has_aux:
-                state = second
-            else:
-                if not isinstance(second, tuple | list) or len(second) != 2:
-                    raise TypeError(
-                        "`loss_fn` must return (loss, (new_state, aux)), as `state_argnum` and `has_aux` are given. "
-                        f"Received in second place: {_kind(second)}."
-                    )
-                state, aux = second
+        if options.state_argnum is not None and options.has_aux:
+            returned, more = _pair(returned, "`loss_fn` must return (loss, (new_state, aux)), as `state_argnum` says")
+            asked = "`loss_fn` must return (loss, (new_state, aux)), as `state_argnum` and `has_aux` are given"
+            state, aux = _pair(more, asked, " in second place")
+        elif options.state_argnum is not None:
+            returned, state = _pair(returned, "`loss_fn` must return (loss, new_state), as `state_argnum` says")
+        elif options.has_aux:
+            returned, aux = _pair(returned, "`loss_fn` must return (loss, aux), as `has_aux` says")
         if options.state_argnum is not None:
             self._check_state(state, values[options.state_argnum])
         losses, weights = self._losses(returned)
@@ -192,16 +194,6 @@ class Call:
         """What the loss of these arguments is a mean over, by the user's `weight`."""
         assert self.options.weight is not None
         return _checked_weight(self.options.weight(*(values[number] for number in self.options.batches)), "`weight`")
-
-    def _pair(self, returned: Any) -> tuple[Any, Any]:
-        options = self.options
-        if isinstance(returned, tuple | list) and len(returned) == 2:
-            return returned[0], returned[1]
-        second = "new_state" if options.state_argnum is not None else "aux"
-        if options.state_argnum is not None and options.has_aux:
-            second = "(new_state, aux)"
-        asked = "`state_argnum`" if options.state_argnum is not None else "`has_aux`"
-        raise TypeError(f"`loss_fn` must return (loss, {second}), as {asked} says. Received: {_kind(returned)}.")
 
     def _losses(self, returned: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         if not isinstance(returned, dict):
@@ -244,6 +236,12 @@ class Call:
                 "`loss_fn` must return a new state of the shapes and dtypes of the state that `state_argnum` names, "
                 "so that the next micro-batch can take it:\n" + "\n".join(lines)
             )
+
+
+def _pair(returned: Any, asked: str, where: str = "") -> tuple[Any, Any]:
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise TypeError(f"{asked}. Received{where}: {_kind(returned)}.")
+    return returned[0], returned[1]
 
 
 def _is_key(leaf: Any) -> bool:

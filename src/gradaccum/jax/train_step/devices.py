@@ -40,16 +40,13 @@ def on_each_device(
     call: Call, axes: tuple[str, ...], compute: Callable[[Call], Any], otherwise: Callable[[], Any]
 ) -> Any:
     """What `compute` gives for the call's arguments, on every device for the rows that it has."""
-    leaves, places, structure = call.leaves()
+    leaves, places, _ = call.leaves()
     mesh = next(jax.typeof(leaf).sharding.mesh for leaf, axis in zip(leaves, places) if axis is not None)
-    arrays = [number for number, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+    arrays = call.arrays()
     specs = tuple(_spec(places[number], axes) for number in arrays)
 
     def on_one_device(*values: Any) -> Any:
-        mine = list(leaves)
-        for number, value in zip(arrays, values):
-            mine[number] = value
-        args, kwargs = jax.tree.unflatten(structure, mine)
+        args, kwargs = call.filled(arrays, values)
         if call.options.rng_argnum is not None:
             index = jax.lax.axis_index(axes)
             number = call.options.rng_argnum

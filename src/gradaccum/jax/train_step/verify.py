@@ -78,20 +78,15 @@ def _is_known(loss_fn: Any) -> bool:
 
 def judge_loss(loss_fn: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Verdict:
     """What is seen of a loss with these arguments and keywords of `value_and_grad`."""
-    given = {
-        "rng_argnum": None,
-        "micro_batch_size": 1,
-        "accumulate_dtype": None,
-        "memory_limit": None,
-        "noise_scale": False,
-    } | keywords
+    given = dict.fromkeys(("rng_argnum", "accumulate_dtype", "memory_limit"))
+    given |= {"micro_batch_size": 1, "noise_scale": False, **keywords}
     return judge(_spec(Call(checked_options(loss_fn, verification=None, **given), args, {})))
 
 
 def _spec(call: Call, sizes: tuple[int, ...] = ()) -> LossSpec:
     """A call as what is judged: its batch, its parameters, state and keys are inputs."""
     options = call.options
-    leaves, axes, structure = call.leaves()
+    leaves, axes, _ = call.leaves()
     numbers = [n for n, arg in enumerate(call.args) for _ in jax.tree.leaves(arg)]
     fresh = {options.rng_argnum, options.state_argnum} - {None}
     roles = {*options.differentiated, *options.batches, *fresh}
@@ -103,12 +98,9 @@ def _spec(call: Call, sizes: tuple[int, ...] = ()) -> LossSpec:
         names = {position: f"state{jax.tree_util.keystr(path)}" for position, path in zip(mine, paths)}
 
     def function(values: list[Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        mine = list(leaves)
-        for position, value in zip(inputs, values):
-            mine[position] = value
-        args, _ = jax.tree.unflatten(structure, mine)
-        weights = {} if options.weight is None else {"": call.weight(list(args))}
-        outcome = call.outcome(list(args))
+        args = [*call.filled(inputs, values)[0]]
+        weights = {} if options.weight is None else {"": call.weight(args)}
+        outcome = call.outcome(args)
         return outcome.losses, outcome.weights or weights, _more(call, outcome)
 
     def kinds(rows: int) -> list[Any]:
