@@ -14,6 +14,7 @@ each other. A proof then goes
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -155,20 +156,17 @@ class Comparison:
         self.runner, self.rows, self.ways, self.failed = runner, rows, ways, failed
         self.compared: list[Compared] = []
         """The ways that have run."""
-        self._large: Outcome | None = None
         self.error: Exception | None = None
         """What the last way raised that could not run."""
 
     def restart(self) -> None:
         """Something has changed: the rows run at once again."""
-        self._large = None
+        vars(self).pop("large", None)
 
-    @property
+    @functools.cached_property
     def large(self) -> Outcome:
         """What the rows leave at once."""
-        if self._large is None:
-            self._large = self.runner.run(self.rows, None)
-        return self._large
+        return self.runner.run(self.rows, None)
 
     def differences(self) -> list[Difference] | None:
         """The largest difference of each array over all ways; None without finite gradients to compare with.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -108,13 +107,13 @@ class Trace:
         self.calls[path, self._count[path]] = self._inputs.pop()[1], _fingerprints(output)
         self._count[path] += 1
 
-    @contextlib.contextmanager
-    def failures(self) -> Iterator[None]:
-        """Note which module was running when the forward pass raised."""
+    def run(self, forward: Callable[[], Any]) -> Trace:
+        """Run the forward pass. Notes which module was running if it raises."""
         try:
-            yield
+            forward()
         except Exception as error:
             self.failed = (self._inputs[-1][0] if self._inputs else "loss", error)
+        return self
 
 
 def mixing(
@@ -159,22 +158,16 @@ class Outputs:
         """Whether every tensor could be put in place so far."""
         self._leaves: list[Tensor] = []
 
-    @contextlib.contextmanager
-    def kept(self, model: nn.Module) -> Iterator[None]:
-        """Keep what the model returns."""
+    def keep(self, model: nn.Module) -> None:
+        """Keep what this copy of the model returns."""
 
         def keep(leaf: Any) -> Any:
             return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
-        handle = model.register_forward_hook(lambda _, args, output: self.calls.append(map_leaves(keep, output)))
-        try:
-            yield
-        finally:
-            handle.remove()
+        model.register_forward_hook(lambda _, args, output: self.calls.append(map_leaves(keep, output)))
 
-    @contextlib.contextmanager
-    def replaced(self, model: nn.Module, rows: Tensor | None) -> Iterator[None]:
-        """Have the model return its rows of what was kept, in leaves whose gradient is the loss's alone."""
+    def replace(self, model: nn.Module, rows: Tensor | None) -> None:
+        """Have this copy return its rows of what was kept, in leaves whose gradient is the loss's alone."""
         self._leaves = []
         calls = iter(self.calls)
 
@@ -186,11 +179,7 @@ class Outputs:
                 self.complete = False
                 return output
 
-        handle = model.register_forward_hook(replace)
-        try:
-            yield
-        finally:
-            handle.remove()
+        model.register_forward_hook(replace)
 
     def _part(self, new: Any, whole: Any, rows: Tensor | None) -> Any:
         if not isinstance(new, Tensor) or not isinstance(whole, Tensor):

@@ -193,15 +193,14 @@ class Trial(TorchRunner):
     def trace(self, rows: Tensor | None, batch: Batch | None = None) -> Trace:
         """What goes into and comes out of every module, for these rows (None: all, at once). Forward pass only."""
         with self._fresh(rows) as objective:
-            taken, trace = self._taken(rows, batch), Trace(objective.model)
-            with trace.failures():
-                objective.forward(taken)
-            return trace
+            taken = self._taken(rows, batch)
+            return Trace(objective.model).run(lambda: objective.forward(taken))
 
     def outputs(self) -> Outputs:
         """What the model returns for the large batch, to be put in place of what it returns for micro-batches."""
         outputs = Outputs(self.rows)
-        with self._fresh() as objective, outputs.kept(objective.model):
+        with self._fresh() as objective:
+            outputs.keep(objective.model)
             objective.forward(self._taken(None))
         return outputs
 
@@ -220,8 +219,9 @@ class Trial(TorchRunner):
         """
         with self._fresh(rows) as objective:
             taken = self._taken(rows)
-            with outputs.replaced(objective.model, rows) if outputs is not None else contextlib.nullcontext():
-                loss, weight = objective.forward(taken)
+            if outputs is not None:
+                outputs.replace(objective.model, rows)
+            loss, weight = objective.forward(taken)
             if isinstance(weight, dict):
                 loss, weight = (loss, None) if term is None else weight[term]
             if loss.requires_grad:
