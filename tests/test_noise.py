@@ -127,7 +127,8 @@ def test_adams_betas_keep_their_memory_in_rows():
 
 def test_too_few_updates_decide_nothing():
     advice = estimate(windows(0, 6, (1, 1, 1, 1))).advice()
-    assert "measure over more updates" in advice
+    assert "Measure over more updates" in advice
+    assert [line[:2] for line in advice.splitlines()] == ["- "] * 3
 
 
 def test_confidence_must_be_a_probability():

@@ -36,7 +36,7 @@ def followed(schedule: NoiseSchedule, measuring: Any, updates: int) -> list[int]
     """The steps after each change."""
     found = []
     for _ in range(updates):
-        if schedule.observe(measuring):
+        if schedule._observe(measuring):
             found.append(schedule.steps)
     return found
 
@@ -64,8 +64,8 @@ def test_bounds_hold_where_the_length_between_them_is_no_power_of_two() -> None:
 
 def test_what_the_interval_does_not_decide_changes_nothing() -> None:
     schedule = NoiseSchedule(2, 64)
-    assert schedule.vote(measured(1000, 32, wobble=0.9)) == 0
-    assert schedule.vote(NoiseScale(float("nan"), (0.0, float("inf")), 32, 1, 0, 0)) == 0
+    assert schedule._vote(measured(1000, 32, wobble=0.9)) == 0
+    assert schedule._vote(NoiseScale(float("nan"), (0.0, float("inf")), 32, 1, 0, 0)) == 0
 
 
 def test_no_measurement_moves_a_window_both_ways() -> None:
@@ -73,11 +73,11 @@ def test_no_measurement_moves_a_window_both_ways() -> None:
         for spread in (0.001, 0.1, 0.3):
             scale = measured(120, rows, wobble=spread)
             schedule = NoiseSchedule(2, 1000)
-            schedule.steps, first = 64, schedule.vote(measured(120, rows / 32, wobble=spread))
+            schedule.steps, first = 64, schedule._vote(measured(120, rows / 32, wobble=spread))
             assert first in (-1, 0, 1)
-            first = schedule.vote(scale)
-            schedule.move(scale, first)
-            again = schedule.vote(measured(120, rows * schedule.steps / 64, wobble=spread))
+            first = schedule._vote(scale)
+            schedule._move(scale, first)
+            again = schedule._vote(measured(120, rows * schedule.steps / 64, wobble=spread))
             assert first * again >= 0
 
 
@@ -85,8 +85,8 @@ def test_the_last_updates_decide() -> None:
     early, late = measured(4, 64, updates=300), measured(400, 64, updates=50)
     schedule = NoiseSchedule(2, 64, every=50)
     schedule.steps = 8
-    assert schedule.vote(early) == -1
-    assert schedule.vote(estimate([*early.measured, *late.measured])) == 1
+    assert schedule._vote(early) == -1
+    assert schedule._vote(estimate([*early.measured, *late.measured])) == 1
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_hyperparameters_of_an_update_and_theirs_again(rule: Any, rate: float, b
     schedule.steps = 16
     group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
     before = dict(group)
-    with schedule.scaled([group]):
+    with schedule._scaled([group]):
         assert group["lr"] == pytest.approx(rate)
         assert group["betas"] == pytest.approx(betas)
     assert group == before
@@ -109,18 +109,18 @@ def test_what_the_optimizer_sets_itself_stays() -> None:
     schedule = NoiseSchedule(2, 64, scale_learning_rate="linear")
     schedule.steps = 4
     group = {"lr": 0.1}
-    with schedule.scaled([group]):
+    with schedule._scaled([group]):
         group["lr"] = 7.0
     assert group["lr"] == 7.0
     for group in ({"d": 1}, {"lr": None}, {}):
-        with pytest.raises(ValueError, match="no learning rate"), schedule.scaled([group]):
+        with pytest.raises(ValueError, match="no learning rate"), schedule._scaled([group]):
             pass
 
 
 def test_what_cannot_be_measured_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     schedule = NoiseSchedule(2, 64, every=2)
     for _ in range(3):
-        assert not schedule.move(estimate([]))
+        assert not schedule._move(estimate([]))
     (record,) = caplog.records
     assert "could not be measured in the last 2 updates, so windows stay 2 micro-batches long" in record.message
 
@@ -129,7 +129,7 @@ def test_what_is_no_state_and_measures_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"what a NoiseSchedule's state_dict\(\) wrote. Received: {}"):
         NoiseSchedule(2, 8).load_state_dict({})
     with pytest.raises(TypeError, match="must be a TrainStep with noise_scale=True. Received: 3"):
-        NoiseSchedule(2, 8).observe(3)  # type: ignore[arg-type]  # the error
+        NoiseSchedule(2, 8)._observe(3)
 
 
 def test_it_goes_on_where_it_was_saved() -> None:

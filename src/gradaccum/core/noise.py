@@ -121,7 +121,7 @@ class NoiseScale:
         return estimate(self.measured[-updates:], confidence=confidence, unit=self.unit)
 
     def advice(self) -> str:
-        """What it says about the batch size, in a few sentences.
+        """What it says about the batch size, in three points: where it stands, what to do, how far to trust it.
 
         An update from B rows makes `1 / (1 + noise scale / B)` of the progress of one from all rows there are. Far
         below the noise scale, twice the rows nearly halve the updates; far above it, they are wasted.
@@ -129,32 +129,31 @@ class NoiseScale:
         if math.isnan(self.value):
             return "Not measured yet: it takes at least two updates, each of a window of at least two micro-batches."
         low, high = self.interval
-        rows, unit = self.batch_size, self.unit
-        measured = f"The noise scale is {_number(self.value)} {unit} ({_interval(self.interval, self.confidence)})"
+        rows, unit, update = self.batch_size, self.unit, f"the {_number(self.batch_size)} of one update"
         if low > 2 * rows:
             target = low if math.isinf(self.value) else self.value
-            text = (
-                f"above the {_number(rows)} of one update: a larger batch pays. Twice the {unit} nearly "
-                f"halve the updates needed, up to about {_number(target)} {unit}. {_scaling(target / rows)}"
+            stands = f"above {update}: a larger batch pays."
+            advised = (
+                f"Twice the {unit} nearly halve the updates needed, up to about {_number(target)} {unit}. "
+                f"{_scaling(target / rows)}"
             )
         elif high < rows / 2:
             target = max(self.value, 1.0)  # no update is smaller than a row
             counted = unit if target > 1 else {"rows": "row"}.get(unit, "micro-batch")
-            text = (
-                f"below the {_number(rows)} of one update: the rows beyond it average out noise that is "
-                f"hardly there. Stop accumulating, and take more, smaller updates of about {_number(target)} "
-                f"{counted}. {_scaling(target / rows)}"
+            stands = f"below {update}: the rows beyond it average out noise that is hardly there."
+            advised = (
+                f"Stop accumulating, and take more, smaller updates of about {_number(target)} {counted}. "
+                f"{_scaling(target / rows)}"
             )
         elif rows / 2 <= low and high <= 2 * rows:
-            text = f"about the {_number(rows)} of one update: a good trade between updates and rows. Keep it."
+            stands, advised = f"about {update}: a good trade between updates and rows.", "Keep it."
         else:
-            text = (
-                f"which doesn't decide yet whether the {_number(rows)} of one update are too many or too "
-                "few: measure over more updates."
-            )
+            stands = f"which doesn't decide yet whether {update} are too many or too few."
+            advised = "Measure over more updates."
         if unit != "rows":
-            text += " To have it in rows, say how many each micro-batch has: `batches(loader)`, or `weight=len(x)`."
-        return f"{measured}, {text} {_CAVEAT}"
+            advised += " To have it in rows, say how many each micro-batch has: `batches(loader)`, or `weight=len(x)`."
+        measured = f"The noise scale is {_number(self.value)} {unit} ({_interval(self.interval, self.confidence)})"
+        return f"- {measured}, {stands}\n- {advised}\n- {_CAVEAT}"
 
     def __str__(self) -> str:
         if math.isnan(self.value):
@@ -272,9 +271,7 @@ _BAND = math.sqrt(2)
 class NoiseSchedule:
     """`steps` that follow the measured noise scale, between two bounds.
 
-    Pass it as `steps` to a PyTorch optimizer of this library, which then measures the noise scale by itself. With
-    `TrainStep(noise_scale=True)`, whose caller makes the batches, take `steps` times the rows of a micro-batch for each
-    batch, and hand the step to `observe` after it.
+    Pass it as `steps` to a PyTorch optimizer of this library, which then measures the noise scale by itself.
 
     Args:
         smallest: Steps of the first windows, >= 2: the first micro-batch is compared with its window.
@@ -313,7 +310,7 @@ class NoiseSchedule:
         self._seen: Any = None
 
     @staticmethod
-    def of(schedule: Schedule) -> NoiseSchedule | None:
+    def _of(schedule: Schedule) -> NoiseSchedule | None:
         """The one that an optimizer's schedule follows, if any."""
         return schedule.function.followed if isinstance(schedule.function, _Followed) else None
 
@@ -327,20 +324,8 @@ class NoiseSchedule:
         """What the learning rate is to be multiplied by."""
         return {None: 1.0, "linear": self.factor, "sqrt": math.sqrt(self.factor)}[self.scale_learning_rate]
 
-    def observe(self, measuring: Any) -> bool:
-        """An update was made. Every `every` updates this reads the noise scale, which waits for the device.
-
-        An update that it has been told of already counts once.
-
-        Args:
-            measuring: The `TrainStep` that made it, with `noise_scale=True`.
-
-        Returns:
-            Whether `steps` has changed.
-
-        Raises:
-            TypeError: It measures no noise scale.
-        """
+    def _observe(self, measuring: Any) -> bool:
+        """A TrainStep made an update, which counts once. Returns whether `steps` has changed."""
         if not hasattr(type(measuring), "noise_scale"):
             raise TypeError(
                 "`measuring` must be a TrainStep with noise_scale=True. "
@@ -350,9 +335,9 @@ class NoiseSchedule:
         if update == self._seen and update[1] is not None:
             return False
         self._seen = update
-        return self.due() and self.move(measuring.noise_scale)
+        return self._due() and self._move(measuring.noise_scale)
 
-    def due(self) -> bool:
+    def _due(self) -> bool:
         """Count an update. Returns whether a decision follows."""
         self.updates += 1
         if self.updates < self.every:
@@ -360,7 +345,7 @@ class NoiseSchedule:
         self.updates = 0
         return True
 
-    def vote(self, scale: NoiseScale) -> int:
+    def _vote(self, scale: NoiseScale) -> int:
         """1 for longer windows, -1 for shorter ones, else 0.
 
         Args:
@@ -369,7 +354,7 @@ class NoiseSchedule:
         Example:
             >>> from gradaccum.core.noise import Norms, estimate
             >>> measured = estimate([Norms(600 + wobble, 8, 301 - wobble, 16) for wobble in (-1, 1) * 50])
-            >>> NoiseSchedule(2, 32).vote(measured)  # 2,393 rows, well above 16
+            >>> NoiseSchedule(2, 32)._vote(measured)  # 2,393 rows, well above 16
             1
         """
         recent = scale.last(self.every, CONFIDENCE)
@@ -388,14 +373,14 @@ class NoiseSchedule:
             return 1
         return -1 if high * _BAND < recent.batch_size and self.steps > self.smallest else 0
 
-    def move(self, scale: NoiseScale, direction: int | None = None) -> bool:
+    def _move(self, scale: NoiseScale, direction: int | None = None) -> bool:
         """Double the window's steps, or halve them, or leave them. Returns whether they have changed.
 
         Args:
             scale: What was measured.
-            direction: What several ranks have agreed upon; None: what `vote` says.
+            direction: What several ranks have agreed upon; None: what `_vote` says.
         """
-        before, direction = self.steps, self.vote(scale) if direction is None else direction
+        before, direction = self.steps, self._vote(scale) if direction is None else direction
         if direction > 0:
             self.steps = min(2 * before, self.largest)
         elif direction < 0:
@@ -409,7 +394,7 @@ class NoiseSchedule:
         return self.steps != before
 
     @contextlib.contextmanager
-    def scaled(self, groups: list[dict[str, Any]]) -> Iterator[None]:
+    def _scaled(self, groups: list[dict[str, Any]]) -> Iterator[None]:
         """Have learning rates and betas follow the window, for one update.
 
         Args:

@@ -197,8 +197,8 @@ def test_the_caller_of_a_train_step_makes_the_batches() -> None:
     for made in range(1, 151):
         step(rows(ROWS * schedule.steps, generator))
         lengths.append(schedule.steps)
-        schedule.observe(step)
-        assert not schedule.observe(step)  # of an update that it knows
+        schedule._observe(step)
+        assert not schedule._observe(step)  # of an update that it knows
         assert schedule.updates == made % 30
     assert set(lengths) == {2, 4, 8}
 

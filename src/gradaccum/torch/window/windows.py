@@ -68,7 +68,7 @@ class Windows:
         self._other_loops = OtherLoops(current.window)
         self._step, self._check_steps = step, check_steps
         self._scheduled_for: tuple[int, int] | None = None
-        self.noise_schedule = NoiseSchedule.of(schedule)
+        self.noise_schedule = NoiseSchedule._of(schedule)
         self.parameter_monitor = ParameterMonitor(inner)
         self._warned: set[str] = set()
         self.expect_next()
@@ -97,7 +97,7 @@ class Windows:
         self._check_steps(schedule)
         self.current.window.resize(schedule(self.epoch, self.updates))
         self.schedule, self._scheduled_for = schedule, (self.epoch, self.updates)
-        self.noise_schedule = NoiseSchedule.of(schedule)
+        self.noise_schedule = NoiseSchedule._of(schedule)
         self.expect_next()
 
     def _settle_steps(self) -> None:
@@ -341,11 +341,11 @@ class Windows:
         finally:
             current.close()
         self.updates += 1
-        if self.noise_schedule is not None and self.noise_schedule.due():
+        if self.noise_schedule is not None and self.noise_schedule._due():
             assert current.noise is not None
             scale = current.noise.estimate()
-            votes = self.ranks.sum_number(self.noise_schedule.vote(scale))  # each rank measures for itself
-            self.noise_schedule.move(scale, int(2 * votes / self.ranks.size))
+            votes = self.ranks.sum_number(self.noise_schedule._vote(scale))  # each rank measures for itself
+            self.noise_schedule._move(scale, int(2 * votes / self.ranks.size))
         return True
 
     def rates(self) -> contextlib.AbstractContextManager[None] | None:
@@ -353,7 +353,7 @@ class Windows:
         followed = self.noise_schedule
         if followed is None or followed.learning_rate_factor == 1.0:
             return None
-        return inside_step(self.inner, followed.scaled(self.inner.param_groups))
+        return inside_step(self.inner, followed._scaled(self.inner.param_groups))
 
     # Files.
 
