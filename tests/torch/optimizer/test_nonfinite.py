@@ -141,6 +141,8 @@ def test_what_only_a_left_out_micro_batch_reaches_has_no_gradient(order, saved):
 def test_an_unknown_policy_is_refused():
     with pytest.raises(ValueError, match="skip_window.*Received: nonfinite='ignore'"):
         wrapped(steps=2, nonfinite="ignore")
+    with pytest.raises(ValueError, match="SparseAdam doesn't take"):
+        wrapped(torch.optim.SparseAdam, steps=2, nonfinite="skip_micro_batch")
 
 
 # `scaler.step` and `scaler.update` on every micro-batch, as in the plain loop.

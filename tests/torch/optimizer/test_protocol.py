@@ -12,6 +12,7 @@ from torch import nn
 
 import gradaccum.torch
 from tests.reference import FLOAT64, relative_error, torch_updates, windows_of
+from tests.torch.optimizer.loops import assert_same, by_rows, large, train, wrapped
 from tests.torch.problems import Operations, adam, classes, join, mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -19,20 +20,19 @@ pytestmark = pytest.mark.usefixtures("float64")
 SIZES = [2, 3, 1, 4, 2]
 
 
-def train(model, optimizer, micro_batches, loss=mse, after=None):
-    for batch in optimizer.batches(micro_batches):
-        optimizer.zero_grad()
-        loss(model, *batch).backward()
-        optimizer.step()
-        if after is not None:
-            after()
+def ragged():
+    return split(regression(sum(SIZES)), SIZES)
 
 
-def large(micro_batches, steps, make=sgd, epochs=1, loss=mse, **options):
-    model = network()
-    optimizer = make(model.parameters())
-    torch_updates(model, optimizer, [join(w) for w in windows_of(micro_batches, steps)] * epochs, loss, **options)
-    return model
+def in_batches(model, optimizer, micro_batches, **how):
+    train(model, optimizer, optimizer.batches(micro_batches), **how)
+
+
+def check(model, expected, micro_batches=None, *, make=sgd, loss=mse, steps=3, **options):
+    """`model`'s windows make the updates of the large batches on `expected`."""
+    micro_batches = ragged() if micro_batches is None else micro_batches
+    in_batches(model, wrapped(make, model, steps=steps, **options)[1], micro_batches, loss=loss)
+    assert_same(model, large(windows_of(micro_batches, steps), make, loss, expected))
 
 
 @pytest.mark.parametrize(("steps", "shown"), [(4, "4"), ({0: 8, 4: 2}, "{0: 8, 4: 2}")])
@@ -63,85 +63,60 @@ def test_groups_state_and_defaults_are_the_inner_optimizers():
     assert "4 steps" in repr(gradaccum.torch.optim.Optimizer(inner, steps=4))
 
 
-def test_hooks_run_once_per_update_and_see_the_finished_gradient():
-    micro_batches = split(regression(sum(SIZES)), SIZES)
-    model, reference = network(), network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
-    seen = []
-    optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append(model[0].weight.grad.clone()))
+def test_hooks_run_once_per_update_and_see_the_finished_gradient_which_they_may_edit():
+    model, optimizer = wrapped(steps=3)
+    reference, seen = network(), []
+
+    def edit(o, args, kwargs):
+        seen.append(model[0].weight.grad.clone())
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+    optimizer.register_step_pre_hook(edit)
     optimizer.register_step_post_hook(lambda o, args, kwargs: seen.append(o is optimizer))
-    train(model, optimizer, micro_batches[:3])
-    mse(reference, *join(micro_batches[:3])).backward()
+    in_batches(model, optimizer, ragged()[:3])
+    inner = sgd(reference.parameters())
+    mse(reference, *join(ragged()[:3])).backward()
     assert len(seen) == 2
     assert relative_error([seen[0]], [reference[0].weight.grad]) <= FLOAT64
     assert seen[1] is True
-
-
-def test_gradients_edited_in_a_pre_hook_are_what_the_update_sees():
-    micro_batches = split(regression(5), [2, 3])
-    model, expected = network(), network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2)
-    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(model.parameters(), 0.01))
-    train(model, optimizer, micro_batches)
-    inner = sgd(expected.parameters())
-    mse(expected, *join(micro_batches)).backward()
-    nn.utils.clip_grad_value_(expected.parameters(), 0.01)
+    nn.utils.clip_grad_value_(reference.parameters(), 0.01)
     inner.step()
-    assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+    assert_same(model, reference)
 
 
 def test_an_ema_by_a_post_step_hook_moves_once_per_update():
-    micro_batches = split(regression(sum(SIZES)), SIZES)
     average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-
-    def with_ema(model):
-        return torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=average)
-
-    model, expected = network(), network()
-    ema, expected_ema = with_ema(model), with_ema(expected)
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
+    model, optimizer = wrapped(steps=3)
+    expected = network()
+    ema, expected_ema = (torch.optim.swa_utils.AveragedModel(m, multi_avg_fn=average) for m in (model, expected))
     optimizer.register_step_post_hook(lambda *_: ema.update_parameters(model))
-    train(model, optimizer, micro_batches)
-    torch_updates(
-        expected,
-        sgd(expected.parameters()),
-        [join(w) for w in windows_of(micro_batches, 3)],
-        mse,
-        after_update=lambda: expected_ema.update_parameters(expected),
-    )
-    assert relative_error(ema.module.parameters(), expected_ema.module.parameters()) <= FLOAT64
+    in_batches(model, optimizer, ragged())
+    large(windows_of(ragged(), 3), model=expected, after_update=lambda: expected_ema.update_parameters(expected))
+    assert_same(ema.module, expected_ema.module)
 
 
 @pytest.mark.parametrize("around", ["wrapper", "inner"])
 def test_a_scheduler_steps_once_per_update(around):
-    micro_batches = split(regression(sum(SIZES)), SIZES)
-    model, expected = network(), network()
-    inner = sgd(model.parameters())
-    optimizer = gradaccum.torch.optim.Optimizer(inner, steps=2)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer if around == "wrapper" else inner, 0.5)
-    train(model, optimizer, micro_batches, after=lambda: optimizer.updated and scheduler.step())
+    model, optimizer = wrapped(steps=2)
+    around = optimizer if around == "wrapper" else optimizer.inner
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(around, 0.5)
+    in_batches(model, optimizer, ragged(), after=lambda: optimizer.updated and scheduler.step())
+    expected = network()
     plain = sgd(expected.parameters())
     plain_scheduler = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
-    torch_updates(
-        expected, plain, [join(w) for w in windows_of(micro_batches, 2)], mse, after_update=plain_scheduler.step
-    )
+    batches = [join(w) for w in windows_of(ragged(), 2)]
+    torch_updates(expected, plain, batches, mse, after_update=plain_scheduler.step)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)
-    assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+    assert_same(model, expected)
 
 
 def test_a_scheduler_that_steps_inside_a_window_is_named():
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=4)
+    model, optimizer = wrapped(steps=4)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    mse(model, *regression(2)).backward()
-    optimizer.step()
+    train(model, optimizer, [regression(2)])
     scheduler.step()
-    for _ in range(2):
-        mse(model, *regression(2)).backward()
-        optimizer.step()
-    mse(model, *regression(2)).backward()
     with pytest.warns(UserWarning, match=r"from 0.1 to 0.05 inside an open window.*if optimizer.updated"):
-        optimizer.step()
+        train(model, optimizer, [regression(2)] * 3)
 
 
 @pytest.mark.parametrize(
@@ -179,9 +154,8 @@ def test_hyperparameters_that_change_inside_a_window_are_named_once(make, change
 
 
 def test_hyperparameters_that_change_between_windows_are_fine():
-    model = network()
-    inner = torch.optim.AdamW(model.parameters())
-    optimizer = gradaccum.torch.optim.Optimizer(inner, steps=2)
+    model, optimizer = wrapped(torch.optim.AdamW, steps=2)
+    inner = optimizer.inner
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)  # moves lr and betas
     rates = []
     for _ in range(6):
@@ -197,42 +171,27 @@ def test_hyperparameters_that_change_between_windows_are_fine():
 
 
 @pytest.mark.parametrize("make", [sgd, adam])
-def test_clipping_sees_the_finished_gradient_once(make):
-    micro_batches = split(regression(sum(SIZES)), SIZES)
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(make(model.parameters()), steps=3, clip_grad_norm=0.1)
-    norms = []
-    train(model, optimizer, micro_batches, after=lambda: optimizer.updated and norms.append(optimizer.grad_norm))
-    expected = network()
-    inner, expected_norms = make(expected.parameters()), []
-    for window in windows_of(micro_batches, 3):
+@pytest.mark.parametrize("limit", [0.1, float("inf")])
+def test_clipping_sees_the_finished_gradient_once_and_its_norm_can_be_watched(make, limit):
+    model, optimizer = wrapped(make, steps=3, clip_grad_norm=limit)
+    norms, expected, expected_norms = [], network(), []
+    in_batches(model, optimizer, ragged(), after=lambda: optimizer.updated and norms.append(optimizer.grad_norm))
+    inner = make(expected.parameters())
+    for window in windows_of(ragged(), 3):
         inner.zero_grad()
         mse(expected, *join(window)).backward()
-        expected_norms.append(nn.utils.clip_grad_norm_(expected.parameters(), 0.1))
+        expected_norms.append(nn.utils.clip_grad_norm_(expected.parameters(), limit))
         inner.step()
-    assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+    assert_same(model, expected)
     assert isinstance(norms[0], torch.Tensor)
     assert relative_error(norms, expected_norms) <= FLOAT64
     assert norms[0] > 0.1
 
 
-def test_the_norm_can_be_watched_without_clipping():
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=1, clip_grad_norm=float("inf"))
-    train(model, optimizer, [regression(3)])
-    reference = network()
-    mse(reference, *regression(3)).backward()
-    assert optimizer.grad_norm == pytest.approx(
-        nn.utils.get_total_norm([p.grad for p in reference.parameters()]).item()
-    )
-
-
 def test_a_closure_is_evaluated_once_per_micro_batch():
-    micro_batches = split(regression(sum(SIZES)), SIZES)
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
+    model, optimizer = wrapped(steps=3)
     calls = []
-    for x, y in optimizer.batches(micro_batches):
+    for x, y in optimizer.batches(ragged()):
 
         def closure(x=x, y=y):
             calls.append(len(x))
@@ -244,161 +203,150 @@ def test_a_closure_is_evaluated_once_per_micro_batch():
         with torch.no_grad():
             assert optimizer.step(closure).item() > 0
     assert calls == SIZES
-    assert relative_error(model.parameters(), large(micro_batches, 3).parameters()) <= FLOAT64
+    assert_same(model, large(windows_of(ragged(), 3)))
 
 
-class TestClosuresThatAreReEvaluated:
-    def test_lbfgs_is_refused_with_a_pointer_to_train_step(self):
-        with pytest.raises(ValueError, match=r"LBFGS re-evaluates its closure.*steps=2.*TrainStep"):
-            gradaccum.torch.optim.LBFGS(network().parameters(), steps=2)
-        optimizer = gradaccum.torch.optim.LBFGS(network().parameters(), steps=lambda epoch, update: 2)
-        with pytest.raises(ValueError, match="TrainStep"):
-            optimizer.step(lambda: None)
-
-    def test_lbfgs_with_one_step_is_the_plain_loop(self):
-        model, expected = network(), network()
-        optimizer = gradaccum.torch.optim.LBFGS(model.parameters(), lr=0.1, steps=1)
-        plain = torch.optim.LBFGS(expected.parameters(), lr=0.1)
-
-        def closure(model, optimizer):
-            optimizer.zero_grad()
-            loss = mse(model, *regression(6))
-            loss.backward()
-            return loss
-
-        for _ in range(2):
-            optimizer.step(lambda: closure(model, optimizer))
-            plain.step(lambda: closure(expected, plain))
-        assert optimizer.updates == 2
-        assert relative_error(model.parameters(), expected.parameters()) == 0
-
-    def test_a_custom_one_is_recognised_by_its_signature(self):
-        class LineSearch(torch.optim.Optimizer):
-            def step(self, closure):
-                return closure()
-
-        inner = LineSearch(network().parameters(), {"lr": 1.0})
-        with pytest.raises(ValueError, match="LineSearch re-evaluates"):
-            gradaccum.torch.optim.Optimizer(inner, steps=4)
+def test_lbfgs_is_refused_with_a_pointer_to_train_step():
+    with pytest.raises(ValueError, match=r"LBFGS re-evaluates its closure.*steps=2.*TrainStep"):
+        gradaccum.torch.optim.LBFGS(network().parameters(), steps=2)
+    optimizer = gradaccum.torch.optim.LBFGS(network().parameters(), steps=lambda epoch, update: 2)
+    with pytest.raises(ValueError, match="TrainStep"):
+        optimizer.step(lambda: None)
 
 
-class TestGradientsOfEveryKind:
-    def test_frozen_unused_and_shared_parameters(self):
-        class Model(nn.Module):
-            def __init__(self):
-                super().__init__()
-                torch.manual_seed(0)
-                self.frozen, self.unused, self.shared = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
-                self.frozen.requires_grad_(False)
-                self.head = nn.Linear(5, 3)
+def test_lbfgs_with_one_step_is_the_plain_loop():
+    model, expected = network(), network()
+    optimizer = gradaccum.torch.optim.LBFGS(model.parameters(), lr=0.1, steps=1)
+    plain = torch.optim.LBFGS(expected.parameters(), lr=0.1)
 
-            def forward(self, x):
-                return self.head(self.shared(self.shared(self.frozen(x)).tanh()))
+    def closure(model, optimizer):
+        optimizer.zero_grad()
+        loss = mse(model, *regression(6))
+        loss.backward()
+        return loss
 
-        micro_batches = split(regression(sum(SIZES)), SIZES)
-        model, expected = Model(), Model()
-        train(model, gradaccum.torch.optim.Optimizer(adam(model.parameters()), steps=3), micro_batches)
-        torch_updates(expected, adam(expected.parameters()), [join(w) for w in windows_of(micro_batches, 3)], mse)
-        assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
-        assert model.unused.weight.grad is None
+    for _ in range(2):
+        optimizer.step(lambda: closure(model, optimizer))
+        plain.step(lambda: closure(expected, plain))
+    assert optimizer.updates == 2
+    assert relative_error(model.parameters(), expected.parameters()) == 0
 
-    @pytest.mark.parametrize("make", [sgd, adam])
-    def test_parameters_used_in_only_some_micro_batches(self, make):
-        class Experts(nn.Module):
-            def __init__(self):
-                super().__init__()
-                torch.manual_seed(0)
-                self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
 
-            def forward(self, x, which):
-                return torch.stack([self.experts[w](row) for row, w in zip(x, which.tolist(), strict=True)])
+def test_a_custom_one_is_recognised_by_its_signature():
+    class LineSearch(torch.optim.Optimizer):
+        def step(self, closure):
+            return closure()
 
-        x, y = regression(sum(SIZES))
-        which = torch.tensor([0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 2])
-        micro_batches = split((x, which, y), SIZES)
+    inner = LineSearch(network().parameters(), {"lr": 1.0})
+    with pytest.raises(ValueError, match="LineSearch re-evaluates"):
+        gradaccum.torch.optim.Optimizer(inner, steps=4)
 
-        def loss(model, x, which, y):
-            return nn.functional.mse_loss(model(x, which), y)
 
-        model, expected = Experts(), Experts()
-        train(model, gradaccum.torch.optim.Optimizer(make(model.parameters()), steps=3), micro_batches, loss)
-        torch_updates(expected, make(expected.parameters()), [join(w) for w in windows_of(micro_batches, 3)], loss)
-        assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+# Gradients of every kind.
 
-    @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.05}, {"nonfinite": "skip_window"}])
-    def test_sparse_gradients(self, options):
-        def model():
+
+class Unusual(nn.Module):
+    """Frozen, unused and shared parameters."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen, self.unused, self.shared = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.shared(self.shared(self.frozen(x)).tanh()))
+
+
+class Joined(nn.Module):
+    """Gradients that are parts of one tensor share a version, so that adding to one looks like editing the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return (x @ torch.cat([self.a, self.b]))[:, None].expand(-1, 3)
+
+
+@pytest.mark.parametrize(("model", "make"), [(Unusual, adam), (Joined, sgd)])
+def test_frozen_unused_shared_and_joined_parameters(model, make):
+    trained = model()
+    check(trained, model(), make=make)
+    assert model is Joined or trained.unused.weight.grad is None
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+def test_parameters_used_in_only_some_micro_batches(make):
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
             torch.manual_seed(0)
-            return nn.Embedding(10, 3, sparse=True)
+            self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
 
-        def loss(model, index, y):
-            return nn.functional.mse_loss(model(index), y)
+        def forward(self, x, which):
+            return torch.stack([self.experts[w](row) for row, w in zip(x, which.tolist(), strict=True)])
 
-        index = torch.tensor([1, 1, 3, 9, 0, 1, 3, 3, 2, 2, 1, 5])
-        micro_batches = split((index, regression(12)[1]), SIZES)
-        accumulated, expected = model(), model()
-        optimizer = gradaccum.torch.optim.SparseAdam(accumulated.parameters(), lr=0.1, steps=3, **options)
-        train(accumulated, optimizer, micro_batches, loss)
-        inner = torch.optim.SparseAdam(expected.parameters(), lr=0.1)
-        for batch in (join(w) for w in windows_of(micro_batches, 3)):
-            inner.zero_grad()
-            loss(expected, *batch).backward()
-            if "clip_grad_norm" in options:
-                gradient = expected.weight.grad.coalesce()
-                norm = gradient.values().norm()
-                expected.weight.grad = gradient * torch.clamp(0.05 / (norm + 1e-6), max=1.0)
-            inner.step()
-        assert relative_error(accumulated.parameters(), expected.parameters()) <= FLOAT64
+    x, y = regression(sum(SIZES))
+    which = torch.tensor([0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 2])
 
-    def test_a_gradient_penalty_with_create_graph(self):
-        def loss(model, x, y):
-            x = x.clone().requires_grad_()
-            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-            return mse(model, x, y) + slope.square().sum(1).mean()
+    def loss(model, x, which, y):
+        return nn.functional.mse_loss(model(x, which), y)
 
-        micro_batches = split(regression(sum(SIZES)), SIZES)
-        model = network()
-        train(model, gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3), micro_batches, loss)
-        assert relative_error(model.parameters(), large(micro_batches, 3, loss=loss).parameters()) <= FLOAT64
+    check(Experts(), Experts(), split((x, which, y), SIZES), make=make, loss=loss)
 
-    def test_gradients_that_are_parts_of_one_tensor(self):
-        """They share a version, so that adding to one looks like editing the other."""
 
-        class Joined(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.a, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.05}, {"nonfinite": "skip_window"}])
+def test_sparse_gradients(options):
+    def model():
+        torch.manual_seed(0)
+        return nn.Embedding(10, 3, sparse=True)
 
-            def forward(self, x):
-                return (x @ torch.cat([self.a, self.b]))[:, None].expand(-1, 3)
+    def loss(model, index, y):
+        return nn.functional.mse_loss(model(index), y)
 
-        micro_batches = split(regression(sum(SIZES)), SIZES)
-        model, expected = Joined(), Joined()
-        train(model, gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3), micro_batches)
-        torch_updates(expected, sgd(expected.parameters()), [join(w) for w in windows_of(micro_batches, 3)], mse)
-        assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+    index = torch.tensor([1, 1, 3, 9, 0, 1, 3, 3, 2, 2, 1, 5])
+    micro_batches = split((index, regression(12)[1]), SIZES)
+    accumulated, expected = model(), model()
+    optimizer = gradaccum.torch.optim.SparseAdam(accumulated.parameters(), lr=0.1, steps=3, **options)
+    in_batches(accumulated, optimizer, micro_batches, loss=loss)
+    inner = torch.optim.SparseAdam(expected.parameters(), lr=0.1)
+    for batch in (join(w) for w in windows_of(micro_batches, 3)):
+        inner.zero_grad()
+        loss(expected, *batch).backward()
+        if "clip_grad_norm" in options:
+            gradient = expected.weight.grad.coalesce()
+            norm = gradient.values().norm()
+            expected.weight.grad = gradient * torch.clamp(0.05 / (norm + 1e-6), max=1.0)
+        inner.step()
+    assert_same(accumulated, expected)
 
-    def test_toggling_requires_grad_is_fine(self):
-        micro_batches = split(regression(6), [2, 2, 2])
-        model = network()
-        optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
-        for x, y in micro_batches:
-            optimizer.zero_grad()
-            mse(model, x, y).backward()
-            optimizer.step()
-            model.requires_grad_(False)
-            model(x)
-            model.requires_grad_(True)
-        assert relative_error(model.parameters(), large(micro_batches, 3).parameters()) <= FLOAT64
 
-    @pytest.mark.parametrize("foreach", [{"foreach": True}, {"fused": True}, {"foreach": False}])
-    def test_every_implementation_of_an_inner_optimizer(self, foreach):
-        micro_batches = split(regression(sum(SIZES)), SIZES)
-        model = network()
-        optimizer = gradaccum.torch.optim.Adam(model.parameters(), lr=0.01, steps=3, **foreach)
-        train(model, optimizer, micro_batches)
-        expected = large(micro_batches, 3, make=lambda p: torch.optim.Adam(p, lr=0.01, **foreach))
-        assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+def test_a_gradient_penalty_with_create_graph():
+    def loss(model, x, y):
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return mse(model, x, y) + slope.square().sum(1).mean()
+
+    check(network(), network(), loss=loss)
+
+
+def test_toggling_requires_grad_is_fine():
+    model, optimizer = wrapped(steps=3)
+
+    def toggle():
+        model.requires_grad_(False)
+        model(regression(2)[0])
+        model.requires_grad_(True)
+
+    train(model, optimizer, ragged()[:3], weigh=by_rows, after=toggle)
+    assert_same(model, large([ragged()[:3]]))
+
+
+@pytest.mark.parametrize("foreach", [{"foreach": True}, {"fused": True}, {"foreach": False}])
+def test_every_implementation_of_an_inner_optimizer(foreach):
+    check(network(), network(), make=lambda p: torch.optim.Adam(p, lr=0.01, **foreach))
 
 
 class TestAccumulateDtype:
@@ -434,16 +382,11 @@ class TestAccumulateDtype:
 
     @pytest.mark.parametrize("options", [{}, {"nonfinite": "skip_micro_batch"}, {"clip_grad_norm": 100.0}])
     def test_several_windows_against_float32_sums_by_hand(self, options):
-        def model():
-            return network(dtype=torch.bfloat16)
-
         torch.set_default_dtype(torch.float32)
         micro_batches = [(x.bfloat16(), y.bfloat16()) for x, y in split(regression(24), [2] * 12)]
-        accumulated, by_hand = model(), model()
-        optimizer = gradaccum.torch.optim.Optimizer(
-            sgd(accumulated.parameters()), steps=6, accumulate_dtype=torch.float32, **options
-        )
-        train(accumulated, optimizer, micro_batches)
+        accumulated, by_hand = (network(dtype=torch.bfloat16) for _ in range(2))
+        _, optimizer = wrapped(model=accumulated, steps=6, accumulate_dtype=torch.float32, **options)
+        in_batches(accumulated, optimizer, micro_batches)
         inner = sgd(by_hand.parameters())
         for window in windows_of(micro_batches, 6):
             gradients = [torch.autograd.grad(mse(by_hand, x, y), list(by_hand.parameters())) for x, y in window]
@@ -460,71 +403,42 @@ class TestAccumulateDtype:
         mse(model, *regression(2)).backward()
         assert model[0].weight.grad.dtype == torch.float64
 
-    def test_a_wrong_dtype_is_refused(self):
+    @pytest.mark.parametrize("dtype", [torch.int32, "float32"])
+    def test_a_wrong_dtype_is_refused(self, dtype):
         with pytest.raises(TypeError, match="accumulate_dtype"):
-            gradaccum.torch.optim.Optimizer(sgd(network().parameters()), steps=2, accumulate_dtype=torch.int32)
-        with pytest.raises(TypeError, match="accumulate_dtype"):
-            gradaccum.torch.optim.Optimizer(sgd(network().parameters()), steps=2, accumulate_dtype="float32")
+            wrapped(steps=2, accumulate_dtype=dtype)
 
 
 def test_add_param_group_between_windows():
-    micro_batches = split(regression(sum(SIZES)), SIZES)
-
     def run(model, optimizer, step):
-        step(micro_batches[:3])
-        optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.5})
-        step(micro_batches[3:])
+        for batches in (ragged()[:3], ragged()[3:]):
+            model[2].zero_grad()  # gradients that reach it before it is added are not this optimizer's
+            step(batches)
+            if len(optimizer.param_groups) == 1:
+                optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.5})
 
     model, expected = network(), network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model[0].parameters()), steps=3)
-    run(model, optimizer, lambda batches: train(model, optimizer, batches))
-    inner = sgd(expected[0].parameters())
-
-    def plain_step(batches):
-        expected.zero_grad()
-        torch_updates(expected, inner, [join(batches)], mse)
-
-    # Gradients that reached the second layer before it was added are not this optimizer's.
-    model2 = network()
-    optimizer2 = gradaccum.torch.optim.Optimizer(sgd(model2[0].parameters()), steps=3)
-
-    def step(batches):
-        model2[2].zero_grad()
-        train(model2, optimizer2, batches)
-
-    run(model2, optimizer2, step)
-    run(expected, inner, plain_step)
-    assert relative_error(model2.parameters(), expected.parameters()) <= FLOAT64
+    optimizer, inner = wrapped(model=model[0], steps=3)[1], sgd(expected[0].parameters())
+    run(model, optimizer, lambda batches: in_batches(model, optimizer, batches))
+    run(expected, inner, lambda batches: (expected.zero_grad(), torch_updates(expected, inner, [join(batches)], mse)))
+    assert_same(model, expected)
 
 
 @pytest.mark.parametrize("through", ["pickle", "deepcopy"])
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip_micro_batch"])
 def test_a_copy_made_in_the_middle_of_a_window_goes_on_alike(through, nonfinite):
-    micro_batches = split(regression(sum(SIZES)), SIZES)
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(
-        adam(model.parameters()), steps={0: 3}, nonfinite=nonfinite, clip_grad_norm=1.0
-    )
-
-    def go_on(model, optimizer, batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            optimizer.backward(mse(model, x, y), weight=len(x))
-            optimizer.step()
-        optimizer.flush()
-
-    for x, y in micro_batches[:2]:
-        optimizer.backward(mse(model, x, y), weight=len(x))
-        optimizer.step()
+    model, optimizer = wrapped(adam, steps={0: 3}, nonfinite=nonfinite, clip_grad_norm=1.0)
+    train(model, optimizer, ragged()[:2], weigh=by_rows)
     pair = (model, optimizer)
-    other_model, other = pickle.loads(pickle.dumps(pair)) if through == "pickle" else copy.deepcopy(pair)
-    assert other.micro_batches == 2
-    go_on(model, optimizer, micro_batches[2:])
-    go_on(other_model, other, micro_batches[2:])
-    assert optimizer.updates == other.updates == 2
-    assert relative_error(model.parameters(), large(micro_batches, 3, adam, clip_grad_norm=1.0).parameters()) <= FLOAT64
-    assert relative_error(other_model.parameters(), model.parameters()) == 0
-    assert optimizer.loss == other.loss
+    copied = pickle.loads(pickle.dumps(pair)) if through == "pickle" else copy.deepcopy(pair)
+    assert copied[1].micro_batches == 2
+    for each in (pair, copied):
+        train(*each, ragged()[2:], weigh=by_rows)
+        each[1].flush()
+    assert optimizer.updates == copied[1].updates == 2
+    assert_same(model, large(windows_of(ragged(), 3), adam, clip_grad_norm=1.0))
+    assert_same(copied[0], model, 0)
+    assert optimizer.loss == copied[1].loss
 
 
 def test_named_optimizers_pickle():
@@ -536,10 +450,8 @@ def test_named_optimizers_pickle():
 
 
 def test_the_wrapper_does_not_outlive_its_last_reference():
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2)
-    mse(model, *regression(2)).backward()
-    optimizer.step()
+    model, optimizer = wrapped(steps=2)
+    train(model, optimizer, [regression(2)])
     gone = weakref.ref(optimizer)
     del optimizer
     gc.collect()
@@ -593,19 +505,18 @@ def test_a_window_never_waits_for_the_device():
 
 def test_autocast_in_bfloat16_runs_like_the_plain_loop():
     torch.set_default_dtype(torch.float32)
-    x, y = classes(8)
+    parts = split(classes(8), [2] * 4)
 
     def loss(model, x, y):
         with torch.autocast("cpu", torch.bfloat16):
             return nn.functional.cross_entropy(model(x), y)
 
     model, by_hand = network(), network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=4)
-    train(model, optimizer, split((x, y), [2] * 4), loss)
+    in_batches(model, wrapped(model=model, steps=4)[1], parts, loss=loss)
     inner = sgd(by_hand.parameters())
-    for x_i, y_i in split((x, y), [2] * 4):
-        loss(by_hand, x_i, y_i).backward()
+    for part in parts:
+        loss(by_hand, *part).backward()
     for p in by_hand.parameters():
         p.grad /= 4
     inner.step()
-    assert relative_error(model.parameters(), by_hand.parameters()) == 0
+    assert_same(model, by_hand, 0)

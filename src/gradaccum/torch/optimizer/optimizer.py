@@ -133,6 +133,11 @@ class Optimizer(OptimizerProxy):
         parameters, step = functools.partial(parameters_of, inner), weakref.WeakMethod(self._step_inner)
         options = {**arguments, "sync": self._sync}
         manual_reduce = arguments["nonfinite"] == "skip_micro_batch"
+        if manual_reduce and isinstance(inner, torch.optim.SparseAdam):
+            raise ValueError(
+                'nonfinite="skip_micro_batch" adds gradients up in dense tensors, which SparseAdam doesn\'t take. Use '
+                'nonfinite="skip_window".'
+            )
         ranks = detect_ranks(
             self._model, [inner], steps=schedule.constant, manual_reduce=manual_reduce, options=options
         )

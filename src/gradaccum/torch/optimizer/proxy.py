@@ -284,6 +284,11 @@ def checked_gradients(gradients: Any, parameters: list[Tensor]) -> list[Tensor |
     """Gradients in the order of the parameters."""
     if isinstance(gradients, Mapping):
         unknown = {id(p) for p in gradients} - {id(p) for p in parameters}
+        if not all(isinstance(parameter, Tensor) for parameter in gradients):
+            raise TypeError(
+                "`gradients` must be a sequence in the order of the optimizer's parameters, or {parameter: gradient}. "
+                f"Received: a dict with keys {[*gradients][:3]}. In their order, that is [*gradients.values()]."
+            )
         if unknown:
             raise ValueError(f"`gradients` has {len(unknown)} parameters that are not the optimizer's.")
         gradients = [gradients.get(parameter) for parameter in parameters]

@@ -156,7 +156,7 @@ class GradientMonitor:
         self._passes = _Passes()
         self.unfinished = self._passes.unfinished
         """Backward passes that have brought a gradient, and have not come to their end."""
-        self._passes_warned = False
+        self._passes_noted = self._passes_warned = False
         self._seen = 0
         """Arrivals before the last look."""
         self._on_end = functools.partial(_pass_over, weakref.ref(self))
@@ -294,8 +294,8 @@ class GradientMonitor:
         if repeats and operations[0] == operations[-1]:
             self._passes_warned = True
             logger.warning(several_passes_warning(passes))
-        elif not repeats or self._counted:
-            self._passes_warned = True
+        elif not self._passes_noted and (not repeats or self._counted):
+            self._passes_noted = True
             logger.info(SEVERAL_PASSES, passes)
 
     # Modifications.
