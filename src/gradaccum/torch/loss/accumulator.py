@@ -17,7 +17,6 @@ from gradaccum.torch.loss.named import (
     MIXED_TERMS,
     Terms,
     Totals,
-    no_gradient_error,
     read_totals,
     summed,
     weighed,
@@ -92,7 +91,6 @@ class LossAccumulator:
         self.restart()
 
     def restart(self) -> None:
-        """Forget the micro-batches that were added."""
         self.ran = False
         """Whether a micro-batch has run: what weighs nothing may be left out."""
         if self._by_forward:
@@ -114,7 +112,6 @@ class LossAccumulator:
 
     @property
     def is_mean(self) -> bool:
-        """Whether the finished gradient is that of a mean, not of a sum."""
         return self.named or self.total is not None or self.divisor is not None
 
     def multiple(self, weighted: WeightedLoss, rows: int) -> Weight:
@@ -175,7 +172,10 @@ class LossAccumulator:
     def check(self) -> None:
         """All micro-batches are in: the weights of several losses must add up to what was counted before."""
         if self.named and self._losses and not self._has_gradient:
-            raise no_gradient_error(self._losses)
+            raise ValueError(
+                f"None of the losses requires a gradient: {', '.join(map(repr, self._losses))}. Losses that are "
+                "detached are averaged beside others, which train the model."
+            )
         found = read_totals(self._weights) if self._counted is not None else {}
         for name, total in (self._counted or {}).items():
             now = found.get(name, 0.0)
@@ -281,7 +281,6 @@ class LossAccumulator:
         return WeightedLoss(summed(attached), terms=detached)
 
     def backward(self, weighted: WeightedLoss, loss: Tensor) -> None:
-        """Run the backward pass of a micro-batch."""
         if weighted.weight is not None and self._unit is None and (self._multiples or not self._adds):
             self._unit = _unit(weighted.weight)  # what arrives of this pass is a multiple of it, should the rest fail
         self._arriving = 1.0 if weighted.weight is None or self._unit is None else self._unit
@@ -292,7 +291,6 @@ class LossAccumulator:
         run_backward([loss], [starts[key][1]], retain_graph=self.retain_graph)
 
     def add(self, weighted: WeightedLoss) -> None:
-        """Count a micro-batch whose gradient has arrived."""
         loss, factor, weight = weighted.loss, weighted.factor, weighted.weight
         self._sum, self._arriving = None, 0.0
         self.ran = self.ran or loss is not None or weighted.weightless is not None
@@ -315,7 +313,6 @@ class LossAccumulator:
 
 
 def accumulator(objective: Objective, batch: Batch) -> LossAccumulator:
-    """What adds up a window on one rank, without a counting pass."""
     totals = _by_batch(objective, batch)
     return LossAccumulator(objective, batch, totals, named=totals is not None or bool(objective.found.terms))
 

@@ -175,7 +175,6 @@ def where_any(loss: Tensor, weight: Weight) -> Tensor:
 
 
 def times(value: Tensor, factor: Weight) -> Tensor:
-    """A tensor multiplied, in its own dtype."""
     if isinstance(factor, Tensor):
         return value * factor.to(value.device, value.dtype)
     return value if factor == 1 else value * factor

@@ -25,7 +25,6 @@ __all__ = [
     "checked_scalar",
     "checked_terms",
     "mixed_terms_error",
-    "no_gradient_error",
     "not_by_name_error",
     "read_totals",
     "summed",
@@ -41,8 +40,6 @@ MIXED_TERMS = "`compute_loss` must return {name: (loss, weight)} always or never
 
 
 class Term(NamedTuple):
-    """One of several losses of a micro-batch."""
-
     loss: Tensor
     weight: Any
     """What it is a mean over: a `Weight`; None where the batch says so, by `weight`."""
@@ -118,7 +115,6 @@ def _weight(name: Any, weight: Any, read: Callable[[Any], Weight]) -> Weight:
 
 
 def checked_scalar(loss: Any, what: str = "The loss") -> Tensor:
-    """A loss of one element, without its dimensions."""
     if not isinstance(loss, Tensor):
         raise TypeError(f"{what} must be a tensor. Received: loss={loss!r} of type {type(loss).__name__}.")
     if loss.numel() != 1:
@@ -204,16 +200,7 @@ def _stacked(values: list[Tensor]) -> Tensor:
 # What is refused.
 
 
-def no_gradient_error(names: Iterable[Hashable]) -> ValueError:
-    """None of several losses depends on the model."""
-    return ValueError(
-        f"None of the losses requires a gradient: {', '.join(map(repr, names))}. Losses that are detached are averaged "
-        "beside others, which train the model."
-    )
-
-
 def not_by_name_error() -> ValueError:
-    """Losses came by name where they cannot."""
     return ValueError(
         "Losses that come by name, backward({name: (loss, weight)}), have a weight each, so there is none for all of "
         "them: neither beside them nor in batches(). Each takes a sum of gradients of its own, which sharded models, "
@@ -223,7 +210,6 @@ def not_by_name_error() -> ValueError:
 
 
 def mixed_terms_error() -> WindowError:
-    """A single loss came where others came by name."""
     return WindowError(
         "Some losses of this window came as backward({name: (loss, weight)}), others as a single loss, which belongs "
         "to no name. Use one of the two for all of them. discard() drops the window."

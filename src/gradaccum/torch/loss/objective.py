@@ -129,7 +129,6 @@ class Objective:
         return {prefix: module for prefix, module in found.items() if isinstance(module, nn.Module)}
 
     def on(self, model: nn.Module) -> Objective:
-        """The same loss on another model."""
         new = copy.copy(self)
         new.model = model  # type: ignore[assignment]  # callable
         vars(new).pop("modules", None)
@@ -262,7 +261,6 @@ class Objective:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is, by its first parameter."""
         parameters = getattr(self.model, "parameters", lambda: iter(()))()
         return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
@@ -272,7 +270,6 @@ def _plain(weight: Weight) -> Weight:
 
 
 def one_weight(weight: Any) -> Any:
-    """The weight of a single loss."""
     if isinstance(weight, dict):
         raise ValueError(
             f"`weight` names the loss terms {list(weight)}, and the loss is one number. Return {{name: loss}} from "

@@ -32,14 +32,12 @@ class WindowLosses:
         self.restart()
 
     def restart(self) -> None:
-        """A new window begins."""
         self.entries: list[tuple[int, Tensor, float, Hashable]] = []
         """Number of the micro-batch, loss, weight, name."""
         self.weighed = False
         self.dropped: set[int] = set()
 
     def add(self, micro_batch: int, loss: Tensor, weight: float, given: bool, name: Hashable = None) -> None:
-        """One loss of a micro-batch."""
         self.entries.append((micro_batch, loss.detach(), weight, name))
         self.weighed = self.weighed or given
 
@@ -48,7 +46,6 @@ class WindowLosses:
         self.entries = [(i, loss / scale if i == micro_batch else loss, w, n) for i, loss, w, n in self.entries]
 
     def names(self, micro_batch: int) -> set[Hashable]:
-        """The names of this micro-batch's losses."""
         return {name for index, _, _, name in self.entries if index == micro_batch}
 
     def weights(self, name: Hashable) -> list[float]:
@@ -72,17 +69,14 @@ class WindowLosses:
         return weighted_sum([(loss, weight / total) for _, loss, weight in entries])
 
     def mean(self) -> Tensor | None:
-        """The window's loss, of no dimensions; None without entries."""
         means = list(self.means().values())
         return torch.stack(means).sum() if len(means) > 1 else means[0] if means else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The losses so far: copies."""
         losses = [[i, loss.clone(), w] if n is None else [i, loss.clone(), w, n] for i, loss, w, n in self.entries]
         return {"losses": losses, "losses_weighed": self.weighed}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Go on from what `state_dict` wrote."""
         self.restart()
         for index, loss, weight, *name in state["losses"]:
             self.add(index, loss.to(device, copy=True), weight, state["losses_weighed"], name[0] if name else None)
@@ -149,7 +143,6 @@ class NamedSums(GradientBuffer):
         return self._losses.weights(name)[0] if self._losses.reduction == "mean" else 1.0
 
     def totals(self) -> dict[Hashable, float]:
-        """What each loss weighs in this window."""
         return {name: math.fsum(self._losses.weights(name)) for name in self.sums}
 
     def fold(self, totals: Mapping[Hashable, float] | None = None) -> None:
@@ -217,7 +210,6 @@ class NamedSums(GradientBuffer):
         ]
 
     def load_terms(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from what `state_of_terms` wrote, and the losses with it."""
         self.used = self.used or bool(state)
         for saved in state:
             found = saved["gradients"]

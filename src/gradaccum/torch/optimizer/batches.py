@@ -271,15 +271,12 @@ def _state_of(loader: Any) -> Any:
 
 
 class _Contents:
-    """The tensors of a batch as they are now."""
-
     def __init__(self, batch: Any) -> None:
         self._batch, self._tensors = batch, _tensors(batch)
         self._versions = [tensor._version for tensor in self._tensors]
         self._copies = [tensor.clone() for tensor in self._tensors]  # NumPy does not count versions
 
     def changed(self) -> bool:
-        """Whether the batch holds other tensors by now, or other numbers in them."""
         now = _tensors(self._batch)
         if len(now) != len(self._tensors):
             return True

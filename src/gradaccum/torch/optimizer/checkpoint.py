@@ -31,7 +31,6 @@ _IN_WINDOW = "gradaccum_window"
 
 
 def state_dict(windows: Windows) -> dict[str, Any]:
-    """The inner optimizer's state and the window."""
     window = window_state(windows)
     if windows.ranks.sharded:
         return sharded.pack(windows.inner, window, windows.ranks)
@@ -50,7 +49,6 @@ def is_initialisation(windows: Windows) -> bool:
 
 
 def initialise(windows: Windows) -> None:
-    """Have the inner optimizer make its state."""
     if not windows.current.window.is_open:
         windows.inner.step()
         if windows.ranks.sharded and not windows.updates:
@@ -61,7 +59,6 @@ def initialise(windows: Windows) -> None:
 
 
 def load(windows: Windows, state_dict: dict[str, Any]) -> None:
-    """Load the inner optimizer's state and the window, or nothing."""
     _check_form(state_dict)
     state_dict, own = sharded.unpack(dict(state_dict), windows.ranks)
     own = state_dict.pop(KEY, own)
@@ -116,7 +113,6 @@ def window_state(windows: Windows) -> dict[str, Any]:
 
 
 def restore(windows: Windows, state: dict[str, Any]) -> None:
-    """Go on from what `window_state` wrote."""
     open_ = windows.current
     if open_.ranks.is_distributed:
         open_.ranks.unit = state.get("unit", open_.ranks.unit)
@@ -196,7 +192,6 @@ def _check_form(state_dict: Any) -> None:
 
 
 def _check_whole(state: Any) -> None:
-    """Whether a window has all that is going to be read of it."""
     needed = ["epoch", "updates", "in_epoch", "window"]
     saved = state.get("window") if isinstance(state, Mapping) else None
     if isinstance(saved, Mapping) and saved.get("micro_batches", 1):

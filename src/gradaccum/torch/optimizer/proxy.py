@@ -237,7 +237,6 @@ def _accelerates_steps(optimizer: Any) -> int:
 
 
 def overflows_easily(inner: torch.optim.Optimizer) -> bool:
-    """Whether a sum of gradients may overflow where their mean does not."""
     return any(p.dtype is torch.float16 and not hasattr(p, "to_local") for p in parameters_of(inner))
 
 
@@ -281,7 +280,6 @@ def checked_inner(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def checked_gradients(gradients: Any, parameters: list[Tensor]) -> list[Tensor | None]:
-    """Gradients in the order of the parameters."""
     if isinstance(gradients, Mapping):
         unknown = {id(p) for p in gradients} - {id(p) for p in parameters}
         if not all(isinstance(parameter, Tensor) for parameter in gradients):

@@ -32,7 +32,6 @@ class BatchWeight:
         """Whether a batch has shown that its tensors have their rows in front."""
 
     def __call__(self, batch: Any) -> float:
-        """What this batch weighs."""
         if self._weight is not None:
             return checked_weight(self._weight(batch))
         rows = self._flat_rows(batch)

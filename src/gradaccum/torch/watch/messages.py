@@ -30,7 +30,6 @@ KEPT_VALUES = (
 
 
 def several_passes_warning(passes: int) -> str:
-    """A loop still accumulates by hand, around a wrapped optimizer."""
     return (
         f"{passes} forward and backward passes reached one step(), which counts one micro-batch, and steps={passes}: "
         "does the loop still call step() on every so many micro-batches, `if (i + 1) % steps == 0:`? Then windows are "
@@ -40,7 +39,6 @@ def several_passes_warning(passes: int) -> str:
 
 
 def modification_error(modification: str) -> WindowError:
-    """Somebody else has changed the sum."""
     trainer = _inside_the_trainer()
     if trainer is not None:
         return WindowError(trainer)
@@ -62,7 +60,6 @@ def modification_error(modification: str) -> WindowError:
 
 
 def untouched_error() -> WindowError:
-    """A gradient has arrived that no micro-batch counts."""
     return WindowError(
         "A gradient has arrived since the last step(), and belongs to no micro-batch. Call step() after the backward "
         "pass of every micro-batch: it counts them. If another loss reaches these parameters, as a GAN's generator "
@@ -72,7 +69,6 @@ def untouched_error() -> WindowError:
 
 
 def failed_error(failure: BaseException | None) -> WindowError:
-    """A backward pass has failed."""
     kind = "" if failure is None else f" ({type(failure).__name__})"
     return WindowError(
         f"A backward pass of this window failed{kind}, and may have left part of its gradient in the sum. Call "

@@ -328,7 +328,6 @@ class GradientMonitor:
         return None
 
     def pass_over(self) -> None:
-        """A backward pass is over: look before anybody else can write."""
         if self.looking:
             self.record(self.modification())
             self._look()
@@ -349,7 +348,6 @@ class GradientMonitor:
         self.resync()
 
     def forget_values(self) -> None:
-        """Compare nothing by value until the next look."""
         self._digest = None
 
     def _look(self) -> None:

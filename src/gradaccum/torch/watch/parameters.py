@@ -46,7 +46,6 @@ class ParameterMonitor:
         self._versions = [parameter._version for parameter in self._parameters]
 
     def resume(self) -> None:
-        """A window goes on from a checkpoint."""
         self._looking = True
         self.note_parameters()
 
@@ -68,7 +67,6 @@ class ParameterMonitor:
         )
 
     def check_parameters(self) -> None:
-        """The sum of an open window is about to be used."""
         if not same_objects(self._parameters, parameters_of(self._inner)):
             raise self._changed_error()
 
@@ -101,7 +99,6 @@ class ParameterMonitor:
 
 
 def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether both hold the same objects."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 

@@ -39,7 +39,7 @@ from gradaccum.torch.loss import (
     not_by_name_error,
 )
 from gradaccum.torch.watch import GradientMonitor, ShardedMonitor, failed_error, modification_error, untouched_error
-from gradaccum.torch.window.loss_scale import LossScale, unscaled_error
+from gradaccum.torch.window.loss_scale import LossScale
 
 __all__ = ["GradientWindow", "Nonfinite"]
 
@@ -131,7 +131,6 @@ class GradientWindow(Listener):
 
     @property
     def by_name(self) -> bool:
-        """Whether losses of this window came by name."""
         return self.named is not None and bool(self.named.sums)
 
     # A micro-batch, until it is counted.
@@ -179,7 +178,6 @@ class GradientWindow(Listener):
             self.special = self.special or factor != 1.0
 
     def backward(self, loss: Any, weight: Any, retain_graph: bool | None, create_graph: bool) -> None:
-        """Weigh the micro-batch, and run the backward pass with its factor."""
         if self._failure is not None or self.monitor.unfinished:
             self.check_failed()
         window, one = self.window, self.window.micro_batch
@@ -209,7 +207,6 @@ class GradientWindow(Listener):
         self._run_backward(loss, factor, retain_graph, create_graph)
 
     def _backward_named(self, terms: Terms, retain_graph: bool | None, create_graph: bool) -> None:
-        """The backward passes of several losses, each to a sum of its own."""
         window, one, counts = self.window, self.window.micro_batch, [n for n, (_, weight) in terms.items() if weight]
         named = self._checked_names(counts)
         if not named.used:
@@ -251,7 +248,6 @@ class GradientWindow(Listener):
         return named
 
     def _run_backward(self, loss: Tensor, factor: float, retain_graph: bool | None, create_graph: bool) -> None:
-        """The backward pass of a loss, with the factor of its gradient."""
         one, scaling = self.window.micro_batch, self.arrival_scale
         others = self.monitor.arrivals - one.weighed
         try:
@@ -368,7 +364,11 @@ class GradientWindow(Listener):
                 "the wrapper unscales, and clips with clip_grad_norm=. discard() drops the window."
             )
         if not self.window.closes_next:
-            raise unscaled_error()
+            raise WindowError(
+                "scaler.unscale_() was called inside an open window: the next gradient would come scaled again. Call "
+                "it when `optimizer.closes_next`, or not at all: the wrapper unscales, and clips with clip_grad_norm=. "
+                "discard() drops the window."
+            )
 
     def _restart_arrivals(self, weight: float | None) -> None:
         """The micro-batch is in: what arrives from now on belongs to the next one."""
@@ -448,7 +448,6 @@ class GradientWindow(Listener):
         return True
 
     def _fold(self, total: WindowTotal) -> bool:
-        """Put the sums of losses by name together."""
         assert self.named is not None
         if self.named.sums:
             self.named.fold()
@@ -554,7 +553,6 @@ class GradientWindow(Listener):
     # Misuse.
 
     def check_failed(self) -> None:
-        """Raise if a backward pass has failed in this window."""
         if self._failure is not None or self.monitor.failed:
             raise failed_error(self._failure) from self._failure
 

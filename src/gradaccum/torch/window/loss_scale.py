@@ -12,7 +12,7 @@ from gradaccum.errors import WindowError
 from gradaccum.on_torch.grad_buffer import GradientBuffer
 from gradaccum.torch.watch import GradientMonitor, all_require_grad
 
-__all__ = ["LossScale", "unscaled_error"]
+__all__ = ["LossScale"]
 
 
 class _Neutral:
@@ -50,7 +50,6 @@ class LossScale:
         self.close()
 
     def close(self) -> None:
-        """The window is over."""
         self._scale: Tensor | None = None
         self.overflow: Tensor | None = None
         self._due = False
@@ -62,7 +61,12 @@ class LossScale:
     def check(self, scaled: bool) -> None:
         """A micro-batch that weighs something came through the scaler, or without it: as those before it."""
         if (self._scaled is not None and scaled != self._scaled) or (scaled and self.unscaled):
-            raise _mixed_scales_error()
+            raise WindowError(
+                "Some micro-batches of this window came through a GradScaler's step(optimizer), others through "
+                "optimizer.step(): their gradients are of different scales. Use scaler.scale(loss) and "
+                "scaler.step(optimizer) for all of them, or for none; GradScaler(enabled=False) does without in the "
+                "same loop. discard() drops the window."
+            )
         self._scaled = scaled
 
     def restore(self, overflow: bool) -> None:
@@ -82,7 +86,6 @@ class LossScale:
         return self._scale if self.in_use else None
 
     def overflowed(self) -> bool:
-        """Whether a gradient of this window has overflowed. Waits for the device."""
         return self.overflow is not None and bool(self.overflow.item())
 
     def show(self) -> None:
@@ -106,7 +109,6 @@ class LossScale:
                 parameter.grad = None
 
     def add(self, live: Tensor | None, found_inf: Tensor, counts: bool = True) -> None:
-        """A micro-batch is done."""
         if not counts:
             found_inf = torch.zeros_like(found_inf)
         if self._due and live is not None:
@@ -159,7 +161,6 @@ class LossScale:
             self._live.fill_(scale)
 
     def bring_to(self, scale: float) -> None:
-        """Bring the finished sum to this scale."""
         if self.in_use and self._scale is not None and scale:
             self._buffer.scale_(scale / self._scale)
             self._scale.fill_(scale)
@@ -177,31 +178,10 @@ class LossScale:
         return scale, own_scale, bool(overflow)
 
     def agree(self, scale: float) -> None:
-        """All ranks' scalers go on from here."""
         if self.in_use and self._live is not None and scale:
             self._live.fill_(scale)
 
     def remove(self) -> None:
-        """Take the hook off the parameters."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-
-
-def unscaled_error() -> WindowError:
-    """The GradScaler has unscaled a sum that goes on."""
-    return WindowError(
-        "scaler.unscale_() was called inside an open window: the next gradient would come scaled again. Call it when "
-        "`optimizer.closes_next`, or not at all: the wrapper unscales, and clips with clip_grad_norm=. discard() "
-        "drops the window."
-    )
-
-
-def _mixed_scales_error() -> WindowError:
-    """The sum would be in no one scale."""
-    return WindowError(
-        "Some micro-batches of this window came through a GradScaler's step(optimizer), others through "
-        "optimizer.step(): their gradients are of different scales. Use scaler.scale(loss) and scaler.step(optimizer) "
-        "for all of them, or for none; GradScaler(enabled=False) does without in the same loop. discard() drops the "
-        "window."
-    )

@@ -74,7 +74,6 @@ class Windows:
         self.expect_next()
 
     def parameters(self) -> list[Tensor]:
-        """The inner optimizer's, in the order of its groups."""
         return parameters_of(self.inner)
 
     def parameters_added(self) -> None:
@@ -93,7 +92,6 @@ class Windows:
         return window.steps
 
     def reschedule(self, schedule: Schedule) -> None:
-        """Another schedule, from the next window on."""
         self._check_steps(schedule)
         self.current.window.resize(schedule(self.epoch, self.updates))
         self.schedule, self._scheduled_for = schedule, (self.epoch, self.updates)
@@ -101,7 +99,6 @@ class Windows:
         self.expect_next()
 
     def _settle_steps(self) -> None:
-        """Have the empty window as long as the schedule says."""
         at = self.epoch, self.updates
         if self._scheduled_for != at:
             steps = self.schedule(*at)
@@ -112,7 +109,6 @@ class Windows:
 
     @property
     def closes_next(self) -> bool:
-        """Whether the next micro-batch closes its window."""
         return self.steps == 1 or self.current.window.closes_next
 
     def expect_next(self, counts: bool = True) -> None:
@@ -193,7 +189,6 @@ class Windows:
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Empty the gradients between windows; inside an open window, do nothing."""
         current = self.current
         current.set_to_none = set_to_none
         if not current.window.micro_batches:
@@ -257,7 +252,6 @@ class Windows:
         self._other_loops.note(source is not None)
 
     def expect_batch(self, weight: float, given: bool, last: bool) -> None:
-        """A batch is about to be handed out."""
         if not self.ranks.is_distributed:
             self.current.expect(weight, given, last)
             return
@@ -266,7 +260,6 @@ class Windows:
         self.expect_next(counts=weight > 0)
 
     def end_batch(self) -> None:
-        """The next batch is asked for."""
         current = self.current
         announced = current.window.micro_batch.announced
         if self._first_unused is None:
@@ -295,7 +288,6 @@ class Windows:
         return in_epoch
 
     def break_off(self) -> None:
-        """The loop was left before its end."""
         self.ranks.abort()
         window = self.current.window
         if window.micro_batches or window.micro_batch.weight is not None:
@@ -358,7 +350,6 @@ class Windows:
     # Files.
 
     def state_dict(self) -> dict[str, Any]:
-        """How far training has come."""
         state: dict[str, Any] = {"epoch": self.epoch, "updates": self.updates, "in_epoch": self.in_epoch}
         if self.noise_schedule is not None and self.current.noise is not None:
             state["noise_schedule"] = self.noise_schedule.state_dict()
