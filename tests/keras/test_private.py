@@ -47,7 +47,7 @@ def test_a_missing_name_is_told_with_what_it_is_for():
 def test_what_private_names_tell_agrees_with_public_ones():
     model = samples()["model"]
     assert set(private.layers_in(model)) >= set(model.layers)
-    assert not list(private.sublayers(model.layers[0]))
+    assert not list(private.inside(model.layers[0]))
     assert private.takes_training(keras.layers.Dropout(0.5))
     assert not private.takes_training(keras.layers.Flatten())
     assert private.loss_tracker(model).name == "loss"

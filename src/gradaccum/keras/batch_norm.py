@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import keras
 from keras import ops
 
-from gradaccum.keras.private import layers_in
+from gradaccum.keras import private
 
 __all__ = ["BatchNorm", "BatchNormOrExact", "Pool", "batch_norms_of", "during_micro_batch", "warn"]
 
@@ -26,7 +25,9 @@ BatchNormOrExact = Literal["warn", "micro", "pooled", "frozen", "exact"]
 def batch_norms_of(model: Any) -> list[Any]:
     """The BatchNormalization layers that normalise by the statistics of what they see in training."""
     return [
-        layer for layer in layers_in(model) if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+        layer
+        for layer in private.layers_in(model)
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
     ]
 
 
@@ -44,23 +45,16 @@ def warn(model: Any, named: set[str], stacklevel: int = 2) -> None:
         )
 
 
-@dataclass
-class _Seen:
-    """Of each layer: how many values its mask let through (None: no mask), in the forward pass that just ran."""
-
-    valid: dict[int, Any] = field(default_factory=dict)
-
-
 @contextlib.contextmanager
-def during_micro_batch(layers: list[Any], batch_norm: BatchNormOrExact) -> Iterator[_Seen]:
+def during_micro_batch(layers: list[Any], batch_norm: BatchNormOrExact) -> Iterator[dict[int, Any]]:
     """While this is open, the layers do what `batch_norm` says.
 
     For `"pooled"`, the moving statistics hold the mean and variance of the latest micro-batch, as these are: pool them
-    with `Pool`.
+    with `Pool`. Yields of each layer how many values its mask let through (None: no mask), for that.
     """
-    seen = _Seen()
+    valid: dict[int, Any] = {}
     if batch_norm not in ("pooled", "frozen"):
-        yield seen
+        yield valid
         return
     before = [dict(layer.__dict__) for layer in layers]
 
@@ -72,12 +66,12 @@ def during_micro_batch(layers: list[Any], batch_norm: BatchNormOrExact) -> Itera
 
         def pooled(inputs: Any, training: Any = None, mask: Any = None) -> Any:
             if training:
-                if index in seen.valid:
+                if index in valid:
                     raise ValueError(
                         f'batch_norm="pooled" needs layers that are called once per forward pass. Received: '
                         f'{layer.name!r}, which is called several times. Use batch_norm="micro" or "frozen".'
                     )
-                seen.valid[index] = None if mask is None else ops.sum(ops.cast(mask, layer.moving_mean.dtype))
+                valid[index] = None if mask is None else ops.sum(ops.cast(mask, layer.moving_mean.dtype))
             return call(inputs, training=training, mask=mask)
 
         return frozen if batch_norm == "frozen" else pooled
@@ -88,7 +82,7 @@ def during_micro_batch(layers: list[Any], batch_norm: BatchNormOrExact) -> Itera
         if batch_norm == "pooled":
             layer.__dict__["momentum"] = 0.0  # the moving statistics become those of this micro-batch, exactly
     try:
-        yield seen
+        yield valid
     finally:
         for layer, own in zip(layers, before):
             for name in ("call", "momentum"):
@@ -121,12 +115,8 @@ class Pool:
 
     def zeros(self) -> list[Any]:
         """The state before the first micro-batch: `W, mean, W * variance` of each layer."""
-        state = []
-        for layer in self.layers:
-            dtype = layer.moving_mean.dtype
-            shape = layer.moving_mean.shape
-            state += [ops.zeros((), dtype), ops.zeros(shape, dtype), ops.zeros(shape, dtype)]
-        return state
+        means = [layer.moving_mean for layer in self.layers]
+        return [ops.zeros(shape, mean.dtype) for mean in means for shape in ((), mean.shape, mean.shape)]
 
     def add(self, state: list[Any], statistics: list[Any], valid: dict[int, Any], rows: Any) -> list[Any]:
         """The state after a micro-batch of so many rows, whose means and variances `variables` held as `statistics`."""
@@ -151,9 +141,7 @@ class Pool:
         after = []
         for index, layer in enumerate(self.layers):
             weight, mean, squares = state[3 * index : 3 * index + 3]
-            momentum = layer.momentum
-            for old, new in zip(
-                before[2 * index :], (mean, squares / ops.where(weight > 0, weight, ops.ones_like(weight)))
-            ):
-                after.append(old * momentum + new * (1.0 - momentum))
+            variance = squares / ops.where(weight > 0, weight, ops.ones_like(weight))
+            for old, new in zip(before[2 * index :], (mean, variance)):
+                after.append(old * layer.momentum + new * (1.0 - layer.momentum))
         return after

@@ -30,13 +30,9 @@ class SizesRule(StepsRule):
         self.maximum_batch_size = checked_count(maximum_batch_size, "maximum_batch_size")
         self.desired_batch_size = checked_count(desired_batch_size, "desired_batch_size")
         self.train_size = checked_count(train_size, "train_size")
-        self._model = model
+        self.rows_of_epoch, self._model = train_size, model
+        self._batches = -(-train_size // maximum_batch_size)
         super().__init__(Schedule(steps_for(desired_batch_size, maximum_batch_size)))
-
-    @property
-    def rows_of_epoch(self) -> int:  # type: ignore[override]  # a constant in the class above
-        """Rows of an epoch."""
-        return self.train_size
 
     def add(self, counts: Counts, rows: Any) -> Added:
         """The window with one more micro-batch, of so many rows; None: not known, so as many as were promised."""
@@ -60,22 +56,19 @@ class SizesRule(StepsRule):
     def closed(self, counts: Counts, updated: Any) -> Counts:
         """The counts of the window that follows; in the next epoch, less the rows that were too many in this one."""
         rows_left = where(counts.rows_left <= 0, counts.rows_left + self.train_size, counts.rows_left)
-        return counts.closed(updated)._replace(rows_left=rows_left)
+        return super().closed(counts, updated)._replace(rows_left=rows_left)
 
     def check_batches(self, batches: int) -> None:
-        """Whether an epoch may have so many micro-batches."""
-        promised = -(-self.train_size // self.maximum_batch_size)
-        if batches != promised:
+        if batches != self._batches:
             raise ValueError(
-                f"An epoch of train_size={self.train_size} rows has {promised} micro-batches of maximum_batch_size="
-                f"{self.maximum_batch_size}. Received: {batches} micro-batches. Pass the `train_size` that fit() "
-                "trains on to BatchOptimizer."
+                f"An epoch of train_size={self.train_size} rows has {self._batches} micro-batches of "
+                f"maximum_batch_size={self.maximum_batch_size}. Received: {batches} micro-batches. Pass the "
+                "`train_size` that fit() trains on to BatchOptimizer."
             )
 
     def check_epoch(self, counts: Counts, batches: int, doubt: int = 0) -> None:
-        """Whether an epoch may end with these counts, after so many micro-batches, give or take `doubt`."""
-        promised = -(-self.train_size // self.maximum_batch_size)
-        self.check_batches(promised if abs(batches - promised) <= doubt else batches)
+        if abs(batches - self._batches) > doubt:
+            self.check_batches(batches)
         if counts.rows_left != self.train_size:
             raise ValueError(
                 f"`train_size` must be the rows of an epoch. Received: train_size={self.train_size}, where the "
@@ -84,7 +77,6 @@ class SizesRule(StepsRule):
             )
 
     def settings(self) -> list[list[int]]:
-        """The three sizes."""
         return [[self.maximum_batch_size, self.desired_batch_size, self.train_size]]
 
     @property
@@ -108,7 +100,7 @@ class SizesRule(StepsRule):
 
     def check_fit(self, arguments: dict[str, Any]) -> None:
         """Whether `fit` was called as promised, as far as its arguments tell."""
-        maximum, train_size = self.maximum_batch_size, self.train_size
+        maximum = self.maximum_batch_size
         leaf = next((leaf for leaf in keras.tree.flatten(arguments.get("x")) if leaf is not None), None)
         shape = getattr(leaf, "shape", None)
         rows = shape[0] if shape else None
@@ -119,18 +111,17 @@ class SizesRule(StepsRule):
                 f"{'' if batch_size else ', which is 32'}, where maximum_batch_size={maximum}."
             )
         split = arguments.get("validation_split") or 0.0
-        if rows is not None:
-            rows = math.floor(rows * (1.0 - split))
-            if rows != train_size:
-                raise ValueError(
-                    f"`train_size` must be the rows that fit() trains on. Received: train_size={train_size}, where "
-                    f"fit() has {rows} rows{' after its validation split' if split else ''}."
-                )
-        batches = arguments.get("steps_per_epoch")
-        if batches is not None and batches != -(-train_size // maximum):
+        rows = None if rows is None else math.floor(rows * (1.0 - split))
+        if rows not in (None, self.train_size):
             raise ValueError(
-                f"`steps_per_epoch` must be that of train_size={train_size} rows in micro-batches of {maximum}, "
-                f"{-(-train_size // maximum)}. Received: steps_per_epoch={batches}."
+                f"`train_size` must be the rows that fit() trains on. Received: train_size={self.train_size}, where "
+                f"fit() has {rows} rows{' after its validation split' if split else ''}."
+            )
+        batches = arguments.get("steps_per_epoch")
+        if batches not in (None, self._batches):
+            raise ValueError(
+                f"`steps_per_epoch` must be that of train_size={self.train_size} rows in micro-batches of {maximum}, "
+                f"{self._batches}. Received: steps_per_epoch={batches}."
             )
 
 
@@ -187,22 +178,17 @@ class BatchOptimizer(Optimizer):
     @property
     def maximum_batch_size(self) -> int:
         """Rows of a micro-batch."""
-        return self._sizes.maximum_batch_size
+        return self.window.rule.maximum_batch_size
 
     @property
     def desired_batch_size(self) -> int:
         """Rows of an update."""
-        return self._sizes.desired_batch_size
+        return self.window.rule.desired_batch_size
 
     @property
     def train_size(self) -> int:
         """Rows of an epoch."""
-        return self._sizes.train_size
-
-    @property
-    def _sizes(self) -> SizesRule:
-        assert isinstance(self.window.rule, SizesRule)
-        return self.window.rule
+        return self.window.rule.train_size
 
     def _log_wrapping(self) -> None:
         super()._log_wrapping()
@@ -252,7 +238,6 @@ def _check_every_fit(model: Any) -> None:
             return fit(*args, **kwargs)
         arguments = dict(signature.bind(*args, **kwargs).arguments)
         rule = optimizer.window.rule
-        assert isinstance(rule, SizesRule)
         rule.check_fit(arguments)
         arguments["callbacks"] = _with_epochs(arguments.get("callbacks"), model)
         try:
@@ -270,15 +255,14 @@ def _check_every_fit(model: Any) -> None:
 
 def _with_epochs(callbacks: Any, model: Any) -> Any:
     """The callbacks, with one that tells the optimizer of epochs first."""
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        if not any(isinstance(callback, GradientAccumulation) for callback in callbacks.callbacks):
-            callbacks.append(GradientAccumulation())
-            callbacks.callbacks[-1].set_model(model)
-            callbacks.callbacks[-1].set_params(callbacks.params)
-        return callbacks
-    callbacks = keras.tree.flatten(callbacks) if callbacks else []
-    return (
-        callbacks
-        if any(isinstance(c, GradientAccumulation) for c in callbacks)
-        else [GradientAccumulation(), *callbacks]
-    )
+    is_list = isinstance(callbacks, keras.callbacks.CallbackList)
+    given = callbacks.callbacks if is_list else keras.tree.flatten(callbacks or [])
+    if any(isinstance(callback, GradientAccumulation) for callback in given):
+        return callbacks if is_list else given
+    own = GradientAccumulation()
+    if not is_list:
+        return [own, *given]
+    callbacks.append(own)
+    own.set_model(model)
+    own.set_params(callbacks.params)
+    return callbacks

@@ -8,9 +8,10 @@ from typing import Any
 import keras
 
 from gradaccum.errors import WindowError
+from gradaccum.keras import backends, private
+from gradaccum.keras.backends.base import PARTS, leaves_with_rows, listing
 from gradaccum.keras.batch_norm import batch_norms_of
-from gradaccum.keras.optimizer import Optimizer, RowWatch, wrapped_optimizer
-from gradaccum.keras.private import compiled_losses, loss_entries
+from gradaccum.keras.optimizer import wrapped_optimizer
 from gradaccum.schedule import Schedule, Steps
 
 __all__ = ["GradientAccumulation"]
@@ -50,12 +51,9 @@ class GradientAccumulation(keras.callbacks.Callback):
     def __init__(self, steps: Steps | None = None) -> None:
         super().__init__()
         self._schedule = None if steps is None else Schedule(steps)
-        self._optimizer: Optimizer | None = None
-        self._rows: RowWatch | None = None
+        self._optimizer: Any = None
         self._epoch = 0
-        self._in_epoch = False
-        self._told_of_short_epochs = False
-        self._drops_micro_batches = False
+        self._in_epoch = self._drops_micro_batches = self._warned_of_short_epochs = False
         self._batches = 0  # of this epoch
         self._in_window = 0  # micro-batches of this window, dropped ones too
         self._steps = self._next_steps = 1  # of this window, and of the next one
@@ -77,16 +75,23 @@ class GradientAccumulation(keras.callbacks.Callback):
         self._optimizer = optimizer
         optimizer.window.loaded = False
 
+    @property
+    def _followed(self) -> Schedule:
+        return self._schedule or self._optimizer.schedule
+
+    @property
+    def _batches_of_epoch(self) -> int | None:
+        """Where `fit` knows it."""
+        return (self.params or {}).get("steps")
+
     def on_train_begin(self, logs: Any = None) -> None:
-        optimizer = self._wrapped
-        schedule = self._schedule or optimizer.schedule
+        window = self._optimizer.window
         per_execution = getattr(self._model, "steps_per_execution", 1)
-        if schedule.largest is None and per_execution > 1:
+        if self._followed.largest is None and per_execution > 1:
             raise ValueError(
                 "A callable schedule is asked between micro-batches, which needs steps_per_execution=1. Received: "
                 f"steps_per_execution={per_execution}. Use {{epoch: steps}}, or compile with 1."
             )
-        window = optimizer.window
         other, window.driver = window.driver, self
         if other is not None and other is not self and other.params is self.params:  # of the same fit()
             raise ValueError(
@@ -94,7 +99,7 @@ class GradientAccumulation(keras.callbacks.Callback):
                 f"windows. Received: a second one, with steps={self._schedule}. Keep one of them."
             )
         # What compile() puts around it under mixed_float16 drops micro-batches that overflow, without a word to us.
-        self._drops_micro_batches = self._model.optimizer is not optimizer
+        self._drops_micro_batches = self._model.optimizer is not self._optimizer
         if self._drops_micro_batches and per_execution > 1:
             logger.warning(
                 "A LossScaleOptimizer is around the optimizer, and steps_per_execution=%d: after a micro-batch that "
@@ -103,8 +108,8 @@ class GradientAccumulation(keras.callbacks.Callback):
             )
         window.name_batch_norms([layer.name for layer in batch_norms_of(self._model)])
         if window.in_fit:
-            self._discard()
-        self._in_window = optimizer.micro_batches
+            self._discard_interrupted()
+        self._in_window = self._optimizer.micro_batches
         if self._in_window and not window.read().by_rows:
             logger.warning(
                 "The open window holds %d micro-batches whose rows are not known. Each counts as many rows as the next "
@@ -112,46 +117,51 @@ class GradientAccumulation(keras.callbacks.Callback):
                 "close it first.",
                 self._in_window,
             )
-        self._steps = self._next_steps = optimizer.steps
-        self._tell_of_losses()
-        self._tell_of_other_optimizers()
+        self._steps = self._next_steps = self._optimizer.steps
+        self._name_losses()
+        self._name_other_optimizers()
         self._drive()
 
     def on_train_end(self, logs: Any = None) -> None:
-        optimizer = self._wrapped
-        optimizer.window.driven = optimizer.window.in_fit = False
-        if self._rows is not None:
-            self._rows.stop()
-        if self._schedule is not None and optimizer.schedule.constant is not None:
-            optimizer.window.plan(optimizer.schedule.constant)
+        schedule, window = self._optimizer.schedule, self._optimizer.window
+        window.driven = window.in_fit = False
+        self._stop_counting()
+        if self._schedule is not None and schedule.constant is not None:
+            window.plan(schedule.constant)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        optimizer = self._wrapped
-        if not optimizer.window.driven:  # a `fit` in a callback's on_epoch_end has ended since
+        window, batches = self._optimizer.window, self._batches_of_epoch
+        if not window.driven:  # a `fit` in a callback's on_epoch_end has ended since
             self._drive()
-        self._discard_loaded()
+        if window.loaded:
+            self._discard_loaded()
         self._epoch, self._in_epoch, self._batches = epoch, True, 0
-        batches = (self.params or {}).get("steps")
         if batches:
-            optimizer.window.rule.check_batches(batches)
-        optimizer.window.begin_epoch()
-        schedule = self._schedule or optimizer.schedule
-        if schedule.largest is not None and not optimizer.window.rule.fixed:
-            steps = schedule(epoch)
+            window.rule.check_batches(batches)
+        window.begin_epoch()
+        if self._followed.largest is not None and not window.rule.fixed:
+            steps = self._followed(epoch)
             self._plan(steps)
-            self._tell_of_short_epochs(steps)
+            if batches and steps > batches and not self._warned_of_short_epochs:
+                self._warned_of_short_epochs = True
+                logger.warning(
+                    "A window of %d micro-batches is longer than an epoch of %d: one update per epoch, of %d "
+                    "micro-batches",
+                    steps,
+                    batches,
+                    batches,
+                )
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._check_driven()
-        self._wrapped.window.in_fit = True
-        schedule = self._schedule or self._wrapped.schedule
-        if schedule.largest is None:
+        self._optimizer.window.in_fit = True
+        if self._followed.largest is None:
             self._sync()
-            if not self._wrapped.micro_batches:
-                self._plan(schedule(self._epoch, int(self._wrapped.iterations)))
+            if not self._optimizer.micro_batches:
+                self._plan(self._followed(self._epoch, int(self._optimizer.iterations)))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        batches = (self.params or {}).get("steps")
+        batches = self._batches_of_epoch
         done = min(batch + 1, batches or batch + 1)  # with steps_per_execution, Keras counts beyond the epoch's end
         self._in_window += done - self._batches
         self._batches = done
@@ -172,18 +182,43 @@ class GradientAccumulation(keras.callbacks.Callback):
             self._in_epoch = False
             self._check_driven()
             self._close_window()
-            self._check_epoch()
+            if self._batches and self._optimizer.window.built:
+                self._check_epoch()
 
     def _drive(self) -> None:
-        """Tell the window of rows from now on."""
-        window = self._wrapped.window
+        """Tell the window of rows from now on.
+
+        They are counted in the step's own graph, so nothing waits for a device. The model's compiled training function
+        is made anew once, and kept for the next `fit`.
+        """
+        model, window = self._model, self._optimizer.window
         window.driven = True
-        self._rows = RowWatch(self._model, window)
-        self._rows.start()
+        self._stop_counting()  # a `fit` that ended with an error has left it there, or this one runs inside of another
+        train_step, own = model.train_step, vars(model).get("train_step")
+
+        def counting_train_step(*args: Any, **kwargs: Any) -> Any:
+            # JAX passes its state first. The data is last everywhere.
+            data = kwargs["data"] if "data" in kwargs else args[-1]
+            with window.with_rows(backends.running().replica(), _rows_of(data)):
+                return train_step(*args, **kwargs)
+
+        counting_train_step.own = own  # type: ignore[attr-defined]
+        model.train_step = counting_train_step
+        if window.counting_function is None or model.train_function is not window.counting_function:
+            model.make_train_function(force=True)
+            window.counting_function = model.train_function
+
+    def _stop_counting(self) -> None:
+        """Give the model its own step back."""
+        step: Any = vars(self._model).get("train_step")
+        if hasattr(step, "own"):
+            del self._model.train_step
+            if step.own is not None:  # a user's own step, set on the instance
+                self._model.train_step = step.own
 
     def _check_driven(self) -> None:
         """Whether no other `fit` has ended since the epoch began, and the window with it."""
-        if not self._wrapped.window.driven:
+        if not self._optimizer.window.driven:
             raise WindowError(
                 "Another fit() of this model, with a GradientAccumulation callback of its own, ran inside an epoch of "
                 "this one, whose open window it did not leave alone. Run it in a callback's on_epoch_end, and list "
@@ -195,18 +230,16 @@ class GradientAccumulation(keras.callbacks.Callback):
         self._next_steps = steps
         if not self._in_window:
             self._steps = steps
-        self._wrapped.window.plan(steps)
+        self._optimizer.window.plan(steps)
 
     def _close_window(self) -> None:
         self._in_window, self._steps = 0, self._next_steps
         self._sync()
-        self._wrapped.flush()
+        self._optimizer.flush()
 
     def _check_epoch(self) -> None:
         """Whether what was trained on is what was promised, and was told of."""
-        window = self._wrapped.window
-        if not (self._batches and window.built):
-            return
+        window = self._optimizer.window
         counts = window.read()
         if not (counts.by_rows or self._drops_micro_batches):
             raise WindowError(
@@ -216,13 +249,12 @@ class GradientAccumulation(keras.callbacks.Callback):
             )
         if not (self._drops_micro_batches or self._model.stop_training):
             # Where data end inside an execution of several steps, Keras counts all of them, or none.
-            known = (self.params or {}).get("steps")
-            doubt = 0 if known else getattr(self._model, "steps_per_execution", 1) - 1
+            doubt = 0 if self._batches_of_epoch else getattr(self._model, "steps_per_execution", 1) - 1
             window.rule.check_epoch(counts, self._batches, doubt)
 
-    def _discard(self) -> None:
+    def _discard_interrupted(self) -> None:
         """Forget the window in which an earlier `fit` was interrupted, perhaps between a sum and its count."""
-        optimizer = self._wrapped
+        optimizer = self._optimizer
         optimizer.window.in_fit = False
         if optimizer.micro_batches:
             logger.warning(
@@ -235,9 +267,7 @@ class GradientAccumulation(keras.callbacks.Callback):
 
     def _discard_loaded(self) -> None:
         """Forget the open window that a callback has loaded (BackupAndRestore): Keras begins its epoch anew."""
-        optimizer = self._wrapped
-        if not optimizer.window.loaded:
-            return
+        optimizer = self._optimizer
         optimizer.window.loaded = False
         self._sync()
         if optimizer.micro_batches:
@@ -253,55 +283,67 @@ class GradientAccumulation(keras.callbacks.Callback):
         # On JAX the values of the variables are in the training loop until somebody asks for the model.
         _ = self.model
 
-    @property
-    def _wrapped(self) -> Optimizer:
-        assert self._optimizer is not None, "Keras calls set_model first"
-        return self._optimizer
-
-    def _tell_of_short_epochs(self, steps: int) -> None:
-        batches = (self.params or {}).get("steps")
-        if batches and steps > batches and not self._told_of_short_epochs:
-            self._told_of_short_epochs = True
-            logger.warning(
-                "A window of %d micro-batches is longer than an epoch of %d: one update per epoch, of %d micro-batches",
-                steps,
-                batches,
-                batches,
-            )
-
-    def _tell_of_losses(self) -> None:
+    def _name_losses(self) -> None:
         """Name the compiled losses that are no means over rows."""
-        losses = compiled_losses(self._model)
-        for entry in [] if losses is None or self._wrapped.schedule.largest == 1 else loss_entries(losses):
+        losses = private.loss_entries(private.compiled_losses(self._model))
+        for entry in losses if self._optimizer.schedule.largest != 1 else ():
             reduction = getattr(entry.loss, "reduction", "mean")
             if reduction not in ("mean", "sum_over_batch_size"):
                 weighted = " where rows have sample or class weights" if reduction == "mean_with_sample_weight" else ""
-                self._warn_once(
+                self._optimizer.window.warn_once(
                     f"The loss {entry.loss.name!r} has reduction={reduction!r}, which is no mean over rows{weighted}: "
                     "the optimizer weighs micro-batches by rows, so updates are not the large batch's. Use "
                     'reduction="sum_over_batch_size", or gradaccum.keras.micro_batched in place of the wrapped '
                     "optimizer."
                 )
 
-    def _tell_of_other_optimizers(self) -> None:
+    def _name_other_optimizers(self) -> None:
         """Name the wrapped optimizers among the model's attributes that nobody drives."""
         names = []
         for name, value in vars(self._model).items():
             inside = value.values() if isinstance(value, dict) else value
             for one in inside if isinstance(value, list | tuple | dict) else [value]:
                 known = isinstance(one, keras.optimizers.Optimizer) and wrapped_optimizer(one)
-                if known and known is not self._wrapped and not name.startswith("_self_"):  # TensorFlow's own
+                if known and known is not self._optimizer and not name.startswith("_self_"):  # TensorFlow's own
                     names.append(f"model.{name}")
         if names:
-            self._warn_once(
+            self._optimizer.window.warn_once(
                 "The GradientAccumulation callback drives the optimizer that the model was compiled with, and no "
                 f"other. Not driven: {', '.join(dict.fromkeys(names))}. The micro-batches of each weigh the same, and "
                 "its windows run on across epochs: give it micro-batches of one size, and call its flush() at each "
                 "epoch's end, in the on_epoch_end of a callback of yours."
             )
 
-    def _warn_once(self, message: str) -> None:
-        told = self._wrapped.window.told
-        if message not in told:
-            told.add(message)
-            logger.warning(message)
+
+def _rows_of(data: Any) -> Any:
+    """The rows of what `fit` gives a training step: an int, or a scalar tensor where only the run will tell.
+
+    They are those of the targets and weights, which have a row each: an input may be shared by all rows. Without
+    targets, all inputs must agree. None where nothing has rows.
+    """
+    leaves = leaves_with_rows(data, PARTS[1:]) or leaves_with_rows(data)
+    known = {leaf.shape[0] for _, leaf in leaves}
+    if len(known - {None}) > 1:
+        raise ValueError(
+            "The rows of a micro-batch are those of its targets and sample weights or, where there are none, of all "
+            f"its inputs: they must be the same number. Received:{listing(leaves)}\nGive targets a row each; what all "
+            "rows share belongs to the inputs, beside targets."
+        )
+    if None not in known:
+        return known.pop() if known else None
+    if keras.backend.backend() != "tensorflow":
+        return None
+    import tensorflow as tf
+
+    first, *others = [tf.shape(leaf)[0] for _, leaf in leaves]
+    if not others:
+        return first
+    same = tf.reduce_all([first == other for other in others])
+    paths = ", ".join(path for path, _ in leaves)
+    name = "rows_of_a_micro_batch_must_be_the_same_number"
+    message = f"The arrays of a micro-batch must have the same number of rows: {paths}. Received:"
+    with tf.control_dependencies([tf.debugging.Assert(same, [message, first, *others])]):
+        for other in others:
+            # XLA leaves assertions out. It knows the shapes when it compiles, and takes no reshape to another size.
+            first = tf.reshape(tf.fill([other], first), [first], name=name)[0]
+        return tf.identity(first)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops, tree
 
-from gradaccum.core.equivalence import Difference, Equivalence, limits_of
+from gradaccum.core.equivalence import Cause, Equivalence, limits_of
 from gradaccum.core.proof import Comparison, Way, differences_between, worst
 from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import even_sizes
-from gradaccum.keras import backends
-from gradaccum.keras.backends.rows import has_rows, rows_of
+from gradaccum.keras import backends, private
+from gradaccum.keras.backends.base import rows_of
 from gradaccum.keras.batch_norm import BatchNorm
-from gradaccum.keras.equivalence import Evaluation, StepRunner, find_causes, precision_of
-from gradaccum.keras.private import build_symbolically, torch_device
+from gradaccum.keras.equivalence import StepRunner, find_causes, precision_of
 from gradaccum.keras.train_step import MicroBatchedStep, ragged_size
 from gradaccum.schedule import checked_count
 
@@ -81,81 +79,60 @@ def check_equivalence(
         batch_norm = batch_norm or step.batch_norm
     if micro_batch_size is not None:
         checked_count(micro_batch_size, "micro_batch_size")
-    data = tree.map_structure(_converted, (x, y, sample_weight))
+    data = tree.map_structure(
+        lambda leaf: leaf if leaf is None or ops.is_tensor(leaf) else ops.convert_to_tensor(leaf), (x, y, sample_weight)
+    )
     rows = rows_of(data)
     if rows is None or rows < 2:
         raise ValueError(f"The batch must have at least 2 rows, to be split. Received: {rows}.")
-    with _random_state_kept():
-        return _Check(model, data, rows, "frozen" if batch_norm == "frozen" else "micro").run(
-            micro_batch_size, tolerance
+    with backends.running().random_kept():
+        normalised: BatchNorm = "frozen" if batch_norm == "frozen" else "micro"
+        return _checked(model, data, rows, normalised, micro_batch_size, tolerance)
+
+
+def _checked(
+    model: Any, data: Any, rows: int, batch_norm: BatchNorm, micro_batch_size: int | None, tolerance: float | None
+) -> Equivalence:
+    private.build_symbolically(model, data)
+    step, precision = MicroBatchedStep(model, rows, batch_norm, verify=False), precision_of(model)
+    allowed = rounding(precision, _device()) if tolerance is None else tolerance
+    runner = StepRunner(step, data, batch_norm, allowed)
+    order = np.random.default_rng(0).permutation(rows).tolist()
+    given, ragged = _ways(range(rows), micro_batch_size), _ways(order, None)
+    in_order = Comparison(runner, range(rows), given, "raise")
+    loss = in_order.large.losses["loss"]
+    if not np.isfinite(loss).all():
+        raise ValueError(f"The large batch's own loss is {loss}: there is nothing to compare.")
+    # A moved variable may heed the order of rows, such as the last row's value.
+    shuffled = Comparison(runner, order, ragged, "raise")
+    moved = [d for d in differences_between(runner, shuffled.large, in_order.large) if d.part != "buffer"]
+    found = worst([*(in_order.differences() or []), *(shuffled.differences() or []), *moved])
+    largest = max([*in_order.compared, *shuffled.compared], key=lambda one: one.error)
+    failing = ragged[0] if any(not d.error <= allowed for d in moved) else None
+    failing = largest.way if not largest.error <= allowed else failing
+    causes: list[Cause] = []
+    if failing is not None:
+        parts = np.split(np.asarray(failing[0]), np.cumsum(failing[1])[:-1])
+        trained, moving, _, metrics = step.state()
+        causes = find_causes(model, (trained, moving, metrics), data, parts, found, allowed, batch_norm)
+    notes = []
+    if runner.draws.held:
+        notes.append("Random numbers were held: whatever is drawn, as by dropout, was the same for each row.")
+    if runner.draws.raw:
+        notes.append(
+            "Random numbers are drawn that don't come from keras.random: they can't be held, and differ from one "
+            "partition to the other."
         )
-
-
-class _Check:
-    def __init__(self, model: Any, data: Any, rows: int, batch_norm: BatchNorm) -> None:
-        self.model, self.data, self.rows, self.batch_norm = model, data, rows, batch_norm
-        build_symbolically(model, data)
-        self.steps: dict[int, MicroBatchedStep] = {}
-
-    def run(self, micro_batch_size: int | None, tolerance: float | None) -> Equivalence:
-        precision = precision_of(self.model)
-        allowed = rounding(precision, _device()) if tolerance is None else tolerance
-        runner = StepRunner(self._evaluate, self._step(self.rows).state, precision, allowed)
-        given, ragged = _ways(range(self.rows), micro_batch_size), _ways(_shuffled(self.rows), None)
-        in_order = Comparison(runner, range(self.rows), given, "raise")
-        loss = in_order.large.losses["loss"]
-        if not np.isfinite(loss).all():
-            raise ValueError(f"The large batch's own loss is {loss}: there is nothing to compare.")
-        # A moved variable may heed the order of rows, such as the last row's value.
-        shuffled = Comparison(runner, ragged[0][0], ragged, "raise")
-        moved = [d for d in differences_between(runner, shuffled.large, in_order.large) if d.part != "buffer"]
-        found = worst([*(in_order.differences() or []), *(shuffled.differences() or []), *moved])
-        compared = sorted([*in_order.compared, *shuffled.compared], key=lambda one: -one.error)
-        failing = ragged[0] if any(not d.error <= allowed for d in moved) else None
-        failing = compared[0].way if not compared[0].error <= allowed else failing
-        return Equivalence(
-            tuple(found),
-            allowed,
-            () if failing is None else tuple(self._causes(failing, found, allowed)),
-            rows=self.rows,
-            partitions=tuple(tuple(sizes) for _, sizes in [*given, *ragged]),
-            notes=tuple(self._notes(runner)),
-            precision=precision,
-            device=_device(),
-        )
-
-    def _step(self, size: int) -> MicroBatchedStep:
-        if size not in self.steps:
-            self.steps[size] = MicroBatchedStep(self.model, size, self.batch_norm, verify=False)
-        return self.steps[size]
-
-    def _evaluate(self, rows: np.ndarray, size: int, state: Any) -> Evaluation:
-        take = backends.running().take_rows
-        return self._step(size).outcome(
-            tree.map_structure(lambda leaf: take(leaf, rows) if has_rows(leaf) else leaf, self.data), state
-        )
-
-    def _causes(self, way: Way, differences: list[Difference], tolerance: float) -> Any:
-        order, sizes = way
-        parts = np.split(np.asarray(order), np.cumsum(sizes)[:-1])
-        trainable, non_trainable, _, metrics = self._step(max(sizes)).state()
-        return find_causes(
-            self.model, (trainable, non_trainable, metrics), self.data, parts, differences, tolerance, self.batch_norm
-        )
-
-    def _notes(self, runner: StepRunner) -> Iterator[str]:
-        if runner.draws.held:
-            yield "Random numbers were held: whatever is drawn, as by dropout, was the same for each row."
-        if runner.draws.raw:
-            yield (
-                "Random numbers are drawn that don't come from keras.random: they can't be held, and differ from one "
-                "partition to the other."
-            )
-        yield from limits_of(self.rows)
-
-
-def _shuffled(rows: int) -> list[int]:
-    return np.random.default_rng(0).permutation(rows).tolist()
+    return Equivalence(
+        tuple(found),
+        allowed,
+        tuple(causes),
+        rows=rows,
+        partitions=tuple(tuple(sizes) for _, sizes in [*given, *ragged]),
+        notes=(*notes, *limits_of(rows)),
+        precision=precision,
+        device=_device(),
+    )
 
 
 def _ways(order: Sequence[int], size: int | None) -> list[Way]:
@@ -165,14 +142,10 @@ def _ways(order: Sequence[int], size: int | None) -> list[Way]:
     return [(order, even_sizes(rows, size)) for size in sizes]
 
 
-def _converted(leaf: Any) -> Any:
-    return leaf if leaf is None or ops.is_tensor(leaf) else ops.convert_to_tensor(leaf)
-
-
 def _device() -> str:
     backend = keras.backend.backend()
     if backend == "torch":
-        return str(torch_device()).partition(":")[0]
+        return str(private.torch_device()).partition(":")[0]
     if backend == "jax":
         import jax
 
@@ -180,15 +153,3 @@ def _device() -> str:
     import tensorflow as tf
 
     return "gpu" if tf.config.list_logical_devices("GPU") else "cpu"
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """PyTorch's generator is as it was afterwards; elsewhere random numbers come from variables, which stay."""
-    if keras.backend.backend() != "torch":
-        yield
-        return
-    import torch
-
-    with torch.random.fork_rng():
-        yield

@@ -9,8 +9,8 @@ import numpy as np
 from keras import ops
 
 from gradaccum.core.contrastive import Described, check_pairs
+from gradaccum.keras import private
 from gradaccum.keras.chunking import Body, two_passes
-from gradaccum.keras.private import is_symbolic
 from gradaccum.schedule import checked_count
 
 __all__ = ["info_nce"]
@@ -81,7 +81,7 @@ def _mean(a: Any, b: Any, scale: Any, of_a: tuple[Any, Any], of_b: tuple[Any, An
         return [has * (ops.logsumexp(scores, axis=1) - positive), has]
 
     rows = a.shape[0]
-    if is_symbolic() or (rows is not None and rows <= tile):
+    if private.is_symbolic() or (rows is not None and rows <= tile):
         found, has = losses([a, *of_a], [b, scale])
     else:
         layer = keras.layers.Identity(name="info_nce")

@@ -1,7 +1,7 @@
 """What is used of Keras beyond its public API: each name, what for, and a public way to go on where there is one.
 
-No other module of `gradaccum.keras` imports `keras.src`, or touches a private attribute of an object of Keras'. `NAMES`
-lists them all, and `missing` says which of them another version of Keras lacks.
+Others write `private.layers_in(model)`: no other module of `gradaccum.keras` imports `keras.src`, or touches a private
+attribute of an object of Keras'. `NAMES` lists them all, and `missing` says which another version of Keras lacks.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,52 +17,7 @@ import keras
 
 from gradaccum.extras import PrivateName
 
-__all__ = [
-    "NAMES",
-    "averages_of",
-    "build_symbolically",
-    "compiled_losses",
-    "compiled_metrics",
-    "compute_loss",
-    "embedding_table",
-    "functional_of",
-    "has_value",
-    "in_stateless_scope",
-    "is_built_for",
-    "is_of_keras",
-    "is_symbolic",
-    "keras_mask",
-    "layers_in",
-    "layout_of",
-    "lend_averages",
-    "loss_entries",
-    "loss_tracker",
-    "metric_function",
-    "missing",
-    "nodes_of",
-    "outside_of_scopes",
-    "own_trainable_variables",
-    "put_value",
-    "random_functions",
-    "recorded_reads",
-    "reduce_weighted_values",
-    "replaced_losses",
-    "scale_loss_for_distribution",
-    "set_added_losses",
-    "set_keras_mask",
-    "squeeze_or_expand_to_same_rank",
-    "standardized_inputs",
-    "strategy_of",
-    "sublayers",
-    "surroundings",
-    "surroundings_of_call",
-    "takes_training",
-    "torch_device",
-    "training_of_call",
-    "uncast_values",
-    "unscale_loss_for_distribution",
-]
-
+__all__ = ["NAMES", "missing"]
 
 NAMES: tuple[PrivateName, ...] = (
     PrivateName("model", "_flatten_layers", "every layer of a model, nested ones too"),
@@ -128,25 +84,19 @@ def _function(path: str, name: str, otherwise: Callable[..., Any] | None = None)
     return getattr(_module(path), name, otherwise)
 
 
-keras_mask = _function(
-    "keras.src.backend", "get_keras_mask", otherwise=lambda tensor: getattr(tensor, "_keras_mask", None)
-)
+keras_mask = _function("keras.src.backend", "get_keras_mask", lambda tensor: getattr(tensor, "_keras_mask", None))
 """`keras_mask(tensor)`: the mask that travels with a tensor, or None."""
 set_keras_mask = _function(
-    "keras.src.backend", "set_keras_mask", otherwise=lambda tensor, mask: setattr(tensor, "_keras_mask", mask)
+    "keras.src.backend", "set_keras_mask", lambda tensor, mask: setattr(tensor, "_keras_mask", mask)
 )
 """`set_keras_mask(tensor, mask)`: lets a mask travel with a tensor."""
 squeeze_or_expand_to_same_rank = _function("keras.src.losses.loss", "squeeze_or_expand_to_same_rank")
 """`squeeze_or_expand_to_same_rank(mask, sample_weight)`: both, so that a loss can multiply them."""
 reduce_weighted_values = _function("keras.src.losses.loss", "reduce_weighted_values")
 """`reduce_weighted_values(values, sample_weight, mask, reduction, dtype)`: what a loss makes of its values."""
-scale_loss_for_distribution = _function(
-    "keras.src.losses.loss", "scale_loss_for_distribution", otherwise=lambda loss: loss
-)
+scale_loss_for_distribution = _function("keras.src.losses.loss", "scale_loss_for_distribution", lambda loss: loss)
 """`scale_loss_for_distribution(loss)`: the loss divided by the number of replicas, whose gradients are added."""
-unscale_loss_for_distribution = _function(
-    "keras.src.losses.loss", "unscale_loss_for_distribution", otherwise=lambda loss: loss
-)
+unscale_loss_for_distribution = _function("keras.src.losses.loss", "unscale_loss_for_distribution", lambda loss: loss)
 """`unscale_loss_for_distribution(loss)`: the loss before it was divided by the number of replicas."""
 
 
@@ -163,30 +113,32 @@ def random_functions() -> Any:
 # What surrounds the call of a layer.
 
 
+def _surrounding(name: str) -> Any:
+    return _function("keras.src.backend.common.global_state", "get_global_attribute")(name)
+
+
 @contextlib.contextmanager
 def surroundings(attributes: Mapping[str, Any]) -> Iterator[None]:
     """While this is open, Keras' global attributes are these."""
-    state = _module("keras.src.backend.common.global_state")
-    found = {name: state.get_global_attribute(name) for name in attributes}
+    put = _function("keras.src.backend.common.global_state", "set_global_attribute")
+    found = {name: _surrounding(name) for name in attributes}
     for name, value in attributes.items():
-        state.set_global_attribute(name, value)
+        put(name, value)
     try:
         yield
     finally:
         for name, value in found.items():
-            state.set_global_attribute(name, value)
+            put(name, value)
 
 
 def surroundings_of_call() -> dict[str, Any]:
     """What the layers inside of a call find around them: its `training`, and the dtype that variables are cast to."""
-    state = _module("keras.src.backend.common.global_state")
-    return {name: state.get_global_attribute(name) for name in ("current_call_ctx", "autocast_scope")}
+    return {name: _surrounding(name) for name in ("current_call_ctx", "autocast_scope")}
 
 
 def training_of_call() -> Any:
     """Whether the call of a layer that runs is one in training, as the layers around it were told."""
-    context = surroundings_of_call()["current_call_ctx"]
-    return getattr(context, "training", None)
+    return getattr(_surrounding("current_call_ctx"), "training", None)
 
 
 def outside_of_scopes() -> Any:
@@ -196,12 +148,12 @@ def outside_of_scopes() -> Any:
 
 def is_symbolic() -> bool:
     """Whether a layer is called for the shapes of its outputs alone."""
-    return _module("keras.src.backend.common.global_state").get_global_attribute("symbolic_scope") is not None
+    return _surrounding("symbolic_scope") is not None
 
 
 def in_stateless_scope() -> bool:
     """Whether variables are given values by a `keras.StatelessScope`, which keeps what is assigned."""
-    return _module("keras.src.backend.common.global_state").get_global_attribute("stateless_scope") is not None
+    return _surrounding("stateless_scope") is not None
 
 
 def uncast_values(variables: Iterable[Any]) -> list[Any]:
@@ -218,24 +170,21 @@ def layers_in(model: Any) -> list[Any]:
     return list(model._flatten_layers(include_self=False))
 
 
-def sublayers(layer: Any) -> list[Any]:
-    """The layers directly inside a layer; none in an operation."""
-    return getattr(layer, "_layers", [])
+def inside(layer: Any) -> list[Any]:
+    """The layers and operations directly inside a layer; none in an operation."""
+    return [*getattr(layer, "_layers", ()), *getattr(layer, "operations", ())]
 
 
 def functional_of(model: Any) -> Any:
     """The functional model that a functional or sequential one computes by; None of another."""
     functional = getattr(model, "_functional", None) if isinstance(model, keras.Sequential) else model
-    kind, base = type(model).call, type(functional)
     if functional is None or not hasattr(functional, "_nodes_by_depth"):
         return None
-    own = kind not in (keras.Sequential.call, _functional_class(base).call)
-    return None if own else functional
-
-
-def _functional_class(kind: type) -> Any:
-    """Keras' own among the classes of a functional model."""
-    return next((one for one in kind.__mro__ if is_of_keras(one) and "_standardize_inputs" in vars(one)), keras.Model)
+    kinds: list[Any] = [
+        one for one in type(functional).__mro__ if is_of_keras(one) and "_standardize_inputs" in vars(one)
+    ]
+    known = (keras.Sequential.call, (kinds or [keras.Model])[0].call)
+    return functional if type(model).call in known else None
 
 
 def nodes_of(functional: Any) -> Iterator[tuple[Any, Any, Any, list[Any]]]:
@@ -251,9 +200,8 @@ def standardized_inputs(functional: Any, inputs: Any) -> list[Any]:
     return functional._standardize_inputs(inputs)
 
 
-def own_trainable_variables(layer: Any) -> list[Any]:
-    """A layer's own variables that train unless they are frozen, without those of the layers inside."""
-    return layer._trainable_variables
+own_trainable_variables = operator.attrgetter("_trainable_variables")
+"""`(layer)`: its own variables that train unless they are frozen, without those of the layers inside."""
 
 
 def takes_training(layer: Any) -> bool:
@@ -268,9 +216,8 @@ def is_of_keras(thing: Any) -> bool:
     return thing.__module__.startswith("keras.src.")
 
 
-def embedding_table(layer: Any) -> Any:
-    """The table of an Embedding, a variable."""
-    return layer._embeddings
+embedding_table = operator.attrgetter("_embeddings")
+"""`(embedding)`: its table, a variable."""
 
 
 def build_symbolically(model: Any, data: Any) -> None:
@@ -283,9 +230,8 @@ def compiled_losses(model: Any) -> Any:
     return getattr(model, "_compile_loss", None)  # a layer has none
 
 
-def compiled_metrics(model: Any) -> Any:
-    """The metrics that a model was compiled with, one object; or None."""
-    return model._compile_metrics
+compiled_metrics = operator.attrgetter("_compile_metrics")
+"""`(model)`: the metrics that it was compiled with, one object; or None."""
 
 
 def loss_tracker(model: Any) -> Any:
@@ -305,12 +251,9 @@ def set_added_losses(model: Any, losses: Sequence[Any]) -> None:
     model._losses_override = list(losses)
 
 
-# Compiled losses and metrics.
-
-
 def loss_entries(losses: Any) -> list[Any]:
     """The losses of all outputs in a row: named tuples with `.loss` and `.name`; none before they are first called."""
-    return losses._flat_losses or []
+    return (losses and losses._flat_losses) or []
 
 
 @contextlib.contextmanager
@@ -318,10 +261,10 @@ def replaced_losses(
     losses: Any, entry: Callable[[int, Any], Any], tracker: Callable[[int, Any], Any]
 ) -> Iterator[None]:
     """While this is open, `entry(index, loss)` and `tracker(index, tracker)` stand in for each compiled loss."""
-    entries, trackers = losses._flat_losses, losses._metrics
-    if entries is None:  # never called: a model's own compute_loss() does without them
+    if losses is None or losses._flat_losses is None:  # never called: a model's own compute_loss() does without them
         yield
         return
+    entries, trackers = losses._flat_losses, losses._metrics
     losses._flat_losses = [one._replace(loss=entry(index, one.loss)) for index, one in enumerate(entries)]
     losses._metrics = [tracker(index, one) for index, one in enumerate(trackers)]
     try:
@@ -335,7 +278,7 @@ def metric_function(metric: Any) -> Any:
     return getattr(metric, "_fn", None)
 
 
-# Variables.
+# Variables and optimizers.
 
 
 @contextlib.contextmanager
@@ -378,9 +321,6 @@ def layout_of(variable: Any) -> Any:
     return getattr(variable, "_layout", None)
 
 
-# Optimizers.
-
-
 def is_built_for(optimizer: Any, variables: Sequence[Any]) -> bool:
     """Whether an optimizer that is built trains these variables, in this order."""
     return [id(variable) for variable in optimizer._trainable_variables] == [id(variable) for variable in variables]
@@ -396,6 +336,5 @@ def lend_averages(optimizer: Any, averages: Any) -> None:
     vars(optimizer)["_model_variables_moving_average"] = averages
 
 
-def strategy_of(optimizer: Any) -> Any:
-    """The `tf.distribute` strategy that an optimizer on TensorFlow was made under."""
-    return optimizer._distribution_strategy
+strategy_of = operator.attrgetter("_distribution_strategy")
+"""`(optimizer)`: the `tf.distribute` strategy that one on TensorFlow was made under."""

@@ -295,5 +295,5 @@ def test_a_backward_pass_that_runs_out_of_memory_after_random_numbers_starts_the
     with caplog.at_level(logging.WARNING, "gradaccum"):
         assert_same(make, mse, X, Y, micro_batch_size=32, batch_size=ROWS)
     assert [record.getMessage() for record in caplog.records][:1] == [
-        "Out of memory with a micro-batch of 32 rows: the batch starts over in micro-batches of 16."
+        "Out of memory with a micro-batch of 32 rows: all over again in smaller micro-batches, of at most 16 rows."
     ]

@@ -14,8 +14,7 @@ from keras import layers, losses, ops
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras.micro_batched import micro_batched
-from gradaccum.keras.train_step.proof import Proof, ragged_size
-from gradaccum.keras.train_step.sorts import Sorts, few_rows
+from gradaccum.keras.train_step.proof import Proof, Sorts, few_rows, ragged_size
 from tests.keras.problems import ACTIVITY, BACKEND, Batches, compiled_on, slow_where_compiled
 from tests.reference import relative_error
 

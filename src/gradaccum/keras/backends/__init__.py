@@ -4,8 +4,6 @@ The order of things stands once, in `train_step`, `chunking` and `optimizer`. Wh
 runs on is a module here (`base` has the interface); the other two are not imported.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import types
@@ -15,17 +13,15 @@ import keras
 
 __all__ = ["running"]
 
-BACKENDS = ("tensorflow", "jax", "torch")
-
 
 @functools.cache
 def running() -> Any:
     """The backend that Keras runs on."""
-    backend = keras.backend.backend()
-    if backend not in BACKENDS:
+    backend, known = keras.backend.backend(), ("tensorflow", "jax", "torch")
+    if backend not in known:
         raise ImportError(
-            f"gradaccum.keras trains on the Keras backends {', '.join(BACKENDS)}. Received: {backend!r}. Choose one "
-            "with the environment variable KERAS_BACKEND, before the first import of keras."
+            f"gradaccum.keras trains on the Keras backends {', '.join(known)}. Received: {backend!r}. Choose one with "
+            "the environment variable KERAS_BACKEND, before the first import of keras."
         )
     base, own = (importlib.import_module(f"gradaccum.keras.backends.{name}") for name in ("base", f"on_{backend}"))
     return types.SimpleNamespace(**{**vars(base), **vars(own)})

@@ -1,86 +1,205 @@
-"""What a backend is asked for: the interface of `on_tensorflow`, `on_jax` and `on_torch`, and what they share of it.
+"""What a training step, a chunked layer and an optimizer's window ask of a backend, and what all three backends share.
 
-Functions that a backend doesn't define are those of this module.
+What `on_tensorflow`, `on_jax` and `on_torch` define, beside other versions of what is here:
+
+- `take_rows(leaf, rows)`: these rows of an array, dense or sparse.
+- `value_and_gradients(function, values)`: `function(values)`, a scalar tensor and others, and its gradients; None for
+  those it doesn't depend on, zeros on JAX.
+- `Training`: see `TrainingBase`. `GradientSum`: gradients of a model's trainable variables, added up in at least 32
+  bits; of those that are overwritten with their gradient, the largest. `zeros()` is the carry before the first
+  micro-batch, `add(sums, forward, share)` takes `forward() -> (loss to differentiate, others)` and returns the sums
+  with `share` of its gradient, the others, and rows to keep, of the kinds `specs`. `finish(sums, rows, scale)`: the
+  gradients, times `scale` where there is one.
+- `chunks(tensors, size)`: the inputs of a chunked layer in micro-batches. `Program(body, micro-batches)`: its call as a
+  function of `weights`, which it reads and may need gradients; `start()` is the carry before the first micro-batch,
+  `evaluate(weights, carry, tensors)` a `Result`, with its own weights for None.
+- `recomputed(passes, carry)`: what `passes.first` returns, whose gradient is that of `passes.second`.
+- `pullback(function, inputs, given, program)`: of `function(inputs) -> (outputs, others)` the gradients that `given`
+  ones of the outputs give, and the others.
+- `at_once()`: while it is open, operations run at once, whatever is traced.
+- `accumulate(window, gradients, rows)` adds a micro-batch's gradients to an optimizer's window, and closes it if it is
+  full; `close(window)` closes it with what it holds, outside of a compiled function.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from gradaccum.keras.backends.rows import Result, Spec, discarded
-from gradaccum.keras.private import compute_loss, takes_training
+import keras
+from keras import ops
 
-__all__ = ["Micro", "Training"]
+from gradaccum.keras import private
 
-Micro = Callable[[Any, Any, Any], tuple[Any, list[Any]]]
-"""`micro(micro-batch, its rows, carry) -> (carry, tensors to keep)`."""
+__all__ = [
+    "PARTS", "MicroBatchesBase", "RestartWindow", "Result", "Scope", "Spec", "TrainingBase", "assign", "copies_of",
+    "discarded", "has_rows", "is_float", "leaves_with_rows", "listing", "rows_of", "unpack", "values_of", "wide",
+]  # fmt: skip
 
-keeps_masks = True
-"""Whether masks come with outputs."""
-lazy_divisors = False
-"""Whether what a loss divides by may be found while gradients are summed. Else a first pass counts it, of which
-compilers drop all that the counts don't depend on."""
+# Rows and tensors.
+
+PARTS = ("x", "y", "sample_weight")
+"""Of what `fit` gives a training step."""
+unpack = keras.utils.unpack_x_y_sample_weight
 
 
-class MicroBatches(Protocol):
-    """A batch that is cut along its rows."""
+def has_rows(leaf: Any) -> bool:
+    """Whether this leaf of a batch has rows. Scalars and None are what all rows share."""
+    return hasattr(leaf, "shape") and len(leaf.shape) > 0
+
+
+def leaves_with_rows(data: Any, parts: Sequence[str] = PARTS) -> list[tuple[str, Any]]:
+    """The arrays in what `fit` gives a training step, each with its path in the words of an error."""
+    found = []
+    for name, part in zip(PARTS, unpack(data)):
+        for path, leaf in keras.tree.flatten_with_path(part) if name in parts else ():
+            if has_rows(leaf):
+                found.append((name + "".join(f"[{key!r}]" for key in path), leaf))
+    return found
+
+
+def listing(leaves: Sequence[tuple[str, Any]]) -> str:
+    """These paths with their shapes, a line each, for an error."""
+    return "".join(f"\n  {path}  shape {tuple(leaf.shape)}" for path, leaf in leaves)
+
+
+def rows_of(data: Any) -> int | None:
+    """The rows of a batch; None where the backend doesn't know them while it traces."""
+    found = leaves_with_rows(data)
+    rows = {leaf.shape[0] for _, leaf in found} - {None}
+    if len(rows) > 1 or not found or rows == {0}:
+        raise ValueError(
+            "A batch is cut into micro-batches along the first dimension of its arrays, which must be the same number "
+            f"of rows, at least one. Received:{listing(found) or ' no array that has a dimension.'}"
+        )
+    return rows.pop() if rows else None
+
+
+def is_float(thing: Any) -> bool:
+    """Whether a tensor or variable holds floats."""
+    return keras.backend.is_float_dtype(keras.backend.standardize_dtype(thing.dtype))
+
+
+def wide(dtype: Any) -> str:
+    """The dtype to add such numbers up in: sums of many in half precision lose what they add otherwise."""
+    dtype = keras.backend.standardize_dtype(dtype)
+    return "float32" if dtype in ("float16", "bfloat16") else dtype
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor of a micro-batch: its dtype, the shape of a row (None: not known), and whether it has a mask."""
+
+    dtype: str
+    row: tuple[int | None, ...] | None
+    masked: bool = False
+
+    @classmethod
+    def of(cls, tensor: Any) -> Spec:
+        """That of a tensor; of a scalar, `row` is None."""
+        shape = tuple(tensor.shape)
+        masked = private.keras_mask(tensor) is not None
+        return cls(keras.backend.standardize_dtype(tensor.dtype), shape[1:] if shape else None, masked)
+
+
+class MicroBatchesBase:
+    """A batch that is cut along its rows.
+
+    - `rows`, `count`: numbers, or tensors where only the run will tell.
+    - `at(index)`: a micro-batch, and its rows. `start_of(index)`: its first row.
+    - `run(micro, carry, specs, threads, begin)`: `micro(micro-batch, its rows, carry) -> (carry, tensors to keep)` on
+      each from number `begin` on, in a `tf.while_loop`, a `lax.scan` or a loop of Python's. `specs` are the kinds of
+      what is kept. `threads` are variables that move: where a loop is a function, it takes their values along.
+    """
 
     data: Any
-    rows: Any
-    """Of the batch: a number, or a tensor where only the run will tell."""
 
-    @property
-    def count(self) -> Any:
-        """How many there are."""
+    def start_of(self, index: int) -> Any:
+        raise NotImplementedError
 
-    def of(self, data: Any) -> MicroBatches:
+    def of(self, data: Any) -> Any:
         """The same cut of other tensors with as many rows."""
+        other = copy.copy(self)
+        other.data = data
+        return other
 
-    def at(self, index: int) -> tuple[Any, Any]:
-        """The micro-batch of this number, and its rows."""
-
-    def run(
-        self, micro: Micro, carry: Any, specs: Any = (), threads: Any = (), begin: int = 0
-    ) -> tuple[Any, list[Any]]:
-        """Run `micro` on each from number `begin` on: a `tf.while_loop`, a `lax.scan`, a loop of Python's.
-
-        `specs` are the kinds of what is kept. `threads` are variables that move: where a loop is a function, it takes
-        their values along.
-        """
-
-    def joined(self, parts: Any, begin: int = 0) -> Any:
+    def joined(self, parts: Sequence[Any], begin: int = 0) -> Any:
         """What was kept of consecutive micro-batches, in the order of the batch; zeros for those before `begin`."""
+        if begin:
+            parts = [ops.zeros((self.start_of(begin), *ops.shape(parts[0])[1:]), parts[0].dtype), *parts]
+        return ops.concatenate(list(parts)) if len(parts) > 1 else parts[0]
 
     def part(self, output: Any) -> Any:
         """What one of `at` gave, for `joined`."""
+        return output
 
 
-class GradientSum(Protocol):
-    """Gradients of a model's trainable variables, added up in at least 32 bits; of those that are overwritten with
-    their gradient, the largest."""
-
-    specs: tuple[Spec, ...]
-    """Of the rows that each micro-batch keeps for it."""
-
-    def zeros(self) -> Any:
-        """The carry before the first micro-batch."""
-
-    def add(self, sums: Any, forward: Callable[[], Any], share: Any) -> tuple[Any, Any, list[Any]]:
-        """`forward() -> (loss to differentiate, others)`: the sums with `share` of its gradient, others, kept rows."""
-
-    def finish(self, sums: Any, kept: list[Any], scale: Any = None) -> list[Any]:
-        """The gradients, times `scale` where there is one; None for those that no loss depends on."""
+# Variables.
 
 
-class Training:
+class Scope(keras.StatelessScope):
+    """Keeps what is assigned to itself; what it doesn't hold is read from the scope around it."""
+
+    def __init__(self, values: Iterable[tuple[Any, Any]] = ()) -> None:
+        super().__init__(collect_losses=True)
+        self.state_mapping = {id(variable): value for variable, value in values}
+        self.read: dict[int, Any] = {}
+        self.assigned: dict[int, Any] = {}
+
+    def get_current_value(self, variable: Any) -> Any:
+        if id(variable) in self.state_mapping:
+            return self.state_mapping[id(variable)]
+        self.read[id(variable)] = variable
+        return None if self.original_scope is None else self.original_scope.get_current_value(variable)
+
+    def add_update(self, update: Any) -> None:
+        self.assigned[id(update[0])] = update[0]
+        super().add_update(update)
+
+
+def discarded(model: Any) -> Scope:
+    """A scope in which a model moves nothing but what the scope forgets."""
+    return Scope(zip(model.trainable_variables, values_of(model.trainable_variables)))
+
+
+def values_of(variables: Iterable[Any]) -> list[Any]:
+    """The values of variables, as a scope or they themselves have them."""
+    return [variable.value for variable in variables]
+
+
+def copies_of(variables: Iterable[Any]) -> list[Any]:
+    """The same, whatever becomes of the variables."""
+    return [ops.copy(value) for value in values_of(variables)]
+
+
+def assign(variables: Iterable[Any], values: Iterable[Any]) -> None:
+    """Give variables these values."""
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+class Result(NamedTuple):
+    """What a chunked layer's call on a micro-batch gives: tensors and masks, moved variables, values let through."""
+
+    outputs: list[Any]
+    values: list[Any]
+    valid: dict[int, Any]
+
+
+class RestartWindow(Exception):  # no error: the window runs again
+    """The window has to begin again."""
+
+
+class TrainingBase:
     """What a training step leaves to its backend.
 
     - `attempt(data, rows, size, run)`: `run(micro-batches, gradient sum)`, and once more where it must start over.
     - `look(function, batches)`: what `function(micro-batch)` returns for shapes, or a few rows, without side effects.
+    - `eagerly()`: while it is open, operations run at once and move nothing.
     - `apply(gradients)`: an update.
-    - `evaluate(data, state)`: loss, gradients, and the non-trainable variables before and after. Moves nothing.
     - `make_train_function(make)`: Keras' own, with the proofs before those updates that are due.
     """
 
@@ -95,8 +214,8 @@ class Training:
         return self.step.update(*args)
 
     def build(self, data: Any) -> None:
-        """The model has been compiled."""
-        self.step.build(data)
+        """Build the model, its losses, metrics and optimizer, where that is still to do."""
+        private.build_symbolically(self.step.model, data)
 
     @contextlib.contextmanager
     def counting(self, batches: Any) -> Iterator[Any]:
@@ -107,47 +226,58 @@ class Training:
     def compute(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
         """Loss times the optimizer's scale, loss and outputs of a micro-batch, as `fit` computes them."""
         model = self.step.model
-        y_pred = model(x, training=True) if takes_training(model) else model(x)
-        loss = compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+        y_pred = model(x, training=True) if private.takes_training(model) else model(x)
+        loss = private.compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
         return loss if model.optimizer is None else model.optimizer.scale_loss(loss), loss, y_pred
 
-    def trial(self, *choices: Any) -> Any:
-        """The same step with other choices, not installed."""
-        return self.step.other(*choices)
+    def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
+        """Loss, gradients, and the non-trainable variables before and after, from a state or as it is. Moves nothing.
+
+        It is assigned to variables, and taken back.
+        """
+        trained, moving, optimizer, metrics = self.step.variables()
+        variables = [*moving, *metrics] if state is None else [*trained, *moving, *optimizer, *metrics]
+        found = copies_of(variables)
+        try:
+            if state is not None:
+                assign(variables, [value for part in state for value in part])
+            before = copies_of(moving)
+            window = self.step.window(data)
+            gradients = [None if one is None else ops.convert_to_tensor(one) for one in window.gradients]
+            return ops.sum(window.loss), gradients, before, copies_of(moving)
+        finally:
+            self.abandon()
+            assign(variables, found)
+
+    def abandon(self) -> None:
+        """A batch has been evaluated, and is not trained on."""
 
 
-class Program(Protocol):
-    """A chunked layer's call on a micro-batch, as a function of what it reads."""
+# Of a backend that says nothing else.
 
-    weights: list[Any]
-    """What it reads that may need gradients."""
-
-    def start(self) -> Any:
-        """The carry before the first micro-batch; None where what the call moves shows only in it."""
-
-    def evaluate(self, weights: Any, carry: Any, tensors: list[Any]) -> Result:
-        """The call, with other weights, if any."""
-
-
-def recomputed(passes: Any, carry: Any) -> tuple[list[Any], list[Any]]:
-    """What `passes.first` returns, whose gradient is that of `passes.second`."""
-    raise NotImplementedError
+keeps_masks = True
+"""Whether masks come with outputs."""
+lazy_divisors = False
+"""Whether what a loss divides by may be found while gradients are summed. Else a first pass counts it, of which
+compilers drop all that the counts don't depend on."""
+unrecorded = host = random_kept = contextlib.nullcontext
+"""While `unrecorded` is open, nothing is recorded for gradients; while `random_kept` is, generators beside variables
+move for nobody. `host` is where the counts are kept: reading them must not wait for an accelerator."""
 
 
-def pullback(
-    function: Callable[[list[Any]], Any], inputs: list[Any], given: list[Any], program: Program
-) -> tuple[list[Any], Any]:
-    """`function(inputs) -> (outputs, others)`: the gradients that `given` ones of the outputs give, and the others."""
-    raise NotImplementedError
+def no_gradient_yet(weight: Any) -> Any:
+    """What gradients are added to."""
+    return ops.zeros(weight.shape, wide(weight.dtype))
+
+
+def added(total: Any, gradient: Any) -> Any:
+    """A sum with one more gradient in it."""
+    return total if gradient is None else total + ops.cast(gradient, total.dtype)
 
 
 def dense(gradient: Any, tensor: Any) -> Any:
     """The gradient of a tensor of rows."""
-    return gradient
-
-
-unrecorded = contextlib.nullcontext
-"""While this is open, nothing is recorded for gradients."""
+    return ops.zeros_like(tensor) if gradient is None else ops.convert_to_tensor(gradient)
 
 
 def plainly(run: Callable[[], Any]) -> Any:
@@ -175,16 +305,6 @@ def compiled(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]
     return function
 
 
-def accumulate(window: Any, gradients: list[Any], rows: Any) -> None:
-    """Add a micro-batch's gradients to an optimizer's window, and close it if it is full."""
-    raise NotImplementedError
-
-
-def close(window: Any) -> None:
-    """Close the window with what it holds, outside of a compiled function."""
-    raise NotImplementedError
-
-
 def replica() -> Any:
     """Which replica's training step this is."""
     return 0
@@ -193,10 +313,6 @@ def replica() -> Any:
 def place_of(optimizer: Any) -> Any:
     """Where an optimizer's variables live, if the backend has to be told."""
     return None
-
-
-host = contextlib.nullcontext
-"""Where the counts are kept: reading them must not wait for an accelerator."""
 
 
 def beside(place: Any, variable: Any) -> Any:

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,11 +23,10 @@ from jax.experimental.sparse import BCOO
 from keras import tree
 
 from gradaccum.core.sizes import even_sizes
+from gradaccum.keras import private
 from gradaccum.keras.backends import base
-from gradaccum.keras.backends.base import Micro
-from gradaccum.keras.backends.rows import Result, Scope, Spec, assign, has_rows, values_of
+from gradaccum.keras.backends.base import Result, Scope, Spec, assign, has_rows, values_of, wide
 from gradaccum.keras.optimizer.window import Counts, Window, added_to, rescaled
-from gradaccum.keras.private import has_value, put_value
 from gradaccum.on_jax import scan
 
 __all__: list[str] = []
@@ -47,7 +46,7 @@ def devices_of(rows: int) -> int:
     return count if rows % count == 0 else 1
 
 
-class MicroBatches:
+class MicroBatches(base.MicroBatchesBase):
     """A batch in micro-batches of so many rows on each device."""
 
     def __init__(self, data: Any, rows: int, size: Callable[[int], int]) -> None:
@@ -55,36 +54,35 @@ class MicroBatches:
         self.devices = devices_of(rows)
         self.sizes = even_sizes(rows // self.devices, size(rows // self.devices))
 
-    def of(self, data: Any) -> MicroBatches:
-        other = copy.copy(self)
-        other.data = data
-        return other
-
     @property
     def count(self) -> int:
         return len(self.sizes)
 
     def at(self, index: int) -> tuple[Any, int]:
         rows = self.devices * self.sizes[index]
-        return self._take(self.data, rows, tree.map_structure(self._stacked(index, 1), self.data), 0), rows
+        stacked = tree.map_structure(self._stacked(index, 1), self.data)
+        return self._take(rows, _first(stacked)), rows
 
-    def run(
-        self, micro: Micro, carry: Any, specs: Any = (), threads: Any = (), begin: int = 0
-    ) -> tuple[Any, list[Any]]:
+    def run(self, micro: Any, carry: Any, specs: Any = (), threads: Any = (), begin: int = 0) -> tuple[Any, list[Any]]:
         values, outputs, start = values_of(threads), [], begin
         for size in sorted(set(self.sizes[begin:]), reverse=True):
             count = self.sizes[begin:].count(size)
 
             def body(state: Any, stacked: Any, size: int = size) -> Any:
                 values, carry = state
-                micro_batch = self._take(self.data, self.devices * size, stacked)
+                micro_batch = self._take(self.devices * size, stacked)
                 with Scope(zip(threads, values)):
-                    after, kept = micro(micro_batch, self.devices * size, carry)
+                    after = micro(micro_batch, self.devices * size, carry)
                     moved = values_of(threads)
-                return _like((moved, after), state), kept
+                # In the dtypes of a loop's carry.
+                return jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), (moved, after[0]), state), after[1]
 
             stacks = tree.map_structure(self._stacked(start, count), self.data)
-            (values, carry), kept = _loop(body, (values, carry), stacks, count)
+            if count > 1:
+                (values, carry), kept = scan(body, (values, carry), stacks)
+            else:
+                (values, carry), kept = body((values, carry), _first(stacks))
+                kept = jax.tree.map(lambda one: one[None], kept)
             outputs.append([self._by_device(tensor) for tensor in kept])
             start += count
         assign(threads, values)
@@ -115,9 +113,10 @@ class MicroBatches:
 
         return stacked
 
-    def _take(self, data: Any, rows: int, stacked: Any, number: int | None = None) -> Any:
+    def _take(self, rows: int, stacked: Any) -> Any:
+        """A micro-batch of what was stacked: of a sparse array, its rows."""
+
         def taken(leaf: Any, part: Any) -> Any:
-            part = part if number is None or part is None else part[number]
             if not isinstance(leaf, BCOO):
                 return part
             own, size = leaf.shape[0] // self.devices, rows // self.devices
@@ -125,12 +124,16 @@ class MicroBatches:
             place = leaf.indices[:, 0] // own * size + row
             return _with_rows(leaf, jnp.where((row >= 0) & (row < size), place, rows), rows)
 
-        return tree.map_structure(taken, data, stacked)
+        return tree.map_structure(taken, self.data, stacked)
 
     def _by_device(self, stacked: Any) -> Any:
         """Outputs of the micro-batches, stacked, as `(device, its rows, ...)`."""
         count, rest = stacked.shape[0], stacked.shape[2:]
         return stacked.reshape(count, self.devices, -1, *rest).swapaxes(0, 1).reshape(self.devices, -1, *rest)
+
+
+def _first(stacks: Any) -> Any:
+    return tree.map_structure(lambda leaf: None if leaf is None else leaf[0], stacks)
 
 
 def _with_rows(leaf: Any, places: Any, rows: int) -> Any:
@@ -140,24 +143,10 @@ def _with_rows(leaf: Any, places: Any, rows: int) -> Any:
 
 
 def take_rows(leaf: Any, rows: Any) -> Any:
-    """These rows of an array, dense or sparse."""
     if not isinstance(leaf, BCOO):
         return leaf[rows]
     places = jnp.full(leaf.shape[0], len(rows)).at[rows].set(jnp.arange(len(rows)))
     return _with_rows(leaf, places[leaf.indices[:, 0]], len(rows))
-
-
-def _loop(body: Callable[[Any, Any], Any], carry: Any, stacks: Any, count: int) -> tuple[Any, Any]:
-    """`lax.scan`, without a loop where there is but one micro-batch."""
-    if count > 1:
-        return scan(body, carry, stacks)
-    carry, output = body(carry, tree.map_structure(lambda leaf: None if leaf is None else leaf[0], stacks))
-    return carry, jax.tree.map(lambda a: a[None], output)
-
-
-def _like(values: Any, reference: Any) -> Any:
-    """`values` in the dtypes of `reference`, as a loop's carry must be."""
-    return jax.tree.map(lambda value, like: jnp.asarray(value, like.dtype), values, reference)
 
 
 class GradientSum:
@@ -170,7 +159,7 @@ class GradientSum:
         self.moving = [*model.non_trainable_variables, *model.metrics_variables]
 
     def zeros(self) -> Any:
-        return [jnp.zeros(v.shape, jnp.promote_types(v.dtype, jnp.float32)) for v in values_of(self.variables)]
+        return [jnp.zeros(value.shape, wide(value.dtype)) for value in values_of(self.variables)]
 
     def add(self, sums: Any, forward: Callable[[], Any], share: Any) -> Any:
 
@@ -179,7 +168,7 @@ class GradientSum:
                 scaled, others = forward()
                 return scaled * share, (others, values_of(self.moving))
 
-        (_, (others, moved)), gradients = jax.value_and_grad(loss, has_aux=True)(values_of(self.variables))
+        (_, (others, moved)), gradients = value_and_gradients(loss, values_of(self.variables))
         assign(self.moving, moved)
         joined = [jnp.maximum if index in self.overwriting else jnp.add for index in range(len(sums))]
         return [join(*pair) for join, pair in zip(joined, zip(sums, gradients))], others, []
@@ -188,20 +177,20 @@ class GradientSum:
         return sums
 
 
-class Training(base.Training):
+class Training(base.TrainingBase):
     """What a training step leaves to JAX."""
 
-    def __init__(self, step: Any) -> None:
-        super().__init__(step)
-        self._gradients_of: Callable[..., Any] | None = None
-        self._trials: dict[Any, Any] = {}
+    _gradients_of: Callable[..., Any] | None = None
 
     def call(self, *args: Any) -> Any:
         state, data = args
-        parts = self.step.variables()
-        with _in_scope(parts, state):
+        with self._in_scope(state):
             logs = self.step.update(data)
-            return logs, tuple(map(values_of, parts))
+            return logs, self.step.state()
+
+    def _in_scope(self, state: Any) -> Scope:
+        parts = self.step.variables()
+        return Scope((v, value) for variables, values in zip(parts, state) for v, value in zip(variables, values))
 
     def build(self, data: Any) -> None:
         """Keras builds before it traces."""
@@ -229,9 +218,9 @@ class Training(base.Training):
 
     def apply(self, gradients: list[Any]) -> None:
         optimizer, variables = self.step.model.optimizer, self.step.model.trainable_variables
-        trained, state = optimizer.stateless_apply(values_of(optimizer.variables), gradients, values_of(variables))
-        assign(variables, trained)
-        assign(optimizer.variables, state)
+        own = optimizer.variables
+        trained, state = optimizer.stateless_apply(values_of(own), gradients, values_of(variables))
+        assign([*variables, *own], [*trained, *state])
 
     def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
         step = self.step
@@ -239,20 +228,14 @@ class Training(base.Training):
         if self._gradients_of is None:
 
             def gradients_of(state: Any, data: Any) -> tuple[Any, Any, Any]:
-                parts = step.variables()
-                with _in_scope(parts, state):
+                with self._in_scope(state):
                     window = step.window(data)
-                    return window.loss, window.gradients, values_of(parts[1])
+                    return window.loss, window.gradients, step.state()[1]
 
             eager = step.model.run_eagerly or not step.model.jit_compile
             self._gradients_of = gradients_of if eager else jax.jit(gradients_of, compiler_options=QUICKLY)
         loss, gradients, after = self._gradients_of(state, data)
         return loss, gradients, state[1], after
-
-    def trial(self, *choices: Any) -> Any:
-        if choices not in self._trials:
-            self._trials[choices] = self.step.other(*choices)
-        return self._trials[choices]
 
     def make_train_function(self, make: Callable[[], None]) -> None:
         """Keras' own, with one thing more: an error while a step is traced leaves the model's variables as they were.
@@ -260,7 +243,6 @@ class Training(base.Training):
         `fit` takes the values out of the variables before the first step and puts them back after it.
         """
         model, own, proof = self.step.model, self.step, self.step.proof
-        self._trials.clear()
         if isinstance(model.train_step, type(own)):  # not what the GradientAccumulation callback put around it
             model.train_step = copy.copy(own)  # a new one: `jax.jit` would find what was compiled for the old loss
         make()
@@ -279,19 +261,12 @@ class Training(base.Training):
             except Exception:
                 for variables, values in zip(own.variables(), state):
                     for variable, value in zip(variables, values):
-                        if not has_value(variable) and not value.is_deleted():
-                            put_value(variable, value)
+                        if not private.has_value(variable) and not value.is_deleted():
+                            private.put_value(variable, value)
                 _finalize_only_after_updates(model.optimizer)
                 raise
 
         model.train_function = guarded
-
-
-@contextlib.contextmanager
-def _in_scope(parts: Any, state: Any) -> Iterator[None]:
-    """While this is open, the variables have the values of a training state."""
-    with Scope((v, value) for variables, values in zip(parts, state) for v, value in zip(variables, values)):
-        yield
 
 
 def _finalize_only_after_updates(optimizer: Any) -> None:
@@ -306,11 +281,14 @@ def _finalize_only_after_updates(optimizer: Any) -> None:
         vars(optimizer)["finalize_variable_values"] = finalize
 
 
+def value_and_gradients(function: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, list[Any]]:
+    return jax.value_and_grad(function, has_aux=True)(values)
+
+
 # A chunked layer.
 
 
 def chunks(tensors: list[Any], micro_batch_size: int) -> MicroBatches:
-    """Its inputs in micro-batches."""
     return MicroBatches(tensors, tensors[0].shape[0], lambda rows: micro_batch_size)
 
 
@@ -379,17 +357,20 @@ class _Wanted:
 def recomputed(passes: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
     count = len(passes.program.weights)
 
+    def is_inexact(value: Any) -> bool:
+        return jnp.issubdtype(value.dtype, jnp.inexact)
+
     def outputs(inputs: list[Any], carry: list[Any]) -> Any:
         return passes.first(inputs[:count], inputs[count:], carry)
 
     def first(inputs: Any, carry: Any) -> Any:
-        wanted = tuple(n for n, each in enumerate(inputs) if each.perturbed and _is_inexact(each.value))
+        wanted = tuple(n for n, each in enumerate(inputs) if each.perturbed and is_inexact(each.value))
         inputs, carry = [each.value for each in inputs], [each.value for each in carry]
         return outputs(inputs, carry), (inputs, carry, _Wanted(wanted))
 
     def second(kept: Any, cotangents: Any) -> Any:
         inputs, start, wanted = kept
-        given = [None if isinstance(one, SymbolicZero) or not _is_inexact(one) else one for one in cotangents[0]]
+        given = [None if isinstance(one, SymbolicZero) or not is_inexact(one) else one for one in cotangents[0]]
         return passes.second(inputs[:count], inputs[count:], start, given, wanted.positions), None
 
     run = jax.custom_vjp(outputs)
@@ -404,29 +385,11 @@ def pullback(
     return pull(given)[0], others
 
 
-def no_gradient_yet(weight: Any) -> Any:
-    """What gradients are added to: half precision in float32, as sums of many lose what they add otherwise."""
-    return jnp.zeros(weight.shape, jnp.promote_types(weight.dtype, jnp.float32))
-
-
-def added(total: Any, gradient: Any) -> Any:
-    """A sum with one more gradient in it."""
-    return total + gradient.astype(total.dtype)
-
-
-def _is_inexact(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jnp.inexact)
-
-
-# Evaluating beside what is traced.
-
-
 def known(tensors: list[Any]) -> bool:
     return not any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
 
 
 at_once = jax.ensure_compile_time_eval
-"""While this is open, operations run at once, whatever is traced."""
 
 
 def compiled(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -446,40 +409,19 @@ def accumulate(window: Window, gradients: list[Any], rows: Any) -> None:
     ]
     present = jnp.asarray([gradient is not None for gradient in gradients], window.touched.dtype)
     touched = jnp.maximum(window.touched.value, present)
-    if isinstance(closes, jax.core.Tracer):
-        _traced(window, sums, counts, touched, closes, [g is None for g in gradients])
-        return
-    assign(window.sums, sums)
-    assign([window.counts, window.touched], [_vector(counts), touched])
-    if closes:
-        close(window)
+    _assign(window, sums, counts, touched, closes, [gradient is None for gradient in gradients])
 
 
 def close(window: Window) -> None:
-    inner = window.inner
-    counts = Counts(*window.counts.value)
-    means = window.means([total.value for total in window.sums], counts.weight)
-    touched = keras.ops.convert_to_numpy(window.touched.value)
-    before = jnp.asarray(inner.iterations)
-    if touched.any():
-        # Not apply(): that of a LossScaleOptimizer assigns inside of a branch.
-        some, inner_variables = [mean if t else None for mean, t in zip(means, touched)], inner.variables
-        values = [[v.value for v in variables] for variables in (inner_variables, window.variables)]
-        weights, state = inner.stateless_apply(values[0], some, values[1])
-        assign(window.variables, weights)
-        assign(inner_variables, state)
-    updated = jnp.asarray(inner.iterations) != before if window.may_skip else 1
-    assign(window.sums, [jnp.zeros_like(total.value) for total in window.sums])
-    assign(
-        [window.counts, window.touched],
-        [_vector(window.rule.closed(counts, updated)), jnp.zeros_like(window.touched.value)],
-    )
+    _assign(window, values_of(window.sums), Counts(*window.counts.value), window.touched.value, True, [])
 
 
-def _traced(window: Window, sums: Any, counts: Counts, touched: Any, closes: Any, absent: list[bool]) -> None:
-    """The same in a compiled function. No assignment happens in a branch: branches return values."""
-    inner, variables = window.inner, window.variables
-    inner_variables = inner.variables
+def _assign(window: Window, sums: Any, counts: Counts, touched: Any, closes: Any, absent: list[bool]) -> None:
+    """Let the window be so, and close it if it is full. No assignment happens in a branch: branches return values."""
+    inner, variables, own = window.inner, window.variables, window.inner.variables
+    is_traced = isinstance(closes, jax.core.Tracer)
+    if not is_traced:  # what has had no gradient in this window is known
+        absent = [not one for one in np.asarray(touched).tolist()]
 
     def update(weights: Any, state: Any, sums: Any) -> Any:
         means = window.means(sums, counts.weight)
@@ -488,26 +430,24 @@ def _traced(window: Window, sums: Any, counts: Counts, touched: Any, closes: Any
             return inner.stateless_apply(state, means, weights)
 
         def without_absent() -> Any:
+            # Not apply(): that of a LossScaleOptimizer assigns inside of a branch.
             some = [None if none else mean for mean, none in zip(means, absent)]
             return inner.stateless_apply(state, some, weights)
 
-        if any(absent):
+        if any(absent) and is_traced:
             # Whether an earlier micro-batch of the window had a gradient for one of them is known only at run time.
             weights, state = jax.lax.cond(jnp.any(touched[np.flatnonzero(absent)] > 0), all_of_them, without_absent)
         else:
-            weights, state = all_of_them()
+            weights, state = without_absent()
         return list(weights), list(state), [jnp.zeros_like(total) for total in sums]
 
-    def wait(weights: Any, state: Any, sums: Any) -> Any:
-        return weights, state, sums
-
     before = jnp.asarray(inner.iterations)
-    weights, state, sums = jax.lax.cond(
-        closes, update, wait, [v.value for v in variables], [v.value for v in inner_variables], sums
-    )
-    assign(variables, weights)
-    assign(inner_variables, state)
-    assign(window.sums, sums)
+    values = values_of(variables), values_of(own), sums
+    if is_traced:
+        values = jax.lax.cond(closes, update, lambda *unchanged: unchanged, *values)
+    elif closes:
+        values = update(*values)
+    assign([*variables, *own, *window.sums], itertools.chain(*values))
     updated = jnp.asarray(inner.iterations) != before if window.may_skip else 1
     vector = jnp.where(closes, _vector(window.rule.closed(counts, updated)), _vector(counts))
     assign([window.counts, window.touched], [vector, jnp.where(closes, 0, touched)])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -13,24 +12,15 @@ import tensorflow as tf
 from keras import tree
 from tensorflow.python.eager import record  # whether a tape watches a tensor is nowhere else to be asked
 
+from gradaccum.keras import private
 from gradaccum.keras.backends import base
-from gradaccum.keras.backends.base import Micro
-from gradaccum.keras.backends.rows import Result, Scope, Spec, assign, has_rows, rows_of, values_of
+from gradaccum.keras.backends.base import Result, Scope, Spec, assign, has_rows, is_float, rows_of, values_of, wide
 from gradaccum.keras.optimizer.window import Counts, Window, is_overwritten, rescaled
-from gradaccum.keras.private import (
-    embedding_table,
-    in_stateless_scope,
-    layers_in,
-    strategy_of,
-    uncast_values,
-)
 
 __all__: list[str] = []
 
-_INDEX = Spec("int64", ())
 
-
-class MicroBatches:
+class MicroBatches(base.MicroBatchesBase):
     """A batch in `count` micro-batches of `size` rows, the first `larger` of them of one row more.
 
     As `gradaccum.core.sizes.even_sizes` cuts it; but while TensorFlow traces, the number of rows is mostly a tensor.
@@ -43,30 +33,22 @@ class MicroBatches:
         self.count = (self.rows + most - 1) // most
         self.size, self.larger = self.rows // self.count, self.rows % self.count
 
-    def of(self, data: Any) -> MicroBatches:
-        other = copy.copy(self)
-        other.data = data
-        return other
-
     def take(self, start: Any, size: Any) -> Any:
-        """The micro-batch of these rows."""
         return tree.map_structure(lambda leaf: _slice(leaf, start, size) if has_rows(leaf) else leaf, self.data)
 
     def at(self, index: int) -> tuple[Any, Any]:
         start, size = self.ragged(index)
         return self.take(start, size), size
 
-    def start_of(self, index: Any) -> Any:
-        """The first row of a micro-batch."""
-        known = isinstance(index, int) and isinstance(self.larger, int)
-        return index * self.size + (min(index, self.larger) if known else tf.minimum(index, self.larger))
+    def start_of(self, index: int) -> Any:
+        return self.ragged(index)[0]
 
     def ragged(self, index: Any) -> tuple[Any, Any]:
         """The first row of a micro-batch, and its size."""
-        is_larger = index < self.larger
-        return self.start_of(index), self.size + (
-            int(is_larger) if isinstance(is_larger, bool) else tf.cast(is_larger, tf.int32)
-        )
+        if isinstance(index, int) and isinstance(self.larger, int):
+            return index * self.size + min(index, self.larger), self.size + (index < self.larger)
+        start = index * self.size + tf.minimum(index, self.larger)
+        return start, self.size + tf.cast(index < self.larger, tf.int32)
 
     def _segments(self, begin: int) -> Iterator[tuple[Any, Any, Callable[[Any], tuple[Any, Any]]]]:
         """Loops over the micro-batches: `(first, behind the last, index -> (its first row, its size))`."""
@@ -86,15 +68,12 @@ class MicroBatches:
         else:
             segments = [(0, self.count, self.ragged)]
         for first, stop, bounds in segments:
-            if not isinstance(stop, int):
-                yield (tf.maximum(first, begin), tf.maximum(stop, begin), bounds) if begin else (first, stop, bounds)
-            elif max(first, begin) < stop:
-                yield max(first, begin), stop, bounds
+            first = max(first, begin) if begin else first  # some are kept only where all numbers are known
+            if not isinstance(stop, int) or first < stop:
+                yield first, stop, bounds
 
-    def run(
-        self, micro: Micro, carry: Any, specs: Any = (), threads: Any = (), begin: int = 0
-    ) -> tuple[Any, list[Any]]:
-        if not in_stateless_scope():  # variables are assigned where they are
+    def run(self, micro: Any, carry: Any, specs: Any = (), threads: Any = (), begin: int = 0) -> tuple[Any, list[Any]]:
+        if not private.in_stateless_scope():  # variables are assigned where they are
             threads = ()
         state, parts = (values_of(threads), carry), []
         for first, stop, bounds in self._segments(begin):
@@ -122,15 +101,6 @@ class MicroBatches:
         assign(threads, state[0])
         return state[1], [tf.concat(pieces, 0) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts)]
 
-    def joined(self, parts: Sequence[Any], begin: int = 0) -> Any:
-        if begin:
-            shape = tf.concat([[self.start_of(begin)], tf.shape(parts[0])[1:]], 0)
-            parts = [tf.zeros(shape, parts[0].dtype), *parts]
-        return tf.concat(parts, 0) if len(parts) > 1 else parts[0]
-
-    def part(self, output: Any) -> Any:
-        return output
-
 
 def _checked_rows(data: Any) -> Any:
     """The rows, as a tensor that is an error where the arrays of the batch disagree. XLA finds that by itself."""
@@ -145,27 +115,23 @@ def _checked_rows(data: Any) -> Any:
 
 
 def _slice(leaf: Any, start: Any, size: Any) -> Any:
-    if isinstance(leaf, tf.SparseTensor):
-        others = leaf.dense_shape[1:]
-        return tf.sparse.slice(
-            leaf,
-            tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(others)], 0),
-            tf.concat([[tf.cast(size, tf.int64)], others], 0),
-        )
     if isinstance(leaf, tf.RaggedTensor):
         return leaf[start : start + size]
-    others = tf.shape(leaf)[1:]
-    part = tf.slice(leaf, tf.concat([[start], tf.zeros_like(others)], 0), tf.concat([[size], others], 0))
+    is_sparse = isinstance(leaf, tf.SparseTensor)
+    others = leaf.dense_shape[1:] if is_sparse else tf.shape(leaf)[1:]
+    begin = tf.concat([[tf.cast(start, others.dtype)], tf.zeros_like(others)], 0)
+    extent = tf.concat([[tf.cast(size, others.dtype)], others], 0)
+    if is_sparse:
+        return tf.sparse.slice(leaf, begin, extent)
+    part = tf.slice(leaf, begin, extent)
     part.set_shape([size if isinstance(size, int) else None, *leaf.shape[1:]])
     return part
 
 
 def take_rows(leaf: Any, rows: Any) -> Any:
-    """These rows of an array, dense or sparse."""
     if not isinstance(leaf, tf.SparseTensor):
         return tf.gather(leaf, rows)
-    parts = [_slice(leaf, int(row), 1) for row in rows]
-    return tf.sparse.concat(0, parts)
+    return tf.sparse.concat(0, [_slice(leaf, int(row), 1) for row in rows])
 
 
 class GradientSum:
@@ -177,18 +143,18 @@ class GradientSum:
 
     def __init__(self, model: Any, overwriting: frozenset[int]) -> None:
         self.weights, self.overwriting = model.trainable_weights, overwriting
-        tables = {id(embedding_table(layer)) for layer in layers_in(model) if isinstance(layer, keras.layers.Embedding)}
+        embeddings = [layer for layer in private.layers_in(model) if isinstance(layer, keras.layers.Embedding)]
+        tables = {id(private.embedding_table(layer)) for layer in embeddings}
         self.sparse = frozenset(i for i, weight in enumerate(self.weights) if id(weight) in tables)  # most likely
         self.missing: set[int] = set()
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """Of the rows that are kept."""
         weights = [self.weights[index] for index in sorted(self.sparse)]
-        return tuple(s for w in weights for s in (Spec(w.dtype, tuple(w.shape[1:])), _INDEX))
+        return tuple(s for w in weights for s in (Spec(w.dtype, tuple(w.shape[1:])), Spec("int64", ())))
 
     def zeros(self) -> Any:
-        return [tf.zeros(() if i in self.sparse else w.shape, _wide(w.dtype)) for i, w in enumerate(self.weights)]
+        return [tf.zeros(() if i in self.sparse else w.shape, wide(w.dtype)) for i, w in enumerate(self.weights)]
 
     def add(self, sums: Any, forward: Callable[[], Any], share: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -218,11 +184,7 @@ class _SparseGradientsError(Exception):
     """Other gradients than was thought are `tf.IndexedSlices`, which shows while a loop is traced."""
 
 
-def _wide(dtype: str) -> str:
-    return "float32" if dtype in ("float16", "bfloat16") else dtype
-
-
-class Training(base.Training):
+class Training(base.TrainingBase):
     """What a training step leaves to TensorFlow."""
 
     def attempt(self, data: Any, rows: Any, size: Callable[[Any], int], run: Callable[[Any, Any], Any]) -> Any:
@@ -240,22 +202,6 @@ class Training(base.Training):
 
     def apply(self, gradients: list[Any]) -> None:
         self.step.model.optimizer.apply_gradients(zip(gradients, self.step.model.trainable_weights))
-
-    def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
-        step = self.step
-        step.build(data)
-        variables, moving = [v for part in step.variables() for v in part], step.model.non_trainable_variables
-        found = [tf.identity(value) for value in values_of(variables)]
-        try:
-            if state is not None:
-                assign(variables, [value for part in state for value in part])
-            before = [tf.identity(value) for value in values_of(moving)]
-            window = step.window(data)
-            after = [tf.identity(value) for value in values_of(moving)]
-        finally:
-            assign(variables, found)
-        gradients = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in window.gradients]
-        return tf.reduce_sum(window.loss), gradients, before, after
 
     def make_train_function(self, make: Callable[[], None]) -> None:
         """Keras' own; where an update is to be proved, behind a look at its batch, which is drawn here for that.
@@ -276,6 +222,7 @@ class Training(base.Training):
                 batch = tree.map_structure(lambda leaf: _of_all_replicas(leaf, model.distribute_strategy), batch)
                 rows_of(batch)  # in a graph, another number of rows would be an error of TensorFlow's
                 if is_due:
+                    self.build(batch)
                     proof.run(batch)
             result = step(_again(batches, iterator))
             if is_due:
@@ -285,15 +232,11 @@ class Training(base.Training):
         model.train_function = guarded
 
 
-_KNOWN = (tf.TensorSpec, tf.SparseTensorSpec, tf.RaggedTensorSpec)
-
-
 def _again(batches: list[Any], iterator: Any) -> Any:
     """An iterator over these batches of an iterator, of the same kind if possible: `fit` has a function for that."""
-    if not isinstance(iterator, tf.data.Iterator):
-        return iter(batches)
-    spec = iterator.element_spec
-    if not all(isinstance(one, _KNOWN) for one in tf.nest.flatten(spec)):
+    spec = iterator.element_spec if isinstance(iterator, tf.data.Iterator) else None
+    known = (tf.TensorSpec, tf.SparseTensorSpec, tf.RaggedTensorSpec)
+    if spec is None or not all(isinstance(one, known) for one in tf.nest.flatten(spec)):
         return iter(batches)
     return iter(tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec))
 
@@ -306,6 +249,14 @@ def _of_all_replicas(leaf: Any, strategy: Any) -> Any:
     return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
 
+def value_and_gradients(function: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, list[Any]]:
+    with tf.GradientTape() as tape:
+        tape.watch(values)
+        found = function(values)
+    gradients = tape.gradient(found[0], values)
+    return found, [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+
+
 # A chunked layer.
 
 
@@ -315,50 +266,46 @@ def chunks(tensors: list[Any], micro_batch_size: int) -> MicroBatches:
 
 
 class Program:
-    """A chunked layer's call as a function of its weights."""
+    """A chunked layer's call on a micro-batch, as a function of its `weights`, which may need gradients."""
 
     def __init__(self, body: Any, batches: MicroBatches) -> None:
         self.body = body
         for tensor in body.tensors:
             if isinstance(tensor, (tf.SparseTensor, tf.RaggedTensor)):
                 raise TypeError(
-                    f"The chunked {type(body.layer).__name__} {body.layer.name!r} takes dense tensors. Received: a "
-                    f"{type(tensor).__name__} of shape {tuple(tensor.shape)}."
+                    f"{body.name} takes dense tensors. Received: a {type(tensor).__name__} of shape "
+                    f"{tuple(tensor.shape)}."
                 )
         self._discover(batches)
         body.state.read()
-        self._variables = [v for v in body.read if v.trainable and tf.as_dtype(v.dtype).is_floating]
+        self._variables = [v for v in body.read if v.trainable and is_float(v)]
         self._frozen = [v for v in body.read if all(v is not variable for variable in self._variables)]
-        self._frozen_values = [tf.convert_to_tensor(value) for value in uncast_values(self._frozen)]
-        self.weights = [tf.convert_to_tensor(value) for value in [*uncast_values(self._variables), *body.shared]]
+        self._frozen_values = [tf.convert_to_tensor(value) for value in private.uncast_values(self._frozen)]
+        weights = [*private.uncast_values(self._variables), *body.shared]
+        self.weights = [tf.convert_to_tensor(value) for value in weights]
 
     def _discover(self, batches: MicroBatches) -> None:
         """What the layer reads and moves, and what its outputs are."""
-        graph = tf.__internal__.FuncGraph("gradaccum_chunked")
+        body, graph = self.body, tf.__internal__.FuncGraph("gradaccum_chunked")
         shapes: list[tuple[Any, ...]] = []
         with graph.as_default():
-            self.body.run(batches.take(0, batches.size))
+            body.run(batches.take(0, batches.size))
             size = batches.size if isinstance(batches.size, int) else 4
             with contextlib.suppress(Exception):  # a layer that is written for one size
-                other = [tf.zeros((size + 1, *t.shape[1:]), t.dtype) for t in self.body.tensors]
-                shapes = [tuple(output.shape) for output in self.body.run(other).outputs]
-        self.body.check_rows(size + 1, shapes)
-        self._check_outer(graph)
-        drawn = {operation.type for operation in graph.get_operations() if operation.type in _STATEFUL}
-        if drawn:
-            raise ValueError(
-                f"The chunked {type(self.body.layer).__name__} {self.body.layer.name!r} draws random numbers with "
-                f"TensorFlow's own generator ({', '.join(sorted(drawn))}), which the second pass can't draw again. Use "
-                "keras.random with a keras.random.SeedGenerator."
-            )
-
-    def _check_outer(self, graph: Any) -> None:
-        """Refuse what a gradient should go to, of which `tf.custom_gradient` knows nothing."""
-        body = self.body
-        own = [*body.tensors, *body.shared, *uncast_values([*body.read, *body.state.variables])]
+                other = [tf.zeros((size + 1, *t.shape[1:]), t.dtype) for t in body.tensors]
+                shapes = [tuple(output.shape) for output in body.run(other).outputs]
+        body.check_rows(size + 1, shapes)
+        # Refuse what a gradient should go to, of which `tf.custom_gradient` knows nothing.
+        own = [*body.tensors, *body.shared, *private.uncast_values([*body.read, *body.state.variables])]
         of_own = {id(tensor) for tensor in own}
         outer = [tensor for tensor, _ in graph.captures if tensor.dtype.is_floating and id(tensor) not in of_own]
         body.refuse_outer([tuple(tensor.shape) for tensor in outer if record.should_record_backprop([tensor])])
+        drawn = {operation.type for operation in graph.get_operations() if operation.type in _STATEFUL}
+        if drawn:
+            raise ValueError(
+                f"{body.name} draws random numbers with TensorFlow's own generator ({', '.join(sorted(drawn))}), which "
+                "the second pass can't draw again. Use keras.random with a keras.random.SeedGenerator."
+            )
 
     def start(self) -> Any:
         return [tf.convert_to_tensor(value) for value in self.body.state.start()]
@@ -374,16 +321,9 @@ class Program:
 
 
 _STATEFUL = {
-    "Multinomial",
-    "ParameterizedTruncatedNormal",
-    "RandomGamma",
-    "RandomPoissonV2",
-    "RandomShuffle",
-    "RandomStandardNormal",
-    "RandomUniform",
-    "RandomUniformInt",
-    "TruncatedNormal",
-}
+    "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoissonV2", "RandomShuffle",
+    "RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal",
+}  # fmt: skip
 
 
 def recomputed(passes: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -415,25 +355,10 @@ def pullback(
     return tape.gradient(outputs, inputs, given), others
 
 
-def no_gradient_yet(weight: Any) -> Any:
-    """What gradients are added to: half precision in float32, as sums of many lose what they add otherwise."""
-    return tf.zeros_like(weight, tf.float32 if weight.dtype in (tf.float16, tf.bfloat16) else weight.dtype)
-
-
 def added(total: Any, gradient: Any) -> Any:
-    """A sum with one more gradient in it."""
-    if gradient is None:
-        return total
     if isinstance(gradient, tf.IndexedSlices):
         return tf.tensor_scatter_nd_add(total, gradient.indices[:, None], tf.cast(gradient.values, total.dtype))
-    return total + tf.cast(gradient, total.dtype)
-
-
-def dense(gradient: Any, tensor: Any) -> Any:
-    return tf.zeros_like(tensor) if gradient is None else tf.convert_to_tensor(gradient)
-
-
-# Evaluating beside what is traced.
+    return base.added(total, gradient)
 
 
 def known(tensors: list[Any]) -> bool:
@@ -445,7 +370,6 @@ def unprovable() -> str:
 
 
 at_once = tf.init_scope
-"""While this is open, operations run at once, whatever is traced."""
 
 
 # An optimizer's window.
@@ -457,24 +381,21 @@ def accumulate(window: Window, gradients: list[Any], rows: Any) -> None:
             "Gradients must be applied by a replica. Call strategy.run(train_step), and apply them in train_step."
         )
     rows = None if rows is None else tf.cast(rows, "int64")
-    if not tf.__internal__.distribute.strategy_supports_no_merge_call():
-        tf.distribute.get_replica_context().merge_call(
-            lambda strategy, gradients, rows: _accumulate(window, gradients, rows, strategy),
-            args=(gradients, rows),
-        )
-    else:
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():
         _accumulate(window, gradients, rows, None)
+    else:
+        tf.distribute.get_replica_context().merge_call(
+            lambda strategy, gradients, rows: _accumulate(window, gradients, rows, strategy), args=(gradients, rows)
+        )
 
 
 def close(window: Window) -> None:
-    strategy = window.place
-    untouched = _untouched(window)
-    if strategy.num_replicas_in_sync > 1:
-        with strategy.scope():
-            # In a graph: run eagerly, replicas wait for each other's reductions in an order that can lock.
-            tf.function(lambda: _close(window, _read(window), untouched, strategy))()
-    else:
-        _close(window, _read(window), untouched, None)
+    strategy, untouched = window.place, _untouched(window)
+    if strategy.num_replicas_in_sync == 1:
+        return _close(window, _read(window), untouched, None)
+    with strategy.scope():
+        # In a graph: run eagerly, replicas wait for each other's reductions in an order that can lock.
+        tf.function(lambda: _close(window, _read(window), untouched, strategy))()
 
 
 def _accumulate(window: Any, gradients: Any, rows: Any, strategy: Any) -> None:
@@ -482,6 +403,15 @@ def _accumulate(window: Any, gradients: Any, rows: Any, strategy: Any) -> None:
     replicas = strategy.num_replicas_in_sync if strategy else 1
     all_rows = strategy.reduce("SUM", rows, axis=None) if strategy and rows is not None else rows
     counts, weight, rescale, closes = window.rule.add(_read(window), all_rows)
+
+    def update(total: Any, function: Callable[..., None], *args: Any) -> None:
+        if strategy:
+            strategy.extended.update(total.value, function, args=args, group=False)
+        else:
+            function(total.value, *args)
+
+    def scale(total: Any, variable: Any) -> None:
+        total.assign(rescaled(total, variable, rescale))
 
     def add(total: Any, gradient: Any, rows: Any, variable: Any) -> None:
         gradient = tf.cast(gradient, total.dtype)
@@ -497,20 +427,13 @@ def _accumulate(window: Any, gradients: Any, rows: Any, strategy: Any) -> None:
 
     def scale_sums() -> None:
         for total, variable in zip(window.sums, window.variables):
-            if strategy:
-                strategy.extended.update(total.value, _scale, args=(variable, rescale), group=False)
-            else:
-                _scale(total.value, variable, rescale)
+            update(total, scale, variable)
 
     if rescale is not None:
         tf.cond(tf.cast(rescale, "int64") == 1, lambda: None, scale_sums)
     for total, gradient, variable in zip(window.sums, gradients, window.variables):
-        if gradient is None:
-            continue
-        if strategy:
-            strategy.extended.update(total.value, add, args=(gradient, rows, variable), group=False)
-        else:
-            add(total.value, gradient, rows, variable)
+        if gradient is not None:
+            update(total, add, gradient, rows, variable)
     absent = [gradient is None for gradient in gradients]
     present = tf.constant([not none for none in absent], window.touched.value.dtype)
     window.touched.value.assign(tf.maximum(window.touched.value, present))
@@ -522,22 +445,18 @@ def _accumulate(window: Any, gradients: Any, rows: Any, strategy: Any) -> None:
 
 
 def _close(window: Any, counts: Counts, absent: list[bool], strategy: Any) -> None:
-    inner, variables = window.inner, window.variables
-    touched = window.touched.value
-
-    def in_each_replica(function: Any) -> None:
-        if strategy:
-            strategy.extended.call_for_each_replica(function)
-        else:
-            function()
+    inner, touched = window.inner, window.touched.value
 
     def apply(leave_out: list[bool]) -> None:
         def in_replica() -> None:
             means = window.means([total.value for total in window.sums], counts.weight)
-            inner.apply([None if none else mean for mean, none in zip(means, leave_out)], variables)
+            inner.apply([None if none else mean for mean, none in zip(means, leave_out)], window.variables)
 
         if not all(leave_out):
-            in_each_replica(in_replica)
+            if strategy:
+                strategy.extended.call_for_each_replica(in_replica)
+            else:
+                in_replica()
 
     before = tf.identity(inner.iterations)
     if any(absent) and tf.inside_function():
@@ -549,15 +468,10 @@ def _close(window: Any, counts: Counts, absent: list[bool], strategy: Any) -> No
         )
     else:
         apply(absent)
-    for total in window.sums:
-        total.value.assign(tf.zeros(total.shape, total.value.dtype))
-    touched.assign(tf.zeros(touched.shape, touched.dtype))
+    for total in [*(total.value for total in window.sums), touched]:
+        total.assign(tf.zeros(total.shape, total.dtype))
     updated = tf.cast(inner.iterations != before, "int64") if window.may_skip else 1
     _write(window, window.rule.closed(counts, updated))
-
-
-def _scale(total: Any, variable: Any, rescale: Any) -> None:
-    total.assign(rescaled(total, variable, rescale))
 
 
 def _untouched(window: Window) -> list[bool]:
@@ -583,13 +497,11 @@ def _write(window: Window, counts: Counts) -> None:
 
 
 def replica() -> Any:
-    context = tf.distribute.get_replica_context()
-    replica = getattr(context, "replica_id_in_sync_group", 0)
+    replica = getattr(tf.distribute.get_replica_context(), "replica_id_in_sync_group", 0)
     return replica if isinstance(replica, int) else 0
 
 
-def place_of(optimizer: Any) -> Any:
-    return strategy_of(optimizer)
+place_of = private.strategy_of
 
 
 def beside(place: Any, variable: Any) -> Any:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -18,21 +17,12 @@ import torch
 from keras import tree
 
 from gradaccum.core.sizes import BatchSizeFinder, Rows, Slice
+from gradaccum.keras import private
 from gradaccum.keras.backends import base
-from gradaccum.keras.backends.base import Micro
-from gradaccum.keras.backends.rows import RestartWindow, Result, Spec, assign, discarded, has_rows, values_of
+from gradaccum.keras.backends.base import RestartWindow, Result, Spec, assign, discarded, has_rows, values_of
 from gradaccum.keras.optimizer.window import Counts, Window, is_overwritten
-from gradaccum.keras.private import (
-    in_stateless_scope,
-    keras_mask,
-    layers_in,
-    own_trainable_variables,
-    set_keras_mask,
-    torch_device,
-    uncast_values,
-)
 from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
-from gradaccum.on_torch.oom_retry import nothing_fits
+from gradaccum.on_torch.oom_retry import OomRetry
 from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.random_state import RandomState, all_generators, every_device, kept
 from gradaccum.on_torch.state import WindowState
@@ -41,29 +31,19 @@ __all__: list[str] = []
 
 lazy_divisors = True  # a first pass that counts costs a third
 
-logger = logging.getLogger("gradaccum")
 
-
-class MicroBatches:
+class MicroBatches(base.MicroBatchesBase):
     """A batch, cut in pieces as they come: while a size is searched for, each has another one."""
 
-    def __init__(
-        self,
-        data: Any,
-        rows: int,
-        pieces: Any,
-        around: Callable[[Slice], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-    ) -> None:
-        self.data, self.rows, self.pieces, self.around = data, rows, pieces, around
+    def __init__(self, data: Any, rows: int, pieces: Any, around: Callable[[Slice], Any] | None = None) -> None:
+        self.data, self.rows, self.pieces = data, rows, pieces
+        self.around: Callable[[Slice], Any] = around or contextlib.nullcontext
         self.ran: list[Slice] = []
 
     def take(self, piece: Slice) -> Any:
-        """The micro-batch of these rows."""
         return tree.map_structure(lambda leaf: leaf[piece.rows] if has_rows(leaf) else leaf, self.data)
 
-    def run(
-        self, micro: Micro, carry: Any, specs: Any = (), threads: Any = (), begin: int = 0
-    ) -> tuple[Any, list[Any]]:
+    def run(self, micro: Any, carry: Any, specs: Any = (), threads: Any = (), begin: int = 0) -> tuple[Any, list[Any]]:
         self.ran, outputs = [], []
         for piece in itertools.islice(self.pieces, begin, None):
             with self.around(piece):
@@ -79,21 +59,11 @@ class MicroBatches:
     def at(self, index: int) -> tuple[Any, int]:
         return self.take(self.pieces[index]), self.pieces[index].size
 
-    def of(self, data: Any) -> MicroBatches:
-        return MicroBatches(data, self.rows, self.pieces, self.around)
-
-    def joined(self, parts: Sequence[Any], begin: int = 0) -> Any:
-        if begin:
-            rows = sum(piece.size for piece in self.pieces[:begin])
-            parts = [parts[0].new_zeros(rows, *parts[0].shape[1:]), *parts]
-        return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-
-    def part(self, output: Any) -> Any:
-        return output
+    def start_of(self, index: int) -> int:
+        return sum(piece.size for piece in self.pieces[:index])
 
 
 def take_rows(leaf: Any, rows: Any) -> Any:
-    """These rows of an array."""
     return leaf[rows]
 
 
@@ -109,7 +79,7 @@ class GradientSum:
         self.model, self.overwriting, self.before_backward = model, overwriting, before_backward
         self.parameters = values_of(model.trainable_weights)
         half = {index for index, p in enumerate(self.parameters) if p.dtype in (torch.float16, torch.bfloat16)}
-        self.apart = sorted(half | overwriting)
+        self.outside = sorted(half | overwriting)
 
     def zeros(self) -> Any:
         self.model.zero_grad()
@@ -120,7 +90,7 @@ class GradientSum:
         self.before_backward()
         if self.parameters:
             run_backward([scaled], [torch.full_like(scaled, share, requires_grad=False)])
-        for index in self.apart:
+        for index in self.outside:
             gradient, self.parameters[index].grad = self.parameters[index].grad, None
             if gradient is None:
                 continue
@@ -144,24 +114,24 @@ def _detached(one: Any) -> Any:
     """A tensor without its graph, with its mask."""
     if not torch.is_tensor(one):
         return one
-    detached, mask = one.detach(), keras_mask(one)
+    detached, mask = one.detach(), private.keras_mask(one)
     if mask is not None:
-        set_keras_mask(detached, mask)
+        private.set_keras_mask(detached, mask)
     return detached
 
 
-class Training(base.Training):
+class Training(base.TrainingBase):
     """What a training step leaves to PyTorch: memory, and random numbers of PyTorch's own."""
 
     def __init__(self, step: Any) -> None:
         super().__init__(step)
-        device = torch.device(torch_device())
+        device = torch.device(private.torch_device())
         self.gauge = MemoryMeter(device)
         self.window_state = WindowState([step.model], device, parameters=self._trained, others=self._places)
         self.sizers: BatchSizeFinder | None = None
         self.as_cut = False
         """Whether a micro-batch that does not fit is an error, and not run in smaller ones."""
-        self._piece: Slice | None = None
+        self._piece = Slice(slice(0, 1))
         self._measuring, self._live = False, 0.0
         self._counted: list[Slice] | None = None
         """The micro-batches in which divisors were counted, where these hang on random numbers."""
@@ -171,7 +141,7 @@ class Training(base.Training):
         proof = self.step.proof
         if proof is None or not proof.is_due(1):
             return self._update(data)
-        self.step.build(data)
+        super().build(data)
         proof.run(data)
         logs = self._update(data)
         proof.warn()
@@ -183,7 +153,7 @@ class Training(base.Training):
         return logs
 
     def build(self, data: Any) -> None:
-        self.step.build(data)
+        super().build(data)
         self.window_state.forget()
 
     def attempt(self, data: Any, rows: Any, size: Any, run: Callable[[Any, Any], Any]) -> Any:
@@ -197,9 +167,10 @@ class Training(base.Training):
         while True:
             plan = Rows(self.sizers.of(leaves), rows)
             batches = MicroBatches(data, rows, plan if given is None else given, self._around(plan))
-            self._counted = self._piece = too_large = smaller = None
+            self._counted, self._piece = None, Slice(slice(0, 1))
             try:
                 window = run(batches, sums)
+                self.drew = self.as_cut and self.window_state.rng_used()
                 if self._counted in (None, batches.ran):
                     self.sizers.close(plan.sizer, rows)
                     return window
@@ -207,25 +178,16 @@ class Training(base.Training):
             except RestartWindow:
                 pass
             except BaseException as error:
-                too_large = self._piece
-                if not self.as_cut and is_out_of_memory(error) and too_large is not None and too_large.size > 1:
-                    smaller = plan.too_large(too_large.size)
-                if smaller is None:
+                given = None
+                try:
+                    if self.as_cut or not isinstance(error, Exception):
+                        raise
+                    OomRetry(self.gauge).smaller(error, self._piece, plan)
+                except BaseException:
                     step.model.zero_grad()
                     self.window_state.abandon()
-                    if self.as_cut or not is_out_of_memory(error):
-                        raise
-                    raise nothing_fits(error) from error  # type: ignore[arg-type]  # it is an Exception
-                given = None
-            if (
-                smaller is not None and too_large is not None
-            ):  # only here, out of reach of the error's frames, is its memory free
-                self.gauge.release()
-                logger.warning(
-                    "Out of memory with a micro-batch of %d rows: the batch starts over in micro-batches of %d.",
-                    too_large.size,
-                    smaller.size,
-                )
+                    raise
+            self.gauge.release()  # only here, out of reach of an error's frames, is its memory free
             self.window_state.restart()
 
     def _around(self, plan: Rows) -> Callable[[Slice], contextlib.AbstractContextManager[None]]:
@@ -251,19 +213,22 @@ class Training(base.Training):
             self._live = self.gauge.live()
 
     def look(self, function: Callable[[Any], Any], batches: Any) -> Any:
-        pieces = [Slice(slice(0, rows)) for rows in (min(2, batches.rows), 1)]
-        for piece in pieces:
+        two, one = (Slice(slice(0, rows)) for rows in (2, 1))
+        if batches.rows > 1:
             try:
-                with torch.no_grad():
-                    return function(batches.take(piece))
+                return self._looked(function, batches.take(two))
             except Exception as error:
-                self._piece = pieces[-1]
-                if not is_out_of_memory(error) or piece.size == 1:
+                if not is_out_of_memory(error):
                     raise
-            finally:
-                self.window_state.restart()
             self.gauge.release()
-        raise AssertionError("two rows, or one")
+        return self._looked(function, batches.take(one))
+
+    @torch.no_grad()
+    def _looked(self, function: Callable[[Any], Any], micro_batch: Any) -> Any:
+        try:
+            return function(micro_batch)
+        finally:
+            self.window_state.restart()
 
     @contextlib.contextmanager
     def counting(self, batches: Any) -> Iterator[Any]:
@@ -275,9 +240,7 @@ class Training(base.Training):
             self._counted = cut
         self.window_state.restart()
 
-    def eagerly(self) -> contextlib.AbstractContextManager[Any]:
-        """While this is open, random numbers are drawn that nobody misses afterwards."""
-        return torch.random.fork_rng()
+    eagerly = staticmethod(torch.random.fork_rng)
 
     def compute(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
         # On PyTorch, Keras' losses multiply sample weights with masks in place: they get copies.
@@ -289,28 +252,17 @@ class Training(base.Training):
         self.step.model.optimizer.apply(gradients, self.step.model.trainable_weights[:])
 
     def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
-        step, model = self.step, self.step.model
-        variables = [variable for part in step.variables() for variable in part]
-        found = None if state is None else [value.detach().clone() for value in values_of(variables)]
         self.as_cut = True
-        own = [value.grad for value in values_of(model.trainable_variables)]
+        own = [value.grad for value in self._trained()]
         try:
-            if state is not None:
-                with torch.no_grad():
-                    assign(variables, [value for part in state for value in part])
-            before = [value.detach().clone() for value in values_of(model.non_trainable_variables)]
-            window = step.window(data)
-            self.drew = self.window_state.rng_used()
-            after = [value.detach().clone() for value in values_of(model.non_trainable_variables)]
-            return window.loss, [None if g is None else g.clone() for g in window.gradients], before, after
+            return super().evaluate(data, state)
         finally:
-            if self.sizers is not None:
-                self.window_state.abandon()
-            if found is not None:
-                with torch.no_grad():
-                    assign(variables, found)
-            for value, gradient in zip(values_of(model.trainable_variables), own):
+            for value, gradient in zip(self._trained(), own):
                 value.grad = gradient
+
+    def abandon(self) -> None:
+        if self.sizers is not None:
+            self.window_state.abandon()
 
     def make_train_function(self, make: Callable[[], None]) -> None:
         """Keras' own, which would hand the whole step to torch.compile where it is asked to."""
@@ -328,16 +280,24 @@ class Training(base.Training):
     def _places(self) -> list[tuple[dict[str, Any], str]]:
         """Where Keras keeps what a forward pass or a metric moves: not in buffers of the modules."""
         model = self.step.model
-        weights = {id(v) for layer in [model, *layers_in(model)] for v in own_trainable_variables(layer)}  # frozen ones
+        layers = [model, *private.layers_in(model)]
+        weights = {id(v) for layer in layers for v in private.own_trainable_variables(layer)}  # frozen ones
         variables = [*model.non_trainable_variables, *model.metrics_variables]
         return [(vars(variable), "_value") for variable in variables if id(variable) not in weights]
+
+
+def value_and_gradients(function: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, list[Any]]:
+    values = [value.detach().clone().requires_grad_() for value in values]
+    loss, others = function(values)
+    # A loss of nothing that has a gradient has none.
+    gradients = torch.autograd.grad(loss, values, allow_unused=True) if loss.requires_grad else [None] * len(values)
+    return (loss.detach(), others), list(gradients)
 
 
 # A chunked layer.
 
 
 def chunks(tensors: list[Any], micro_batch_size: int) -> MicroBatches:
-    """Its inputs in micro-batches."""
     rows = tensors[0].shape[0]
     return MicroBatches(tensors, rows, Slice(slice(0, rows)).split(micro_batch_size))
 
@@ -352,16 +312,15 @@ class Program:
         self._again: Iterator[RandomState] | None = None
         self._variables, self._raw = list[Any](), list[Any]()
         self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")
+            (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
         ]
 
     def start(self) -> Any:
-        return None
+        """None, as what the call moves shows only in it."""
 
     @property
     def weights(self) -> list[Any]:
-        """What the call reads that may need gradients."""
-        return [*uncast_values(self._variables), *self._raw, *self.body.shared]
+        return [*private.uncast_values(self._variables), *self._raw, *self.body.shared]
 
     def evaluate(self, weights: Any, carry: list[Any] | None, tensors: list[Any]) -> Result:
         body = self.body
@@ -373,17 +332,14 @@ class Program:
             result = body.run(tensors)
             body.state.read()
             self._variables = [v for v in body.read if v.trainable]
-            own = set(map(id, uncast_values(self._variables)))
+            own = set(map(id, private.uncast_values(self._variables)))
             # Those of a torch.nn.Module inside, which Keras' variables don't stand for.
             modules = body.layer.parameters() if isinstance(body.layer, torch.nn.Module) else []
             self._raw = [p for p in modules if p.requires_grad and id(p) not in own]
             return result
-        values = [*zip(body.state.variables, body.state.values(carry))]
-        if weights is None:
-            result = body.run(tensors, values)
-        else:
-            shared = weights[len(self._variables) + len(self._raw) :]
-            result = body.run(tensors, [*zip(self._variables, weights), *values], shared)
+        shared = None if weights is None else weights[len(self._variables) + len(self._raw) :]
+        values = [*zip(self._variables, weights or ()), *zip(body.state.variables, body.state.values(carry))]
+        result = body.run(tensors, values, shared)
         body.check_rows(tensors[0].shape[0], [tuple(output.shape) for output in result.outputs])
         return result
 
@@ -404,8 +360,8 @@ class Program:
         """While this is open, random numbers are drawn again."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(kept(self._random[0].states))
-            for kind, dtype, enabled in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype, enabled) if enabled else contextlib.nullcontext())
+            for kind, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype))
             self._again = iter(self._random)
             try:
                 yield
@@ -454,43 +410,26 @@ def pullback(
         roots = [(output, one) for output, one in zip(outputs, given) if output.requires_grad]
         if not roots:
             return [None] * len(inputs), others
-        return [
-            *torch.autograd.grad(
-                [root for root, _ in roots], leaves, [one for _, one in roots], allow_unused=True, create_graph=again
-            )
-        ], others
-
-
-def _leaf(tensor: torch.Tensor, _: Any) -> torch.Tensor:
-    return tensor.detach().requires_grad_()
+        ends, gradients = zip(*roots)
+        return [*torch.autograd.grad(ends, leaves, gradients, allow_unused=True, create_graph=again)], others
 
 
 def no_gradient_yet(weight: Any) -> Any:
-    """What gradients are added to."""
-    return None
+    """Nothing: a weight that has no gradient in any micro-batch has none at all."""
 
 
 def added(total: Any, gradient: Any) -> Any:
-    """A sum with one more gradient in it: half precision in float32, as sums of many lose what they add otherwise."""
     if gradient is None:
         return total
     gradient = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
     return gradient if total is None else total + gradient
 
 
-def dense(gradient: Any, tensor: Any) -> Any:
-    return torch.zeros_like(tensor) if gradient is None else gradient
-
-
-unrecorded = torch.no_grad
-"""While this is open, nothing is recorded for gradients."""
+unrecorded, random_kept = torch.no_grad, torch.random.fork_rng
 
 
 def plainly(run: Callable[[], Any]) -> Any:
     return torch._dynamo.disable(run)() if torch.compiler.is_compiling() else run()
-
-
-# Evaluating beside what runs.
 
 
 def unprovable() -> str:
@@ -526,15 +465,15 @@ def at_once() -> Iterator[None]:
 
 @torch.no_grad()
 def accumulate(window: Window, gradients: list[Any], rows: Any) -> None:
-    if in_stateless_scope():  # what the caller gave stays as it is
-        for variable in [*window.sums, window.counts, window.touched]:
-            variable.assign(variable.value.clone())
+    if private.in_stateless_scope():  # what the caller gave stays as it is
+        own = [*window.sums, window.counts, window.touched]
+        assign(own, [value.clone() for value in values_of(own)])
     counts, weight, rescale, closes = window.rule.add(_read(window), rows)
     if rescale not in (None, 1):
         scaled = [t.value for t, v in zip(window.sums, window.variables) if not is_overwritten(v)]
         if scaled:
             torch._foreach_mul_(scaled, rescale)
-    plain: tuple[list[Any], list[Any]] = ([], [])
+    plain: list[tuple[Any, Any]] = []
     for index, (total, gradient) in enumerate(zip(window.sums, gradients)):
         if gradient is None:
             continue
@@ -542,10 +481,9 @@ def accumulate(window: Window, gradients: list[Any], rows: Any) -> None:
         if is_overwritten(window.variables[index]):
             total.assign(torch.maximum(total.value, gradient.to(total.value.dtype)))
         else:
-            plain[0].append(total.value)
-            plain[1].append(gradient)
-    if plain[0]:
-        torch._foreach_add_(*plain, alpha=weight)
+            plain.append((total.value, gradient))
+    if plain:
+        torch._foreach_add_(*map(list, zip(*plain)), alpha=weight)
     _write(window, counts)
     if closes:
         close(window)
@@ -554,7 +492,7 @@ def accumulate(window: Window, gradients: list[Any], rows: Any) -> None:
 @torch.no_grad()
 def close(window: Window) -> None:
     inner, variables = window.inner, window.variables
-    counts, sums = _read(window), [total.value for total in window.sums]
+    counts, sums = _read(window), values_of(window.sums)
     mean = [t for t, v in zip(sums, variables) if not is_overwritten(v)]
     if counts.weight != 1 and mean:
         torch._foreach_div_(mean, counts.weight)  # in place: the sums are emptied below
@@ -568,9 +506,8 @@ def close(window: Window) -> None:
     if any(touched):
         inner.apply(gradients, variables)
     updated = int(not window.may_skip or int(inner.iterations) != before)
-    if in_stateless_scope():  # where assigning keeps the tensor: these may be the new values of something
-        for total in window.sums:
-            total.assign(torch.zeros_like(total.value))
+    if private.in_stateless_scope():  # where assigning keeps the tensor: these may be the new values of something
+        assign(window.sums, [torch.zeros_like(total) for total in sums])
     else:
         torch._foreach_zero_(sums)
     window.touched.value.zero_()

@@ -1,4 +1,7 @@
-"""A layer's call on a micro-batch, as a function: what it reads and assigns goes by what it is given and returns."""
+"""A layer's call on a micro-batch, as a function: what it reads and assigns goes by what it is given and returns.
+
+And its two passes over a batch: outputs without activations, then each micro-batch again for its gradients.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,11 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from gradaccum.keras.backends.rows import Result, Scope, Spec, has_rows
-from gradaccum.keras.batch_norm import BatchNormOrExact, batch_norms_of, during_micro_batch
-from gradaccum.keras.chunking.state import State
-from gradaccum.keras.private import (
-    keras_mask,
-    layers_in,
-    set_keras_mask,
-    surroundings,
-    surroundings_of_call,
-    training_of_call,
-)
+from gradaccum.keras import backends, private
+from gradaccum.keras.backends.base import Result, Scope, Spec, has_rows, is_float
+from gradaccum.keras.batch_norm import BatchNormOrExact, Pool, batch_norms_of, during_micro_batch
 
-__all__ = ["Body", "OuterTensorError"]
+__all__ = ["Body", "OuterTensorError", "State", "two_passes"]
 
 
 class OuterTensorError(ValueError):
@@ -35,7 +30,7 @@ class Body:
     Attributes:
         tensors: What has rows in the arguments: tensors, and the masks that travel with them.
         shared: Scalars in the arguments, and what is beside them: what all rows share and may need a gradient.
-        specs: Of the outputs of a micro-batch, once it is `traced`.
+        specs: Of the outputs of a micro-batch, once it has run.
         state: The variables that the call moves, likewise.
         read: The variables that it reads and doesn't move, likewise.
     """
@@ -55,29 +50,22 @@ class Body:
     ) -> None:
         self.layer, self.call, self.batch_norm = layer, call, batch_norm
         self.batch_norms = batch_norms_of(layer)
-        self._around = surroundings_of_call()
+        self._around = private.surroundings_of_call()
         self._arguments = (args, kwargs)
         self._leaves = tree.flatten(self._arguments)
         self._rows = [index for index, leaf in enumerate(self._leaves) if has_rows(leaf)]
-        found = [_tensor(self._leaves[index], layer) for index in self._rows]
-        masks = [keras_mask(tensor) for tensor in found]
+        found = [self._tensor(self._leaves[index]) for index in self._rows]
+        masks = [private.keras_mask(tensor) for tensor in found]
         self._masked = [index for index, mask in enumerate(masks) if mask is not None]
         self._shared = [
             index
             for index, leaf in enumerate(self._leaves)
-            if ops.is_tensor(leaf)
-            and not has_rows(leaf)
-            and keras.backend.is_float_dtype(keras.backend.standardize_dtype(leaf.dtype))
+            if ops.is_tensor(leaf) and not has_rows(leaf) and is_float(leaf)
         ]
         # `call` takes what is beside the arguments as its last one.
         self._beside = beside is not None
         self.shared = [*(self._leaves[index] for index in self._shared), *(beside or [])]
         self.tensors = [*found, *(masks[index] for index in self._masked)]
-        self._check_inputs()
-        self._outputs: Any = None
-        self._output_leaves: list[Any] = []
-
-    def _check_inputs(self) -> None:
         counts = {tensor.shape[0] for tensor in self.tensors} - {None}
         if len(counts) > 1 or not self.tensors:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.tensors) or "no tensor with a dimension"
@@ -86,6 +74,17 @@ class Body:
                 f"same number of rows. Received: {shapes}. What all rows share belongs into the layer, or needs a row "
                 "for each."
             )
+
+    def _tensor(self, leaf: Any) -> Any:
+        if ops.is_tensor(leaf):
+            return leaf
+        if isinstance(leaf, np.ndarray):
+            return ops.convert_to_tensor(leaf)
+        kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+        raise TypeError(
+            f"{self.name} takes tensors of Keras' {keras.backend.backend()} backend, and NumPy arrays. Received: a "
+            f"{kind} of shape {tuple(leaf.shape)}."
+        )
 
     def again(self, tensors: list[Any], shared: list[Any], batch_norm: BatchNormOrExact) -> Body:
         """The same call with other tensors and scalars, not traced yet."""
@@ -103,8 +102,7 @@ class Body:
 
     @property
     def training(self) -> bool:
-        """Whether it is a call in training."""
-        training = self._arguments[1].get("training", training_of_call())
+        training = self._arguments[1].get("training", private.training_of_call())
         return isinstance(training, (bool, int)) and bool(training)
 
     @property
@@ -122,10 +120,9 @@ class Body:
         tensors, shared = self.tensors if tensors is None else tensors, self.shared if shared is None else shared
         leaves = list(self._leaves)
         for place, mask in zip(self._masked, tensors[len(self._rows) :]):
-            set_keras_mask(tensors[place], mask)
-        for indices, values in ((self._rows, tensors), (self._shared, shared)):
-            for index, value in zip(indices, values):
-                leaves[index] = value
+            private.set_keras_mask(tensors[place], mask)
+        for index, value in [*zip(self._rows, tensors), *zip(self._shared, shared)]:
+            leaves[index] = value
         args, kwargs = tree.pack_sequence_as(self._arguments, leaves)
         return ((*args, shared[len(self._shared) :]), kwargs) if self._beside else (args, kwargs)
 
@@ -133,29 +130,27 @@ class Body:
         self, tensors: list[Any], values: Iterable[tuple[Any, Any]] = (), shared: Iterable[Any] | None = None
     ) -> Result:
         """Call the layer on a micro-batch, and leave no trace of it."""
-        args, kwargs = self.arguments(tensors, self.shared if shared is None else list(shared))
-        policy = "micro" if self.batch_norm == "warn" else self.batch_norm
-        layers = self.state.pooled if hasattr(self, "state") and policy == "pooled" else self.batch_norms
-        with surroundings(self._around), Scope(values) as scope, during_micro_batch(layers, policy) as seen:
+        args, kwargs = self.arguments(tensors, None if shared is None else list(shared))
+        is_first, policy = not hasattr(self, "state"), "micro" if self.batch_norm == "warn" else self.batch_norm
+        layers = self.batch_norms if is_first or policy != "pooled" else self.state.pool.layers
+        with private.surroundings(self._around), Scope(values) as scope, during_micro_batch(layers, policy) as valid:
             outputs = self.call(*args, **kwargs)
         if scope.losses:
             self._refuse_losses()
-        if hasattr(self, "state"):
-            result = _tensors_in(outputs)
-        else:
-            result = self.take_for_outputs(outputs)
+        result = self.take_for_outputs(outputs) if is_first else _tensors_in(outputs)
+        if is_first:
             self.specs = [Spec.of(tensor) for tensor in result]
             self.check_rows(tensors[0].shape[0], [tuple(tensor.shape) for tensor in result])
             self.state = State(self, scope.assigned.values())
             self.read = [variable for key, variable in scope.read.items() if key not in scope.assigned]
-        return Result(result, [scope.get_current_value(v) for v in self.state.variables], seen.valid)
+        return Result(result, [scope.get_current_value(v) for v in self.state.variables], valid)
 
     def take_for_outputs(self, outputs: Any) -> list[Any]:
         """Let outputs be of this structure. Returns the tensors in them, and their masks."""
         flat = tree.flatten(outputs)
         self._outputs, self._output_leaves = outputs, [None if ops.is_tensor(leaf) else leaf for leaf in flat]
         self._output_places = [index for index, leaf in enumerate(flat) if ops.is_tensor(leaf)]
-        masks = [keras_mask(flat[index]) for index in self._output_places]
+        masks = [private.keras_mask(flat[index]) for index in self._output_places]
         self._output_masks = [index for index, mask in enumerate(masks) if mask is not None]
         return _tensors_in(outputs)
 
@@ -163,7 +158,7 @@ class Body:
         """The outputs of the whole batch, in their structure, from their tensors."""
         leaves = list(self._output_leaves)
         for place, mask in zip(self._output_masks, tensors[len(self._output_places) :]):
-            set_keras_mask(tensors[place], mask)
+            private.set_keras_mask(tensors[place], mask)
         for index, tensor in zip(self._output_places, tensors):
             leaves[index] = tensor
         return tree.pack_sequence_as(self._outputs, leaves)
@@ -202,8 +197,9 @@ class Body:
             )
 
     def _refuse_losses(self) -> None:
-        named = [one for one in layers_in(self.layer) if getattr(one, "activity_regularizer", None) is not None]
-        who = f" (activity_regularizer of {', '.join(repr(one.name) for one in named)})" if named else ""
+        layers = private.layers_in(self.layer)
+        named = [repr(one.name) for one in layers if getattr(one, "activity_regularizer", None) is not None]
+        who = f" (activity_regularizer of {', '.join(named)})" if named else ""
         raise ValueError(
             f"{self.name} adds losses in its forward pass{who}: those of micro-batches are not the whole batch's. Let "
             "it return what they are made of, a row for each row, and add the loss outside of it."
@@ -213,15 +209,162 @@ class Body:
 def _tensors_in(outputs: Any) -> list[Any]:
     """The tensors in outputs, and their masks."""
     found = [leaf for leaf in tree.flatten(outputs) if ops.is_tensor(leaf)]
-    return [*found, *(mask for mask in map(keras_mask, found) if mask is not None)]
+    return [*found, *(mask for mask in map(private.keras_mask, found) if mask is not None)]
 
 
-def _tensor(leaf: Any, layer: Any) -> Any:
-    if ops.is_tensor(leaf):
-        return leaf
-    if isinstance(leaf, np.ndarray):
-        return ops.convert_to_tensor(leaf)
-    raise TypeError(
-        f"The chunked {type(layer).__name__} {layer.name!r} takes tensors of Keras' {keras.backend.backend()} backend, "
-        f"and NumPy arrays. Received: a {type(leaf).__module__}.{type(leaf).__qualname__} of shape {tuple(leaf.shape)}."
-    )
+class State:
+    """The variables that a layer's forward pass assigns, and where they are before, between and after micro-batches.
+
+    - Seeds, metrics, and the moving statistics that `batch_norm` lets move with every micro-batch, go from one
+      micro-batch to the next.
+    - Each micro-batch finds all others as they were, and they end up where it takes them on average over rows: exact
+      for counters, for what depends on the weights alone, and for moving averages of means over rows.
+    - Statistics that are pooled move once, by mean and variance of the whole batch.
+
+    The carry that a backend's loop takes along is a flat list of tensors, in this order.
+
+    `read` it before anything else.
+    """
+
+    def __init__(self, body: Body, assigned: Iterable[Any]) -> None:
+        variables = list(assigned)
+        trained = [variable.path for variable in variables if variable.trainable]
+        if trained:
+            raise ValueError(
+                f"{body.name} assigns trainable variables in its forward pass: {', '.join(trained)}. So micro-batches "
+                "would be of other weights than the whole batch."
+            )
+        ids = {id(variable) for variable in variables}
+        pooled = body.batch_norms if body.batch_norm == "pooled" else []
+        self.pool = Pool([layer for layer in pooled if id(layer.moving_mean) in ids])
+        threaded = {id(variable) for variable in getattr(body.layer, "metrics_variables", ())}
+        threaded |= {id(v) for layer in body.batch_norms for v in (layer.moving_mean, layer.moving_variance)}
+        once = {id(variable) for variable in self.pool.variables}
+        first: list[Any] = []
+        self.averaged: list[Any] = []
+        """Those that end up where micro-batches take them on average."""
+        for variable in variables:
+            if id(variable) not in once:
+                goes_on = id(variable) in threaded or "seed_generator_state" in (variable.path or "")
+                (first if goes_on else self.averaged).append(variable)
+        self.variables = [*first, *self.averaged, *self.pool.variables]
+        """All of them, in the order of `values`."""
+        self._threaded, self._pooled = len(first), len(first) + len(self.averaged)
+        self._before: list[Any] = []
+
+    def read(self) -> None:
+        """Note the values at the start of the call: not while it is only found out what the call moves."""
+        self._before = [ops.copy(ops.convert_to_tensor(value)) for value in private.uncast_values(self.variables)]
+
+    def start(self) -> list[Any]:
+        """The carry before the first micro-batch."""
+        averaged = [
+            ops.zeros_like(before) if is_float(variable) else before
+            for variable, before in zip(self.averaged, self._before[self._threaded :])
+        ]
+        return [*self._before[: self._threaded], *averaged, *self.pool.zeros()]
+
+    def values(self, carry: list[Any]) -> list[Any]:
+        """What `variables` hold for the next micro-batch."""
+        return [*carry[: self._threaded], *self._before[self._threaded :]]
+
+    def after(self, carry: list[Any], values: list[Any], valid: dict[int, Any], size: Any, rows: Any) -> list[Any]:
+        """The carry after a micro-batch."""
+        after = list(values[: self._threaded])
+        for variable, total, value in zip(self.averaged, carry[self._threaded :], values[self._threaded :]):
+            if is_float(variable):
+                share = ops.cast(size, total.dtype) / ops.cast(rows, total.dtype)
+                value = total + ops.cast(value, total.dtype) * share
+            after.append(value)
+        return [*after, *self.pool.add(carry[self._pooled :], values[self._pooled :], valid, size)]
+
+    def finish(self, carry: list[Any]) -> None:
+        values = [*carry[: self._pooled], *self.pool.moved(carry[self._pooled :], self._before[self._pooled :])]
+        for variable, value in zip(self.variables, values):
+            variable.assign(value)
+
+
+# The two passes.
+
+
+def two_passes(body: Body, micro_batch_size: int, keep: int) -> list[Any]:
+    """The tensors in the outputs of the whole batch, and their masks."""
+    return backends.running().plainly(lambda: _Passes(body, micro_batch_size, keep).run())
+
+
+class _Passes:
+    def __init__(self, body: Body, micro_batch_size: int, keep: int) -> None:
+        self.body, self.backend = body, backends.running()
+        self.batches = self.backend.chunks(body.tensors, micro_batch_size)
+        # In a graph for any number of rows, micro-batches can't be left out that aren't there: none is kept.
+        self.keep = min(keep, self.batches.count) if isinstance(self.batches.count, int) else 0
+        self.program = self.backend.Program(body, self.batches)
+
+    def run(self) -> list[Any]:
+        """The outputs of the whole batch."""
+        batches, carry, kept = self.batches, self.program.start(), []
+        for index in range(self.keep):
+            tensors, size = batches.at(index)
+            result = self.program.evaluate(None, carry, tensors)
+            carry = self._after(carry, result, size)
+            kept.append([batches.part(output) for output in result.outputs])
+        if not isinstance(batches.count, int) or self.keep < batches.count:
+            carry = None if carry is None else [ops.stop_gradient(value) for value in carry]
+            outputs, carry = self.backend.recomputed(self, carry)
+            kept.append(outputs)
+        self.body.state.finish([ops.stop_gradient(value) for value in carry])
+        return [batches.joined(parts) for parts in zip(*kept)]
+
+    def _after(self, carry: Any, result: Result, size: Any) -> list[Any]:
+        state = self.body.state
+        with self.backend.unrecorded():
+            carry = state.start() if carry is None else list(carry)
+            after = state.after(carry, result.values, result.valid, size, self.batches.rows)
+            return [ops.cast(value, before.dtype) for value, before in zip(after, carry)]
+
+    def first(self, weights: Any, tensors: Any, carry: Any) -> tuple[list[Any], list[Any]]:
+        """The outputs of the micro-batches that aren't kept, and the carry behind them."""
+
+        def micro(tensors: Any, size: Any, carry: Any) -> tuple[Any, list[Any]]:
+            result = self.program.evaluate(weights, carry, tensors)
+            return self._after(carry, result, size), result.outputs
+
+        specs = getattr(self.body, "specs", ())
+        carry, outputs = self.batches.of(list(tensors)).run(micro, carry, specs, begin=self.keep)
+        return outputs, carry
+
+    def second(self, weights: Any, tensors: Any, start: Any, upstream: list[Any], wanted: Any = None) -> list[Any]:
+        """The gradients of weights and tensors with rows."""
+        backend, batches, count = self.backend, self.batches, len(weights)
+        wanted = [n for n, one in enumerate([*weights, *tensors]) if is_float(one)] if wanted is None else wanted
+        shared, own = [n for n in wanted if n < count], [n - count for n in wanted if n >= count]
+        used = [n for n, given in enumerate(upstream) if given is not None]
+
+        def micro(micro_batch: Any, size: Any, carry: Any) -> tuple[Any, list[Any]]:
+            (carry, sums), (tensors, given) = carry, micro_batch
+
+            def outputs(inputs: list[Any]) -> Any:
+                some, rows = list(weights), list(tensors)
+                for n, value in zip(shared, inputs):
+                    some[n] = value
+                for n, value in zip(own, inputs[len(shared) :]):
+                    rows[n] = value
+                result = self.program.evaluate(some, carry, rows)
+                return [result.outputs[n] for n in used], result
+
+            inputs = [*(weights[n] for n in shared), *(tensors[n] for n in own)]
+            found, result = backend.pullback(outputs, inputs, given, self.program)
+            sums = [backend.added(*pair) for pair in zip(sums, found)]
+            rows = [backend.dense(gradient, tensors[n]) for n, gradient in zip(own, found[len(shared) :])]
+            return (self._after(carry, result, size), sums), rows
+
+        whole = batches.of((list(tensors), [batches.joined([upstream[n]], self.keep) for n in used]))
+        zeros = [backend.no_gradient_yet(weights[n]) for n in shared]
+        specs = [Spec.of(tensors[n]) for n in own]
+        (_, sums), rows = whole.run(micro, (start, zeros), specs, begin=self.keep)
+        gradients: list[Any] = [None] * (count + len(tensors))
+        for n, total in zip(shared, sums):
+            gradients[n] = None if total is None else ops.cast(total, weights[n].dtype)
+        for n, part in zip(own, rows):
+            gradients[count + n] = batches.joined([part], self.keep)
+        return gradients

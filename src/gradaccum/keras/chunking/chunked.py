@@ -16,14 +16,13 @@ from typing import Any, get_args
 import keras
 from keras import ops, tree
 
-from gradaccum.keras.backends.rows import has_rows
+from gradaccum.keras import private
+from gradaccum.keras.backends.base import has_rows
 from gradaccum.keras.batch_norm import BatchNormOrExact, during_micro_batch, warn
-from gradaccum.keras.chunking.body import Body
+from gradaccum.keras.chunking.body import Body, two_passes
 from gradaccum.keras.chunking.exact_batch_norm import Program, exact_passes
-from gradaccum.keras.chunking.passes import two_passes
 from gradaccum.keras.chunking.proof import Proof
 from gradaccum.keras.equivalence import held
-from gradaccum.keras.private import is_symbolic, takes_training
 from gradaccum.schedule import checked_count
 
 __all__ = ["chunked"]
@@ -125,12 +124,14 @@ class _Chunking:
     def install(self) -> None:
         """Make this the layer's `call`."""
         self._warn(stacklevel=4)
-        call = self._call()
-        call.plain = self.plain  # type: ignore[attr-defined]
-        call.exact = self.batch_norm == "exact"  # type: ignore[attr-defined]
+
+        @functools.wraps(self.plain)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._call(*args, **kwargs)
+
+        call.plain, call.exact = self.plain, self.batch_norm == "exact"  # type: ignore[attr-defined]
         # Straight into __dict__: Keras would track what is set as attributes of a layer.
-        vars(self.layer)["call"] = call
-        vars(self.layer)["verify"] = self.verify
+        vars(self.layer).update(call=call, verify=self.verify)
         for function in ("train_function", "test_function", "predict_function"):
             if hasattr(self.layer, function):
                 setattr(self.layer, function, None)  # compiled without it
@@ -139,26 +140,20 @@ class _Chunking:
         if self.batch_norm == "warn":
             warn(self.layer, self._named, stacklevel)
 
-    def _call(self) -> Callable[..., Any]:
-        """The layer's `call` in micro-batches."""
-
-        @functools.wraps(self.plain)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if is_symbolic():
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if private.is_symbolic():
+            return self.plain(*args, **kwargs)
+        self._warn(stacklevel=4)
+        body = Body(self.layer, self.plain, self.batch_norm, args, kwargs)
+        rows = body.tensors[0].shape[0]
+        if rows is not None and rows <= self.micro_batch_size:
+            with during_micro_batch(body.batch_norms, "frozen" if self.batch_norm == "frozen" else "micro"):
                 return self.plain(*args, **kwargs)
-            self._warn(stacklevel=3)
-            body = Body(self.layer, self.plain, self.batch_norm, args, kwargs)
-            rows = body.tensors[0].shape[0]
-            if rows is not None and rows <= self.micro_batch_size:
-                with during_micro_batch(body.batch_norms, "frozen" if self.batch_norm == "frozen" else "micro"):
-                    return self.plain(*args, **kwargs)
-            passes = self._passes(body)
-            outputs = passes(body, self.micro_batch_size, self.keep)
-            if self._proves:
-                self._proof.first(body, self.micro_batch_size, passes)
-            return body.outputs(outputs)
-
-        return call
+        passes = self._passes(body)
+        outputs = passes(body, self.micro_batch_size, self.keep)
+        if self._proves:
+            self._proof.first(body, self.micro_batch_size, passes)
+        return body.outputs(outputs)
 
     def _passes(self, body: Body) -> Callable[[Body, int, int], list[Any]]:
         cut = self.batch_norm == "exact" and body.training and body.batch_norms
@@ -181,7 +176,7 @@ class _Chunking:
             return ops.convert_to_tensor(leaf)[:few] if has_rows(leaf) else leaf
 
         args, kwargs = tree.map_structure(taken, (args, kwargs))
-        if takes_training(self.layer):
+        if private.takes_training(self.layer):
             kwargs = {"training": True, **kwargs}
 
         def call(*args: Any, **kwargs: Any) -> Any:

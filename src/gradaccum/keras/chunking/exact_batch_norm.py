@@ -6,26 +6,18 @@ with the normalisation. So what stays in memory is what these layers are given, 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 from keras import ops, tree
 
-from gradaccum.keras.backends.rows import Scope
+from gradaccum.keras import private
+from gradaccum.keras.backends.base import Scope
 from gradaccum.keras.batch_norm import batch_norms_of
-from gradaccum.keras.chunking.body import Body
-from gradaccum.keras.chunking.passes import two_passes
-from gradaccum.keras.chunking.state import State
-from gradaccum.keras.private import (
-    functional_of,
-    nodes_of,
-    set_keras_mask,
-    standardized_inputs,
-    takes_training,
-    uncast_values,
-)
+from gradaccum.keras.chunking.body import Body, State, two_passes
 
 __all__ = ["Program", "exact_passes"]
 
@@ -39,26 +31,16 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class _Step:
-    """A call of a layer or an operation.
-
-    Attributes:
-        operation: What is called.
-        arguments: Its positional and keyword arguments, a `_Tensor` in the place of each tensor.
-        results: The numbers of its outputs.
-        normalises: Whether it is a BatchNormalization that goes by its batch.
-        segment: In which it runs.
-    """
+    """A call of a layer or an operation, whose arguments have a `_Tensor` in the place of each tensor."""
 
     operation: Any
     arguments: Any
     results: list[int]
+    """The numbers of its outputs."""
     normalises: bool
+    """Whether it is a BatchNormalization that goes by its batch."""
     segment: int
-
-    @property
-    def reads(self) -> list[int]:
-        """The numbers of its inputs."""
-        return [leaf.number for leaf in tree.flatten(self.arguments) if isinstance(leaf, _Tensor)]
+    """In which it runs."""
 
     def filled(self, values: Mapping[int, Any]) -> Any:
         """The arguments with the values of these tensors."""
@@ -67,20 +49,25 @@ class _Step:
         )
 
 
+def _reads(arguments: Any) -> list[int]:
+    """The numbers of the tensors in these."""
+    return [leaf.number for leaf in tree.flatten(arguments) if isinstance(leaf, _Tensor)]
+
+
 def exact_passes(body: Body, micro_batch_size: int, keep: int = 0) -> list[Any]:
     """The outputs of the whole batch, and their masks, of a functional or sequential model in training."""
     model, program = body.layer, Program(body.layer)
     args, kwargs = body.arguments()
-    inputs = standardized_inputs(functional_of(model), args[0] if args else kwargs["inputs"])
+    inputs = private.standardized_inputs(private.functional_of(model), args[0] if args else kwargs["inputs"])
     for tensor, mask in zip(inputs, tree.flatten(kwargs.get("mask"))):
         if mask is not None:
-            set_keras_mask(tensor, mask)
+            private.set_keras_mask(tensor, mask)
     values: dict[int, Any] = dict(enumerate(inputs))
     for segment in range(program.segments):
         values.update(_segment_passes(program, segment, values, micro_batch_size, keep))
         values = {number: value for number, value in values.items() if program.last_use[number] > segment}
     flat = [values[number] for number in program.outputs]
-    outputs = tree.pack_sequence_as(functional_of(model).output, flat)
+    outputs = tree.pack_sequence_as(private.functional_of(model).output, flat)
     body.read = list(model.trainable_variables)
     body.state = State(body, model.non_trainable_variables)
     lone = isinstance(outputs, (list, tuple)) and len(outputs) == 1
@@ -92,18 +79,33 @@ def _segment_passes(program: Program, segment: int, values: dict[int, Any], size
     steps = [step for step in program.steps if step.segment == segment]
     beside = [s for step in steps if step.normalises for s in _statistics(step.operation, *step.filled(values))]
     made = {number for step in steps for number in step.results}
-    read = sorted({number for step in steps for number in step.reads} - made)
+    read = sorted({number for step in steps for number in _reads(step.arguments)} - made)
     wanted = sorted(number for number in made if program.last_use[number] > segment)
     if not wanted:
         return {}
-    part = Body(program.model, _Segment(steps, read, wanted), "micro", ([values[n] for n in read],), {}, beside)
+
+    def run(tensors: list[Any], beside: list[Any]) -> list[Any]:
+        values, statistics = dict(zip(read, tensors)), iter(beside)
+        for step in steps:
+            layer = step.operation
+            args, kwargs = step.filled(values)
+            moving = []
+            if step.normalises:
+                moving = [(layer.moving_mean, next(statistics)), (layer.moving_variance, next(statistics))]
+            if isinstance(layer, keras.layers.Layer) and private.takes_training(layer):
+                kwargs = {**kwargs, "training": not step.normalises}
+            with Scope(moving) if moving else contextlib.nullcontext():
+                values.update(zip(step.results, tree.flatten(layer(*args, **kwargs))))
+        return [values[number] for number in wanted]
+
+    part = Body(program.model, run, "micro", ([values[n] for n in read],), {}, beside)
     return dict(zip(wanted, part.outputs(two_passes(part, size, keep))))
 
 
 def _statistics(layer: Any, args: Any, kwargs: Any) -> list[Any]:
     """Mean and variance of all rows, as the layer takes them; its moving statistics make a step towards them."""
     moving = [layer.moving_mean, layer.moving_variance]
-    before, momentum = uncast_values(moving), layer.momentum
+    before, momentum = private.uncast_values(moving), layer.momentum
     # Without momentum the moving statistics become the batch's. Straight into __dict__: Keras tracks attributes.
     vars(layer)["momentum"] = 0.0
     try:
@@ -117,29 +119,6 @@ def _statistics(layer: Any, args: Any, kwargs: Any) -> list[Any]:
     return found
 
 
-class _Segment:
-    """Steps between two sets of BatchNormalization layers, as a function of the tensors that they read."""
-
-    def __init__(self, steps: list[_Step], read: list[int], wanted: list[int]) -> None:
-        self.steps, self.read, self.wanted = steps, read, wanted
-
-    def __call__(self, tensors: list[Any], beside: list[Any]) -> list[Any]:
-        values, statistics = dict(zip(self.read, tensors)), iter(beside)
-        for step in self.steps:
-            layer = step.operation
-            args, kwargs = step.filled(values)
-            if step.normalises:
-                moving = [(layer.moving_mean, next(statistics)), (layer.moving_variance, next(statistics))]
-                with Scope(moving):
-                    results = layer(*args, **{**kwargs, "training": False})
-            elif isinstance(layer, keras.layers.Layer) and takes_training(layer):
-                results = layer(*args, **{**kwargs, "training": True})
-            else:
-                results = layer(*args, **kwargs)
-            values.update(zip(step.results, tree.flatten(results)))
-        return [values[number] for number in self.wanted]
-
-
 class Program:
     """The calls of a functional or sequential model, one after the other, and the segments that they run in.
 
@@ -151,7 +130,7 @@ class Program:
     """
 
     def __init__(self, model: Any) -> None:
-        functional = functional_of(model)
+        functional = private.functional_of(model)
         if functional is None:
             raise ValueError(
                 'batch_norm="exact" cuts a model at its BatchNormalization layers, and needs a functional or '
@@ -164,7 +143,7 @@ class Program:
         self.segments = 1 + max((step.segment for step in self.steps), default=0)
         self.last_use = {number: -1 for number in range(len(self._segment_of))}
         for step in self.steps:
-            for number in step.reads:
+            for number in _reads(step.arguments):
                 self.last_use[number] = max(self.last_use[number], step.segment)
         self.last_use.update(dict.fromkeys(self.outputs, self.segments))
 
@@ -174,7 +153,7 @@ class Program:
         def numbered(leaf: Any) -> Any:
             return _Tensor(numbers[id(leaf)]) if isinstance(leaf, keras.KerasTensor) else leaf
 
-        for operation, args, kwargs, outputs in nodes_of(functional):
+        for operation, args, kwargs, outputs in private.nodes_of(functional):
             arguments = tree.map_structure(numbered, (args, kwargs))
             normalises = isinstance(operation, keras.layers.BatchNormalization) and operation.trainable
             inside = [] if normalises or not isinstance(operation, keras.layers.Layer) else batch_norms_of(operation)
@@ -189,7 +168,7 @@ class Program:
 
     def _inline_call(self, model: Any, arguments: Any, norm: Any) -> list[int]:
         """The steps of a model inside, with this layer in it, in the place of its call."""
-        (args, kwargs), within = arguments, functional_of(model)
+        (args, kwargs), within = arguments, private.functional_of(model)
         inputs = tree.flatten(args[0] if args else kwargs.get("inputs"))
         if within is None or len(inputs) != len(within.inputs):
             raise ValueError(
@@ -206,14 +185,13 @@ class Program:
     def _add(self, operation: Any, arguments: Any, outputs: int, normalises: bool = False) -> list[int]:
         """Another step; returns the numbers of its outputs."""
         results = [len(self._segment_of) + place for place in range(outputs)]
-        step = _Step(operation, arguments, results, normalises, 0)
-        segment = max((self._segment_of[number] for number in step.reads), default=0) + normalises
-        self.steps.append(replace(step, segment=segment))
+        segment = max((self._segment_of[number] for number in _reads(arguments)), default=0) + normalises
+        self.steps.append(_Step(operation, arguments, results, normalises, segment))
         self._segment_of += [segment] * outputs
         return results
 
 
 def _masked(tensor: Any, mask: Any) -> Any:
     """The tensor, with the mask that a model is called with."""
-    set_keras_mask(tensor, mask)
+    private.set_keras_mask(tensor, mask)
     return tensor

@@ -17,12 +17,11 @@ from gradaccum.core.proof import Comparison, Outcome
 from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import even_sizes
 from gradaccum.errors import NotEquivalentError
-from gradaccum.keras import backends
+from gradaccum.keras import backends, private
+from gradaccum.keras.backends.base import assign, is_float
 from gradaccum.keras.batch_norm import BatchNorm
 from gradaccum.keras.chunking.body import Body, OuterTensorError
 from gradaccum.keras.equivalence import StepRunner, as_array, held, mixing_layers, precision_of, recorded_calls
-from gradaccum.keras.loss import value_and_gradients
-from gradaccum.keras.private import has_value, layers_in, outside_of_scopes
 
 __all__ = ["Proof"]
 
@@ -46,14 +45,13 @@ class Proof:
 
     def __init__(self) -> None:
         self._proven: set[Any] = set()
-        self._told = False
+        self._warned = False
 
     def first(self, body: Body, micro_batch_size: int, passes: Passes) -> None:
         """Prove a call, unless one like it has been looked at."""
-        kind = body.kind
-        if kind in self._proven:
+        if body.kind in self._proven:
             return
-        self._proven.add(kind)
+        self._proven.add(body.kind)
         where = backends.running().unprovable()
         if where:
             logger.warning(
@@ -72,13 +70,13 @@ class Proof:
             raise
         except Exception as error:  # a layer for one number of rows, or that checks what is in them
             doubt = f"{type(error).__name__}: {error}".splitlines()[0]
-        if doubt and not self._told:
-            self._told = True
+        if doubt and not self._warned:
+            self._warned = True
             warnings.warn(
                 f"Whether {body.name_inside} gives the outputs and gradients of all rows at once could not be proven: "
                 f"a few rows can't be evaluated so ({doubt}). `verify(*inputs)` tells with inputs of yours, and "
                 "chunked(..., verify=False) leaves the proof out.",
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def demanded(self, body: Body, rows: int, size: int, passes: Passes) -> None:
@@ -89,69 +87,39 @@ class Proof:
 
     def _compare(self, body: Body, few: int, size: int, passes: Passes, batch_norm: BatchNorm) -> str:
         """Raises what differs. Returns why it isn't known, if it isn't."""
-        errors: list[Exception] = []
-        with backends.running().at_once(), outside_of_scopes():
-            for unknown in UNKNOWN:
-                trial = _Trial(body, few, batch_norm, unknown)
+        reason: Exception | None = None
+        known = all(None not in tuple(tensor.shape)[1:] for tensor in body.tensors)
+        with backends.running().at_once(), private.outside_of_scopes():
+            for unknown in UNKNOWN[:1] if known else UNKNOWN:
                 try:
-                    doubt = trial.judge(size, passes)
+                    trial = _Trial(body, few, size, passes, batch_norm, unknown)
+                    return trial.judge()
                 except (NotEquivalentError, OuterTensorError):
                     raise
                 except Exception as error:
-                    errors.append(error)
-                    if trial.certain:
-                        break
-                else:
-                    if doubt:
-                        return doubt
-                    self._say(trial)
-                    return ""
-        raise errors[0]
-
-    def _say(self, trial: _Trial) -> None:
-        name = trial.body.name_inside
-        if trial.astray:
-            warnings.warn(
-                f"These variables of {name} move to the mean of where its micro-batches take them, which is not where "
-                f"all rows at once take them: {', '.join(map(repr, trial.astray))}.",
-                stacklevel=6,
-            )
-        if trial.aside:
-            warnings.warn(
-                f"{name[0].upper()}{name[1:]} keeps tensors of its forward pass as attributes ("
-                f"{', '.join(map(repr, trial.aside))}). In micro-batches these are the last one's alone, and without a "
-                "gradient. Return them, with a row for every row, and reduce over the rows outside.",
-                stacklevel=6,
-            )
+                    reason = reason or error
+        assert reason is not None
+        raise reason
 
 
 class _Trial(StepRunner):
-    """A few rows of a call, known or made up: the runner of a proof.
+    """A few rows of a call, with the variables it reads and the gradients that its outputs are given."""
 
-    Attributes:
-        certain: Whether the shapes of the call were known.
-        astray: Variables that micro-batches move elsewhere.
-        aside: Attributes of layers in which a forward pass leaves tensors.
-    """
-
-    def __init__(self, body: Body, rows: int, batch_norm: BatchNorm, unknown: int) -> None:
-        self._precision = precision_of(body.layer)
-        self.tolerance = rounding(self._precision)
-        self.body, self.rows, self.batch_norm = body, rows, batch_norm
+    def __init__(self, body: Body, rows: int, size: int, passes: Passes, batch_norm: BatchNorm, unknown: int) -> None:
+        self.precision = precision_of(body.layer)
+        self.tolerance, self.in_half = rounding(self.precision), self.precision in ("bfloat16", "float16")
+        self.body, self.rows, self.size, self.passes, self.batch_norm = body, rows, size, passes, batch_norm
         self._random = np.random.default_rng(0)
-        self._layers = [body.layer, *layers_in(body.layer)]
-        self.astray: list[str] = []
-        self.aside: list[str] = []
-        self.certain = all(None not in tuple(tensor.shape)[1:] for tensor in body.tensors)
+        self._layers = [body.layer, *private.layers_in(body.layer)]
         self.real = backends.running().known([*body.tensors, *body.shared])
         self.tensors, self.shared = self._known_rows() if self.real else self._made_up_rows(unknown)
         moved = {id(variable) for variable in body.state.variables}
-        self.weights = [v for v in body.read if v.trainable and id(v) not in moved and _is_float(v.dtype)]
+        self.weights = [v for v in body.read if v.trainable and id(v) not in moved and is_float(v)]
         trained = {id(variable) for variable in self.weights}
         others = [v for v in [*body.read, *body.state.variables] if id(v) not in trained]
         self.values = [self._value(variable) for variable in self.weights]
         self.given = [(variable, self._value(variable)) for variable in others]
-        self.places = [n for n, tensor in enumerate(self.tensors) if _is_float(tensor.dtype)]
+        self.places = [n for n, tensor in enumerate(self.tensors) if is_float(tensor)]
         self._moved: dict[str, np.ndarray] = {}
 
     def _known_rows(self) -> tuple[list[Any], list[Any]]:
@@ -161,49 +129,50 @@ class _Trial(StepRunner):
 
     def _made_up_rows(self, unknown: int) -> tuple[list[Any], list[Any]]:
         tables = [layer.input_dim for layer in self._layers if isinstance(layer, keras.layers.Embedding)]
-        self._ids = min(tables, default=2)
-        shapes = [[unknown if n is None else n for n in tuple(tensor.shape)[1:]] for tensor in self.body.tensors]
-        pairs = zip(shapes, self.body.tensors)
-        tensors = [self._made_up((self.rows, *shape), tensor.dtype) for shape, tensor in pairs]
-        return tensors, [self._made_up((), scalar.dtype) for scalar in self.body.shared]
+        ids = min(tables, default=2)
 
-    def _made_up(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        dtype = keras.backend.standardize_dtype(dtype)
-        if dtype == "bool":  # a mask: rows of different lengths
-            length = shape[1] if len(shape) > 1 else 1
-            lengths = 1 + np.arange(shape[0]) % length if shape else np.ones(())
-            array = np.ones(shape, bool)
-            if len(shape) > 1:
-                array &= (np.arange(length) < lengths[:, None]).reshape(shape[0], length, *[1] * (len(shape) - 2))
-        elif "int" in dtype:
-            array = self._random.integers(0, self._ids, shape)
-        else:
-            array = self._random.uniform(0.0 if shape else 0.5, 1.0, shape)
-        return ops.convert_to_tensor(array, dtype)
+        def made_up(shape: tuple[int, ...], dtype: Any) -> Any:
+            dtype = keras.backend.standardize_dtype(dtype)
+            if dtype == "bool" and len(shape) > 1:  # a mask: rows of different lengths
+                lengths = 1 + np.arange(shape[0])[:, None] % shape[1]
+                shown = (np.arange(shape[1]) < lengths).reshape(*shape[:2], *[1] * (len(shape) - 2))
+                array: Any = np.broadcast_to(shown, shape)
+            elif dtype == "bool":
+                array = np.ones(shape, bool)
+            elif "int" in dtype:
+                array = self._random.integers(0, ids, shape)
+            else:
+                array = self._random.uniform(0.0 if shape else 0.5, 1.0, shape)
+            return ops.convert_to_tensor(array, dtype)
+
+        shapes = [[unknown if n is None else n for n in tuple(tensor.shape)[1:]] for tensor in self.body.tensors]
+        tensors = [made_up((self.rows, *shape), tensor.dtype) for shape, tensor in zip(shapes, self.body.tensors)]
+        return tensors, [made_up((), scalar.dtype) for scalar in self.body.shared]
 
     def _value(self, variable: Any) -> Any:
-        if has_value(variable):
+        if private.has_value(variable):
             return ops.copy(ops.convert_to_tensor(variable.value))
         shape, dtype = tuple(variable.shape), variable.dtype
-        if not _is_float(dtype):
+        if not is_float(variable):
             return ops.zeros(shape, dtype)
         if len(shape) < 2:
             return ops.convert_to_tensor(self._random.uniform(0.5, 1.5, shape), dtype)
         spread = max(1, int(np.prod(shape[:-1]))) ** -0.5
         return ops.convert_to_tensor(self._random.normal(0, spread, shape), dtype)
 
-    def judge(self, size: int, passes: Passes) -> str:
-        """Raise what `passes` makes different in micro-batches of so many rows. Returns why it isn't known, if so."""
-        self._size, self._passes = size, passes
-        comparison = Comparison(self, range(self.rows), [(range(self.rows), even_sizes(self.rows, size))], "raise")
+    def judge(self) -> str:
+        """Raise what the passes make different. Returns why it isn't known, if so."""
+        sizes = even_sizes(self.rows, self.size)
+        comparison = Comparison(self, range(self.rows), [(range(self.rows), sizes)], "raise")
         before = self._attributes()
         _ = comparison.large
         between, moved = self._attributes(), self._moved
         differences = comparison.differences() or []
+        aside = []
         for (key, layer, name), (_, tensors) in self._attributes().items():
             known = between.get((key, layer, name), (None, []))[1]
             if len(tensors) != len(known) or any(one is not other for one, other in zip(tensors, known)):
-                self.aside.append(f"{layer}.{name}")
+                aside.append(f"{layer}.{name}")
         for layer in self._layers:
             vars(layer).update({name: value for (key, _, name), (value, _) in before.items() if key == id(layer)})
         in_parts = self._moved
@@ -212,10 +181,9 @@ class _Trial(StepRunner):
                 return "it draws random numbers that don't come from keras.random, or changes with every call"
             wrong = comparison.beyond_rounding(differences)
             if wrong:
-                self._raise(size, max(difference.error for difference in wrong), self.tolerance)
-        for name, value in moved.items():
-            if relative_error(in_parts.get(name, value), value) > 100 * self.tolerance:
-                self.astray.append(name)
+                self._raise(sizes, max(difference.error for difference in wrong))
+        far = [n for n, v in moved.items() if relative_error(in_parts.get(n, v), v) > 100 * self.tolerance]
+        self._warn(far, aside)
         return ""
 
     def _attributes(self) -> dict[tuple[int, str, str], tuple[Any, list[Any]]]:
@@ -236,12 +204,6 @@ class _Trial(StepRunner):
         for weights in self._nearby(self.values):
             yield self._outcome(weights, False)
 
-    def _at_once(self, body: Body) -> list[Any]:
-        result = body.run(body.tensors)
-        for variable, value in zip(body.state.variables, result.values):
-            variable.assign(value)
-        return result.outputs
-
     def _outcome(self, values: list[Any], in_parts: bool) -> Outcome:
         """Outputs, and gradients of weights and inputs."""
         weights, backend = len(self.weights), backends.running()
@@ -253,19 +215,23 @@ class _Trial(StepRunner):
             mapping = [*zip(self.weights, values), *self.given]
             with keras.StatelessScope(mapping) as scope:
                 body = self.body.again(tensors, self.shared, self.batch_norm)
-                outputs = self._passes(body, self._size, 0) if in_parts else self._at_once(body)
+                if in_parts:
+                    outputs = self.passes(body, self.size, 0)
+                else:
+                    outputs, moved_to, _ = body.run(body.tensors)
+                    assign(body.state.variables, moved_to)
             self.body.refuse_outer(backend.outer_tensors(outputs, values, self.body.layer))
             moved = {v.path: scope.get_current_value(v) for v in body.state.averaged}
             pulls = np.random.default_rng(0)
             pulled = [
                 ops.sum(output * ops.convert_to_tensor(pulls.normal(size=tuple(output.shape)), output.dtype))
                 for output in outputs
-                if _is_float(output.dtype)
+                if is_float(output)
             ]
             return sum(pulled, start=ops.zeros((), pulled[0].dtype if pulled else None)), (outputs, moved)
 
         def outcome(values: list[Any]) -> Any:
-            (_, (outputs, moved)), gradients = value_and_gradients(loss, values, has_aux=True)
+            (_, (outputs, moved)), gradients = backend.value_and_gradients(loss, values)
             return outputs, gradients, moved
 
         with held():  # the second pass, too
@@ -279,18 +245,34 @@ class _Trial(StepRunner):
             {f"gradient {n}": gradient for n, gradient in enumerate(found)},
         )
 
-    def _raise(self, size: int, worst: float, tolerance: float) -> None:
-        sizes = even_sizes(self.rows, size)
+    def _warn(self, astray: list[str], aside: list[str]) -> None:
+        """Of variables that micro-batches move elsewhere, and attributes of layers in which passes leave tensors."""
+        name = self.body.name_inside
+        if astray:
+            warnings.warn(
+                f"These variables of {name} move to the mean of where its micro-batches take them, which is not where "
+                f"all rows at once take them: {', '.join(map(repr, astray))}.",
+                stacklevel=8,
+            )
+        if aside:
+            warnings.warn(
+                f"{name[0].upper()}{name[1:]} keeps tensors of its forward pass as attributes ("
+                f"{', '.join(map(repr, aside))}). In micro-batches these are the last one's alone, and without a "
+                "gradient. Return them, with a row for every row, and reduce over the rows outside.",
+                stacklevel=8,
+            )
+
+    def _raise(self, sizes: list[int], worst: float) -> None:
         parts = np.split(np.arange(self.rows), np.cumsum(sizes)[:-1])
         said = ""
         with contextlib.suppress(Exception):  # it can't be run piece by piece
             calls, *part_calls = (self._calls(rows) for rows in (np.arange(self.rows), *parts))
-            causes = mixing_layers(self.body.layer, calls, part_calls, parts, tolerance)
+            causes = mixing_layers(self.body.layer, calls, part_calls, parts, self.tolerance)
             said = "".join(f"\n{cause.message}" for cause in causes)
         raise NotEquivalentError(
             f"{self.body.name} gives {self.rows} rows{'' if self.real else ' of random numbers'} other outputs or "
             f"gradients in micro-batches of {', '.join(map(str, sizes))} than at once (relative error {worst:.3g}, "
-            f"{tolerance:.3g} allowed).{said}"
+            f"{self.tolerance:.3g} allowed).{said}"
         )
 
     def _calls(self, rows: np.ndarray) -> Any:
@@ -299,20 +281,11 @@ class _Trial(StepRunner):
         mapping = [*zip(self.weights, self.values), *self.given]
         # What is exact over all rows isn't over a few: there it isn't what differs.
         body = self.body.again(tensors, self.shared, "frozen" if self.body.batch_norm == "exact" else self.batch_norm)
-        with _own_call(layer, body.call), keras.StatelessScope(mapping), held(), recorded_calls(layer) as calls:
-            body.call = layer.call
-            body.run(tensors)
-        return calls
-
-
-@contextlib.contextmanager
-def _own_call(layer: Any, call: Callable[..., Any]) -> Iterator[None]:
-    own, vars(layer)["call"] = vars(layer).get("call"), call
-    try:
-        yield
-    finally:
-        vars(layer)["call"] = own
-
-
-def _is_float(dtype: Any) -> bool:
-    return keras.backend.is_float_dtype(keras.backend.standardize_dtype(dtype))
+        own, vars(layer)["call"] = vars(layer).get("call"), body.call
+        try:
+            with keras.StatelessScope(mapping), held(), recorded_calls(layer) as calls:
+                body.call = layer.call
+                body.run(tensors)
+            return calls
+        finally:
+            vars(layer)["call"] = own

@@ -1,18 +1,9 @@
-"""Prove it: what the large batch and its micro-batches give, compared, and the culprit named."""
+"""What the large batch and its micro-batches give, for a proof; and what makes the difference, by name."""
 
-from gradaccum.keras.equivalence.causes import find_causes, mixing_layers
-from gradaccum.keras.equivalence.layer_calls import recorded_calls
-from gradaccum.keras.equivalence.outcome import Evaluation, StepRunner, as_array, precision_of
-from gradaccum.keras.equivalence.random_numbers import Draws, held
+from gradaccum.keras.equivalence.causes import find_causes, mixing_layers, recorded_calls
+from gradaccum.keras.equivalence.runner import Draws, StepRunner, as_array, held, outcome_of, precision_of, take_rows
 
 __all__ = [
-    "Draws",
-    "Evaluation",
-    "StepRunner",
-    "as_array",
-    "find_causes",
-    "held",
-    "mixing_layers",
-    "precision_of",
-    "recorded_calls",
-]
+    "Draws", "StepRunner", "as_array", "find_causes", "held", "mixing_layers", "outcome_of", "precision_of",
+    "recorded_calls", "take_rows",
+]  # fmt: skip

@@ -1,8 +1,10 @@
-"""The culprit's name, where micro-batches differ from the large batch."""
+"""What makes micro-batches differ from the large batch, by name: a loss, a layer, a term of the loss, a variable."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -12,15 +14,12 @@ from keras import ops, tree
 from gradaccum.core.causes import innermost, mixing_cause
 from gradaccum.core.equivalence import Cause, Difference
 from gradaccum.core.numpy_arrays import relative_error
-from gradaccum.keras import backends
-from gradaccum.keras.backends.rows import has_rows
+from gradaccum.keras import private
 from gradaccum.keras.batch_norm import BatchNorm, batch_norms_of, during_micro_batch
-from gradaccum.keras.equivalence.layer_calls import LayerCall, recorded_calls, same_rows
-from gradaccum.keras.equivalence.random_numbers import held
+from gradaccum.keras.equivalence.runner import held, take_rows
 from gradaccum.keras.loss import Measured, coupled_losses, divisors_of
-from gradaccum.keras.private import sublayers, takes_training
 
-__all__ = ["find_causes", "mixing_layers"]
+__all__ = ["find_causes", "mixing_layers", "recorded_calls"]
 
 
 def find_causes(
@@ -38,33 +37,22 @@ def find_causes(
     try:
         search = _Search(model, state, data, parts, tolerance, batch_norm)
         found += search.losses()
-        found += search.layers()
-        if any(difference.part != "buffer" for difference in wrong):
-            found += [] if found else search.terms()
-            found += [] if found else search.own_loss()
+        found += mixing_layers(model, search.calls, [run[0] for run in search.part_runs], parts, tolerance)
+        if not found and any(difference.part != "buffer" for difference in wrong):
+            found += [*search.terms()] or search.own_loss()
     except Exception as error:  # it can't be run once more, piece by piece
         if not found:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             found.append(Cause("unknown", "loss", f"What makes the difference could not be looked for ({reason})."))
-    if not found:
-        found += [_moving(difference) for difference in wrong if difference.part == "buffer"]
-    if not found:
-        found.append(
-            Cause(
-                "unknown",
-                "loss",
-                "No loss of `compile`, no term of `add_loss` and no layer was found to look across rows in its values: "
-                "what does may be in a gradient, such as a mean over rows inside stop_gradient.",
-            )
-        )
-    return found
-
-
-def _moving(difference: Difference) -> Cause:
-    return Cause(
-        "buffer",
-        difference.name,
-        f"{difference.name!r} moves with every forward pass: once per micro-batch, not once per update.",
+    moving = "moves with every forward pass: once per micro-batch, not once per update."
+    unknown = (
+        "No loss of `compile`, no term of `add_loss` and no layer was found to look across rows in its values: "
+        "what does may be in a gradient, such as a mean over rows inside stop_gradient."
+    )
+    return (
+        found
+        or [Cause("buffer", d.name, f"{d.name!r} {moving}") for d in wrong if d.part == "buffer"]
+        or [Cause("unknown", "loss", unknown)]
     )
 
 
@@ -80,45 +68,31 @@ class _Search:
     ) -> None:
         self.model, self.state, self.data, self.parts = model, state, data, parts
         self.tolerance, self.batch_norm = tolerance, batch_norm
-        self.calls, self.measured, self.whole_loss = self._run(np.arange(sum(map(len, parts))))
+        self.calls, self.measured = self._run(np.arange(sum(map(len, parts))))
         self.part_runs = [self._run(part) for part in parts]
 
-    def _take(self, rows: np.ndarray) -> Any:
-        take = backends.running().take_rows
-        return tree.map_structure(lambda leaf: take(leaf, rows) if has_rows(leaf) else leaf, self.data)
-
-    def _run(self, rows: np.ndarray) -> tuple[dict[int, LayerCall], Measured, float]:
-        x, y, sample_weight = self._take(rows)
+    def _run(self, rows: np.ndarray) -> tuple[dict[int, _LayerCall], Measured]:
         frozen = during_micro_batch(batch_norms_of(self.model), self.batch_norm)
         with held(), frozen, recorded_calls(self.model) as calls:
-            _, measured, _, loss = divisors_of(self.model, self.state, x, y, sample_weight)
-        return calls, measured, _number(ops.sum(loss))
+            return calls, divisors_of(self.model, self.state, *take_rows(self.data, rows))[0]
 
     def losses(self) -> Iterator[Cause]:
-        """Losses of `compile` that look across rows."""
         for output, message in coupled_losses(self.model, self.measured, self.parts, self.tolerance):
             yield Cause("loss", output, message)
-
-    def layers(self) -> Iterator[Cause]:
-        """Layers and operations that give other outputs for the same inputs, the innermost of them."""
-        return mixing_layers(
-            self.model, self.calls, [calls for calls, _, _ in self.part_runs], self.parts, self.tolerance
-        )
 
     def terms(self) -> Iterator[Cause]:
         """Terms of `add_loss` that are no means over rows."""
 
         def terms(rows: np.ndarray) -> np.ndarray:
-            kwargs = {"training": True} if takes_training(self.model) else {}
+            kwargs = {"training": True} if private.takes_training(self.model) else {}
             with held(), during_micro_batch(batch_norms_of(self.model), self.batch_norm):
-                x = self._take(rows)[0]
+                x = take_rows(self.data, rows)[0]
                 *_, losses = self.model.stateless_call(*self.state[:2], x, return_losses=True, **kwargs)
-            return np.array([_number(ops.sum(loss)) for loss in losses])
+            return np.array([float(ops.convert_to_numpy(ops.sum(loss))) for loss in losses])
 
         rows = sum(map(len, self.parts))
-        whole = terms(np.arange(rows))
         added = sum(terms(part) * (len(part) / rows) for part in self.parts)
-        for index, (term, together) in enumerate(zip(whole, np.ravel(added))):
+        for index, (term, together) in enumerate(zip(terms(np.arange(rows)), np.ravel(added))):
             if not abs(term - together) <= self.tolerance * max(abs(term), abs(together)):
                 yield Cause(
                     "regulariser",
@@ -138,10 +112,70 @@ class _Search:
             )
 
 
+# Layers.
+
+
+@dataclass
+class _LayerCall:
+    """The first call of a layer, or of an operation of a functional model: its tensors as arrays."""
+
+    layer: Any
+    path: str
+    inputs: list[np.ndarray]
+    outputs: list[np.ndarray]
+
+
+@contextlib.contextmanager
+def recorded_calls(model: Any) -> Iterator[dict[int, _LayerCall]]:
+    """While this is open, the first call of each layer and operation is kept, the inner ones before the outer ones."""
+    calls: dict[int, _LayerCall] = {}
+
+    def keep(layer: Any, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            outputs = call(*args, **kwargs)
+            # Inside a loop of the backend there are no numbers: such layers are left out.
+            with contextlib.suppress(Exception):
+                calls.setdefault(id(layer), _LayerCall(layer, path, _arrays((args, kwargs)), _arrays(outputs)))
+            return outputs
+
+        return recording
+
+    called = list(_operations(model))
+    own = [vars(layer).get("call") for layer, _ in called]
+    for layer, path in called:  # straight into __dict__: Keras would track what is set as attributes
+        vars(layer)["call"] = keep(layer, path, layer.call)
+    try:
+        yield calls
+    finally:
+        for (layer, _), call in zip(called, own):
+            del vars(layer)["call"]
+            if call is not None:
+                vars(layer)["call"] = call
+
+
+def _operations(model: Any) -> Iterator[tuple[Any, str]]:
+    """The model, its layers and the operations of functional models, with their paths."""
+    seen: set[int] = set()
+    paths: dict[int, str] = {id(model): ""}
+    for layer in [model, *private.layers_in(model)]:
+        own = (getattr(layer, "path", None) or layer.name).removeprefix(f"{model.name}/").replace("/", ".")
+        path = paths.get(id(layer), own)
+        for child in private.inside(layer):
+            paths.setdefault(id(child), f"{path}.{child.name}".lstrip("."))
+        for one in (layer, *private.inside(layer)):
+            if id(one) not in seen and hasattr(one, "call"):
+                seen.add(id(one))
+                yield one, paths.get(id(one), "") or one.name
+
+
+def _arrays(values: Any) -> list[np.ndarray]:
+    return [ops.convert_to_numpy(leaf) for leaf in tree.flatten(values) if ops.is_tensor(leaf) and len(leaf.shape)]
+
+
 def mixing_layers(
     model: Any,
-    calls: dict[int, LayerCall],
-    part_calls: Sequence[dict[int, LayerCall]],
+    calls: dict[int, _LayerCall],
+    part_calls: Sequence[dict[int, _LayerCall]],
     parts: Sequence[np.ndarray],
     tolerance: float,
 ) -> Iterator[Cause]:
@@ -151,15 +185,33 @@ def mixing_layers(
 
     def inputs_agree(key: int) -> bool:
         inputs = [call.inputs for call in found[key]]
-        complete = len(inputs) == len(parts)
-        return complete and same_rows(inputs, calls[key].inputs, order, relative_error, tolerance)
+        return len(inputs) == len(parts) and _same_rows(inputs, calls[key].inputs, order, tolerance)
 
     def outputs_differ(key: int) -> bool:
-        outputs = [call.outputs for call in found[key]]
-        return not same_rows(outputs, calls[key].outputs, order, relative_error, tolerance)
+        return not _same_rows([call.outputs for call in found[key]], calls[key].outputs, order, tolerance)
 
     for key in innermost(calls, inputs_agree, outputs_differ, lambda a, b: a in _inside(calls[b].layer)):
         yield _layer_cause(calls[key].layer, calls[key].path, calls[key].layer is model)
+
+
+def _same_rows(parts: list[list[np.ndarray]], whole: list[np.ndarray], order: np.ndarray, allowed: float) -> bool:
+    """Whether arrays of the parts, put together, are those of the whole batch."""
+
+    def same(actual: np.ndarray, expected: np.ndarray) -> bool:
+        if expected.dtype.kind not in "fV":
+            return np.array_equal(actual, expected)
+        return relative_error(actual, expected) <= allowed
+
+    for index, expected in enumerate(whole):
+        pieces = [part[index] for part in parts]
+        if any(piece.shape[1:] != expected.shape[1:] for piece in pieces):
+            return False
+        found = np.concatenate(pieces)
+        if len(found) != len(expected) or len(order) != len(found):
+            return all(same(piece, expected) for piece in pieces)
+        if not same(found[order], expected):
+            return False
+    return True
 
 
 def _inside(layer: Any) -> set[int]:
@@ -167,11 +219,9 @@ def _inside(layer: Any) -> set[int]:
     found: set[int] = set()
     waiting = [layer]
     while waiting:
-        one = waiting.pop()
-        for child in [*sublayers(one), *getattr(one, "operations", ())]:
-            if id(child) not in found:
-                found.add(id(child))
-                waiting.append(child)
+        new = [child for child in private.inside(waiting.pop()) if id(child) not in found]
+        found.update(map(id, new))
+        waiting += new
     return found
 
 
@@ -188,7 +238,3 @@ def _layer_cause(layer: Any, path: str, is_model: bool) -> Cause:
         advice="Compute it per row, or take it out of the model into the loss and use gradaccum.keras.chunked around "
         "what comes before.",
     )
-
-
-def _number(tensor: Any) -> float:
-    return float(ops.convert_to_numpy(tensor))

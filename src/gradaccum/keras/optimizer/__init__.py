@@ -1,18 +1,9 @@
 """Wrap the optimizer: `fit` with small batches makes the large batch's updates."""
 
 from gradaccum.keras.optimizer.optimizer import LossScaledOptimizer, Optimizer, wrapped_optimizer
-from gradaccum.keras.optimizer.rows import RowWatch
-from gradaccum.keras.optimizer.window import Added, Counts, StepsRule, Window, minimum, where
+from gradaccum.keras.optimizer.window import Added, Counts, StepsRule, minimum, where
 
 __all__ = [
-    "Added",
-    "Counts",
-    "LossScaledOptimizer",
-    "Optimizer",
-    "RowWatch",
-    "StepsRule",
-    "Window",
-    "minimum",
-    "where",
+    "Added", "Counts", "LossScaledOptimizer", "Optimizer", "StepsRule", "minimum", "where",
     "wrapped_optimizer",
-]
+]  # fmt: skip

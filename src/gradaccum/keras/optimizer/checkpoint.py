@@ -22,7 +22,6 @@ COUNTS, TOUCHED, SETTINGS, SUM = "window_counts", "window_touched", "window_sett
 
 
 def save(window: Window, store: Any) -> None:
-    """Write the state of the inner optimizer and of the window into `store`."""
     window.inner.save_own_variables(store)
     if not window.built:
         return
@@ -72,15 +71,15 @@ def _check(window: Window, counts: Counts, store: Any) -> None:
         )
     number = sum(key.startswith(SUM) for key in store.keys())  # noqa: SIM118  # an HDF5 group of Keras' has no `in`
     shapes = [tuple(store[f"{SUM}{index}"].shape) for index in range(number)]
-    if shapes != [tuple(total.shape) for total in window.sums]:
+    expected = [tuple(total.shape) for total in window.sums]
+    if shapes != expected:
         raise ValueError(
             f"The file's open window is of other variables than this model's. Received: shapes {shapes}, expected "
-            f"{[tuple(total.shape) for total in window.sums]}."
+            f"{expected}."
         )
 
 
 def _settings(window: Window) -> np.ndarray:
-    """What the window's length follows from, as numbers: `[[epoch, steps], ...]`, or a row of sizes."""
     return np.asarray(window.rule.settings(), dtype="int64")
 
 
@@ -103,7 +102,6 @@ def steps_config(schedule: Schedule) -> Any:
 
 
 def steps_from_config(steps: Any, custom_objects: dict[str, Any] | None) -> Any:
-    """What `steps_config` wrote."""
     if isinstance(steps, list):
         return Schedule.from_pairs(steps)
     return keras.saving.deserialize_keras_object(steps, custom_objects=custom_objects)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -14,7 +14,6 @@ from keras.optimizers import Optimizer as KerasOptimizer
 
 from gradaccum.keras import backends, private
 from gradaccum.keras.optimizer import checkpoint
-from gradaccum.keras.optimizer.proxy import OptimizerProxy, check_inner, inside
 from gradaccum.keras.optimizer.window import StepsRule, Window
 from gradaccum.schedule import Schedule, Steps
 
@@ -23,8 +22,22 @@ __all__ = ["LossScaledOptimizer", "Optimizer", "wrapped_optimizer"]
 logger = logging.getLogger("gradaccum")
 
 
+def _of_inner(name: str) -> Any:
+    """A setting that is the inner optimizer's, to read and to write."""
+
+    def read(self: Any) -> Any:
+        return getattr(self.inner_optimizer, name)
+
+    def write(self: Any, value: Any) -> None:
+        # Keras' own constructor writes defaults, before there is an inner optimizer.
+        if "inner_optimizer" in self.__dict__:
+            setattr(self.inner_optimizer, name, value)
+
+    return property(read, write, doc=f"`{name}` of the inner optimizer.")
+
+
 @keras.saving.register_keras_serializable(package="gradaccum")
-class Optimizer(OptimizerProxy):
+class Optimizer(KerasOptimizer):
     """An optimizer that makes one update per window of micro-batches: the update of the large batch.
 
     Every gradient that it is given, by `fit`, `apply`, `apply_gradients` or `stateless_apply`, is one micro-batch's.
@@ -60,6 +73,12 @@ class Optimizer(OptimizerProxy):
     """
 
     built: bool
+    inner_optimizer: Any
+
+    weight_decay, learning_rate = _of_inner("weight_decay"), _of_inner("learning_rate")
+    clipnorm, clipvalue, global_clipnorm = map(_of_inner, ("clipnorm", "clipvalue", "global_clipnorm"))
+    use_ema, ema_momentum = _of_inner("use_ema"), _of_inner("ema_momentum")
+    ema_overwrite_frequency, loss_scale_factor = _of_inner("ema_overwrite_frequency"), _of_inner("loss_scale_factor")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         inner = args[0] if args else kwargs.get("optimizer")
@@ -71,9 +90,11 @@ class Optimizer(OptimizerProxy):
         self._wrap(optimizer, StepsRule(Schedule(steps)), name)
 
     def _wrap(self, optimizer: Any, rule: StepsRule, name: str | None) -> None:
-        OptimizerProxy.__init__(self, optimizer, name)
+        _check_inner(optimizer)
+        # Not super(): next in line may be LossScaleOptimizer. A callable learning rate makes no variable of our own.
+        KerasOptimizer.__init__(self, learning_rate=lambda: optimizer.learning_rate, name=name)
+        self.inner_optimizer = optimizer
         self.window = Window(optimizer, rule, backends.running().place_of(self))
-        self._told_of_leftovers = False
         self._log_wrapping()
 
     def _log_wrapping(self) -> None:
@@ -85,6 +106,16 @@ class Optimizer(OptimizerProxy):
             type(self).steps.fset(self, value)  # type: ignore[attr-defined]  # a property
         else:
             super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what isn't found here. Private names are ours alone, but for the one that SwapEMAWeights reads.
+        if "inner_optimizer" in self.__dict__ and (name[0] != "_" or name == "_model_variables_moving_average"):
+            return getattr(self.inner_optimizer, name)
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def __dir__(self) -> list[str]:
+        # Keras saves whatever it finds here. The inner optimizer is saved with us, in the layout that it has alone.
+        return [name for name in super().__dir__() if name != "inner_optimizer"]
 
     # The window, between calls.
 
@@ -138,6 +169,17 @@ class Optimizer(OptimizerProxy):
 
     # Keras' protocol.
 
+    @property
+    def iterations(self) -> Any:
+        """Updates made."""
+        return self.inner_optimizer.iterations
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        self.inner_optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+
+    def scale_loss(self, loss: Any) -> Any:
+        return self.inner_optimizer.scale_loss(loss)
+
     def build(self, variables: Sequence[Any]) -> None:
         if self.built:
             return
@@ -145,7 +187,7 @@ class Optimizer(OptimizerProxy):
         self.window.rule.check_variables(variables)
         if not inner.built:
             inner.build(variables)
-            check_inner(inner)  # a MultiOptimizer with a function has its optimizers only now
+            _check_inner(inner)  # a MultiOptimizer with a function has its optimizers only now
         elif not private.is_built_for(inner, variables):
             raise ValueError(
                 f"The inner optimizer {inner.name!r} was built for other variables than this model's trainable ones. "
@@ -153,7 +195,7 @@ class Optimizer(OptimizerProxy):
             )
         self.__dict__["_trainable_variables"] = list(variables)
         self.__dict__["_trainable_variables_indices"] = {id(variable): i for i, variable in enumerate(variables)}
-        self.window.build(variables, self.add_variable, backends.running().host, backends.running().beside)
+        self.window.build(variables, self.add_variable)
         self.built = True
         self.window.name_batch_norms(_batch_norms_by_name(variables))
 
@@ -217,9 +259,8 @@ class Optimizer(OptimizerProxy):
             return
         self._check_driven()
         held, steps = self.micro_batches, self.steps
-        if self.flush() and not self.window.driven and not self._told_of_leftovers:
-            self._told_of_leftovers = True
-            logger.warning(
+        if self.flush() and not self.window.driven:
+            self.window.warn_once(
                 "The end of fit() closed a window of %d of %d micro-batches. With "
                 "callbacks=[gradaccum.keras.callbacks.GradientAccumulation()] every epoch closes its last window, "
                 "and micro-batches weigh as many as their rows.",
@@ -259,8 +300,6 @@ class Optimizer(OptimizerProxy):
         Optimizer.__init__(self, inner, steps, **config)
         return self
 
-    # What drives it.
-
     def _check_driven(self) -> None:
         if self.schedule.constant is None and not self.window.driven:
             raise ValueError(
@@ -280,9 +319,37 @@ class LossScaledOptimizer(Optimizer, keras.optimizers.LossScaleOptimizer):
     def build(self, variables: Sequence[Any]) -> None:
         super().build(variables)
         # SwapEMAWeights asks the optimizer inside of this one for the averages.
-        for inner in inside(self.inner_optimizer):
+        for inner in _inside(self.inner_optimizer):
             if private.averages_of(inner) is not None:
                 private.lend_averages(self.inner_optimizer, private.averages_of(inner))
+
+
+def _check_inner(optimizer: Any) -> None:
+    """Whether this can be wrapped."""
+    if not isinstance(optimizer, KerasOptimizer):
+        where = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        hint = " For a PyTorch optimizer use gradaccum.torch.optim." if where.startswith("torch.") else ""
+        raise TypeError(
+            f"`optimizer` must be a keras.optimizers.Optimizer of the {keras.backend.backend()} backend. Received: "
+            f"{optimizer!r} of type {where}.{hint}"
+        )
+    for inner in _inside(optimizer):
+        if isinstance(inner, Optimizer):
+            raise ValueError(f"`optimizer` accumulates already, over {inner.schedule} steps. Wrap it once.")
+        if getattr(inner, "gradient_accumulation_steps", None):
+            raise ValueError(
+                "`optimizer` must not accumulate by itself. Received: "
+                f"{type(inner).__name__}(gradient_accumulation_steps={inner.gradient_accumulation_steps}). "
+                "Leave that argument out, and pass `steps` here."
+            )
+
+
+def _inside(optimizer: Any) -> Iterator[Any]:
+    """An optimizer and those that it is made of; of a `MultiOptimizer` with a function, those of variables so far."""
+    yield optimizer
+    for inner in [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", [])]:
+        if inner is not None:
+            yield from _inside(inner)
 
 
 def _batch_norms_by_name(variables: Sequence[Any]) -> list[str]:

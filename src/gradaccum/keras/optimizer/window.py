@@ -6,29 +6,23 @@ of a window are written once, in arithmetic that numbers and traced tensors both
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 from keras import ops
 
-from gradaccum.keras import private
+from gradaccum.keras import backends, private
+from gradaccum.keras.backends.base import wide
 from gradaccum.schedule import Schedule
 
-__all__ = [
-    "Added",
-    "Counts",
-    "StepsRule",
-    "Window",
-    "added_to",
-    "is_overwritten",
-    "minimum",
-    "rescaled",
-    "where",
-]
+__all__ = ["Added", "Counts", "StepsRule", "Window", "added_to", "is_overwritten", "minimum", "rescaled", "where"]
+
+logger = logging.getLogger("gradaccum")
 
 
 class Counts(NamedTuple):
@@ -70,10 +64,6 @@ class Counts(NamedTuple):
         return self._replace(
             micro_batches=self.micro_batches + 1, weight=self.weight + weight, updated=0, by_rows=by_rows
         )
-
-    def closed(self, updated: Any = 1) -> Counts:
-        """The empty window that follows."""
-        return Counts.opened(self.next_steps, self.rows_left, updated, self.by_rows)
 
 
 class Added(NamedTuple):
@@ -118,7 +108,7 @@ class StepsRule:
 
     def closed(self, counts: Counts, updated: Any) -> Counts:
         """The counts of the window that follows."""
-        return counts.closed(updated)
+        return Counts.opened(counts.next_steps, counts.rows_left, updated, counts.by_rows)
 
     def check_variables(self, variables: Sequence[Any]) -> None:
         """Whether these may be trained."""
@@ -137,10 +127,8 @@ class StepsRule:
 class Window:
     """The open window: its variables, which are the optimizer's own, and the rule by which it closes."""
 
-    def __init__(self, inner: Any, rule: StepsRule, place: Any = None) -> None:
-        self.inner = inner
-        self.rule = rule
-        self.place = place
+    def __init__(self, inner: Any, rule: Any, place: Any = None) -> None:
+        self.inner, self.rule, self.place = inner, rule, place
         self.driven = False
         """Whether the GradientAccumulation callback tells of epochs and rows."""
         self.driver: Any = None
@@ -149,12 +137,12 @@ class Window:
         """Whether it has trained in a `fit` with that callback which has not ended."""
         self.loaded = False
         """Whether it was loaded, open, since a `fit` with that callback began or an epoch of it did."""
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
         """What has been said once."""
         self.variables: list[Any] = []
         """The trainable variables, in order."""
         self.sums: list[Any] = []
-        """A sum of gradients for each of them."""
+        """A variable for each of them: the sum of its gradients."""
         self.counts: Any = None
         """A variable: the `Counts`, as a vector."""
         self.touched: Any = None
@@ -163,40 +151,30 @@ class Window:
         """The compiled training function that tells of rows, once there is one."""
         self._first_steps: int | None = None
         self._rows: dict[Any, Any] = {}
-        self._named: set[str] = set()
 
     @property
     def built(self) -> bool:
-        """Whether it has its variables."""
         return self.counts is not None
 
-    def build(
-        self,
-        variables: Sequence[Any],
-        add_variable: Callable[..., Any],
-        host: Callable[[], AbstractContextManager[Any]],
-        beside: Callable[[Any, Any], AbstractContextManager[Any]],
-    ) -> None:
-        """Make its variables."""
-        self.variables = list(variables)
-        steps = self.rule.schedule() if self._first_steps is None else self._first_steps
-        counts = Counts.opened(steps, self.rule.rows_of_epoch)
-        with host():
+    def build(self, variables: Sequence[Any], add_variable: Callable[..., Any]) -> None:
+        self.variables, backend = list(variables), backends.running()
+        counts = Counts.opened(self.steps, self.rule.rows_of_epoch)
+        with backend.host():
             start = keras.initializers.Constant(np.asarray(counts))
             self.counts = add_variable((len(counts),), start, "int", name="window_counts")
             self.touched = add_variable((len(variables),), "zeros", "int", name="window_touched")
         for variable in variables:
-            with beside(self.place, variable):
-                self.sums.append(_sum_for(variable, add_variable))
+            name = getattr(variable, "path", variable.name).replace("/", "_").replace(":", "_") + "_gradient_sum"
+            how = {"layout": private.layout_of(variable), "name": name}
+            with backend.beside(self.place, variable):
+                self.sums.append(add_variable(variable.shape, "zeros", wide(variable.dtype), **how))
 
     # Between calls.
 
     def read(self) -> Counts:
-        """The counts, as numbers."""
         return Counts(*ops.convert_to_numpy(self.counts.value).tolist())
 
     def write(self, counts: Counts) -> None:
-        """Set the counts."""
         self.counts.assign(np.asarray(counts))
 
     def empty(self) -> None:
@@ -230,8 +208,7 @@ class Window:
     @contextmanager
     def with_rows(self, replica: Any, rows: Any) -> Iterator[None]:
         """While this is open, the micro-batch of this replica has so many rows."""
-        before = self._rows
-        self._rows = {**before, replica: rows}
+        self._rows = {**self._rows, replica: rows}
         try:
             yield
         finally:
@@ -241,11 +218,17 @@ class Window:
         """Rows of the micro-batch in progress in this replica; None where they are not known."""
         return self._rows.get(replica)
 
+    def warn_once(self, message: str, *values: Any) -> None:
+        """Log a warning, unless it has been."""
+        if message not in self.warned:
+            self.warned.add(message)
+            logger.warning(message, *values)
+
     def name_batch_norms(self, names: Sequence[str]) -> None:
         """Warn of these BatchNormalization layers, once each."""
-        names = [name for name in names if name not in self._named]
+        names = [name for name in names if name not in self.warned]
         if names and self.rule.schedule.largest != 1:
-            self._named.update(names)
+            self.warned.update(names)
             warnings.warn(
                 "BatchNormalization normalises each micro-batch by itself, so updates differ from the large batch's: "
                 f"{', '.join(map(repr, names))}. Use GroupNormalization or LayerNormalization, or freeze it with "
@@ -257,7 +240,6 @@ class Window:
 
     @property
     def may_skip(self) -> bool:
-        """Whether it may close without an update."""
         return isinstance(self.inner, keras.optimizers.LossScaleOptimizer)
 
     def means(self, sums: Sequence[Any], weight: Any) -> list[Any]:
@@ -268,19 +250,6 @@ class Window:
                 total = total / ops.cast(weight, total.dtype)
             finished.append(ops.cast(total, variable.dtype))
         return finished
-
-
-def _sum_for(variable: Any, add_variable: Callable[..., Any]) -> Any:
-    """A variable for the sum of another one's gradients, with at least 32 bits."""
-    dtype = keras.backend.standardize_dtype(variable.dtype)
-    path = getattr(variable, "path", variable.name).replace("/", "_").replace(":", "_")
-    return add_variable(
-        variable.shape,
-        "zeros",
-        "float32" if dtype in ("float16", "bfloat16") else dtype,
-        layout=private.layout_of(variable),
-        name=f"{path}_gradient_sum",
-    )
 
 
 def is_overwritten(variable: Any) -> bool:

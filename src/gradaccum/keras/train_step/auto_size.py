@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
+import timeit
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -13,8 +12,9 @@ import numpy as np
 from keras import ops, tree
 
 from gradaccum.core.sizes import MARGIN, MemoryLine, free_host_memory, process_memory
-from gradaccum.keras.backends.rows import has_rows, unpack
-from gradaccum.keras.loss import divisors_of, value_and_gradients
+from gradaccum.keras import backends
+from gradaccum.keras.backends.base import has_rows, unpack
+from gradaccum.keras.loss import divisors_of
 
 __all__ = ["fastest_size"]
 
@@ -28,15 +28,6 @@ _WORSE = 1.05
 _log = logging.getLogger("gradaccum")
 
 
-@dataclass
-class _Trial:
-    """One gradient of a micro-batch, ready to run."""
-
-    run: Callable[[], Any]
-    bytes: float | None
-    """What it needs, where the compiler says."""
-
-
 def fastest_size(model: Any, data: Any, rows: int | None) -> int:
     """The rows with which a micro-batch is fastest per row, of those that fit into memory.
 
@@ -46,52 +37,51 @@ def fastest_size(model: Any, data: Any, rows: int | None) -> int:
     """
     most = _UNKNOWN_ROWS if rows is None else rows
     size = min(max(1, most // 64), 8)
-    line, limit = MemoryLine(), _free_memory()
-    base = _in_use()
+    line, free = MemoryLine(), _free_memory()
+    limit = float("inf") if free is None else (1 - MARGIN) * free
+    base = process_memory()["VmHWM"]  # the most bytes ever in use
     seconds: dict[int, float] = {}
     while True:
         try:
-            trial = _trial(model, data, size)
-            if trial.bytes is None or limit is None or trial.bytes <= (1 - MARGIN) * limit:
-                trial.run()
-                seconds[size] = min(_seconds(trial.run) for _ in range(3)) / size
+            run, needed = _trial(model, data, size)
+            if needed is not None and needed > limit:
+                break
+            run()
+            seconds[size] = min(timeit.repeat(run, number=1, repeat=3)) / size
         except Exception as error:
             if seconds and _is_out_of_memory(error):
                 break
             raise
-        if size not in seconds:
-            break
-        line.add(size, trial.bytes if trial.bytes is not None else _in_use() - base)
+        line.add(size, process_memory()["VmHWM"] - base if needed is None else needed)
         best = min(seconds, key=seconds.__getitem__)
         slower = [other for other in seconds if other > best and seconds[other] > _WORSE * seconds[best]]
-        following = min(2 * size, most)
-        fits = limit is None or line.predict(following) <= (1 - MARGIN) * limit
-        if following == size or len(slower) >= 2 or not fits:
+        size, tried = min(2 * size, most), size
+        if size == tried or len(slower) >= 2 or line.predict(size) > limit:
             break
-        size = following
     best = min(seconds, key=seconds.__getitem__, default=1)
     _log.info("micro_batch_size='auto': %d of %s rows.", best, "any number of" if rows is None else rows)
     return best
 
 
-def _trial(model: Any, data: Any, size: int) -> _Trial:
+def _trial(model: Any, data: Any, size: int) -> tuple[Callable[[], Any], float | None]:
+    """One gradient of a micro-batch, ready to run, and the bytes that it needs, where the compiler says."""
     variables = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
     state = [[np.zeros(tuple(v.shape), v.dtype) for v in part] for part in variables]
     batch = tree.map_structure(lambda leaf: _zeros(leaf, size), data)
 
     def gradients(state: Any, batch: Any) -> Any:
         def loss_of(values: Any) -> Any:
-            return ops.sum(divisors_of(model, (values, *state[1:]), *unpack(batch))[3])
+            return ops.sum(divisors_of(model, (values, *state[1:]), *unpack(batch))[1]), None
 
-        return value_and_gradients(loss_of, state[0])
+        return backends.running().value_and_gradients(loss_of, state[0])
 
     if keras.backend.backend() == "jax":
         import jax
 
         compiled = jax.jit(gradients).lower(state, batch).compile()
         analysis = compiled.memory_analysis()
-        needs = None if analysis is None else float(analysis.temp_size_in_bytes)
-        return _Trial(lambda: jax.block_until_ready(compiled(state, batch)), needs)
+        needed = None if analysis is None else float(analysis.temp_size_in_bytes)
+        return lambda: jax.block_until_ready(compiled(state, batch)), needed
     state, batch = tree.map_structure(
         lambda leaf: None if leaf is None else ops.convert_to_tensor(leaf), (state, batch)
     )
@@ -100,7 +90,7 @@ def _trial(model: Any, data: Any, size: int) -> _Trial:
         import tensorflow as tf
 
         run = tf.function(gradients, jit_compile=model.jit_compile)
-    return _Trial(lambda: ops.convert_to_numpy(run(state, batch)[0]), None)
+    return lambda: ops.convert_to_numpy(run(state, batch)[0][0]), None
 
 
 def _zeros(leaf: Any, size: int) -> Any:
@@ -108,12 +98,6 @@ def _zeros(leaf: Any, size: int) -> Any:
         return None if leaf is None else np.zeros((), keras.backend.standardize_dtype(leaf.dtype))
     shape = [_UNKNOWN_DIMENSION if number is None else number for number in leaf.shape[1:]]
     return np.zeros((size, *shape), keras.backend.standardize_dtype(leaf.dtype))
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def _free_memory() -> float | None:
@@ -130,11 +114,6 @@ def _free_memory() -> float | None:
         if tf.config.list_logical_devices("GPU"):
             return None  # not told: the first size that runs out of memory ends the search
     return free_host_memory()
-
-
-def _in_use() -> float:
-    """The most bytes ever in use."""
-    return process_memory()["VmHWM"]
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

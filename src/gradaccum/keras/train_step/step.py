@@ -8,31 +8,21 @@ up. One update follows, and the metrics of the whole batch.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import keras
 from keras import ops, tree
 
-from gradaccum.keras import backends
-from gradaccum.keras.backends.rows import RestartWindow, Spec, assign, discarded, has_rows, rows_of, unpack, values_of
+from gradaccum.core.proof import Outcome
+from gradaccum.keras import backends, private
+from gradaccum.keras.backends.base import Spec, assign, copies_of, discarded, has_rows, rows_of, unpack, values_of
 from gradaccum.keras.batch_norm import BatchNorm, Pool, batch_norms_of, during_micro_batch, warn
-from gradaccum.keras.equivalence import Draws, Evaluation, as_array, held
+from gradaccum.keras.equivalence import Draws, held, outcome_of
 from gradaccum.keras.loss import Measured, update_trackers, weighed_losses
-from gradaccum.keras.private import (
-    build_symbolically,
-    compiled_losses,
-    compiled_metrics,
-    is_of_keras,
-    keras_mask,
-    layers_in,
-    loss_tracker,
-    metric_function,
-    set_keras_mask,
-    unscale_loss_for_distribution,
-)
 from gradaccum.keras.train_step.auto_size import fastest_size
 from gradaccum.keras.train_step.proof import Proof
 
@@ -45,7 +35,7 @@ class Plan:
 
     Attributes:
         counted: The losses whose denominators have to be counted, by index.
-        loss: What the loss is: a scalar, except with `reduction=None` on TensorFlow, where it keeps its rows.
+        dtype: In which the loss is added up.
         outputs: The model's outputs, in their structure.
         metrics: `"whole"`: metrics see the whole batch's outputs, once per update, as in plain `fit`; `"streamed"`:
             they see those of each micro-batch, where the metrics are sums over rows and keeping all outputs would cost
@@ -55,7 +45,7 @@ class Plan:
     """
 
     counted: tuple[int, ...]
-    loss: Spec
+    dtype: str
     outputs: Any
     metrics: Literal["whole", "streamed", "none"]
     tracked: int
@@ -81,24 +71,19 @@ class MicroBatchedStep:
     """
 
     def __init__(
-        self,
-        model: Any,
-        micro_batch_size: int | Literal["auto"],
-        batch_norm: BatchNorm,
-        verify: bool = True,
+        self, model: Any, micro_batch_size: int | Literal["auto"], batch_norm: BatchNorm, verify: bool = True
     ) -> None:
-        self.model = model
-        self.micro_batch_size = micro_batch_size
-        self.batch_norm = batch_norm
+        self.model, self.micro_batch_size, self.batch_norm = model, micro_batch_size, batch_norm
         self.backend = backends.running()
         self.training = self.backend.Training(self)
         self.proof = Proof(self) if verify else None
         self.plans: dict[Any, Plan] = {}
         self._built: list[Any] = [self] * 3
         """What the model was compiled with when it was built."""
-        self._draws = Draws()
+        self.draws = Draws()
         self._named: set[str] = set()
         self._sizes: dict[str, int] = {}
+        self._trials: dict[Any, MicroBatchedStep] = {}
 
     # In the place of the model's own.
 
@@ -117,6 +102,7 @@ class MicroBatchedStep:
         """Keras' own, which `fit` and `train_on_batch` begin with, around this step."""
         model = self.model
         if model.train_function is None or force:
+            self._trials.clear()
             if self.proof is not None:
                 self.proof.restart()
             self.training.make_train_function(lambda: type(model).make_train_function(model, force=force))
@@ -145,7 +131,6 @@ class MicroBatchedStep:
         return trained, moving, optimizer, list(model.metrics_variables)
 
     def state(self) -> tuple[list[Any], ...]:
-        """Their values."""
         return tuple(map(values_of, self.variables()))
 
     # An update.
@@ -153,7 +138,8 @@ class MicroBatchedStep:
     def update(self, data: Any) -> Any:
         """Train on a batch. Returns the logs."""
         model, window = self.model, self.window(data)
-        loss_tracker(model).update_state(unscale_loss_for_distribution(window.loss), sample_weight=window.rows)
+        loss = private.unscale_loss_for_distribution(window.loss)
+        private.loss_tracker(model).update_state(loss, sample_weight=window.rows)
         update_trackers(model, window.tracked, window.rows)
         if model.trainable_weights:
             self.training.apply(window.gradients)
@@ -167,149 +153,76 @@ class MicroBatchedStep:
     def window(self, data: Any) -> Window:
         """Run all micro-batches of a batch."""
         model, rows = self.model, rows_of(data)
-        compiled = [compiled_losses(model), compiled_metrics(model), model.optimizer]
+        compiled = [private.compiled_losses(model), private.compiled_metrics(model), model.optimizer]
         if not all(one is other for one, other in zip(compiled, self._built)):
             self.training.build(data)
             self._warn(stacklevel=2)
             self._check_states(rows)
             self._built = compiled
-        return self.training.attempt(data, rows, functools.partial(self._size_for, data), self._run)
+        size = functools.partial(self._size_for, data)
+        return self.training.attempt(data, rows, size, lambda *cut: _Pass(self, *cut).run())
 
     def _check_states(self, rows: int | None) -> None:
-        stateful = [repr(layer.name) for layer in layers_in(self.model) if getattr(layer, "stateful", False)]
-        if stateful and (rows is None or self.micro_batch_size == "auto" or rows > self.micro_batch_size):
+        layers = [layer for layer in private.layers_in(self.model) if getattr(layer, "stateful", False)]
+        if layers and (rows is None or self.micro_batch_size == "auto" or rows > self.micro_batch_size):
             raise ValueError(
-                f"A batch can't be cut for layers that keep a state of each of its rows: {', '.join(stateful)} "
-                f"with stateful=True. Received: micro_batch_size={self.micro_batch_size!r} and a batch of {rows} rows. "
-                "Use stateful=False, or micro-batches of the whole batch."
+                "A batch can't be cut for layers that keep a state of each of its rows: "
+                f"{', '.join(repr(layer.name) for layer in layers)} with stateful=True. Received: micro_batch_size="
+                f"{self.micro_batch_size!r} and a batch of {rows} rows. Use stateful=False, or micro-batches of the "
+                "whole batch."
             )
 
-    def _run(self, batches: Any, gradients: Any) -> Window:
-        """All micro-batches, and what they add up to."""
-        model, training, backend = self.model, self.training, self.backend
-        plan = self._plan(batches)
-        lazy = bool(plan.counted) and backend.lazy_divisors and not plan.terms
-        divisors = _Divisors(lazy, self._counted(batches, plan) if plan.counted and not lazy else None)
-        layers = self.batch_norms
-        pool = Pool(layers if self.batch_norm == "pooled" else [])
-        before = [ops.copy(value) for value in values_of(pool.variables)]
-        floats = keras.backend.floatx()
-
-        def micro(micro_batch: Any, size: Any, carry: Any) -> tuple[Any, list[Any]]:
-            sums, loss_sum, tracked, pooled = carry
-            x, y, sample_weight = unpack(micro_batch)
-            share = _share(size, batches.rows)
-
-            def forward() -> Any:
-                with (
-                    during_micro_batch(layers, self.batch_norm) as seen,
-                    weighed_losses(model, share, divisors.totals) as measured,
-                ):
-                    scaled, loss, y_pred = training.compute(x, y, sample_weight)
-                divisors.note(measured.divisors, share, bool(lazy and model.losses))
-                tracked = [measured.values[index] for index in range(plan.tracked)]
-                return scaled, (loss, y_pred, tracked, seen.valid)
-
-            sums, (loss, y_pred, singles, valid), rows = gradients.add(sums, forward, share)
-            part = _times(loss, share)
-            tracked = [total + _times(one, share) for total, one in zip(tracked, singles)]
-            pooled = pool.add(pooled, values_of(pool.variables), valid, size)
-            if plan.metrics == "streamed":
-                compiled_metrics(model).update_state(y, y_pred, sample_weight)
-            elif plan.metrics == "whole":
-                rows += _with_masks(y_pred, plan)
-            if plan.loss.row is None:
-                loss_sum += ops.cast(part, loss_sum.dtype)
-            else:
-                rows.append(part)
-            return (sums, loss_sum, tracked, pooled), rows
-
-        carry = (
-            gradients.zeros(),
-            ops.zeros((), plan.loss.dtype if "64" in plan.loss.dtype else floats),
-            [ops.zeros((), floats)] * plan.tracked,
-            pool.zeros(),
-        )
-        kinds = [spec for kind in tree.flatten(plan.outputs) for spec in _and_mask(kind)]
-        specs = [*gradients.specs, *(kinds if plan.metrics == "whole" else [])]
-        specs += [] if plan.loss.row is None else [plan.loss]
-        threads = [*model.non_trainable_variables, *model.metrics_variables]
-        (sums, loss, tracked, pooled), parts = batches.run(micro, carry, specs, threads)
-        rows = [batches.joined([part]) for part in parts]
-        if divisors.unplanned:  # a layer adds losses that it did not add when this was planned
-            self.plans = {key: replace(known, terms=True) for key, known in self.plans.items()}
-            raise RestartWindow
-        scale = divisors.scale()
-        assign(pool.variables, pool.moved(pooled, before))
-        own, queue = len(gradients.specs), iter(rows[len(gradients.specs) :])
-        outputs = None
-        if plan.metrics == "whole":
-            outputs = tree.map_structure(lambda spec: _taken(queue, spec.masked), plan.outputs)
-        loss = loss if plan.loss.row is None else next(queue)
-        loss = loss if scale is None else loss * scale
-        return Window(gradients.finish(sums, rows[:own], scale), loss, tracked, outputs, batches.rows)
-
-    def _counted(self, batches: Any, plan: Plan) -> dict[int, Any]:
-        """What the losses divide by: a forward pass over all rows, without side effects."""
-
-        def micro(micro_batch: Any, size: Any, totals: Any) -> tuple[Any, list[Any]]:
-            measured = self._measured(micro_batch)[0]
-            return [total + measured.divisors[index] for total, index in zip(totals, plan.counted)], []
-
-        zeros = [ops.zeros((), keras.backend.floatx()) for _ in plan.counted]
-        with self.training.counting(batches) as cut:
-            totals, _ = cut.run(micro, zeros, threads=self.model.non_trainable_variables)
-        return dict(zip(plan.counted, totals))
-
-    def _measured(self, micro_batch: Any) -> tuple[Measured, Any, Any]:
+    def measured(self, micro_batch: Any) -> tuple[Measured, Any, Any]:
+        """What the losses of a micro-batch divide by; its loss and outputs."""
         with weighed_losses(self.model) as measured:
             _, loss, y_pred = self.training.compute(*unpack(micro_batch))
         measured.added = self.backend.lazy_divisors and bool(self.model.losses)
         return measured, loss, y_pred
 
-    def _plan(self, batches: Any) -> Plan:
+    def plan(self, batches: Any) -> Plan:
         """What has to be counted and kept."""
 
         def ranks(leaf: Any) -> Any:
             return leaf if leaf is None else len(leaf.shape)
 
-        key = compiled_losses(self.model), str(tree.map_structure(ranks, batches.data))
+        key = private.compiled_losses(self.model), str(tree.map_structure(ranks, batches.data))
         if key not in self.plans or not self.backend.lazy_divisors:  # what is traced is traced for these shapes
 
             def planned(micro_batch: Any) -> Plan:
                 with discarded(self.model):
-                    return self._plan_of(*self._measured(micro_batch), micro_batch)
+                    return self._plan_of(*self.measured(micro_batch), micro_batch)
 
             self.plans[key] = self.training.look(planned, batches)
         return self.plans[key]
 
     def _plan_of(self, measured: Measured, loss: Any, y_pred: Any, micro_batch: Any) -> Plan:
         model, outputs = self.model, tree.flatten(y_pred)
-        metrics: Literal["whole", "streamed", "none"]
-        if _overrides(model, "compute_metrics"):
-            metrics = "whole"
-        elif compiled_metrics(model) is None:
-            metrics = "none"
-        else:
+        compiled = private.compiled_metrics(model)
+        metrics: Literal["whole", "streamed", "none"] = "whole"
+        if not _overrides(model, "compute_metrics"):
+            if compiled is None:
+                metrics = "none"
             # Keras' functions reduce an output of one dimension to a scalar.
-            additive = all(map(_adds_over_rows, compiled_metrics(model).metrics)) and all(
-                len(output.shape) > 1 for output in outputs
-            )
-            kept, held = _numbers_per_row(outputs), _numbers_per_row(micro_batch)
-            metrics = "streamed" if additive and (kept is None or held is None or kept > held) else "whole"
+            elif all(map(_adds_over_rows, compiled.metrics)) and all(len(output.shape) > 1 for output in outputs):
+                kept, given = _numbers_per_row(outputs), _numbers_per_row(micro_batch)
+                metrics = "streamed" if kept is None or given is None or kept > given else "whole"
         spec = Spec.of if self.backend.keeps_masks else lambda output: replace(Spec.of(output), masked=False)
+        dtype = keras.backend.standardize_dtype(loss.dtype)
         return Plan(
             counted=tuple(sorted(measured.divisors)),
-            loss=Spec.of(loss),
+            dtype=dtype if "64" in dtype else keras.backend.floatx(),
             outputs=tree.map_structure(spec, y_pred),
             metrics=metrics,
             tracked=len(measured.values),
             terms=len(measured.calls) != 1 or measured.added or _overrides(model, "compute_loss"),
         )
 
+    def has_terms(self) -> None:
+        """A layer adds losses that it did not add when this was planned."""
+        self.plans = {key: replace(known, terms=True) for key, known in self.plans.items()}
+
     @property
     def batch_norms(self) -> list[Any]:
-        """The layers that `batch_norm` is about."""
         return batch_norms_of(self.model)
 
     @property
@@ -331,38 +244,109 @@ class MicroBatchedStep:
                 self._sizes[key] = fastest_size(self.model, data, rows)
         return self._sizes[key]
 
-    def build(self, data: Any) -> None:
-        """Build the model, its losses, metrics and optimizer, where that is still to do."""
-        build_symbolically(self.model, data)
-
     def _warn(self, stacklevel: int) -> None:
         if self.batch_norm == "warn":
             warn(self.model, self._named, stacklevel)
 
     # For a proof.
 
-    def outcome(self, data: Any, state: Any = None) -> Evaluation:
+    def outcome(self, data: Any, state: Any = None) -> Outcome:
         """What the update of this batch is made of, computed as an update computes it. Leaves everything as found."""
         with held() as draws:
-            loss, gradients, before, after = self.training.evaluate(data, state)
-        self._draws.held |= draws.held  # on JAX seen while it is traced, and not again
-        self._draws.raw |= draws.raw or self.training.drew
-        return Evaluation(
-            self.model,
-            as_array(loss),
-            [None if gradient is None else as_array(gradient) for gradient in gradients],
-            list(map(as_array, before)),
-            list(map(as_array, after)),
-            self._draws,
-        )
+            found = self.training.evaluate(data, state)
+        self.draws.held |= draws.held  # on JAX seen while it is traced, and not again
+        self.draws.raw |= draws.raw or self.training.drew
+        return outcome_of(self.model, *found)
 
     def trial(self, micro_batch_size: int, batch_norm: BatchNorm) -> MicroBatchedStep:
         """The same step with other choices, not installed."""
-        return self.training.trial(micro_batch_size, batch_norm)
+        choices = micro_batch_size, batch_norm
+        if choices not in self._trials:
+            self._trials[choices] = type(self)(self.model, *choices, verify=False)
+        return self._trials[choices]
 
-    def other(self, micro_batch_size: int, batch_norm: BatchNorm) -> MicroBatchedStep:
-        """A new one, not installed."""
-        return type(self)(self.model, micro_batch_size, batch_norm, verify=False)
+
+class _Pass:
+    """All micro-batches of a batch, forward and backward, and what they add up to."""
+
+    def __init__(self, step: MicroBatchedStep, batches: Any, gradients: Any) -> None:
+        self.step, self.batches, self.gradients = step, batches, gradients
+        self.model, self.plan = step.model, step.plan(batches)
+        lazy = bool(self.plan.counted) and step.backend.lazy_divisors and not self.plan.terms
+        self.divisors = _Divisors(lazy, self._counted() if self.plan.counted and not lazy else None)
+        self.layers = step.batch_norms
+        self.pool = Pool(self.layers if step.batch_norm == "pooled" else [])
+
+    def _counted(self) -> dict[int, Any]:
+        """What the losses divide by: a forward pass over all rows, without side effects."""
+        counted = self.plan.counted
+
+        def micro(micro_batch: Any, size: Any, totals: Any) -> tuple[Any, list[Any]]:
+            measured = self.step.measured(micro_batch)[0]
+            return [total + measured.divisors[index] for total, index in zip(totals, counted)], []
+
+        zeros = [ops.zeros((), keras.backend.floatx()) for _ in counted]
+        with self.step.training.counting(self.batches) as cut:
+            totals, _ = cut.run(micro, zeros, threads=self.model.non_trainable_variables)
+        return dict(zip(counted, totals))
+
+    def run(self) -> Window:
+        plan, model, batches = self.plan, self.model, self.batches
+        before = copies_of(self.pool.variables)
+        single = [ops.zeros((), keras.backend.floatx())] * plan.tracked
+        carry = self.gradients.zeros(), ops.zeros((), plan.dtype), single, self.pool.zeros()
+        specs, whole = list(self.gradients.specs), plan.metrics == "whole"
+        for spec in tree.flatten(plan.outputs) if whole else ():
+            specs += [spec, Spec("bool", spec.row[:1])] if spec.masked and spec.row is not None else [spec]
+        threads = [*model.non_trainable_variables, *model.metrics_variables]
+        (sums, loss, tracked, pooled), parts = batches.run(self._micro, carry, specs, threads)
+        rows = [batches.joined([part]) for part in parts]
+        if self.divisors.unplanned:
+            self.step.has_terms()
+            raise self.step.backend.RestartWindow
+        scale = self.divisors.scale()
+        assign(self.pool.variables, self.pool.moved(pooled, before))
+        own, queue = len(self.gradients.specs), iter(rows[len(self.gradients.specs) :])
+
+        def taken(spec: Spec) -> Any:
+            tensor = next(queue)
+            if spec.masked:  # the mask comes behind it
+                private.set_keras_mask(tensor, next(queue))
+            return tensor
+
+        outputs = tree.map_structure(taken, plan.outputs) if whole else None
+        gradients = self.gradients.finish(sums, rows[:own], scale)
+        return Window(gradients, loss if scale is None else loss * scale, tracked, outputs, batches.rows)
+
+    def _micro(self, micro_batch: Any, size: Any, carry: Any) -> tuple[Any, list[Any]]:
+        (sums, loss_sum, tracked, pooled), plan = carry, self.plan
+        _, y, sample_weight = unpack(micro_batch)
+        share = _share(size, self.batches.rows)
+        sums, (loss, y_pred, singles, valid), rows = self.gradients.add(
+            sums, functools.partial(self._forward, micro_batch, share), share
+        )
+        loss = _times(loss, share)
+        if len(loss.shape):  # reduction=None on TensorFlow: `fit` logs the mean
+            loss = _times(ops.mean(loss), share)
+        tracked = [total + _times(one, share) for total, one in zip(tracked, singles)]
+        pooled = self.pool.add(pooled, values_of(self.pool.variables), valid, size)
+        if plan.metrics == "streamed":
+            private.compiled_metrics(self.model).update_state(y, y_pred, sample_weight)
+        elif plan.metrics == "whole":
+            for one, spec in zip(tree.flatten(y_pred), tree.flatten(plan.outputs)):
+                rows += [one, private.keras_mask(one)] if spec.masked else [one]
+        return (sums, loss_sum + ops.cast(loss, loss_sum.dtype), tracked, pooled), rows
+
+    def _forward(self, micro_batch: Any, share: Any) -> tuple[Any, Any]:
+        """The loss to differentiate; the loss, the outputs, each loss by itself, and what BatchNorm's masks let by."""
+        divisors, model = self.divisors, self.model
+        with (
+            during_micro_batch(self.layers, self.step.batch_norm) as valid,
+            weighed_losses(model, share, divisors.totals) as measured,
+        ):
+            scaled, loss, y_pred = self.step.training.compute(*unpack(micro_batch))
+        divisors.note(measured.divisors, share, bool(divisors.lazy and model.losses))
+        return scaled, (loss, y_pred, [measured.values[index] for index in range(self.plan.tracked)], valid)
 
 
 class _Divisors:
@@ -370,7 +354,6 @@ class _Divisors:
 
     def __init__(self, lazy: bool, totals: dict[int, Any] | None) -> None:
         self.lazy, self.totals, self.unplanned = lazy, totals, False
-        self._assumed: dict[int, Any] = {}
         self._found: dict[int, Any] = {}
 
     def note(self, counts: dict[int, Any], share: Any, unplanned: bool) -> None:
@@ -380,8 +363,9 @@ class _Divisors:
         self.unplanned |= unplanned
         counts = {index: ops.stop_gradient(count) for index, count in counts.items()}
         if self.totals is None:
-            ones = {index: ops.where(count != 0, count, ops.ones_like(count)) for index, count in counts.items()}
-            self.totals = {index: one / share for index, one in ones.items()}
+            self.totals = {
+                index: ops.where(count != 0, count, ops.ones_like(count)) / share for index, count in counts.items()
+            }
         self._found = {index: self._found.get(index, 0) + count for index, count in counts.items()}
 
     def scale(self) -> Any:
@@ -407,23 +391,6 @@ def _times(value: Any, share: Any) -> Any:
     return value * (share if isinstance(share, float) else ops.cast(share, value.dtype))
 
 
-def _and_mask(spec: Spec) -> list[Spec]:
-    return [spec, Spec("bool", spec.row[:1])] if spec.masked and spec.row is not None else [spec]
-
-
-def _with_masks(y_pred: Any, plan: Plan) -> list[Any]:
-    found = zip(tree.flatten(y_pred), tree.flatten(plan.outputs))
-    return [part for one, spec in found for part in ([one, keras_mask(one)] if spec.masked else [one])]
-
-
-def _taken(queue: Iterator[Any], masked: bool) -> Any:
-    """The next tensor, with the mask that comes behind it."""
-    tensor = next(queue)
-    if masked:
-        set_keras_mask(tensor, next(queue))
-    return tensor
-
-
 def remove_step(model: Any) -> None:
     """Let a model train as it did before a step was installed; nothing where there is none."""
     if isinstance(vars(model).get("train_step"), MicroBatchedStep):
@@ -446,18 +413,13 @@ def _overrides(model: Any, method: str) -> bool:
 
 def _adds_over_rows(metric: Any) -> bool:
     """Whether this metric's state is a sum over rows, however they are split. True of Keras' own."""
-    function = metric_function(metric)
-    return is_of_keras(type(metric)) and (function is None or is_of_keras(function))
+    function = private.metric_function(metric)
+    return private.is_of_keras(type(metric)) and (function is None or private.is_of_keras(function))
 
 
 def _numbers_per_row(leaves: Any) -> int | None:
     """How many numbers a row of these holds; None where a dimension is not known."""
-    total = 0
-    for leaf in filter(has_rows, tree.flatten(leaves)):
-        number = 1
-        for size in leaf.shape[1:]:
-            if size is None:
-                return None
-            number *= size
-        total += number
-    return total
+    sizes = [leaf.shape[1:] for leaf in tree.flatten(leaves) if has_rows(leaf)]
+    if any(number is None for size in sizes for number in size):
+        return None
+    return sum(math.prod(size) for size in sizes)

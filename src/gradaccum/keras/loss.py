@@ -1,0 +1,266 @@
+"""What each compiled loss of a Keras model divides by, and whether micro-batches add up to the large batch.
+
+A large batch's loss is `sum_j N_j / D_j` over the compiled losses j (one or several per output), where `N_j` is a sum
+over rows and `D_j` what `keras.losses.Loss` divides it by:
+
+| `reduction` | `D_j` |
+|---|---|
+| `"sum_over_batch_size"`, `"mean"` | the number of values: proportional to rows |
+| the same, with a mask (`Masking`, `Embedding(mask_zero=True)`, `ignore_class`) | what it lets through |
+| `"mean_with_sample_weight"` | the sum of the weights, of those that the mask lets through |
+| `"sum"`, `None` | nothing |
+
+A micro-batch i of `rows_i` rows would return `N_ij / D_ij`. Its part of the large batch's loss is `N_ij / D_j`, so each
+loss is made to return
+
+    N_ij / (D_j share_i)          share_i = rows_i / rows
+
+and what `compute_loss` returns is multiplied with `share_i`. Where the loss divides by rows, that is its own value; and
+everything else that `compute_loss` adds (weight and activity regularisers, `add_loss`, the user's own terms) is a mean
+over rows, or the same for all of them, and comes out right with `share_i` alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from gradaccum.keras import backends, private
+
+__all__ = ["Measured", "coupled_losses", "divisors_of", "update_trackers", "weighed_losses"]
+
+
+@dataclass
+class Measured:
+    """What `weighed_losses` saw while the loss of one micro-batch was computed.
+
+    Attributes:
+        divisors: Of each loss that divides by neither rows nor nothing, by its index: `D_ij`, a scalar tensor.
+        calls: Of each loss, by its index: the loss object and the arguments it was called with.
+        values: Of each loss that has a tracker (with several losses, `fit` logs each): what the tracker would have
+            been told, which is the micro-batch's part of the large batch's value, over `share`.
+        added: Whether the forward pass left terms beside the compiled losses: regularisers, `add_loss`.
+    """
+
+    divisors: dict[int, Any] = field(default_factory=dict)
+    calls: dict[int, tuple[Any, Any, Any, Any]] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
+    added: bool = False
+
+
+@contextlib.contextmanager
+def weighed_losses(model: Any, share: Any = 1.0, totals: dict[int, Any] | None = None) -> Iterator[Measured]:
+    """While this is open, `model.compute_loss` returns a micro-batch's part of the large batch's loss, over `share`.
+
+    Yields:
+        A `Measured` that fills as the losses are computed.
+    """
+    measured = Measured()
+
+    def weighed_loss(index: int, loss: Any) -> Callable[..., Any]:
+        def in_its_place(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            measured.calls[index] = (loss, y_true, y_pred, sample_weight)
+            value, count = _weighed(loss, y_true, y_pred, sample_weight, share, (totals or {}).get(index))
+            if count is not None:
+                measured.divisors[index] = count
+            return value
+
+        return in_its_place
+
+    with private.replaced_losses(
+        private.compiled_losses(model), weighed_loss, lambda index, tracker: _SilentTracker(index, tracker, measured)
+    ):
+        yield measured
+
+
+def update_trackers(model: Any, values: list[Any], rows: Any) -> None:
+    """Tell the trackers of the single losses their values over the whole batch, as plain `fit` does once per update."""
+    losses = private.compiled_losses(model)
+    for tracker, value in zip([] if losses is None else losses.metrics, values):
+        tracker.update_state(value, sample_weight=rows)
+
+
+class _SilentTracker:
+    """Stands in for the tracker of one loss, and keeps what it is told to itself."""
+
+    def __init__(self, index: int, tracker: Any, measured: Measured) -> None:
+        self.index, self.tracker, self.measured = index, tracker, measured
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tracker, name)
+
+    def update_state(self, value: Any, sample_weight: Any = None) -> None:
+        self.measured.values[self.index] = value
+
+
+def _weighed(
+    loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None, share: Any = 1.0, total: Any = None
+) -> tuple[Any, Any]:
+    """A micro-batch's part of the large batch's loss, over `share`; and `D_ij`, or None where it isn't counted."""
+    in_mask = private.keras_mask(y_pred)
+    values: list[Any] = []
+    with _recorded(loss, values):
+        value = loss(y_true, y_pred, sample_weight)
+    if not values or len(getattr(values[-1], "shape", ())) == 0:  # a number of Python's has none
+        return value, None  # a scalar that the loss reduced by itself: a mean over rows, or it is refused
+    reduction = getattr(loss, "reduction", "sum_over_batch_size")
+    if reduction in ("sum", "none", None):
+        return value / ops.cast(share, value.dtype), None
+    out_mask = private.keras_mask(values[-1])
+    both = in_mask is not None and out_mask is not None
+    mask = ops.logical_and(in_mask, out_mask) if both else out_mask if in_mask is None else in_mask
+    weights = sample_weight if reduction == "mean_with_sample_weight" else None
+    if mask is None and weights is None:
+        return value, None
+    count = ops.cast(ops.stop_gradient(_count(mask, weights, values[-1].dtype)), value.dtype)
+    exactly = weights is not None and type(loss).__call__ is keras.losses.Loss.__call__
+    if total is None and not exactly:
+        return value, count
+    if total is None:
+        total = ops.where(count != 0, count, ops.ones_like(count)) / share
+    total = ops.cast(total, value.dtype)
+    # `ops.divide_no_nan` would fall back to float32 on PyTorch.
+    divisor = ops.where(total != 0, total, ops.ones_like(total)) * ops.cast(share, value.dtype)
+    if not exactly:
+        return value * (count / divisor), count
+    # The sum itself: weights of both signs may cancel in a micro-batch, and its mean is 0 then.
+    summed = private.reduce_weighted_values(values[-1], sample_weight, mask, "sum", loss.dtype)
+    part = private.scale_loss_for_distribution(summed / divisor)
+    return ops.where(total != 0, part, ops.zeros_like(part)), count
+
+
+@contextlib.contextmanager
+def _recorded(loss: Any, values: list[Any]) -> Iterator[None]:
+    """While this is open, what `loss.call` returns before it is reduced is appended to `values`."""
+    call, own = loss.call, loss.__dict__.get("call")
+
+    def recording(y_true: Any, y_pred: Any) -> Any:
+        values.append(call(y_true, y_pred))
+        return values[-1]
+
+    loss.call = recording
+    try:
+        yield
+    finally:
+        del loss.call
+        if own is not None:
+            loss.call = own
+
+
+def _count(mask: Any, weights: Any, dtype: Any) -> Any:
+    """`D_ij` up to a factor that is the same for all micro-batches, as `reduce_weighted_values` of Keras' has it."""
+    dtype = keras.backend.standardize_dtype(dtype)
+    mask, weights = (None if one is None else ops.cast(one, dtype) for one in (mask, weights))
+    if mask is None or weights is None:
+        return ops.sum(weights if mask is None else mask)
+    mask, weights = private.squeeze_or_expand_to_same_rank(mask, weights)
+    return ops.sum(weights * mask)
+
+
+def divisors_of(model: Any, state: Sequence[Any], x: Any, y: Any, sample_weight: Any) -> tuple[Measured, Any]:
+    """One forward pass without side effects, for what it tells and its loss: masks are known only after it."""
+    trainable, non_trainable, metrics = state
+    kwargs = {"training": True} if private.takes_training(model) else {}
+    y_pred, non_trainable, losses = model.stateless_call(trainable, non_trainable, x, return_losses=True, **kwargs)
+    # As JAXTrainer does it: `add_loss` terms would be lost with the stateless scope.
+    private.set_added_losses(model, losses)
+    try:
+        with weighed_losses(model) as measured:
+            loss, _ = model.stateless_compute_loss(
+                trainable, non_trainable, metrics, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
+            )
+    finally:
+        private.set_added_losses(model, [])
+    measured.added = bool(losses)
+    return measured, loss
+
+
+# Losses that look across rows.
+
+
+def coupled_losses(
+    model: Any, measured: Measured, parts: Sequence[np.ndarray], tolerance: float
+) -> Iterator[tuple[str, str]]:
+    """Of each compiled loss whose value or gradient isn't that of its parts, the output, and what to say."""
+    for index, (loss, *arguments) in measured.calls.items():
+        if _couples_rows(loss, arguments, parts, tolerance):
+            output = private.loss_entries(private.compiled_losses(model))[index].name
+            advice = "Let it return one value per row"
+            axis = getattr(loss, "_fn_kwargs", {}).get("axis", advice)
+            if axis is not advice:
+                advice += f", with an `axis` that leaves out the batch's dimension (axis={axis} now)"
+            yield (
+                output,
+                f"The loss {loss.name!r} of {output!r} looks across the rows of its batch: its values or gradients for "
+                f"micro-batches don't add up to those of the whole batch. {advice}. A function that returns a scalar "
+                'must return the mean over rows; a sum over rows is a `keras.losses.Loss` with reduction="sum". For a '
+                "loss that is meant to compare rows, take gradaccum.keras.chunked(model, micro_batch_size) in place of "
+                "micro_batched: the same memory, for any loss.",
+            )
+
+
+def _couples_rows(loss: Any, arguments: Sequence[Any], parts: Sequence[np.ndarray], tolerance: float) -> bool:
+    y_true, y_pred, sample_weight = arguments
+    rows = sum(map(len, parts))
+    predictions = tree.flatten(y_pred)
+    masks = [private.keras_mask(output) for output in predictions]
+    count: Any = None
+
+    def result(of: np.ndarray, share: float) -> tuple[float, list[np.ndarray]]:
+        def value(values: list[Any]) -> Any:
+            nonlocal count
+            outputs = [
+                output if mask is None else _masked(output, ops.take(mask, of, axis=0))
+                for output, mask in zip(values, masks)
+            ]
+            taken = _rows(y_true, of), tree.pack_sequence_as(y_pred, outputs), _rows(sample_weight, of), share
+            if count is None:  # of the whole batch, which comes first
+                count = _weighed(loss, *taken)[1]
+            return ops.sum(_weighed(loss, *taken, count)[0]) * share, None
+
+        found = [ops.take(output, of, axis=0) for output in predictions]
+        (number, _), gradients = backends.running().value_and_gradients(value, found)
+        return float(ops.convert_to_numpy(number)), [np.zeros(1) if g is None else _array(g) for g in gradients]
+
+    whole, gradient = result(np.arange(rows), 1.0)
+    try:
+        results = [result(part, len(part) / rows) for part in parts]
+    except Exception:  # it can't be computed for a part
+        return True
+    pairs: list[tuple[Any, Any]] = [(whole, sum(part for part, _ in results))]
+    back = np.argsort(np.concatenate(list(parts)))
+    for index, expected in enumerate(gradient):
+        pieces = [gradients[index] for _, gradients in results]
+        pairs.append((expected, np.concatenate(pieces)[back] if len(expected) == rows else sum(pieces)))
+    return any(_differ(np.asarray(a), np.asarray(b), tolerance) for a, b in pairs)
+
+
+def _differ(a: np.ndarray, b: np.ndarray, tolerance: float) -> bool:
+    finite = np.isfinite(a)
+    if not np.array_equal(finite, np.isfinite(b)):
+        return True
+    scale = max(np.abs(a[finite]).max(initial=0.0), np.abs(b[finite]).max(initial=0.0))
+    return bool(np.abs(a - b)[finite].max(initial=0.0) > tolerance * scale)
+
+
+def _masked(output: Any, mask: Any) -> Any:
+    output = output * 1.0
+    private.set_keras_mask(output, mask)
+    return output
+
+
+def _rows(data: Any, of: np.ndarray) -> Any:
+    def taken(leaf: Any) -> Any:
+        return ops.take(leaf, of, axis=0) if len(getattr(leaf, "shape", ())) else leaf
+
+    return tree.map_structure(taken, data)
+
+
+def _array(tensor: Any) -> np.ndarray:
+    return ops.convert_to_numpy(ops.cast(tensor, "float64" if tensor.dtype == "float64" else "float32"))
